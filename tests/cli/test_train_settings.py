@@ -99,6 +99,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_built(
         assert main([verb, *SMALL, "--text", "text.txt", "--model", "4b", "--out", "run"]) == 2
         said = capsys.readouterr().err
         assert "model='4b'" in said and "2 of them here" in said and "25.8 GB of memory are free" in said
+        assert "thinwire docs machines" in said
     assert not Path("run").exists()
     monkeypatch.setattr(machine, "memory", lambda: (4 << 30, 1 << 20))
     assert train("run", "--strategy", "fedavg") == 2

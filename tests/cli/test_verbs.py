@@ -35,6 +35,8 @@ from thinwire.lm.run import Run
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
         (["docs", "../README"], "'../README' is no page; there are data, design, "),
+        (["train", "--model", "hf:/none/such"], "'hf:/none/such': there is no such folder"),
+        (["train", "--model", "hf:/none/such", "--tokenizer", "bytes"], "'/none/such': there is no such folder"),
     ],
 )
 def test_what_was_asked_wrongly_is_said_in_a_line(
@@ -44,7 +46,7 @@ def test_what_was_asked_wrongly_is_said_in_a_line(
     text = tmp_path / "text.txt"
     text.write_text("All that glisters is not gold. " * 4000)
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
-    if "--resume" in arguments:
+    if {"--resume", "--model"} & {*arguments}:
         arguments = [*arguments, "--text", str(text)]
     assert main(arguments) in (1, 2)
     said = capsys.readouterr().err
@@ -90,6 +92,9 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
         ({"optimizer": "Adam"}, "'Adam' in 'Adam' is not known"),
         ({"strategy": "dgc", "outer_lr": 0.1}, "Choose --strategy diloco or streaming_diloco or finetune for it."),
         ({"codec": "E3M0(block=1+x)"}, r"'1 \+ x' in .* is no plain value"),
+        ({"codec": "Cast(bf16)"}, r"'bf16' in 'Cast\(bf16\)' is not known; write a number, a text in quotes, or a piece\.$"),
+        ({"codec": "TopK(values=Cats())"}, r"'Cats' in .* is not known \(did you mean Cast\?\); write"),
+        ({"optimizer": "SGD(lr=1)"}, r"SGD in 'SGD\(lr=1\)': got an unexpected .*; it takes momentum, lr_factor\.$"),
     ],
 )
 def test_a_run_that_cannot_work_is_refused_when_made(change: dict[str, object], says: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -56,17 +57,24 @@ def parse(
     E3M0(block=64, scale='exponent', rounding='nearest')
     """
 
-    def value(term: ast.expr) -> Any:
+    def value(term: ast.expr, inside: bool = True) -> Any:
         if isinstance(term, ast.Name):
             term = ast.Call(term, [], [])
         if isinstance(term, ast.Call) and isinstance(term.func, ast.Name):
-            if term.func.id not in names:
-                known = offered or sorted(names)
-                raise ConfigurationError(
-                    f"{term.func.id!r} in {text!r} is not known{nearest(term.func.id, known)}; choose from {', '.join(known)}."
-                )
+            name = term.func.id
+            if name not in names:
+                known = names if inside else offered or sorted(names)
+                instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
+                raise ConfigurationError(f"{name!r} in {text!r} is not known{nearest(name, known)}; {instead}.")
+            given = [value(argument) for argument in term.args]
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
-            return names[term.func.id](*map(value, term.args), **keywords)
+            signature = inspect.signature(names[name])
+            try:
+                signature.bind(*given, **keywords)
+            except TypeError as error:
+                takes = ", ".join(signature.parameters) or "no arguments"
+                raise ConfigurationError(f"{name} in {text!r}: {error}; it takes {takes}.") from None
+            return names[name](*given, **keywords)
         if isinstance(term, ast.Tuple):
             return tuple(map(value, term.elts))
         try:
@@ -84,7 +92,7 @@ def parse(
     else:
         written = text
     try:
-        return value(ast.parse(written.strip(), mode="eval").body)
+        return value(ast.parse(written.strip(), mode="eval").body, inside=False)
     except ConfigurationError:
         raise
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep

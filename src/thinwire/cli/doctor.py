@@ -218,7 +218,8 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
     if total * here > available:
         raise ConfigurationError(
             f"model={run.model.label!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
-            f"{text_of_nbytes(available)} of memory are free; choose a smaller model, fewer replicas on this machine, or shards (docs/machines.md)."
+            f"{text_of_nbytes(available)} of memory are free; choose a smaller model or --batch, fewer replicas on this machine, or shards "
+            "(thinwire docs machines)."
         )
 
 

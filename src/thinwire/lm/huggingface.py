@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ class Pretrained:
             found = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=Path(source).is_dir())
         except Exception as error:  # the Rust side raises bare Exception for a damaged file
             raise ConfigurationError(
-                f"tokenizer 'hf:{source}': {str(error).splitlines()[0]} · the folder or hub name of a tokenizer is needed · check the name"
+                f"tokenizer 'hf:{source}': {_why(source, error)} · the folder or hub name of a tokenizer is needed · check the name"
             ) from error
         if not getattr(found, "is_fast", False) or found.eos_token_id is None:
             raise ConfigurationError(
@@ -268,9 +269,15 @@ def _configuration(
             return transformers.AutoConfig.for_model(str(source), **(known | options)), False
         config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=folder.is_dir())
     except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow
         raise ConfigurationError(
-            f"model {str(source)!r}: {why} · a folder with config.json, a hub name or a kind of model such as 'llama' is "
+            f"model {str(source)!r}: {_why(source, error)} · a folder with config.json, a hub name or a kind of model such as 'llama' is "
             "needed · check the name"
         ) from error
     return config, has_weights(str(source))
+
+
+def _why(source: object, error: Exception) -> str:
+    """Why transformers found nothing: a path that is not there is no odd name of the hub."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)) and not Path(str(source)).is_dir():
+        return "there is no such folder"
+    return str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow
