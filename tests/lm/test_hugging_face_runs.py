@@ -87,6 +87,7 @@ def test_a_folder_is_trained_further_and_transformers_reads_what_comes_out(
     assert loss_of(loaded, "hf:run") == pytest.approx(evaluated, rel=1e-5)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert abs(loss_of(plain, "hf:base") - evaluated) > 1e-4
+    assert len({path.stat().st_mode for path in Path("run").rglob("*") if path.is_file()}) == 1, "one mode for all"
     own = transformers.AutoTokenizer.from_pretrained("run")
     assert own.encode("thin wires") == tokenizer.encode("thin wires")
     if lora:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,6 +149,8 @@ def save_model(folder: Path, model: HuggingFace, weights: Mapping[str, Tensor], 
     inner.config.thinwire = {"tokenizer": tokenizer}
     with _quiet(_transformers(folder)):
         inner.save_pretrained(str(folder), state_dict=state, max_shard_size="1000TB")  # one file
+    modes = stat.S_IMODE((folder / "config.json").stat().st_mode)  # safetensors leaves what its owner alone may read
+    (folder / "model.safetensors").chmod(modes)
 
 
 def has_weights(source: str) -> bool:
