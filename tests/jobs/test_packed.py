@@ -19,6 +19,8 @@ from thinwire.errors import DataError
 from thinwire.jobs.base import Share, Summed
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob
+from thinwire.lm.job import check_and_weigh
+from thinwire.lm.run import Run
 
 CAPACITY, WIDTH = 256, 64
 
@@ -127,6 +129,18 @@ def test_the_loss_is_over_all_tokens_of_all_replicas():
     expected = gradient(alone / tokens, model)
     torch.testing.assert_close(exact, expected, rtol=0, atol=1e-6)
     assert (biased - expected).abs().max() > 1e-4
+
+
+def test_deltas_of_packed_batches_count_their_tokens_unless_something_else_is_asked_for():
+    job = str(ROOT / "examples/jobs/documents.py")
+    _, run, told = check_and_weigh(Run.of(job=job))
+    assert run.placement.weigh == "tokens" and "because the job packs documents; --weigh alike" in told
+    for asked in ({"weigh": "alike"}, {"strategy": "data_parallel"}, {"job": str(ROOT / "examples/jobs/denoise.py")}):
+        run = Run.of(**{"job": job} | asked)
+        assert check_and_weigh(run)[1:] == (run, "")
+    run = Run.of(job=job, strategy="noloco")
+    _, same, told = check_and_weigh(run)
+    assert same == run and "alike, though packed batches have unlike numbers of tokens" in told
 
 
 def summed(loss: Tensor | Summed) -> Summed:

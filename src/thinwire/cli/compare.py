@@ -22,7 +22,7 @@ from thinwire.cli import doctor, options, train
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
-from thinwire.lm.job import check
+from thinwire.lm.job import check_and_weigh
 from thinwire.lm.run import Run
 from thinwire.plan.delay import follows_link
 from thinwire.records.run_record import RunRecord, Summary
@@ -62,7 +62,11 @@ def main(arguments: Sequence[str]) -> int:
     settings = {strategy: base.with_strategy(strategy).absolute() for strategy in asked.strategies}
     with waiting(console, "reading the text"):
         for strategy, run in settings.items():  # all, before any trains
-            doctor.ready(run, model := check(run), run.placement.replicas, console)
+            model, run, weights = check_and_weigh(run)
+            settings[strategy] = run
+            doctor.ready(run, model, run.placement.replicas, console)
+            if weights:
+                console.print(f"{strategy}: {weights}", soft_wrap=True, highlight=False)
             if follows_link(run):
                 begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
                 if begun:

@@ -15,7 +15,7 @@ from thinwire.comm.secure import admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
-from thinwire.lm.job import check
+from thinwire.lm.job import check_and_weigh
 from thinwire.lm.meeting import AtHub
 from thinwire.lm.run import Run
 from thinwire.lm.secure import join_for, run_of_hub, train_member
@@ -65,7 +65,11 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"the hub has admitted {asked.name}", highlight=False)
     run = _run(asked, told.run).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
     with waiting(console, "looking at data and model"):
-        doctor.ready(run, check(run, folder if asked.resume else None), 1, console)
+        model, run, weights = check_and_weigh(run, folder if asked.resume else None)
+        doctor.ready(run, model, 1, console)
+        del model
+    if weights:
+        console.print(weights, soft_wrap=True, highlight=False)
     launch.new_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     with launch.stopping(stop):

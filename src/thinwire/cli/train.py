@@ -19,7 +19,7 @@ from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
-from thinwire.lm.job import check
+from thinwire.lm.job import check_and_weigh
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
     delay = ""
     with waiting(console, "looking at data and model"):
-        model = check(run, asked.out if asked.resume else None)
+        model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
         doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
         if follows_link(run) and not (
             asked.resume or asked.joining or place
@@ -141,6 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     if delay:
         console.print(f"delay: {delay}", soft_wrap=True, highlight=False)
+    if weights:
+        console.print(weights, soft_wrap=True, highlight=False)
     console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)
     if asked.from_start:
         launch.set_aside(folder, asked.name or "*")

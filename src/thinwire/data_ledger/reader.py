@@ -24,6 +24,7 @@ class Reader(Protocol):
 
     generation: int  # counts up whenever what was drawn and not trained is void, and is to be drawn again
     count: int  # of samples that are trained
+    packed: bool  # whether a sample is a batch of documents, which has its own number of tokens
 
     @property
     def samples(self) -> int | None:
@@ -88,7 +89,7 @@ class LeasedReader:
 
     def __init__(self, seed: int, replicas: int, step: int, samples: int | None = None) -> None:
         self.seed, self.replicas, self.step, self.samples = seed, replicas, step, samples
-        self.name, self.generation, self.count, self._drawn = "", 0, 0, 0
+        self.name, self.generation, self.count, self._drawn, self.packed = "", 0, 0, 0, False
         self.holds: list[tuple[Range, ...]] = []
         self._along: Along | None = None
         self._fresh: list[Range] = []  # positions, for the record
@@ -263,7 +264,7 @@ class FixedReader:
 
     def __init__(self, seed: int, names: Sequence[str], name: str) -> None:
         self._seed, self._names, self._name = seed, names, name
-        self.generation, self.count, self.offset, self._drawn = 0, 0, 0, 0
+        self.generation, self.count, self.offset, self._drawn, self.packed = 0, 0, 0, 0, False
         self.ledger: DataLedger | None = None
         self._along: Along | None = None
 

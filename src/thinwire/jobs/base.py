@@ -44,6 +44,7 @@ class Share:
         """
         batches, reader = packs(lengths, capacity, attention_cost(width)), self.reading
         reader.open(len(batches))
+        reader.packed = True
         return Packed(reader, batches)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class OwnJob(Job):
         self._own = functions(job)
         self._collated = batch if "collate" in self._own else None  # samples in a micro-batch
         self.unit = "samples" if self._collated else "batches"
+        self.packs = False  # whether documents are packed into its batches; known once one was read
         self._batches: Batches | None = None
         self._last: tuple[int, Any] | None = None  # the number of a micro-batch, and the micro-batch
         self._held_out: list[Any] = []
@@ -101,8 +103,11 @@ class OwnJob(Job):
     def try_out(self, replicas: int) -> nn.Module:
         model = self.make_model()
         self.make_optimizer(model)
-        self.begin(Share(self._seed, replicas - 1, replicas))
+        share = Share(self._seed, replicas - 1, replicas)
+        share = replace(share, reader=share.reading)
+        self.begin(share)
         self.loss(model, 0, torch.device("cpu"))
+        self.packs = share.reading.packed
         return model
 
     def make_model(self) -> nn.Module:

@@ -15,7 +15,8 @@ from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 from thinwire.methods import Codistill
 from thinwire.pieces.schedule import Calendar
-from thinwire.runtime.weighing import check_weighing
+from thinwire.runtime.weighing import cannot_weigh, check_weighing
+from thinwire.strategy import Gradients
 
 
 def open_job(run: Run, folder: Path | None = None) -> Job:
@@ -31,6 +32,13 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
     """Find what would stop every replica, before any is started: data, model, loss, fragments. Raises what it finds, returns the
     model, whose values do not count; of unlike ones the largest. `folder`: the run's, if it is to go on.
     """
+    return check_and_weigh(run, folder)[0]
+
+
+def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Run, str]:
+    """As `check`; also `run` with deltas that count their tokens where its job packs documents and nothing else is asked for, and a line
+    on it, or "".
+    """
     each = dict.fromkeys(run.of_replica(rank) for rank in range(run.placement.replicas))
     if run.model.models:
         told = {one.model.model: TextJob(one, folder).corpus.tokenizer.fingerprint for one in each}
@@ -40,10 +48,27 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
                 f"models={run.model.models} with unlike tokenizers ({named}): predictions are of tokens, so all need the same one; choose models "
                 "that were trained with it, or give --tokenizer."
             )
-    return max((_check(one, folder) for one in each), key=lambda model: sum(p.numel() for p in model.parameters()))
+    jobs = [open_job(one, folder) for one in each]
+    models = [_check(one, job) for one, job in zip(each, jobs, strict=True)]
+    largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()))
+    packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
+    return largest, *(_weighed(run) if packs else (run, ""))
 
 
-def _check(run: Run, folder: Path | None) -> nn.Module:
+def _weighed(run: Run) -> tuple[Run, str]:
+    """Of a job that packs. Gradients are of the loss over all tokens already; a method with its own loop weighs in its own way."""
+    if run.placement.weigh or run.make_method():
+        return run, ""
+    strategy = run.make_strategy()
+    if isinstance(strategy.signal, Gradients):
+        return run, ""
+    if what := cannot_weigh(strategy):
+        return run, f"deltas count alike, though packed batches have unlike numbers of tokens, because of {what}"
+    told = "deltas count the tokens behind them, because the job packs documents; --weigh alike: all count alike"
+    return run.changed(weigh="tokens"), told
+
+
+def _check(run: Run, job: Job) -> nn.Module:
     """Of one model."""
     placement = run.placement
     if not placement.elastic and (placement.evict or placement.grace):
@@ -55,7 +80,6 @@ def _check(run: Run, folder: Path | None) -> nn.Module:
         raise ConfigurationError(
             f"attack={run.method.attack!r} with job={run.model.job!r}: the targets of a job are its own; choose another attack."
         )
-    job = open_job(run, folder)
     model = job.try_out(placement.replicas)
     if job.make_optimizer(model):
         _check_own_optimizer(run)

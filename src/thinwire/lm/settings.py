@@ -315,8 +315,8 @@ class Placement(_Part):
     """Elastic: number of replicas that a round needs. With fewer they train on and wait. With 1, each may train on alone."""
     grace: str | None = None
     """Elastic: how long a round waits for a late replica, such as 5s or '20 steps'. Default: the schedule's slack."""
-    weigh: Literal["alike", "tokens"] = "alike"
-    """All deltas count alike, or by their number of tokens: if replicas differ in speed, or a job's steps in tokens."""
+    weigh: Literal["alike", "tokens"] | None = None
+    """All deltas count alike, or by tokens: if replicas differ in speed. Default: tokens if the job packs documents, otherwise alike."""
     evict: bool = False
     """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"

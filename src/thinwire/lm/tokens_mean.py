@@ -6,7 +6,7 @@ sum over tokens with their number, and the sum of all gradients is divided by al
     g = Σ_m Σ_i ∇S_mi / Σ_m Σ_i T_mi
 
 over micro-batches i, and over replicas m where gradients are exchanged; where deltas are, each replica takes its own steps, and
-`--weigh tokens` weighs them (runtime/weighing.py).
+deltas count the tokens behind them (runtime/weighing.py).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def tokens_of_step(tokens: object) -> float:
     return float(tokens)
 
 
-def check_weighing(strategy: Strategy) -> None:
-    """Refuse what cannot weigh deltas in a fixed group. Raises `ConfigurationError`."""
+def cannot_weigh(strategy: Strategy) -> str:
+    """What of `strategy` cannot weigh deltas in a fixed group; else ""."""
     refused = {
         "Gradients(), whose replicas take one step together": isinstance(strategy.signal, Gradients),
         f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
@@ -42,9 +42,13 @@ def check_weighing(strategy: Strategy) -> None:
         f"{strategy.aggregate}, which is no mean": not strategy.aggregate.linear,
         f"{strategy.privacy}, which bounds what a delta counts": strategy.privacy is not None,
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ConfigurationError(f"tokens= with {what}: deltas cannot be weighed there; leave it out.")
+    return next((what for what, asked in refused.items() if asked), "")
+
+
+def check_weighing(strategy: Strategy) -> None:
+    """Raise `ConfigurationError` for what cannot weigh deltas in a fixed group."""
+    if what := cannot_weigh(strategy):
+        raise ConfigurationError(f"tokens= with {what}: deltas cannot be weighed there; leave it out.")
 
 
 class TokenCount:
