@@ -118,3 +118,50 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
         registry.hear(Requester("d"))
     with pytest.raises(PacketError, match="b speaks as an incarnation of a"):
         registry.hear(Requester("b", "a-2"))
+
+
+class Alive:
+    """What the process before this one kept: a, b and c were alive, and members of one view."""
+
+    def present(self) -> str:
+        return '[{"a-1": "a", "b-1": "b", "c-1": "c"}, ["a-1", "b-1", "c-1"]]'
+
+    def notes(self) -> list[str]:
+        return []
+
+    def keep(self, present: str) -> None: ...
+
+    def note(self, key: str) -> None: ...
+
+
+@pytest.mark.parametrize("back", ["late", "anew", "never"])
+def test_after_a_restart_no_view_is_without_one_that_may_be_on_its_way_back(monkeypatch, back):
+    """Two of three are more than half, and wait for the third as long as it counts as alive; also when it began anew."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    registry = MemberRegistry(5.0)
+    registry.remember(Alive())
+
+    async def call(name: str, incarnation: str = "") -> list[str] | None:
+        told = await registry.answer(Requester(name, incarnation), {"do": "call", "presence": "", "seconds": 99})
+        return [name for name, *_ in told["present"]]
+
+    async def play() -> None:
+        calls = [asyncio.ensure_future(call(name)) for name in "ab"]
+        await asyncio.sleep(0)
+        for _ in range(2):
+            now[0] += 2.0
+            for name in "ab":
+                await registry.answer(Requester(name), {"do": "beat"})
+            registry.tick()
+            await asyncio.sleep(0)
+            assert not any(each.done() for each in calls)
+        now[0] += 1.0 if back == "never" else 0.9
+        if back == "never":
+            registry.tick()
+        else:
+            calls.append(asyncio.ensure_future(call("c", "c-2" if back == "anew" else "c-1")))
+        said = await asyncio.wait_for(asyncio.gather(*calls), 600.0)
+        assert said == [list("ab" if back == "never" else "abc")] * len(calls)
+
+    asyncio.run(play())

@@ -262,6 +262,34 @@ def test_the_lighthouse_restarts():
     assert all(set(log.members) == {("a", "b", "c")} for log in logs.values())
 
 
+class Later(ThreadRendezvous):
+    """Finds a lighthouse that has restarted later than the others do."""
+
+    def _find(self, seconds):
+        super()._find(seconds)
+        if self._cluster.lighthouse.epoch:
+            self.sleep(4.0)
+
+
+def test_the_grace_begins_when_a_lighthouse_that_was_away_is_found():
+    """It was away for longer than any grace, and no round is held without the one that finds it last."""
+    cluster = SimulatedCluster()
+
+    def restart():
+        cluster.lighthouse.stop()
+        cluster.later(60.0, cluster.lighthouse.start)
+
+    def run(name):
+        rendezvous = (Later if name == "c" else ThreadRendezvous)(cluster, name)
+        return hold_rounds(Membership(rendezvous, name, timeouts=Timeouts(grace=5.0)), ROUNDS, logs[name])
+
+    cluster.at("b", "all", restart, nth=2)
+    logs = {name: Log() for name in "abc"}
+    results = cluster.play(dict.fromkeys("abc", run))
+    assert all(finished(log) for log in results.values()), results
+    assert cluster.time.now > 60.0 and all(set(log.members) == {("a", "b", "c")} for log in logs.values())
+
+
 def test_a_lighthouse_that_stays_away_is_said_and_not_waited_for():
     cluster = SimulatedCluster()
     cluster.lighthouse.stop()

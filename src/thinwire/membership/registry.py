@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -174,7 +175,9 @@ class MemberRegistry:
     def _call_together(self, now: float) -> None:
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
         calling = {incarnation: replica.calls[0] for incarnation, replica in self._replicas.items() if replica.calls}
-        chosen = quorum(calling, heard, self._previous, now, JOIN) if calling else set()
+        # Whoever was alive when the process before this one ended may be on its way back.
+        join = math.inf if any(replica.kept for replica in self._replicas.values()) else JOIN
+        chosen = quorum(calling, heard, self._previous, now, join) if calling else set()
         if not chosen:
             return
         said = [(incarnation, self._replicas[incarnation].calls) for incarnation in sorted(chosen)]

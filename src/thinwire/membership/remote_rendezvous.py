@@ -135,7 +135,7 @@ class RemoteRendezvous(ABC):
                     raise LinkError(f"{error} Waited {seconds:.0f} s. {self.advice}") from None
                 self._retry(str(error), pause)
             self.sleep(pause)
-            pause = min(2 * pause, 10.0)
+            pause = min(2 * pause, self._timeouts.heartbeat_interval)  # so that all are back at about the same time
         self._vote_store = ChannelVoteStore(channel, self._unused_keys)
         self._compare(channel.heartbeat_timeout)
         self.sleep(2 * self._timeouts.heartbeat_interval)

@@ -170,8 +170,8 @@ class Membership:
         if self._left:
             raise self._gone()
         seconds = self.timeouts.view if seconds is None else seconds
-        began = self._rendezvous.clock()
-        until = began + seconds
+        found = self._rendezvous.clock()  # since when the others can be waited for
+        until = found + seconds
         expected = self._members
         said = status if callable(status) else lambda: status
         self._presence(said(), expected).to_json()
@@ -186,7 +186,10 @@ class Membership:
             except LinkError as error:
                 reason = reason or str(error).rstrip(".")
                 break
-            self._vote_store = vote_store
+            if (
+                vote_store is not self._vote_store
+            ):  # of a server that was away: others may find it later than this replica
+                self._vote_store, found = vote_store, self._rendezvous.clock()
             here = {p.incarnation for p in present}
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present, check)
@@ -198,7 +201,7 @@ class Membership:
                     return self._take(verdict, vote_store)
             except (LinkError, PacketError) as error:
                 reason = f"no group could be built: {error}"
-            patient = self._rendezvous.clock() - began < self.timeouts.grace
+            patient = self._rendezvous.clock() - found < self.timeouts.grace
             expected = (
                 tuple(p for p in expected if p.incarnation in here or self._rendezvous.reaches(p)) if patient else ()
             )
