@@ -142,7 +142,7 @@ def test_a_member_that_lies_is_named(change):
             Went(context, Star("hub"), codec, torch.ones(100), {})
         context.close(wait=True)
 
-    with pytest.raises(tw.PacketError, match="replicas 0 and 1 declare|replica 1") as told:
+    with pytest.raises(tw.PacketError, match=r"replicas 0 and 1 declare|replica 1") as told:
         at_a_hub(replica, 2)
     assert "replica 0 sent" not in str(told.value)
 
