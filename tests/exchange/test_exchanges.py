@@ -167,6 +167,8 @@ def test_bytes_by_link(exchange):
             shard = 1 / least if owns else 0
             inside = 4 * numel * (1 - shard) + shard * len(exchange.ranks) * (site - 1) * packet if site > 1 else 0
             assert exchange.nbytes_inside(codec, numel, size, rank) == pytest.approx(inside, rel=0.01)
+    elif isinstance(exchange, tw.exchange.Star):
+        due = [(size - 1) * packet if rank == exchange.center else packet for rank in range(size)]
     else:
         due = [2 * (size - 1) / size * packet] * size
     assert sent == pytest.approx(due, rel=0.01)
@@ -314,10 +316,13 @@ def test_seconds_are_bytes_over_rate_and_delays():
         (tw.exchange.Direct(), 3 * 1.0 + 0.5),
         (tw.exchange.TwoShot(), 1.5 * 1.0 + 1.0),
         (tw.exchange.AllReduce(), 1.5 * 1.0 + 1.0),
+        (tw.exchange.Star(), (1.0 + 3.0) + 1.0),
+        (tw.exchange.Star("hub"), (1.0 + 4.0) + 1.0),
         (tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
     ]:
         assert exchange.seconds(codec, numel, 4, link) == pytest.approx(seconds, rel=1e-3)
-    for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot(), tw.exchange.AllReduce(), tw.exchange.Hierarchy((1,))):
+    alone = (tw.exchange.AllReduce(), tw.exchange.Hierarchy((1,)), tw.exchange.Star())
+    for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot(), *alone):
         assert exchange.seconds(codec, numel, 1, link) == 0.0
 
 

@@ -264,6 +264,8 @@ EXCHANGES = [
     row(tw.exchange.TwoShot(), "rank order"),
     row(tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), "rank order"),
     row(tw.exchange.AllReduce(), "rank order"),
+    row(tw.exchange.Star(), "rank order"),
+    row(tw.exchange.Star(1, tw.pieces.feedback.Feedback()), "rank order"),
     row(tw.exchange.Hierarchy((2, 1))),
     row(tw.exchange.Hierarchy(((3, 0), (2, 1)))),
     row(tw.exchange.Hierarchy((1, 1, 3), tw.pieces.feedback.Feedback())),

@@ -63,6 +63,7 @@ from thinwire.exchange.direct import Direct as Direct
 from thinwire.exchange.fastest import Fastest as Fastest
 from thinwire.exchange.gossip import Gossip as Gossip
 from thinwire.exchange.hierarchy import Hierarchy as Hierarchy
+from thinwire.exchange.star import Star as Star
 from thinwire.exchange.two_shot import TwoShot as TwoShot
 
 # Who talks to whom, where not all talk to all.

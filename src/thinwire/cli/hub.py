@@ -8,8 +8,8 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,6 +51,11 @@ class Options:
     """Number of replicas that may join with the token."""
     hours: float = 24.0
     """Hours for which the token holds."""
+    reduce: int | None = None
+    """Average the packets of so many replicas here, whose run file has exchange = 'Star("hub")' (thinwire docs secure). Default: the hub passes
+    packets on, and reads none."""
+    group: str = ""
+    """With --reduce: the word that its replicas give to thinwire join --group."""
     elastic: bool = False
     """Replicas may die, return and join late (thinwire docs elastic). Default: all replicas of the run file stay from begin to end."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
@@ -100,11 +105,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(asked: Options, console: Console) -> int:
     from thinwire.comm.secure import Hub
+    from thinwire.comm.secure.frames import MEMBERS
     from thinwire.comm.secure.keys import private_folder
 
     if not 0 < asked.heartbeat_timeout < 86_400:
         raise ConfigurationError(
             f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
+        )
+    if asked.reduce is not None and (asked.elastic or not 1 <= asked.reduce < MEMBERS):
+        raise ConfigurationError(
+            f"--reduce {asked.reduce}{' --elastic' * asked.elastic}: the number of replicas of a fixed group is needed, 1 to {MEMBERS - 1}."
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
@@ -132,11 +142,21 @@ def _run(asked: Options, console: Console) -> int:
             _told(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name)))
         else:
             say(f"who was admitted may come again; for others: thinwire hub invite --out {folder}")
-        while not ended:
-            time.sleep(0.2)
+        with _reducing(asked, folder, say):
+            while not ended:
+                time.sleep(0.2)
     finally:
         hub.close()
     return 0
+
+
+def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:
+    if asked.reduce is None:
+        return nullcontext()
+    from thinwire.lm.reducing import LOG, reducing
+
+    say(f"it averages packets of {asked.reduce} replicas; what it does stands in {folder / LOG}")
+    return reducing(folder, asked.reduce, asked.group)
 
 
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:

@@ -98,7 +98,9 @@ def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launc
     console.print(f"waiting until all {run.placement.replicas} replicas are there", highlight=False)
     with join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout) as group:
         console.print(
-            f"replica {group.rank} of {group.size}: {', '.join(group.names)}", soft_wrap=True, highlight=False
+            f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}",
+            soft_wrap=True,
+            highlight=False,
         )
         with Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
             progress.pass_over()

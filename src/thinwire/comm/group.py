@@ -102,7 +102,9 @@ class WrappedGroup:
 
 
 def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
-    """Those of `messages` that travel (empty ones do not, on any carrier); all are checked first."""
+    """Those of `messages` that travel (empty ones do not, on any carrier); all are checked first, by the size of what carries them."""
+    while isinstance(group, WrappedGroup):
+        group = group.group
     if not 0 <= tag <= FINISH:
         raise ConfigurationError(f"tag {tag} was given; a tag is needed in 0..{TAGS - 1}.")
     for peer, message in messages.items():

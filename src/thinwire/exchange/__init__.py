@@ -8,6 +8,7 @@ from thinwire.exchange.fastest import Fastest
 from thinwire.exchange.gossip import Gossip
 from thinwire.exchange.hierarchy import Hierarchy
 from thinwire.exchange.round import Round, SendContext
+from thinwire.exchange.star import Star
 from thinwire.exchange.testing import once
 from thinwire.exchange.two_shot import TwoShot
 
@@ -23,6 +24,7 @@ __all__ = [
     "Round",
     "SendContext",
     "Settle",
+    "Star",
     "TwoShot",
     "once",
 ]

@@ -60,6 +60,11 @@ class Exchange(Protocol):
         return "does not declare that replicas may come and go (needs_fixed_group = '')"
 
     @property
+    def needs_hub(self) -> bool:
+        """Whether a hub of the carrier has to average: its rank is behind those of all replicas (`WithReducer`)."""
+        return False
+
+    @property
     def feedback(self) -> Feedback | None:
         """The feedback of replicas that send a mean of others' values; None: they keep none."""
         return None

@@ -67,6 +67,18 @@ class Fastest(Exchange):
     def multiplies(self) -> bool:
         return all(exchange.multiplies for exchange in self.among)
 
+    @property
+    def needs_hub(self) -> bool:
+        return any(exchange.needs_hub for exchange in self.among)
+
+    def check_beside(self, strategy: Any) -> None:
+        for exchange in self.among:
+            exchange.check_beside(strategy)
+
+    def check_size(self, size: int) -> None:
+        for exchange in self.among:
+            exchange.check_size(size)
+
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         return self.chosen(codec, numel, size).owns(codec, numel, rank, size)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.comm.group import Group
+from thinwire.comm.group import Group, Transfer
 from thinwire.diagnosis.records import Record
 from thinwire.errors import LinkError
 from thinwire.exchange.buffers import Buffers
@@ -41,6 +41,7 @@ class SendContext:
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
+        self.declared: dict[int, tuple[object, Transfer]] = {}  # what a hub was told of each fragment
 
     def close(self, wait: bool = False) -> None:
         """End the sending thread, and `wait` for its end. The group stays open."""

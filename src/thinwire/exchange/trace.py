@@ -79,12 +79,13 @@ class Trace:
     def record(
         self, fragment: int, number: int, names: Sequence[str], rank: int, own_seconds: float, over: bool
     ) -> Record:
-        """The notes so far, with the replicas' names."""
+        """The notes so far, with the replicas' names; a hub that averages has none, and is left out."""
         with self._lock:
             sent, received = (
                 tuple(
                     Flow(names[peer], stage, n.nbytes, n.parts, n.there, n.begin, dict(n.at), frozenset(n.waited))
                     for (stage, peer), n in sorted(noted.items())
+                    if peer < len(names)
                 )
                 for noted in (self._sent, self._received)
             )

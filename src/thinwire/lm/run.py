@@ -93,6 +93,11 @@ class Run:
             )
         if isinstance(strategy, Strategy):
             strategy.exchange.check_size(self.placement.replicas)
+        if self.needs_hub and self.placement.carrier != "secure":
+            raise ConfigurationError(
+                f"exchange={self.method.exchange!r} with carrier={self.placement.carrier!r}: a hub that averages is needed; choose "
+                "carrier='secure' for a fixed group at a hub, or another exchange: of Star(0) the bits are the same."
+            )
         if self.model.models:
             self._check_models(strategy)
         if self.placement.elastic:
@@ -218,6 +223,12 @@ class Run:
         """The method with a loop of its own, with the run's seed; None if this is a strategy."""
         made = self._composition()
         return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
+
+    @property
+    def needs_hub(self) -> bool:
+        """Whether the packets are averaged at the hub of its group."""
+        made = self._composition()
+        return isinstance(made, Strategy) and made.exchange.needs_hub
 
     def _composition(self) -> Strategy | Method:
         return self.method.composition(self.optimizer.clip)

@@ -6,19 +6,23 @@ python -m thinwire.lm.secure FOLDER INDEX [--resume]     one replica, as `train_
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thinwire.comm import parse_link
+from thinwire.comm import Group, parse_link
 from thinwire.comm.secure import Hub, SecureGroup, join
 from thinwire.comm.secure.keys import write_private
-from thinwire.errors import ConfigurationError
+from thinwire.comm.secure.state import REDUCER
+from thinwire.comm.with_hub import WithHub
+from thinwire.errors import ConfigurationError, LinkError
 from thinwire.lm.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
 from thinwire.lm.meeting import HUB, KEYS, TOKEN
 from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
+from thinwire.lm.reducing import reducing, word_of
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.pieces.own_files import shortened
 from thinwire.records.published import PublishedFolder
@@ -28,29 +32,45 @@ _WAIT_SECONDS = 600.0  # for the other replicas of this machine
 
 
 def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
-    """All replicas of `run` as processes of this machine, and the hub where they meet in this one. Their output goes to RUN/logs."""
+    """All replicas of `run` as processes of this machine, and the hub where they meet in this one. Their output goes to RUN/logs; if the hub averages
+    their packets, a process does it beside them.
+    """
     replicas = run.placement.replicas
     hub = Hub(folder / HUB, published=PublishedFolder(folder))
     try:
         write_private(folder / HUB / TOKEN, f"{hub.invite(replicas)}\n".encode())
         command = [sys.executable, "-m", "thinwire.lm.secure", str(folder)]
         more = ["--resume"] if resume else []
-        run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
+        with reducing(folder / HUB, replicas, str(folder)) if run.needs_hub else nullcontext():
+            run_processes(run, folder, [([*command, str(index), *more], {}) for index in range(replicas)], tick, stop)
     finally:
         hub.close()
 
 
 def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
     """Train as one replica of a group that is there, with `folder` to itself."""
-    return train_here(run, Place(group, folder, resume, stop=stop, alone=True))
+    return train_here(run, Place(_replicas_of(run, group), folder, resume, stop=stop, alone=True))
 
 
 def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float) -> SecureGroup:
     """Join the hub of `token` for `run`, and wait for the other replicas: those who say the same `word`."""
     link = parse_link(run.placement.uplink)
-    group = join(token, name, run.placement.replicas, keys, word, timeout, link.bits_per_second if link else None)
+    size, rate = run.placement.replicas, link.bits_per_second if link else None
+    if not run.needs_hub:
+        group = join(token, name, size, keys, word, timeout, rate)
+    else:
+        group = join(token, name, size + 1, keys, word_of(word), timeout, rate)
+        if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
+            group.close()
+            raise LinkError(
+                f"{group.names[-1]} has taken the place of the hub's reducer; revoke it: thinwire hub revoke NAME."
+            )
     group.use_timeout(run.placement.timeout)
     return group
+
+
+def _replicas_of(run: Run, group: SecureGroup) -> Group:
+    return WithHub(group) if run.needs_hub else group
 
 
 def run_of_hub(path: Path) -> Run:
@@ -88,7 +108,8 @@ def main() -> int:
         with stopping(stop):
             token = (hub / TOKEN).read_text()
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
-                train_here(run, Place(group, folder, resume, gpu=index % max(1, torch.cuda.device_count()), stop=stop))
+                own = _replicas_of(run, group)
+                train_here(run, Place(own, folder, resume, gpu=index % max(1, torch.cuda.device_count()), stop=stop))
 
     return as_replica(train)
 

@@ -256,6 +256,10 @@ class Attacked(Exchange):
         return self.exchange.multiplies
 
     @property
+    def needs_hub(self) -> bool:
+        return self.exchange.needs_hub
+
+    @property
     def feedback(self) -> Feedback | None:
         return self.exchange.feedback
 

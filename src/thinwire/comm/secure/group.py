@@ -187,6 +187,7 @@ def join(
     run: str = "",
     timeout: float = 300.0,
     bits_per_second: float | None = None,
+    place: int = 0,
 ) -> SecureGroup:
     """Dial the hub of `token`, and be one of `size` replicas that train together; returns when all are there.
 
@@ -199,6 +200,7 @@ def join(
         timeout: seconds that a transfer lasts at most, and that this waits for the others.
         bits_per_second: how many bits this replica can send in a second: chunks are spaced so that small messages need not wait; None: they
             are not spaced.
+        place: ranks follow places, and names where places are equal.
 
     Raises:
         ConfigurationError: the token or the name is not valid.
@@ -210,7 +212,7 @@ def join(
         )
     enrolment = Enrolment(Token.read(token), name, Path(folder))
     label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
-    return connected_group(HubLink(enrolment, label, size, bits_per_second, _ADVICE), timeout, timeout)
+    return connected_group(HubLink(enrolment, label, size, bits_per_second, _ADVICE, place), timeout, timeout)
 
 
 def connected_group(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:

@@ -1,0 +1,243 @@
+"""All send to one place, which sends the mean to all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, nested
+from thinwire.comm.emulated import Link
+from thinwire.errors import ConfigurationError
+from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.chunks import Message, cut, packets_nbytes
+from thinwire.exchange.decode import Decoder
+from thinwire.exchange.owner import Owner, check_owners
+from thinwire.exchange.round import Outgoing, Round
+from thinwire.exchange.stage import MOST_STAGES, Stage, heard, tag_of
+from thinwire.packet import REFUSED
+from thinwire.pieces.aggregate import Mean
+from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
+from thinwire.types import State
+
+HUB = "hub"
+DECLARED_NBYTES = 4096  # of what a replica tells the hub of a fragment
+DECLARED_TAG = tag_of(Key(), MOST_STAGES - 4)
+
+
+@dataclass(frozen=True)
+class Star(Exchange):
+    """Each replica sends its packet to the center, which sends the mean back: nbytes up and nbytes down for each, few bits both ways.
+
+    The center adds in fp32 and in rank order, and encodes the mean once, in the same codec: a second rounding, and a second
+    delay. All replicas decode the same bytes, so they agree bit for bit, and the bits do not depend on where the center is.
+    With `feedback` the center adds what it held back to its next mean, as the owners of `TwoShot` do.
+
+    `center` is the rank of a replica, or 'hub': the hub of a secure run, started with `--reduce`, or by `thinwire train --carrier
+    secure`. At a hub that relays, each replica receives the packets of all others; from one that reduces, one packet. It decodes
+    what it gets, so it reads all deltas and can bias the mean; it has no say in what replicas do with it. What it held
+    back is lost when a run is resumed.
+
+    Behind each mean are M bytes: who refused. Predicted, where the center has the replicas' link: 2 delays + 8·(bytes sent by the
+    center + nbytes) / rate. State, of the center: 4 bytes a parameter, with `feedback`.
+
+    *Differs* from the star of TPI-LLM (arXiv 2410.00531, §3.2): that sends sums of fp32.
+
+    Args:
+        center: who takes the mean: the rank of a replica, or 'hub'.
+        feedback: keeps what the center's rounding lost; None: it is lost.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> Star(), Star("hub")
+    (Star(center=0, feedback=None), Star(center='hub', feedback=None))
+    """
+
+    center: int | str = 0
+    feedback: Feedback | None = None
+
+    gathers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_owners(self, self.feedback)
+        if self.center != HUB and (type(self.center) is not int or self.center < 0):
+            raise ConfigurationError(f"Star(center={self.center!r}): the rank of a replica, or 'hub', is needed.")
+
+    @property
+    def needs_hub(self) -> bool:
+        return self.center == HUB
+
+    @property
+    def needs_fixed_group(self) -> str:
+        if self.needs_hub:
+            return "has a hub that averages the packets of one group"
+        return "keeps what its center holds back" if self.feedback else ""
+
+    def check(self, codec: Codec, feedback: Feedback | None) -> None:
+        if codec.needs_shapes:
+            raise ConfigurationError(
+                f"{self} with {codec}: a codec that needs no shapes is needed, for a mean belongs to no tensor; choose Direct(), "
+                "or a codec without shapes, such as Sign(block=512)."
+            )
+        if any(inner.samples for inner in nested(codec)):
+            raise ConfigurationError(
+                f"{self} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
+            )
+        if self.feedback:
+            self.feedback.check(codec)
+
+    def check_beside(self, strategy: Any) -> None:
+        if self.needs_hub and not (strategy.policy.constant and strategy.aggregate == Mean()):
+            raise ConfigurationError(
+                f"{self} with {strategy.policy}, {strategy.aggregate}: a hub takes the mean of packets in one codec; choose Constant() and "
+                "Mean(), or another exchange."
+            )
+
+    def check_size(self, size: int) -> None:
+        if isinstance(self.center, int) and self.center >= size:
+            raise ConfigurationError(f"{self} with {size} replicas: a center in 0..{size - 1} is needed, or 'hub'.")
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        self.check_size(size)
+        return self.feedback.init(numel) if self.feedback and rank == self.center else {}
+
+    def depart(self, round_: Round, state: State) -> _Departure:
+        if self.needs_hub:
+            declare(round_, self.feedback)
+        center, messages = self._rank(round_.size), cut(round_.codec, 0, round_.numel)
+        at_center = Center(round_, messages, self.feedback, state) if center == round_.rank else None
+        up, down = (at_center.up, at_center.down) if at_center else stages(round_)
+        if not at_center:
+            down.expect({center: messages})
+        to = [] if at_center else [center]
+        own = [up.send(index, message, to, round_.signal, round_.key) for index, message in enumerate(messages)]
+        return _Departure(round_, messages, own, down, at_center)
+
+    def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
+        round_, at_center = departure.round, departure.center
+        center, key = self._rank(round_.size), mean_key(round_)
+        flags, void = [0] * round_.size, False
+        room = Decoder(round_, round_.codec, departure.messages)
+        for index, message in enumerate(departure.messages):
+            own = departure.own[index]
+            own.wait()
+            if at_center:
+                mean = at_center.average(index, room, own)
+                packet, said = mean.packet, mean.flags
+            else:
+                said = departure.down.receive(index, {center: round_.size})[center]
+                packet = departure.down.packet(index, center)
+            flags = [a | b for a, b in zip(flags, heard(packet, round_.size, center))]
+            void |= bool(said & REFUSED)
+            for coded in () if void else message.ranges:
+                estimate = room.owners(coded, round_.size, packet, key)
+                settle(coded.begin, estimate, partial(room.sent, coded, own.packet, round_.key))
+        room.close()
+        round_.close()
+        return Arrival(tuple(flags), at_center.owner.after if at_center else {}, void)
+
+    def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
+        return numel if rank == self.center else 0
+
+    def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
+        messages = cut(codec, 0, numel)
+        up, down = packets_nbytes(messages), (size - 1) * packets_nbytes(messages, marks=size)
+        if self.needs_hub:
+            return up
+        if rank is None:
+            return max(up, down) if size > 1 else 0
+        return down if rank == self.center else up
+
+    def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
+        if size == 1 and not self.needs_hub:
+            return 0.0
+        messages = cut(codec, 0, numel)
+        from_center = (size if self.needs_hub else size - 1) * packets_nbytes(messages, marks=size)
+        return link.seconds(packets_nbytes(messages)) + link.seconds(from_center)
+
+    def _rank(self, size: int) -> int:
+        """The center's rank; a hub comes behind all replicas."""
+        return size if self.center == HUB else int(self.center)
+
+
+@dataclass(frozen=True)
+class _Departure:
+    round: Round
+    messages: tuple[Message, ...]
+    own: list[Outgoing]
+    down: Stage
+    center: Center | None
+
+
+def stages(round_: Round) -> tuple[Stage, Stage]:
+    """To the center, and from it."""
+    return Stage(round_, round_.codec, 0), Stage(round_, round_.codec, 1, marks=round_.size)
+
+
+def mean_key(round_: Round) -> Key:
+    """Of the mean, wherever the center is."""
+    return replace(round_.key, sender=round_.size, part=1)
+
+
+class Center:
+    """A round as the center sees it: a replica, or a hub, whose rank is behind those of all replicas."""
+
+    def __init__(
+        self,
+        round_: Round,
+        messages: tuple[Message, ...],
+        feedback: Feedback | None,
+        state: State,
+        up: Stage | None = None,
+    ) -> None:
+        self.round = round_
+        self.up, self.down = stages(round_)
+        self.up = up or self.up
+        self.up.expect(dict.fromkeys(round_.peers, messages))
+        self.owner = Owner(self.down, mean_key(round_), messages, feedback, state)
+
+    def average(self, index: int, room: Decoder, own: Outgoing | None = None) -> Outgoing:
+        """Wait for message `index` of all, and send their mean to all. Raises `LinkError`, `PacketError`."""
+        round_, said = self.round, self.up.receive(index)
+        packets = {peer: self.up.packet(index, peer) for peer in round_.peers}
+        if own:
+            packets[round_.rank], said[round_.rank] = own.packet, own.flags
+        marks = [said[rank] for rank in range(round_.size)]
+
+        def mean(coded: Any) -> Tensor:
+            return room.mean(coded, packets, round_.key, flags=marks)
+
+        return self.owner.say(index, mean, marks, round_.peers, room)
+
+
+def declare(round_: Round, feedback: Feedback | None) -> None:
+    """Tell the hub what will be sent of this fragment, once in a group. Raises `ConfigurationError`: no hub averages there, or the fragment has
+    changed since.
+    """
+    context, key = round_.context, round_.key
+    told = {
+        "codec": repr(round_.codec), "feedback": repr(feedback), "numel": round_.numel, "seed": key.seed, "fragment": key.fragment,
+    }  # fmt: skip
+    before = context.declared.get(key.fragment)
+    if before and before[0] == told:
+        return
+    body = json.dumps(told | {"round": key.round}).encode()
+    if before or len(body) > DECLARED_NBYTES:
+        raise ConfigurationError(
+            f"Star('hub') with fragment {key.fragment} in {len(body)} characters: {told}, before {before and before[0]}; a hub needs fragments "
+            f"that stay as they are, described in {DECLARED_NBYTES} characters at most."
+        )
+    message = torch.frombuffer(bytearray(body.ljust(DECLARED_NBYTES)), dtype=torch.uint8)
+    try:
+        transfer = context.group.post(DECLARED_TAG, {round_.size: message}, {}, "declared")
+    except ConfigurationError:
+        raise ConfigurationError(
+            "Star('hub') in a group without a hub that averages; train with --carrier secure, or choose Star(0), whose bits are the same."
+        ) from None
+    context.declared[key.fragment] = told, transfer

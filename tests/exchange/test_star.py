@@ -1,0 +1,158 @@
+"""A hub that averages, as a thread beside those of the replicas: the same bits as a replica that does it; what it must not take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.catalogue.parsing import parse
+from thinwire.comm import CountedGroup, Ledger
+from thinwire.comm.with_hub import WithHub
+from thinwire.exchange import SendContext, Star
+from thinwire.exchange import chunks as cutting
+from thinwire.exchange.chunks import cut, packets_nbytes
+from thinwire.exchange.reducer import Reducer
+from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG
+from thinwire.packet import HEADER_NBYTES
+from thinwire.pieces.feedback import Feedback
+from thinwire.testing.exchanges import Went, deltas, rounds
+from thinwire.testing.toy import Plan, same_bits, travel
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Messages of 64 bytes and pieces of 8 elements, so that a toy is cut as a large model is."""
+    monkeypatch.setattr(cutting, "MESSAGE_NBYTES", 64)
+    monkeypatch.setattr(cutting, "PIECE_NUMEL", 8)
+    cutting._cut.cache_clear()
+    yield
+    cutting._cut.cache_clear()
+
+
+def at_a_hub(replica, size, most_nbytes=1 << 30):
+    """`replica(group)` of each, and last what the hub's `run` gave; all are threads."""
+
+    def member(group):
+        seen = WithHub(group)
+        return Reducer(seen, parse, most_nbytes).run() if group.rank == size else replica(seen)
+
+    return tw.run_threads(size + 1, member, timeout=600.0)
+
+
+@pytest.mark.parametrize("feedback", [None, Feedback()], ids=str)
+@pytest.mark.parametrize(
+    "codec", [tw.codecs.E3M0(4), tw.codecs.Sign(), tw.codecs.Int(4, 16, "fp32", "stochastic"), tw.codecs.Entropy(tw.codecs.E3M0(4))], ids=str
+)  # fmt: skip
+def test_a_hub_says_what_a_replica_would(codec, feedback, small):
+    """Laws 1, 5 and 7: bits, bytes, flags; a round that one refuses changes nothing at the hub either."""
+    x = deltas(3, 100, 4)
+    x[1, 2, 77] = torch.nan
+    ledgers = [Ledger() for _ in range(3)]
+
+    def replica(group, star):
+        context = SendContext(CountedGroup(group, ledgers[group.rank]) if star.needs_hub else group)
+        seen, state = [], star.init(codec, 100, group.rank, 3)
+        for number in range(4):
+            seen.append(Went(context, star, codec, x[number, group.rank], state, number))
+            state = state if seen[-1].refused else seen[-1].state
+        context.close(wait=True)
+        return seen
+
+    plain = [
+        tw.run_threads(3, lambda group, star=Star(center, feedback): replica(group, star), 600.0) for center in (0, 2)
+    ]
+    *seen, _ = at_a_hub(lambda group: replica(group, Star("hub", feedback)), 3)
+    for number in range(4):
+        for rank, went in enumerate(one[number] for one in seen):
+            assert went.refused == (number == 1) and not went.state
+            for other in () if went.refused else plain:
+                assert same_bits(went.estimate, other[rank][number].estimate)
+                assert same_bits(went.sent, other[rank][number].sent)
+    assert not same_bits(seen[0][0].estimate, seen[0][2].estimate)
+    messages = cut(codec, 0, 100)
+    up, down = packets_nbytes(messages), packets_nbytes(messages, marks=3)
+    assert len(messages) > 1 or codec.grain is None
+    assert Star("hub").nbytes_sent(codec, 100, 3) == up
+    for ledger in ledgers:
+        assert ledger.sent("declared") == DECLARED_NBYTES and set(ledger.as_dict()["sent"]["packet"]) == {"3"}
+        assert ledger.sent("packet") == 4 * up or (codec.varies and ledger.sent("packet") < 4 * up)
+        assert ledger.received() == 4 * down or (codec.varies and ledger.received() < 4 * down)
+
+
+def test_training_at_a_hub():
+    """Fragments in turn, in the air together: the anchors of every step are those of the same run with a replica as the center."""
+    made = {
+        center: Plan(
+            tw.streaming_diloco(
+                every=4, fragments=2, delay=2, codec=tw.codecs.E3M0(4), exchange=Star(center, Feedback())
+            )
+        )
+        for center in (1, "hub")
+    }
+    plain = tw.run_threads(2, lambda group: travel(made[1], group), timeout=600.0)
+    *seen, end = at_a_hub(lambda group: travel(made["hub"], group), 2)
+    assert "closed its group" in end
+    for one, other in zip(seen, plain):
+        assert len(one.agreed) == len(other.agreed) > 5
+        assert same_bits(one.final, other.final)
+        assert all(same_bits(a[name], b[name]) for a, b in zip(one.agreed, other.agreed) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (b"x", "cannot be read"),
+        (b"[" * DECLARED_NBYTES, "cannot be read"),
+        (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": -1, "seed": 0, "round": 0}', "out of range"),
+        (b'{"fragment": 0, "codec": "open(1)", "feedback": "None", "numel": 1, "seed": 0, "round": 0}', "cannot be read"),
+        (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": 1e9, "seed": 0, "round": 0}', "out of range"),
+        (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": 999999999999, "seed": 0, "round": 0}', "bytes left"),
+    ],
+)  # fmt: skip
+def test_what_a_hub_refuses_before_it_allocates(told, reason):
+    def replica(group):
+        message = torch.frombuffer(bytearray(told.ljust(DECLARED_NBYTES)), dtype=torch.uint8)
+        group.post(DECLARED_TAG, {2: message}, {}).wait()
+        with pytest.raises(tw.LinkError):  # the hub leaves
+            group.post(0, {}, {2: torch.empty(1, dtype=torch.uint8)}).wait()
+
+    with pytest.raises(tw.PacketError, match=reason):
+        at_a_hub(replica, 2)
+
+
+@pytest.mark.parametrize("change", ["declares another codec", "damages a packet", "sends another size"])
+def test_a_member_that_lies_is_named(change):
+    def replica(group):
+        context, liar = SendContext(group), group.rank == 1
+        codec = tw.codecs.Sign() if liar and change.startswith("declares") else tw.codecs.E3M0()
+        if liar and not change.startswith("declares"):
+            post = group.post
+
+            def damaged(tag, send, recv, *more):
+                if send and tag != DECLARED_TAG:
+                    (packet,) = send.values()
+                    packet = packet[:-1].clone() if change.startswith("sends") else packet.clone()
+                    packet[HEADER_NBYTES] ^= 1
+                    send = {2: packet}
+                return post(tag, send, recv, *more)
+
+            group.post = damaged
+        with pytest.raises(tw.LinkError):
+            Went(context, Star("hub"), codec, torch.ones(100), {})
+        context.close(wait=True)
+
+    with pytest.raises(tw.PacketError, match=r"replicas 0 and 1 declare|replica 1") as told:
+        at_a_hub(replica, 2)
+    assert "replica 0 sent" not in str(told.value)
+
+
+def test_what_a_hub_cannot_do():
+    with pytest.raises(tw.ConfigurationError, match=r"Star\('hub'\) in a group without a hub"):
+        rounds(Star("hub"), tw.codecs.E3M0(), deltas(2, 10))
+    with pytest.raises(tw.ConfigurationError, match="the mean of packets in one codec"):
+        tw.Strategy(exchange=Star("hub"), policy=tw.pieces.policy.DenseUntil(3))
+    with pytest.raises(tw.ConfigurationError, match="the rank of a replica, or 'hub'"):
+        Star("center")
+    with pytest.raises(tw.ConfigurationError, match=r"a center in 0\.\.1 is needed"):
+        Star(2).check_size(2)
