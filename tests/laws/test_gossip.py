@@ -10,7 +10,10 @@ from pieces import GOSSIP
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
+from thinwire.errors import NonFiniteError
 from thinwire.pieces.gossip import AdaptThenCombine, Choco, CombineThenAdapt, NoLoCo, PushSum, Tracking
+from thinwire.rng import Key
+from thinwire.runtime.consensus import mean_of_all
 from thinwire.testing.strategies import any_order_of_arrival, predicted_is_counted, resumed_is_never_stopped
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 from thinwire.topology import (
@@ -172,7 +175,6 @@ def test_complete_graph_and_one_step_are_the_fixed_group_s_bits(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_mean_of_a_round_on_the_complete_graph_has_direct_s_bits(size):
     from thinwire.exchange import Direct, Gossip, SendContext, once
-    from thinwire.rng import Key
 
     def replica(group):
         own = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank))
@@ -269,3 +271,12 @@ def test_weights_that_are_not_finite_never_leave(name):
 def test_a_group_that_does_not_fit_is_refused_before_anything_is_trained(size, name, said):
     with pytest.raises(tw.ConfigurationError, match=said):
         journey(GOSSIP[name], size)
+
+
+def test_there_is_no_mean_at_the_end_where_weights_are_not_finite():
+    def replica(group: tw.Group) -> None:
+        own = torch.tensor([1.0, 2.0 if group.rank == 0 else float("nan")])
+        with pytest.raises(NonFiniteError, match="so there is no mean over all"):
+            mean_of_all(group, own, Key(sender=group.rank))
+
+    tw.run_threads(2, replica)

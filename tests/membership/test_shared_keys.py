@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -77,6 +78,27 @@ def test_one_writes_so_much_and_never_over_another(monkeypatch):
     keys.forget(B, "group/1")
     keys.forget(B, "group/2")
     assert keys.read(["group/1"]) == ["5432109876543"] and keys.read(["group/2"]) is None
-    monkeypatch.setattr(module, "_MOST_KEY", 6)
-    with pytest.raises(TooMuchError, match="what was to be written"):
-        keys.put(B, "group/3", "", [])
+    keys.put(A, "group/1", "", [])
+    keys.put(A, "group/2", "", [])
+    keys.forget(A, "group/2")
+    with pytest.raises(TooMuchError, match="all that was written"):
+        keys.put(A, "group/2", "1234567", [])  # 7 bytes are written still
+
+
+def test_how_much_there_is_room_for():
+    """A key of 256 bytes, a value of 64 KiB, half a MiB of one member, 64 MiB of all."""
+    keys, most = SharedKeys(), 1 << 16
+    longest = "group/" + "k" * 250
+    for key, value, fits in ((longest, "", True), (longest + "k", "", False), ("group/", "v" * (most + 1), False)):
+        with nullcontext() if fits else pytest.raises(TooMuchError, match="what was to be written"):
+            keys.put(A, key, value, [])
+    keys.forget(A, longest)
+    keys.put(A, "group/", "v" * most, [])
+    keys.forget(A, "group/")
+    value = "v" * (most - len("group/0000"))
+    for number in range(1024):
+        writer = Writer(f"w{number // 8}", "")
+        keys.put(writer, f"group/{number:04}", value, [])
+        if number in (7, 1023):
+            with pytest.raises(TooMuchError, match="all that was written"):
+                keys.put(writer if number == 7 else A, "group/", "", [])

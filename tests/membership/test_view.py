@@ -43,7 +43,9 @@ def test_every_view_has_an_id_of_its_own():
 def test_of_two_with_one_name_the_elder_stays():
     verdict = judge([present("a", "new"), present("a", "old", views=3), present("b")])
     assert [(p.name, p.incarnation) for p in verdict.members] == [("a", "old"), ("b", "incarnation-of-b")]
-    assert "'a'" in verdict.left_out[0].reason and not verdict.left_out[0].foreign
+    assert verdict.left_out[0].reason == "another replica has the name 'a'" and not verdict.left_out[0].foreign
+    verdict = judge([present("a", "new"), present("a", "old", views=3, address="oslo:29400")])
+    assert verdict.left_out[0].reason == "the replica at oslo:29400 has the name 'a'"
 
 
 def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing():
@@ -109,7 +111,8 @@ def test_it_survives_the_wire():
         unreachable=["l"],
         expects=["m"],
     )
-    assert Presence.from_json(there.to_json()) == there
+    for said in (there, replace(there, calls=0), replace(there, calls=(1 << 53) - 1, views=(1 << 53) - 1)):
+        assert Presence.from_json(said.to_json()) == said
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a/b", "a\n", None, 3])

@@ -28,7 +28,8 @@ def judged(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float
 
 def test_a_norm_is_judged_by_those_before():
     assert judged(Guard(warm_up=3), [1.0, 1.0, 50.0, 1.0, 1.0]) == [1.0] * 5, "what is learned first is not clipped"
-    assert judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 2.9, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
+    assert judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.0, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
+    assert judged(Guard(z=0.5, warm_up=2), [1.0, 1.0, 1.25, 1.4])[2:] == [1.0, 0.5], "a strict one"
     scales = judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.1, 300.0])
     assert scales[3] == 0.25 and 0 < scales[4] < 1 / 128, "down to the mean, by a power of two"
     falling = [0.9**k for k in range(20)]

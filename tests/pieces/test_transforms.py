@@ -12,7 +12,7 @@ from pieces import FILTERS
 import thinwire as tw
 from thinwire.pieces.transforms import said, settled
 from thinwire.rng import Key
-from thinwire.testing.toy import same_bits
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, toy, weights
 from thinwire.testing.values import roundtrip
 
 N, IDENTITY = 101, tw.codecs.Identity()
@@ -123,6 +123,17 @@ def test_dgc_with_everything_sent_is_momentum_sgd_without_masking():
         velocity = 0.9 * velocity + s
         torch.testing.assert_close(unmasked.round(s), velocity, rtol=1e-5, atol=1e-6)
         assert same_bits(masked.round(s), s)
+
+
+def test_a_run_with_it_is_momentum_sgd_too():
+    momentum = tw.pieces.transforms.Momentum(0.5, "nothing")
+    strategy = tw.Strategy(filters=(momentum,), feedback=tw.pieces.feedback.Feedback())
+    (run,) = journey(strategy, 1, steps=4, optimizer=sgd(0.0))
+    model = toy()
+    optimizer = sgd(0.5)(model)
+    for step in range(1, 5):
+        inner_step(model, optimizer, *batch(0, 0, step))
+    torch.testing.assert_close(run.final, weights(model))
 
 
 @pytest.mark.parametrize("clears", ["sent", "nothing"])

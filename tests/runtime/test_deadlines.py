@@ -61,6 +61,25 @@ def test_time_that_does_not_depend_on_bytes_is_told_apart():
         known.landed(nbytes, seconds)
     assert known.share(0.0, 8000, 1.0 / 0.9) == pytest.approx(1.0)
 
+    for larger, due in ((1200, 0.5), (1500, 0.0)):  # the first are too much alike to tell; 0.85 s of the others
+        known = Deadlines()
+        for nbytes, seconds in ((larger, 1.0), (1000, 0.95)):
+            known.landed(nbytes, seconds)
+        assert known.share(0.0, 1000, 0.475 / 0.9) == pytest.approx(due)
+
+    known = Deadlines()
+    for nbytes, seconds in ((8000, 0.8), (1000, 0.1), *((8000, 1.7), (1000, 0.3)) * 4):
+        known.landed(nbytes, seconds)
+    assert known.share(0.0, 1000, 0.15 / 0.9) == pytest.approx(0.5), "a pair of the last eight had no such time"
+    known.landed(8000, 1.7)
+    assert known.share(0.0, 1000, 0.2 / 0.9) == pytest.approx(0.5), "all eight had 0.1 s"
+
+
+def test_what_takes_no_time_at_all():
+    known = Deadlines()
+    known.landed(1000, 0.0)
+    assert known.share(1.0, 1000, 1.0) == 1.0 and known.share(1.0, 1000, 0.9) == 0.0
+
 
 # ---- on the wire
 

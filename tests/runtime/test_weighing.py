@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.errors import PacketError
 from thinwire.pieces.robust import Median
+from thinwire.runtime.weighing import TokenCount, tokens_of_step, weighed
 from thinwire.testing.toy import same_bits
 
 VALUES = ((1.0, 1.0, 1.0, 1.0), (6.0,))  # the tokens of a step, by replica
@@ -105,3 +109,34 @@ def test_what_is_refused():
 
     with pytest.raises(tw.DisagreementError, match="weights: by tokens there, absent on replica 0"):
         tw.run_threads(2, unlike)
+
+
+def test_numbers_that_are_none():
+    assert [tokens_of_step(tokens) for tokens in (0.5, 1, 1e12)] == [0.5, 1.0, 1e12]
+    for wrong in (True, 0, -1.0, 1e12 + 1, math.nan, "8"):
+        with pytest.raises(tw.ConfigurationError, match="the number of tokens per inner step is needed"):
+            tokens_of_step(wrong)
+
+    def replica(group: tw.ThreadGroup, said: float) -> float:
+        counts = TokenCount(group, 0, said if group.rank else 3.0)
+        if group.rank or said == 0.5:
+            return counts.share()
+        with pytest.raises(PacketError, match="replica 1 says"):
+            counts.share()
+        return math.nan
+
+    for said in (0.0, -1.0, math.inf, math.nan):
+        tw.run_threads(2, lambda group, said=said: replica(group, said))
+    assert tw.run_threads(2, lambda group: replica(group, 0.5)) == [3.0 * 2 / 3.5, 0.5 * 2 / 3.5]
+
+
+def test_what_a_delta_counts_is_taken_back_for_the_own_feedback():
+    values, seen = torch.tensor([1.0, -3.0]), []
+    update = SimpleNamespace(
+        signal=lambda begin, end: values[begin:end], settle=lambda begin, mean, sent: seen.append(sent())
+    )
+    for share, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0)):  # 0: of one that does not count in this round
+        signal, settle = weighed(update, share)
+        assert torch.equal(signal(0, 2), factor * values)
+        settle(0, torch.zeros(2), lambda factor=factor: factor * values)
+        assert torch.equal(seen.pop(), values)
