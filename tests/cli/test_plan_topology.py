@@ -36,9 +36,36 @@ def test_who_talks_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
         (["ring", "--model", "huge"], "model='huge': one of"),
         (["ring", "--strategy", "diloco"], "takes no topology"),
         (["rong"], "did you mean"),
+        (["--degree", "3"], "give --links links.toml too"),
+        (["--out", "x.json"], "give both"),
+        (["--links", "50mbit", "--degree", "1"], "2 to 7 neighbours are needed. One neighbour each joins two"),
+        (["--plot", "x.pdf"], "ends with .svg, .html or .png"),
     ],
     ids=str,
 )
 def test_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "topology", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_graph_within_a_budget(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """links.toml in; a file of edges that --topology reads, two pictures, and the fewest meetings out."""
+    links = "".join(
+        f'[[link]]\nbetween = ["s{a}", "s{b}"]\nalone = "{100 if (a < 4) == (b < 4) else 5}mbit,5ms"\n'
+        for a in range(6)
+        for b in range(a)
+    )
+    (tmp_path / "links.toml").write_text(f"names = {[f's{i}' for i in range(6)]}\n{links}")
+    given = ["plan", "topology", "--model", "nano", "--plot", str(tmp_path / "a.svg"), "--rates", "--explain", "--json"]
+    given += ["--links", str(tmp_path / "links.toml"), "--degree", "3", "--out", str(tmp_path / "edges.json"), "ring"]
+    assert main(given) == 0
+    told = capsys.readouterr()
+    best, ring = json.loads(told.out.splitlines()[-1])["rows"]
+    assert best["topology"] == "best of degree 3" and best["halving_seconds"] < ring["halving_seconds"]
+    assert best["meetings"] <= best["meetings_even"] + 1e-6
+    assert ring["meetings"] == pytest.approx(ring["meetings_even"], rel=1e-5)
+    picture = (tmp_path / "a.svg").read_text()
+    assert "0 -> 1 (" in told.err and "<svg" in picture and ">s5<" in picture
+    again = [str(tmp_path / "edges.json"), "--replicas", "6", "--model", "nano", "--plot", str(tmp_path / "b.html")]
+    assert main(["plan", "topology", *again]) == 0
+    assert "edges.json" in capsys.readouterr().out and "plotly" in (tmp_path / "b.html").read_text().lower()

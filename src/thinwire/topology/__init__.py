@@ -11,6 +11,7 @@ from thinwire.topology.drawn import (
     RandomRegular,
 )
 from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
+from thinwire.topology.rates import fewest_meetings, fitted_rates
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
@@ -35,6 +36,8 @@ __all__ = [
     "check_doubly",
     "check_size",
     "contraction",
+    "fewest_meetings",
+    "fitted_rates",
     "meeting_rates",
     "metropolis",
     "mixing",

@@ -1,0 +1,75 @@
+"""A graph within a budget of neighbours: the best of all there are, where all can be tried; and beside known ones."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from thinwire.comm import Link
+from thinwire.errors import ConfigurationError
+from thinwire.plan.graph import halving_seconds, round_seconds, within_budget
+from thinwire.plan.links import Links
+from thinwire.topology import Complete, Listed, Ring, check_size
+from thinwire.topology.base import reached
+
+
+def drawn(size, seed):
+    """Links from 3 to 300 Mbit/s."""
+    rng = np.random.default_rng(seed)
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    return Links(tuple(map(str, range(size))), {pair: Link(float(10 ** rng.uniform(6.5, 8.5)), 0.02) for pair in pairs})
+
+
+def test_of_five_replicas_it_is_the_best_of_all_graphs():
+    links, pairs, best = drawn(5, 1), list(combinations(range(5), 2)), {2: np.inf, 3: np.inf}
+    for chosen in product((False, True), repeat=len(pairs)):
+        graph = Listed(tuple(pair for pair, there in zip(pairs, chosen) if there))
+        edges = graph.edges(5)
+        if edges.sum(1).max() > 3 or not reached(edges).all():
+            continue
+        seconds = halving_seconds(links, graph, 1e5)
+        best = {
+            degree: min(least, seconds) if edges.sum(1).max() <= degree else least for degree, least in best.items()
+        }
+    for degree, least in best.items():
+        found = within_budget(links, degree, 1e5)
+        assert found.edges(5).sum(1).max() <= degree
+        assert halving_seconds(links, found, 1e5) == pytest.approx(least)
+
+
+def test_of_twelve_it_is_far_better_than_a_ring():
+    """The slow links are left out, and no replica has more neighbours than its budget."""
+    links = drawn(12, 3)
+    found = within_budget(links, 3, 1e6)
+    edges = found.edges(12)
+    check_size(found, 12)
+    assert edges.sum(1).max() <= 3
+    assert halving_seconds(links, found, 1e6) < 0.5 * min(
+        halving_seconds(links, one, 1e6) for one in (Ring(), Complete())
+    )
+    assert links.rates[edges].min() > 4 * links.rates.min()
+
+
+def test_a_round_takes_what_the_slowest_way_takes():
+    """By hand: 1 MB at 8 Mbit/s is a second; two neighbours share the way up; a slow link alone is longer than that."""
+    alone = {(a, b): Link(8e6, 0.1) for a in range(3) for b in range(3) if a != b}
+    ring = Ring().edges(3)
+    assert round_seconds(Links(("a", "b", "c"), alone), ring, 1e6) == pytest.approx(2.1)
+    slow = Links(("a", "b", "c"), alone | {(0, 1): Link(2e6, 0.3)})
+    assert round_seconds(slow, ring, 1e6) == pytest.approx(4.3)
+    assert round_seconds(slow, ring & False, 1e6) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "degree", "said"),
+    [
+        (8, 1, "2 to 7 neighbours are needed. One neighbour each joins two replicas"),
+        (8, 0, "2 to 7 neighbours are needed"),
+        (8, 8, "2 to 7 neighbours are needed"),
+    ],
+)
+def test_refused(size, degree, said):
+    with pytest.raises(ConfigurationError, match=said):
+        within_budget(Links.uniform(Link(8e6), size), degree, 1e6)

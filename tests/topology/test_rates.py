@@ -1,0 +1,92 @@
+"""The fewest meetings that are enough, against §a.1 and another solver's numbers; what every feasible point must fulfil."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from thinwire.errors import ConfigurationError
+from thinwire.topology import (
+    Complete,
+    Exponential,
+    Listed,
+    RandomPairs,
+    Ring,
+    fewest_meetings,
+    fitted_rates,
+    meeting_rates,
+    resistances,
+)  # fmt: skip
+
+
+def barbell(k):
+    """Two complete graphs of k, joined by one edge."""
+    halves = [pair for first in (0, k) for pair in combinations(range(first, first + k), 2)]
+    return Listed((*halves, (0, k)))
+
+
+LINE = Listed(tuple((i, i + 1) for i in range(7)))
+STAR = Listed(tuple((0, i) for i in range(1, 8)))
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "even", "best", "largest"),
+    [
+        (LINE, 8, 17.940, 17.940, None),
+        (Ring(), 8, 9.777, 9.777, 9.777 / 8),
+        (STAR, 8, 7.0, 7.0, 1.0),
+        (Complete(), 8, 4.950, 4.950, 4.950 / 28),
+        (barbell(4), 8, 21.84, 13.2054410, 2.69555),
+        (barbell(6), 12, 60.99, 23.1488863, 4.75046),
+    ],
+    ids=["line", "ring", "star", "complete", "barbell of 4", "barbell of 6"],
+)
+def test_the_best_rates_are_the_papers_programme(topology, size, even, best, largest):
+    """§a.1. The sums of the barbells to the digits on which CVXPY with Clarabel agrees."""
+    chi1, chi2 = resistances(meeting_rates(topology, size, 2 / size))
+    assert np.sqrt(2 * chi1 * chi2) == pytest.approx(even, rel=1e-3)
+    rates = fewest_meetings(topology, size)
+    assert rates.sum() / 2 == pytest.approx(best, rel=1e-4 if best < even * (1 - 1e-3) else 1e-3)
+    assert (rates == rates.T).all() and ((rates > 0) == topology.edges(size)).all()
+    chi1, chi2 = resistances(rates)
+    assert chi1 * chi2 == pytest.approx(0.5, abs=1e-6) and chi1 * chi2 <= 0.5
+    if largest:
+        assert rates.max() == pytest.approx(largest, rel=1e-3)
+
+
+def test_nothing_near_is_better():
+    """Of 200 other rates near the best, scaled until they are enough, none has a smaller sum; and the joint scale of t is right."""
+    topology, size = Listed(((0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5), (5, 3), (1, 4))), 6
+    best = fewest_meetings(topology, size)
+    rng = np.random.default_rng(0)
+    for spread in (0.01, 0.3):
+        for _ in range(100):
+            other = best * np.exp(spread * rng.normal(size=best.shape))
+            other = (other + other.T) / 2
+            chi1, chi2 = resistances(other)
+            assert other.sum() * np.sqrt(2 * chi1 * chi2) > best.sum() * (1 - 1e-6)
+
+
+def test_fitted_rates_have_the_mean_rate_and_are_whole_shares():
+    even, fitted = meeting_rates(barbell(4), 8, 2.0), fitted_rates(barbell(4), 8, 2.0)
+    assert even.sum() == pytest.approx(fitted.sum()) == pytest.approx(16)
+    assert fitted[0, 4] / even[0, 4] == pytest.approx(2.69555 * 13 / 13.2054, rel=1e-3)
+    shares = fitted / fitted[fitted > 0].min()
+    np.testing.assert_allclose(shares * round(4096 * 0.775 / 13.2054), np.round(shares * 240), rtol=1e-9)
+    assert fitted_rates(Ring(), 1, 1.0).shape == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "said"),
+    [
+        (Listed(((0, 1), (2, 3))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
+        (Exponential(), 8, "edges that go both ways"),
+        (RandomPairs(), 8, "the same all the time"),
+    ],
+    ids=["parts", "one way", "drawn"],
+)
+def test_refused(topology, size, said):
+    with pytest.raises(ConfigurationError, match=said):
+        fewest_meetings(topology, size)
