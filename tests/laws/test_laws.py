@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ from thinwire.testing.toy import Shuffled, adamw, batch, inner_step, journey, sa
 methods = pytest.mark.parametrize("name", each(METHODS))
 
 
+@cache
+def counted(name, replicas):
+    """A method's journey with its bytes counted: what several laws are tried on."""
+    ledgers = [Ledger() for _ in range(replicas)]
+    return journey(METHODS[name], replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank])), ledgers
+
+
 def momentum_sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -28,7 +36,7 @@ def momentum_sgd(model):
 @methods
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_law_1_same_anchors(name, replicas):
-    journeys = journey(METHODS[name], replicas)
+    journeys, _ = counted(name, replicas)
     all_agree(journeys)
     for one in journeys:
         assert torch.isfinite(one.final).all() and not same_bits(one.final, weights(toy()))
@@ -62,7 +70,7 @@ def test_law_1_any_codec_and_partition(codec, partition):
 
 @methods
 def test_finish_leaves_the_anchors_in_the_model(name):
-    for one in journey(METHODS[name], 2):
+    for one in counted(name, 2)[0]:
         anchors = torch.cat([one.final_agreed[f"{i}.now"] for i in range(len(one.final_fragments))])
         assert same_bits(torch.cat(one.final_fragments), anchors)
 
@@ -187,8 +195,7 @@ def tells(strategy, fragment, number):
 @methods
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_law_5_predicted_is_counted(name, replicas):
-    strategy, ledgers = METHODS[name], [Ledger() for _ in range(replicas)]
-    journeys = journey(strategy, replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
+    strategy, (journeys, ledgers) = METHODS[name], counted(name, replicas)
     fragments = strategy.partition.fragments(toy())
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")

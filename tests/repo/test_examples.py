@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
+import torch
 from pages import ROOT
 
 EXAMPLES = sorted(path.name for path in ROOT.glob("examples/*.py"))
@@ -19,6 +21,19 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """Run an example that starts no process in this one: torch is loaded already."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with torch.random.fork_rng(devices=[]):  # it seeds torch's generator
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return str(capsys.readouterr().out)
+
+    return run
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_short_and_begin_with_the_command_to_paste(name):
     text = (ROOT / "examples" / name).read_text()
@@ -26,8 +41,8 @@ def test_examples_are_short_and_begin_with_the_command_to_paste(name):
     assert f"python examples/{name}" in text.split('"""')[1]
 
 
-def test_own_loop():
-    losses = re.findall(r"0\.\d{8}", run("01_own_loop.py", "--steps", "25", "--every", "10").splitlines()[-1])
+def test_own_loop(here):
+    losses = re.findall(r"0\.\d{8}", here("01_own_loop.py", "--steps", "25", "--every", "10").splitlines()[-1])
     assert len(losses) == 2 and losses[0] == losses[1]
 
 
@@ -36,8 +51,8 @@ def test_processes():
     assert len(sent) == 2 and sent[0] == sent[1] != "0"
 
 
-def test_compare_strategies():
-    rows = re.findall(r"(\w+)\s*│\s*([\d.]+)\s*│\s*([\d.]+)", run("03_compare_strategies.py", "--steps", "20"))
+def test_compare_strategies(here):
+    rows = re.findall(r"(\w+)\s*│\s*([\d.]+)\s*│\s*([\d.]+)", here("03_compare_strategies.py", "--steps", "20"))
     bits = {name: float(b) for name, _, b in rows}
     assert list(bits) == ["data_parallel", "diloco", "streaming_diloco", "eager_diloco"]
     assert bits["data_parallel"] >= 32 > 10 * bits["streaming_diloco"]
@@ -56,8 +71,8 @@ def test_tensor_parallel_inside_a_replica():
     assert len(sums) == 4 and len(set(sums)) == 1 and sums[0][0] < sums[0][1]
 
 
-def test_thin_link():
-    out = run("05_thin_link.py", "--steps", "21", "--link", "1mbit", "--delays", "0", "5")
+def test_thin_link(here):
+    out = here("05_thin_link.py", "--steps", "21", "--link", "1mbit", "--delays", "0", "5")
     waited = {int(d): float(w) for d, w in re.findall(r"(\d+)\s*│\s*[\d.]+\s*│\s*([\d.]+)", out)}
     assert waited[0] > waited[5]
 
@@ -119,8 +134,8 @@ def test_hugging_face_trainer(tmp_path):
     assert len(sums) == 2 and sums[0] == sums[1]
 
 
-def test_pieces():
-    out = run("06_pieces.py", "--model", "100m", "--replicas", "3")
+def test_pieces(here):
+    out = here("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5
     assert "what to do" in out and "eager updates" in out
 

@@ -21,9 +21,9 @@ def loaded(code: str) -> set[str]:
     ("code", "may"),
     [
         ("import thinwire", set()),
-        ("import thinwire; thinwire.Replica; thinwire.streaming_diloco()", {"torch", "numba"}),
+        ("import thinwire.comm, thinwire.codecs; thinwire.Replica; thinwire.streaming_diloco()", {"torch", "numba"}),
         ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # a hub's machine needs no more
-        ("import thinwire.comm, thinwire.codecs, thinwire.strategy", {"torch", "numba"}),
+        ("import thinwire.cli.hub, thinwire.cli.lighthouse", {"grpc", "cryptography", "rich", "tyro"}),
     ],
 )
 def test_nothing_is_loaded_that_only_the_command_needs(code, may):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import code_map
-import pytest
 
 import thinwire
 
@@ -41,8 +41,13 @@ LONG_FUNCTIONS: dict[str, str] = {}
 ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
 
 
+@cache
+def source(file: str) -> str:
+    return (SOURCE / file).read_text(encoding="utf-8")
+
+
 def tree(file: str) -> ast.Module:
-    return ast.parse((SOURCE / file).read_text(encoding="utf-8"))
+    return ast.parse(source(file))
 
 
 def package(module: str) -> str:
@@ -51,7 +56,8 @@ def package(module: str) -> str:
     return "" if parts[0] in ("__init__", "__main__") else parts[0]
 
 
-def imports(file: str) -> set[str]:
+@cache
+def imports(file: str) -> frozenset[str]:
     """Every module that a file names, inside functions too. `from thinwire import x` is `thinwire.x`."""
     found = set()
     for statement in ast.walk(tree(file)):
@@ -61,7 +67,7 @@ def imports(file: str) -> set[str]:
             assert statement.level == 0, f"{file}:{statement.lineno}: write imports in full"
             names = {f"thinwire.{alias.name}" for alias in statement.names}
             found |= names if statement.module == "thinwire" else {statement.module or ""}
-    return found
+    return frozenset(found)
 
 
 def test_there_are_files():
@@ -75,17 +81,16 @@ def test_every_package_has_its_place():
     }
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_go_down(file):
-    own = package(file)
-    if own == "":
-        return  # the root names everything
-    for module in imports(file):
-        if module.split(".")[0] != "thinwire":
-            continue
-        other = package(module)
-        assert other in PACKAGES, f"{file} imports thinwire itself, not a package in it"
-        assert PACKAGES.index(other) <= PACKAGES.index(own), f"{file} imports {module}, which is above it"
+def test_imports_go_down():
+    """From a package to those below it; the root names everything."""
+    for file in FILES:
+        own = package(file)
+        for module in imports(file):
+            if own == "" or module.split(".")[0] != "thinwire":
+                continue
+            other = package(module)
+            assert other in PACKAGES, f"{file} imports thinwire itself, not a package in it"
+            assert PACKAGES.index(other) <= PACKAGES.index(own), f"{file} imports {module}, which is above it"
 
 
 def test_the_tree_is_small():
@@ -104,32 +109,24 @@ def test_no_circle_of_files():
     code_map.floors(graph)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_that_runs_code_from_bytes(file):
-    text = (SOURCE / file).read_text(encoding="utf-8")
-    assert not {module.split(".")[0] for module in imports(file)} & {
-        "pickle",
-        "dill",
-        "cloudpickle",
-        "marshal",
-        "shelve",
-    }
-    assert not re.search(
-        r"torch\.load\b|\b(all_gather|broadcast|gather|scatter)_object|\b(eval|exec)\(", re.sub(r"\.eval\(", "", text)
-    )
+def test_nothing_that_runs_code_from_bytes():
+    banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    calls = r"torch\.load\b|\b(all_gather|broadcast|gather|scatter)_object|\b(eval|exec)\("
+    for file in FILES:
+        assert not {module.split(".")[0] for module in imports(file)} & banned, file
+        assert not re.search(calls, re.sub(r"\.eval\(", "", source(file))), file
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_environment_is_read_in_one_place(file):
-    assert file == ENVIRONMENT or not re.search(r"\benviron\b|\bgetenv", (SOURCE / file).read_text(encoding="utf-8"))
+def test_the_environment_is_read_in_one_place():
+    assert [file for file in FILES if re.search(r"\benviron\b|\bgetenv", source(file))] == [ENVIRONMENT]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_files_are_short(file):
-    lines = len((SOURCE / file).read_text(encoding="utf-8").splitlines())
-    most, _ = LONG_FILES.get(file, (400, ""))
-    assert lines <= most, f"{file} has {lines} lines"
-    assert file not in LONG_FILES or lines > 400, f"{file} has become short: take it off the list"
+def test_files_are_short():
+    for file in FILES:
+        lines = len(source(file).splitlines())
+        most, _ = LONG_FILES.get(file, (400, ""))
+        assert lines <= most, f"{file} has {lines} lines"
+        assert file not in LONG_FILES or lines > 400, f"{file} has become short: take it off the list"
 
 
 def test_replica_is_a_face():
@@ -144,29 +141,23 @@ def test_replica_is_a_face():
     assert text.count("isinstance(") == 2 and "isinstance(" not in text[text.index("class Replica") :]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_functions_are_short(file):
-    for function in ast.walk(tree(file)):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (function.end_lineno or 0) - function.lineno + 1
-            assert lines <= 60 or f"{file}:{function.name}" in LONG_FUNCTIONS, (
-                f"{file}:{function.name} has {lines} lines"
-            )
+def test_functions_are_short_and_files_say_what_they_are():
+    for file in FILES:
+        parsed = tree(file)
+        assert not source(file).strip() or ast.get_docstring(parsed), f"{file} has no docstring"
+        for function in ast.walk(parsed):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (function.end_lineno or 0) - function.lineno + 1
+                assert lines <= 60 or f"{file}:{function.name}" in LONG_FUNCTIONS, (
+                    f"{file}:{function.name} has {lines} lines"
+                )
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_one_word_for_one_idea(file):
+def test_one_word_for_one_idea():
     """A replica is a replica."""
-    words = re.findall(
-        r"\b(?:worker|node|client|island|learner)s?\b", (SOURCE / file).read_text(encoding="utf-8"), re.IGNORECASE
-    )
-    assert not words, f"{file} says {sorted(set(words))}; see the words in docs/design.md"
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_files_say_what_they_are(file):
-    text = (SOURCE / file).read_text(encoding="utf-8")
-    assert not text.strip() or ast.get_docstring(tree(file)), f"{file} has no docstring"
+    for file in FILES:
+        words = re.findall(r"\b(?:worker|node|client|island|learner)s?\b", source(file), re.IGNORECASE)
+        assert not words, f"{file} says {sorted(set(words))}; see the words in docs/design.md"
 
 
 PUBLIC = """

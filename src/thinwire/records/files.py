@@ -11,10 +11,10 @@ import stat
 from collections.abc import Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import torch as safetensors
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST = 64 << 20  # bytes of a file that is read whole: settings and manifests
 
@@ -55,6 +55,8 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """As safetensors' `save_file`, which gives a file that its owner alone may read, with the modes that any other file gets."""
+    from safetensors import torch as safetensors  # it loads torch, which `thinwire hub` does not need
+
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     safetensors.save_file(dict(tensors), path, dict(metadata) if metadata else None)
