@@ -291,7 +291,7 @@ def test_what_cannot_be_composed():
             Masha1(**wrong)
     with pytest.raises(TypeError):
         Masha2(step=1.0, prox=Simplexes((2,)))
-    with pytest.raises(tw.ConfigurationError, match="sizes above 0"):
+    with pytest.raises(tw.ConfigurationError, match="positive sizes"):
         Simplexes((2, 2))(torch.zeros(5))
     (group,) = tw.ThreadGroup.create(1)
     with pytest.raises(tw.ModelError, match="flat fp32"):

@@ -143,9 +143,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         return []
     coded = [strategy.coded(((numel,),)) for numel in numels]
     sent = [strategy.exchange.nbytes_sent(codec, numel, size) for codec, numel in coded]
-    if any(
-        inner.needs_shapes for inner in nested(strategy.codec)
-    ):  # the log has no shapes, so the counted bytes are used
+    if any(inner.needs_shapes for inner in nested(strategy.codec)):  # a log has no shapes: use the counted bytes
         first = record.replicas[0]
         if any(not first.departed.get(p) for p in range(len(numels))):
             return []

@@ -216,9 +216,7 @@ def density(reference: Ladder, runs: Ladder) -> Floats:
     law = fit(ladder, ["compute"], "constant" if len(ladder) >= 4 else "power")
     losses = reference.columns["loss"]
     inside = (runs.columns["loss"] >= losses.min()) & (runs.columns["loss"] <= losses.max())
-    above = np.maximum(
-        runs.columns["loss"] - law.constant, 1e-12
-    )  # a loss inside the reference's range is above the constant
+    above = np.maximum(runs.columns["loss"] - law.constant, 1e-12)  # inside the reference's range it is positive
     worth = (above / law.coefficient) ** (1 / law.exponents[0])
     return np.where(inside, worth / compute(runs), np.nan)
 

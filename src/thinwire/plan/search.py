@@ -294,9 +294,7 @@ class _Group:
             # corrects for the rounding of `batch` to whole micro-batches
             self._ways[batch] = [(m, a, self._inner_seconds(m, a) * batch / (m * a)) for m, a in of]
         ways = self._ways[batch]
-        gain = (
-            0.99 if all(machine.steps for machine in self.machines) else 1.01
-        )  # without measured steps take the largest
+        gain = 0.99 if all(machine.steps for machine in self.machines) else 1.01  # not measured: take the largest
         while True:
             best = 0
             for index, (_, _, seconds) in enumerate(ways):
