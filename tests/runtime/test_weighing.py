@@ -93,7 +93,7 @@ def test_what_is_refused():
 
     (alone,) = tw.ThreadGroup.create(1)
     for strategy, says in (
-        (tw.data_parallel(), "one step together"),
+        (tw.data_parallel(), "step together"),
         (tw.recipes.noloco(), "weighs neighbours"),
         (replace(tw.diloco(), aggregate=Median()), "no mean"),
     ):
