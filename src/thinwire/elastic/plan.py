@@ -178,7 +178,7 @@ class RoundPlan:
 def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:
     """Plan a round: the sound members, the fragment, and the weight of each delta. Fragments take turns in `order`.
 
-    Of the members with most rounds, those with the most frequent state digest are sound (in a tie, the digest of the lowest rank). If
+    The sound members are those with most rounds, and among these with the most frequent state digest (in a tie, that of the lowest rank). If
     no member has trained yet, the lowest rank is sound. The round exchanges the fragment whose turn it is, or the next one of which a
     member has a delta ready. A member that is behind is counted too, because its delta is its own training, whatever the others did
     meanwhile. So is a member that was late for an earlier round of this fragment. A fresh member is not counted.

@@ -1,4 +1,4 @@
-"""The loop of elastic rounds, on the exchange thread, for a `Membership`.
+"""The loop of elastic rounds. It runs on the exchange thread, and its groups come from a `Membership`.
 
 A round has these steps: get a view of the members (`Membership.next_view`), plan the round from all statuses (`reconcile`), let members
 that are behind take over the agreed state, exchange, vote (`View.decide`), and commit the result. A round that fails in any step

@@ -110,7 +110,7 @@ class Verdict:
 
     @property
     def electorate(self) -> Electorate:
-        """Who votes."""
+        """The members, in the form for votes."""
         return [(p.name, p.incarnation, p.calls) for p in self.members]
 
     @property
@@ -120,11 +120,11 @@ class Verdict:
 
 
 def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
-    """Select the members from the presences, for a replica with these `facts`. The verdict is the same on all replicas with the same
+    """Select the members from the presences, as a replica with these `facts` does. The verdict is the same on all replicas with the same
     facts, in any order of `present`.
 
-    Members must have the same facts. Of two replicas with one name, the elder stays: the one that reports more views in this
-    incarnation. Of two that cannot reach each other, the one with fewer broken links stays, then the elder.
+    Members must have the same facts. If two replicas have one name, the elder stays: the one that reports more views in
+    this incarnation. If two cannot reach each other, the one with fewer broken links stays, then the elder.
     """
     eldest_first = sorted(present, key=lambda p: (-p.views, p.name, p.incarnation))
     left_out: list[LeftOut] = []

@@ -141,7 +141,7 @@ class MDA(Stated):
     """The mean of the M − f replicas that are nearest together: the subset with the smallest diameter, f = `liars`.
 
     Source: minimum diameter averaging (El Mhamdi et al., arXiv 1905.03853, §3). It needs 2f + 1 replicas, and looks at all subsets: more than
-    200,000 of them are refused. Of subsets with the same diameter, the one with the least sum of squared distances counts (byzfl: the first).
+    200,000 of them are refused. If subsets have the same diameter, the one with the least sum of squared distances counts (byzfl: the first).
 
     On the wire: as `Krum`.
 

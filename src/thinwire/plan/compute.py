@@ -67,7 +67,7 @@ def _job_outline(job: str, seed: int) -> Outline:
 
 
 def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
-    """The run's model without storage, for a vocabulary of `tokens` (default: `vocabulary(run.data)`). Reads no text, and fetches no
+    """The run's model without storage, with a vocabulary of `tokens` (default: `vocabulary(run.data)`). Reads no text, and fetches no
     weights of a Hugging Face model. A job's model has values."""
     if run.model.job:
         return OwnJob(run.model.job, run.seed).make_model()

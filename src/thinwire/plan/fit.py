@@ -1,7 +1,7 @@
 """Fits scaling laws to a user's ladder of runs: exponents with intervals, joint laws, training density.
 
 Everything is fitted in log space with the Huber loss (a run that went wrong counts less), as the scaling-law paper
-does (arXiv 2503.09799, §4); the laws here are linear in the logs but for the constant C, so the best fit is found
+does (arXiv 2503.09799, §4); the laws here are linear in the logs except for the constant C, so the best fit is found
 directly: reweighted least squares, and a search over C alone. *Differs*: no 256 random starts are needed.
 
     power       L = A·N^a·M^b…            one exponent for every variable given

@@ -1,4 +1,4 @@
-"""Selects the sites that take part: all subsets of few sites are priced; of many sites, the subsets that two greedy searches visit.
+"""Selects the sites that take part: all subsets of few sites are priced, and of many sites only those that two greedy searches visit.
 
 All sites wait for the slowest machine and the slowest wire, so four numbers of a set count: its size, its slowest machine, its
 slowest wire and its longest delay. A closed form of these ranks the sets well enough. One search begins with the fastest machine
@@ -25,8 +25,8 @@ Places = tuple[int, ...]
 
 
 class Worth(Protocol):
-    """Useful tokens a second of K sets of `replicas` sites. `machine`, `wire` and `way` have shape [K] and are seconds: for a sequence
-    on the slowest machine, for a byte from each site to each other, and of the longest delay."""
+    """Useful tokens a second of K sets of `replicas` sites. `machine`, `wire` and `way` have shape [K] and are the seconds of a sequence
+    on the slowest machine, of a byte from each site to each other, and of the longest delay."""
 
     def __call__(self, replicas: int, machine: Floats, wire: Floats, way: Floats) -> Floats: ...
 

@@ -44,7 +44,7 @@ def introduce(
 
 
 def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """The strategy and a digest of the model, for a `Membership`, which compares the rest."""
+    """The strategy and a digest of the model, as facts of a `Membership`, which compares the rest."""
     tensors = _tensors(fragments)
     told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
     numel = sum(fragment.numel for fragment in fragments)
