@@ -256,5 +256,5 @@ def test_one_machine_waits_for_a_frozen_replica_and_not_for_ever(train: Train, t
     assert command.wait(PATIENCE) == 0, folder.with_suffix(".txt").read_text()
     said = folder.with_suffix(".txt").read_text()
     assert "replica-0 has finished, and keeps the final weights for replica-2: 5.0 s at most" in said, said
-    assert "replica-2 was not heard for 5 s, and the others have finished: it is ended" in said, said
+    assert "replica-2 was silent for 5 s, and the others have finished: it is ended" in said, said
     assert (folder / "model.safetensors").exists() and not replicas_of(folder)
