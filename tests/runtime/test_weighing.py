@@ -95,7 +95,7 @@ def test_what_is_refused():
     for strategy, says in (
         (tw.data_parallel(), "step together"),
         (tw.recipes.noloco(), "weighs neighbours"),
-        (replace(tw.diloco(), aggregate=Median()), "no mean"),
+        (replace(tw.diloco(), aggregate=Median()), "not a mean"),
     ):
         with pytest.raises(tw.ConfigurationError, match=says):
             train(alone, strategy, 8.0)

@@ -1,4 +1,4 @@
-"""Clients of the shared keys at a lighthouse or a hub: the vote store, and the addresses of a group.
+"""The members' side of the shared keys at a lighthouse or a hub: the vote store, and the addresses of a group.
 
 A restarted lighthouse does not know earlier decisions, so a vote store that failed once is not used again.
 """

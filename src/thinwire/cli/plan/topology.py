@@ -1,4 +1,4 @@
-"""`thinwire plan topology`: who would talk to whom, how fast that brings replicas together, and what it costs on the busiest link."""
+"""`thinwire plan topology`: the neighbours of a graph, its speed of agreement, and its load on the busiest link."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options:
     model: str = "tiny"
     """The model size whose bytes are told."""
     explain: bool = False
-    """Also print the neighbours of each replica, round by round where they change."""
+    """Also print the neighbours of each replica, round by round if they change."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _row(asked: Options, text: str, named: bool) -> list[dict[str, Any]]:
-    """What is told of a graph; none for one that does not fit, unless it was `named`. Raises `ConfigurationError`."""
+    """The row of a graph; None for a graph that does not fit, unless it was `named`. Raises `ConfigurationError`."""
     try:
         topology = topology_of(text)
         check_size(topology, asked.replicas)
@@ -102,7 +102,7 @@ def _row(asked: Options, text: str, named: bool) -> list[dict[str, Any]]:
 
 
 def _edges(topology: Topology, size: int) -> list[str]:
-    """Lines that say to whom each replica sends; of rounds that are drawn anew, the first three."""
+    """Lines with the receivers of each replica; of random rounds the first three."""
     lines = []
     for number in range(topology.rounds(size) or 3):
         prefix = "" if topology.fixed else f"round {number}: "
