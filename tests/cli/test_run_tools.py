@@ -66,14 +66,14 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     assert [(one["step"], one["whole"], one["replicas"]) for one in found["checkpoints"]] == [
         (step, True, ["replica-0", "replica-1"]) for step in (2, 4, 6)
     ]
-    assert "a resume goes on from step 6" in text and "2 of 2" in text
+    assert "a resume starts at step 6" in text and "2 of 2" in text
     damaged = run / "checkpoints/replica-1/step-00000006/outer.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    assert "goes on from step 6" in told(capsys, "checkpoints", run)[1]  # sizes are right
+    assert "a resume starts at step 6" in told(capsys, "checkpoints", run)[1]  # sizes are right
     found, text = told(capsys, "checkpoints", run, "--verify")
-    assert not found["checkpoints"][2]["whole"] and "a resume goes on from step 4" in text
+    assert not found["checkpoints"][2]["whole"] and "a resume starts at step 4" in text
     assert found["checkpoints"][2]["problems"] == [
         "replica-1: is damaged: outer.safetensors is not what was written (size or checksum)."
     ]

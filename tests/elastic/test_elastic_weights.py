@@ -136,7 +136,7 @@ def test_tokens_may_change_from_step_to_step_but_not_whether_they_count() -> Non
 def test_a_checkpoint_of_the_other_way_is_refused() -> None:
     replica, other = alone(tokens=100)[0], alone(tokens=None)[0]
     tensors, facts = replica.state()
-    with pytest.raises(CheckpointError, match="counts the tokens behind it, here it counts 1"):
+    with pytest.raises(CheckpointError, match="is the number of its tokens, here it is 1"):
         other.load_state(tensors, facts)
     replica.close(), other.close()
 

@@ -240,7 +240,7 @@ def test_another_content_is_refused(here: Path) -> None:
     (here / "job.py").write_text(JOB + "# other\n")
     done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
     said = " ".join(done.stderr.split())
-    assert done.returncode == 2 and "job.py has changed since this run began: digest" in said, said
+    assert done.returncode == 2 and "job.py has changed since this run began: its digest" in said, said
     with pytest.raises(tw.DisagreementError, match="job"):
         two_files(here)
 

@@ -57,11 +57,11 @@ CONFIGURATIONS = {
     ),
     "outer lr": (
         lambda: tw.diloco(outer_lr=0.0),
-        "Nesterov(lr=0.0, momentum=0.9): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's.",
+        "Nesterov(lr=0.0, momentum=0.9): lr > 0 and 0 <= momentum < 1 are needed; the paper uses 0.4 and 0.9.",
     ),
     "outer momentum": (
         lambda: tw.pieces.outer.Nesterov(0.4, 1.0),
-        "Nesterov(lr=0.4, momentum=1.0): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's.",
+        "Nesterov(lr=0.4, momentum=1.0): lr > 0 and 0 <= momentum < 1 are needed; the paper uses 0.4 and 0.9.",
     ),
     "block": (
         lambda: tw.codecs.E3M0(33),
@@ -347,7 +347,7 @@ FEWER = "(what is outside the layers is a fragment of its own); choose fewer, or
         (tw.pieces.partition.BySize(12), "fragments=12: between 1 and 11 (the model's tensors) is needed."),
         (
             tw.pieces.partition.Strided(layers="blocks"),
-            "layers='blocks' is no list of modules of this model; it has: layers.",
+            "layers='blocks' is not a list of modules of this model; it has: layers.",
         ),
     ],
 )

@@ -258,5 +258,5 @@ def test_over_senders_of_one_voice_is_its_codec(exchange):
 
 
 def test_over_senders_is_refused_where_deltas_count_differently():
-    with pytest.raises(tw.ConfigurationError, match=r"come and go: OverSenders.*the codec inside it does not"):
+    with pytest.raises(tw.ConfigurationError, match=r"run elastically: OverSenders.*the codec inside it does not"):
         check(tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.TopK())))

@@ -318,7 +318,7 @@ def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"strategy": "data_parallel"}, "cannot run among replicas that come and go"),
+        ({"strategy": "data_parallel"}, "cannot run elastically"),
         ({"least": 3}, "least=3 with replicas=2: no round would ever be held"),
         ({"least": 0}, "least=0: at least 1"),
         ({"uplink": "100mbit"}, "carrier='processes'"),

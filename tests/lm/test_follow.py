@@ -117,7 +117,7 @@ def test_what_is_not_as_announced_changes_nothing_and_a_cut_is_gone_on_from(tmp_
     good = object_.read_bytes()
     object_.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     follower = WeightsFollower(source, out)
-    with pytest.raises(PacketError, match="not arrived as it was announced"):
+    with pytest.raises(PacketError, match="does not match its announced digest"):
         follower.update()
     assert not out.exists()
     object_.write_bytes(good[:1000])

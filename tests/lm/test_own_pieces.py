@@ -91,7 +91,7 @@ def test_another_content_is_refused_by_name(here: Path) -> None:
     (here / "own.py").write_text((here / "own.py").read_text() + "\n# other\n")
     done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
     said = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and "own.py has changed since this run began: digest" in said, said
+    assert done.returncode == 2 and "own.py has changed since this run began: its digest" in said, said
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ CASES = {
     "own.py:Mine(3)": "own.py has no piece 'Mine'; it has Truncated, Smoothed, DirectBelow",
     "own.py:Smoothed(0.5)": "codec=Smoothed(decay=0.5): a Codec is needed, which has decode_add, encode, nbytes; make it",
     "own.py:Truncated(9)": "1 to 3 bytes of a value are needed",
-    "half.py:Half": "half.py: Half lacks decode_add, nbytes, which a Codec has; write what is missing.",
+    "half.py:Half": "half.py: Half lacks decode_add, nbytes, which a Codec needs; add what is missing.",
     "bad.py:Mine": "bad.py cannot be imported (ZeroDivisionError: division by zero)",
     "own.py:Truncated(print('x'))": "'print' in \"own.py:Truncated(print('x'))\" is not known",
 }

@@ -196,7 +196,7 @@ def test_one_with_an_older_control_variate_is_refused():
         return str(caught.value)
 
     first, second = tw.run_threads(2, replica)
-    assert "continued separately" in first and "another than the others count with" in second
+    assert "continued separately" in first and "differs from the one that the others count with" in second
 
 
 def test_a_round_that_only_some_have_heard():

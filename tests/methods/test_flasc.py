@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_run_is_refused():
         at = method_of(model, group)
         at.load_state({"start": torch.zeros(3), "p": torch.zeros(3)}, {"hub": "0", "rounds": 1, "step": 3})
 
-    with pytest.raises(CheckpointError, match="3 trained parameters around the hub '0', here are 22"):
+    with pytest.raises(CheckpointError, match="3 trained parameters with the hub '0', this run has 22"):
         tw.run_threads(1, replica)
 
 

@@ -282,16 +282,16 @@ def test_the_simplex_is_the_nearest(seed):
 
 
 def test_what_cannot_be_composed():
-    with pytest.raises(tw.ConfigurationError, match="take Masha2"):
+    with pytest.raises(tw.ConfigurationError, match="use Masha2"):
         Masha1(step=0.1, codec=tw.codecs.TopK())
-    with pytest.raises(tw.ConfigurationError, match="take Masha1"):
+    with pytest.raises(tw.ConfigurationError, match="use Masha1"):
         Masha2(step=0.1, codec=tw.codecs.RandomK())
     for wrong in ({"step": 0.0}, {"step": math.nan}, {"step": 1.0, "refresh": 0.0}, {"step": 1.0, "refresh": 1.5}):
         with pytest.raises(tw.ConfigurationError):
             Masha1(**wrong)
     with pytest.raises(TypeError):
         Masha2(step=1.0, prox=Simplexes((2,)))
-    with pytest.raises(tw.ConfigurationError, match="sizes above 0"):
+    with pytest.raises(tw.ConfigurationError, match="positive sizes"):
         Simplexes((2, 2))(torch.zeros(5))
     (group,) = tw.ThreadGroup.create(1)
     with pytest.raises(tw.ModelError, match="flat fp32"):

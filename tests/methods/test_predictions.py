@@ -112,5 +112,5 @@ def test_any_bytes_are_refused_or_make_distributions():
 def test_tokens_that_are_not_or_come_twice_are_refused():
     told = most_probable(logits_of(5), K, 1.0)
     for tokens in (told.tokens[:, :1].expand(P, K).contiguous(), torch.where(told.tokens == 3, 63, told.tokens)):
-        with pytest.raises(PacketError, match="a token twice, or one beyond the 50"):
+        with pytest.raises(PacketError, match="a token twice, or one outside the vocabulary of 50"):
             CODER.decode(CODER.encode(Predictions(tokens, told.logs)))

@@ -147,7 +147,7 @@ def test_without_matrices_there_is_nothing_to_decide():
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
 def test_what_a_peer_tells_is_not_believed(told):
     each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
-    with pytest.raises(tw.PacketError, match="whole numbers below 11 were due"):
+    with pytest.raises(tw.PacketError, match="whole numbers below 11 are needed"):
         tw.pieces.lgreco.LGreCo().told(each, torch.tensor(told))
 
 

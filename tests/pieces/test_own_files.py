@@ -22,5 +22,5 @@ def test_a_file_is_pinned_by_its_whole_path_and_content(tmp_path: Path, monkeypa
     assert pinned_file(pinned) == pinned != pinned_file("mine.py")
     assert taken_apart(pinned) == (file, pinned[-32:]) and taken_apart("mine.py") == (Path("mine.py"), None)
     for text in ("mine.txt", f"{file}@123"):
-        with pytest.raises(ConfigurationError, match=r"a file that ends in \.py is needed"):
+        with pytest.raises(ConfigurationError, match=r"a path that ends in \.py is needed"):
             taken_apart(text)

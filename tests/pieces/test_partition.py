@@ -168,7 +168,7 @@ def test_layers_by_path():
         "layers 1",
     ]
     with pytest.raises(
-        tw.ConfigurationError, match=r"layers='tiny' is no list of modules of this model; it has: small, large\."
+        tw.ConfigurationError, match=r"layers='tiny' is not a list of modules of this model; it has: small, large\."
     ):
         tw.pieces.partition.Strided(2, layers="tiny").fragments(model)
 

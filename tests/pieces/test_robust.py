@@ -301,9 +301,7 @@ def test_a_replica_whose_delta_is_not_finite_does_not_stop_the_others(exchange, 
         assert not one.heard("refused") and torch.isfinite(one.final).all()
         assert all(same_bits(kept, journeys[0].final_agreed[name]) for name, kept in one.final_agreed.items())
     assert [
-        event["message"]
-        for event in journeys[1].heard("warning")
-        if "starts again from the anchors" in event["message"]
+        event["message"] for event in journeys[1].heard("warning") if "restarts from the anchors" in event["message"]
     ]
     mean = journey(replace(strategy, aggregate=tw.pieces.aggregate.Mean()), 5, steps=8, before_step=poison)
     assert mean[0].heard("refused")

@@ -160,7 +160,7 @@ def test_what_cannot_work_is_refused(make, message):
 def test_refused_among_replicas_that_come_and_go():
     from thinwire.elastic.driver import check
 
-    with pytest.raises(tw.ConfigurationError, match="which a new replica has not seen"):
+    with pytest.raises(tw.ConfigurationError, match="which a new replica does not know"):
         check(METHODS["qsr"])
 
 

@@ -55,11 +55,11 @@ def test_links_written_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('from = "oslo"\nto = "home"', 'from = "home"\nto = "lyon"', "link 4: home → lyon is there twice"),
+        ('from = "oslo"\nto = "home"', 'from = "home"\nto = "lyon"', "link 4: home → lyon is given twice"),
         (
             '[[link]]\nfrom = "oslo"\nto = "home"\nalone = "100mbit,8ms"\n',
             "",
-            "oslo → home is missing; the way back is",
+            "oslo → home is missing; the opposite direction is",
         ),
         (
             '[[link]]\nbetween = ["home", "lyon"]\nalone = "20mbit,12ms"\n',

@@ -69,7 +69,7 @@ def folder(tmp_path: Path, start: Start, write_events: Write) -> Path:
             if name in there:
                 dropped = second == 9
                 why = (
-                    "LinkError: could not receive from replica 1 (packet, tag 7): it has left. Look for its last words."
+                    "LinkError: could not receive from replica 1 (packet, tag 7): it has left. See the end of its log."
                 )
                 lines += [told(second, at + 0.95, there, committed=not dropped, reason=why if dropped else "")]
         ended = end() | ({"seconds": 10.0} if index == 1 else {})

@@ -72,8 +72,8 @@ def test_no_sentence_is_a_puzzle(page):
 
 # Code whose docstrings are held to the same: patterns below src/thinwire.
 CODE = """
-checkpoint.py data_ledger/*.py exchange/gossip.py methods/bursty.py methods/gradient_codes.py methods/sequential_codes.py
-records/*.py simulate/*.py topology/*.py
+checkpoint.py data_ledger/*.py elastic/*.py exchange/gossip.py kernels/*.py membership/**/*.py methods/*.py pieces/*.py
+plan/*.py records/*.py runtime/*.py simulate/*.py topology/*.py
 """
 
 

@@ -73,7 +73,7 @@ def test_a_model_inside_ddp_is_refused():
 
     (group,) = tw.ThreadGroup.create(1)
     model = Wrapped(toy())
-    with pytest.raises(tw.ModelError, match=r"DistributedDataParallel.*Take the wrapper off"):
+    with pytest.raises(tw.ModelError, match=r"DistributedDataParallel.*Remove the wrapper"):
         tw.Replica(tw.diloco(), model, adamw(model), group)
 
 

@@ -97,9 +97,9 @@ def test_what_is_refused():
 
     (alone,) = tw.ThreadGroup.create(1)
     for strategy, says in (
-        (tw.data_parallel(), "one step together"),
+        (tw.data_parallel(), "step together"),
         (tw.recipes.noloco(), "weighs neighbours"),
-        (replace(tw.diloco(), aggregate=Median()), "no mean"),
+        (replace(tw.diloco(), aggregate=Median()), "not a mean"),
     ):
         with pytest.raises(tw.ConfigurationError, match=says):
             train(alone, strategy, 8.0)

@@ -97,7 +97,7 @@ def test_a_token_that_does_not_hold(kind, hub, audit, tmp_path):
     if kind == "wrong secret":
         token = Token(token.host, token.port, token.join_port, token.authority, token.invitation, bytes(16))
     why = {"used up": "is used up", "expired": "has expired", "another name": "for another name"}.get(kind, "no such")
-    with pytest.raises(LinkError, match=f"does not admit this machine: .*{why}.*Ask whoever keeps the hub"):
+    with pytest.raises(LinkError, match=f"does not admit this machine: .*{why}.*Ask the hub's owner"):
         join(str(token), "kyoto", 1, tmp_path / "b")
     audit.wait("refused to admit 127.0.0.1:", why)
 

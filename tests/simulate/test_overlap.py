@@ -123,7 +123,7 @@ def test_the_figure_and_the_table(capsys, tmp_path):
         ("--contention nan", "contention=nan"),
         ("--nbytes 64MB", "--link 100gbit,5us is missing"),
         ("--link 1gbit", "--nbytes 64MB is missing"),
-        ("--link 1gbit --nbytes 1MB --send-seconds 1", "both say how long a ring step takes"),
+        ("--link 1gbit --nbytes 1MB --send-seconds 1", "both give the time of a ring step"),
         ("--link 0gbit --nbytes 1MB", "a positive rate is needed"),
         ("--ranks 0 --link 1gbit --nbytes 1MB", "ranks=0"),
         ("--plot o", "plot=o: a name that ends with"),

@@ -144,7 +144,7 @@ def test_the_figure_and_the_table(capsys, tmp_path):
         ("--backward-seconds inf", "backward_seconds=inf"),
         ("--hop-seconds -0.1", "hop_seconds=-0.1"),
         ("--hop-seconds", "0 hops"),
-        ("--links 1gbit --hop-seconds 1", "both say how long a hop takes"),
+        ("--links 1gbit --hop-seconds 1", "both give the time of a hop"),
         ("--links fast", "the link 'fast' was given"),
         ("--links 1gbit --activation big", "'big' was given; a size is needed"),
         ("--slower 0 0 0 0", "passes of 0 seconds"),

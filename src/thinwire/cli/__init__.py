@@ -15,24 +15,24 @@ from thinwire.version import __version__
 
 VERBS = {
     "train": "train one model on several replicas: a language model (without arguments: the demo), or a job of your own",
-    "resume": "go on with a run, by its folder; with another number of replicas, too",
+    "resume": "resume a run by its folder, also with another number of replicas",
     "new": "write a job file of your own to begin with: any model, any data",
     "compare": "train with several strategies on the same tokens and seeds, and print one table",
     "report": "draw one page for one or more runs",
     "top": "all replicas of a run on one screen",
     "checkpoints": "list, verify and prune the checkpoints of a run",
-    "sample": "let a run's model, or an ensemble, go on from a text",
+    "sample": "continue a text with a run's model, or an ensemble",
     "follow": "keep a model folder at a run's newest agreed weights",
     "export": "write a run's model for transformers, or as a file",
     "evaluate": "the loss of a run's model, or of an ensemble and each of its experts, on text",
     "branch": "train an expert for a domain from a run's model, into an ensemble",
-    "simulate": "compute what a link carries and which replica waits for which, without training",
+    "simulate": "simulate runs on given links and machines, without training",
     "probe": "measure links and machines, for plan",
     "plan": "rank settings for given links and machines, with reasons, and write the best one's run file",
     "lighthouse": "start the server at which the replicas of an elastic run find each other",
     "hub": "start the server that replicas on networks of others dial: mutual TLS, and a token to join",
     "join": "train as one replica of a run that meets at a hub, by its token",
-    "doctor": "say what this machine has, and what is wrong with a set-up",
+    "doctor": "check this machine and a set-up",
     "docs": "show a page of the documentation",
 }
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """A SIGTERM ends a verb as Ctrl-C does, so that it leaves nothing behind; a verb that trains listens by itself."""
+    """Let SIGTERM end a verb like Ctrl-C, so that it cleans up. A verb that trains has its own handler."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt(number)

@@ -41,9 +41,9 @@ class Options:
     out: Path = Path("experts")
     """The ensemble: a folder with a folder for each expert. Experts that are there are not touched."""
     flops: float | None = None
-    """Train for as many inner steps as so many floating-point operations pay for, in place of --steps: equal compute for unequal sizes."""
+    """Train for this number of floating-point operations, instead of --steps: equal compute for unequal sizes."""
     trained: bool = False
-    """Take RUN's model as the expert, as it is: RUN was trained on the domain already, here or elsewhere."""
+    """Take RUN's model as the expert without training: RUN was already trained on the domain."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -147,7 +147,7 @@ def _paid_for(asked: Options) -> Run:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """The run as it is, without what only its training needs; whole or not at all."""
+    """Copy the run, without the files that only training needs; whole or not at all."""
     if folder.exists():
         raise ConfigurationError(f"{folder} is there already; choose another --domain or --out, or remove it.")
     draft = folder.with_name(f".{folder.name}-draft")

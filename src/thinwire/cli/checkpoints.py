@@ -1,4 +1,4 @@
-"""`thinwire checkpoints`: what a run could go on from."""
+"""`thinwire checkpoints`: the checkpoints from which a run can resume."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _row(one: CheckpointSet, here: int, each: bool) -> tuple[str, ...]:
 
 
 def _problems(one: CheckpointSet, each: bool) -> list[str]:
-    """Where each replica goes on from a checkpoint of its own, none is missing."""
+    """If each replica resumes from its own checkpoint, none is missing."""
     return [f"{saved.replica}: {saved.problem}" for saved in one.saved if saved.problem] if each else one.problems
 
 
@@ -84,12 +84,12 @@ def _facts(one: CheckpointSet, each: bool) -> dict[str, object]:
 
 
 def _told(folder: Path, sets: Sequence[CheckpointSet], here: int, run: Run, each: bool) -> str:
-    """From where a resume goes on."""
+    """The step at which a resume starts, in words."""
     whole = [one.step for one in sets if not _problems(one, each)]
     if not whole:
-        return "no whole checkpoint: a resume has nothing to go on from"
+        return "no whole checkpoint: the run cannot resume"
     if each:
-        return "each replica goes on from the newest whole one of its own"
+        return "each replica resumes from its own newest whole one"
     elsewhere = run.placement.replicas - len({name.split(".")[0] for name in replicas_of(folder)})
     there = f", if the {elsewhere} of other machines have it" if here and elsewhere > 0 else ""
-    return f"a resume goes on from step {whole[-1]}{there}"
+    return f"a resume starts at step {whole[-1]}{there}"

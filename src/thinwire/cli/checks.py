@@ -46,7 +46,7 @@ class CheckResult:
 
 
 def warn_unless(good: bool, what: str, says: str, do: str) -> CheckResult:
-    """`do` is said only where it is not good."""
+    """`do` is shown only if the check is not good."""
     return CheckResult(what, "ok", says) if good else CheckResult(what, "warning", says, do)
 
 
@@ -90,7 +90,7 @@ def network() -> Iterator[CheckResult]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

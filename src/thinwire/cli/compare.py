@@ -125,7 +125,7 @@ def _folder_of(strategy: str) -> str:
 
 
 def _record(folder: Path) -> RunRecord | None:
-    """What a run left; None where it was stopped before it began."""
+    """The record of a run; None if it was stopped before it began."""
     try:
         return RunRecord.load(folder)
     except DataError:
@@ -133,7 +133,7 @@ def _record(folder: Path) -> RunRecord | None:
 
 
 def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
-    """One strategy over its seeds: the mean, and for the loss the standard deviation where there are several."""
+    """One strategy over its seeds: the mean, and for the loss the standard deviation if there are several."""
     summaries = [record.summary for record in records]
     losses = [s.eval_loss for s in summaries if s.eval_loss is not None and math.isfinite(s.eval_loss)]
     if len(losses) < len(summaries):  # one was stopped before it evaluated

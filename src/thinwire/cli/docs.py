@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pages() -> dict[str, Path]:
-    """By name: of an installed package beside its modules, of a checkout in its docs."""
+    """The pages by name: beside the modules of an installed package, in the docs of a checkout."""
     package = Path(__file__).parents[1]
     folder = next(
         folder for folder in (package / "docs", package.parents[1] / "docs") if (folder / "start.md").exists()

@@ -1,4 +1,4 @@
-"""`thinwire doctor`: what this machine has, and what is wrong with a set-up before a run."""
+"""`thinwire doctor`: checks this machine and a set-up before a run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Options:
     master_port: int = 29500
     """The port of rank 0, as given to torchrun."""
     firewall: tuple[str, ...] = ()
-    """Addresses of the machines of a run. Prints nftables rules that let only these reach the ports of replicas, and does nothing else."""
+    """Addresses of the machines of a run. Only prints nftables rules that let these machines alone reach the ports of replicas."""
     runs: Path = Path("runs")
     """The folder that holds run folders."""
     json: bool = False
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         Options,
         prog="thinwire doctor",
         args=list(arguments),
-        description="Say what this machine offers, and what is wrong.",
+        description="Check this machine, and report problems.",
     )
     if asked.step_seconds is not None and not asked.step_seconds > 0:
         raise ConfigurationError(f"step_seconds={asked.step_seconds}: more than 0 is needed.")
@@ -197,7 +197,7 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
 
 
 def available_nbytes(strategy: Strategy) -> int:
-    """What a replica can get where it lives: this machine's memory, and its GPU's."""
+    """The memory that a replica can use: this machine's, and its GPU's."""
     available = 0 if torch.cuda.is_available() and strategy.anchors == "device" else machine.memory()[1]
     return available + (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
 
@@ -226,7 +226,7 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
 def predicted_nbytes(
     run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int
 ) -> tuple[int, str]:
-    """Bytes of a replica's process at its worst moment, and what they are for, in words. `libraries`: of one without a model."""
+    """Most bytes of a replica's process, and their purposes in words. `libraries` are the bytes of a process without a model."""
     gpu = torch.cuda.is_available()
     base = 0 if gpu else libraries
     if isinstance(model, Transformer) and run.model.lora is None:
@@ -278,7 +278,7 @@ def measured_step(run: Run, vocabulary: int) -> float:
 
 def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:
     """`run`, which `follows_link`, with the delay for its link and for an inner step as it takes here; and a line about it."""
-    with torch.random.fork_rng():  # what is drawn for it is not drawn from the run
+    with torch.random.fork_rng():  # its random draws do not change those of the run
         seconds = measured_step(run, getattr(model, "vocabulary", 256))
     return with_delay(run, model, seconds)
 
@@ -306,7 +306,7 @@ def enough(
         advice = "every round waits: streaming_diloco trains on meanwhile"
     yield warn_unless(
         flight <= max(delay, 0.05 * every) * seconds, "delay", says, advice
-    )  # 5 % of the time is nobody's trouble
+    )  # 5 % of the time is no problem
 
 
 def timeouts(

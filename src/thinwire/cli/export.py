@@ -25,7 +25,7 @@ class Options:
     """What `thinwire export` takes."""
 
     run: tyro.conf.Positional[Path]
-    """The run folder. Of a run that goes on, the newest checkpoint is taken; of an ensemble, the mean of its experts' weights."""
+    """The run folder. Exports the newest checkpoint of a running run; of an ensemble the mean of its experts' weights."""
     to: Literal["hf", "safetensors", "dcp"] = "hf"
     """hf: a folder for transformers' from_pretrained, model and tokenizer; a bundled model is an Apertus there. safetensors: under the
     names that the model has here, for --model. dcp: the same tensors, under `model`, for torch.distributed.checkpoint."""
@@ -76,7 +76,7 @@ def _mean(folder: Path) -> TrainedModel:
     if mean is None:
         raise ConfigurationError(
             f"{folder} has experts of unlike shapes, {', '.join(f'{one.domain} {one.parameters:,}' for one in found.experts)} parameters: "
-            "only equal ones have a mean. Use it as it is, with thinwire sample and evaluate, or export one expert's folder."
+            "only equal ones have a mean. Use the ensemble with thinwire sample and evaluate, or export one expert's folder."
         )
     options.advise(f"{folder}: the mean of the weights of {len(found.experts)} experts")
     return mean

@@ -15,7 +15,7 @@ SCALE = 2  # pixels of a PNG for one of the SVG's
 
 
 def check(path: Path | None) -> None:
-    """Before any work: a name that cannot be drawn raises `ConfigurationError`."""
+    """Check the name before any work. Raises `ConfigurationError` if it cannot be drawn."""
     if path is None:
         return
     if path.suffix not in ENDINGS:

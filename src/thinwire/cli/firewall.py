@@ -13,7 +13,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def rules(addresses: Sequence[str], master_port: int) -> str:
-    """For nftables (`nft -f FILE`): of all who connect to this machine, only `addresses` reach the ports that replicas use.
+    """Rules for nftables (`nft -f FILE`) by which only `addresses` reach the ports of replicas on this machine.
 
     Raises `ConfigurationError`.
     """

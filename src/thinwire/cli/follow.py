@@ -31,7 +31,7 @@ class Options:
     out: Path = Path("live")
     """The model folder to keep: a link to the newest version, which is replaced at once and as a whole."""
     once: bool = False
-    """Bring the newest version and end. Without: go on until the run ends."""
+    """Fetch the newest version and end. Without it: continue until the run ends."""
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0
     """Seconds between two looks."""
     name: str | None = None
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
-    """Where the versions are, and what it raises when it will not give them."""
+    """The source of versions, and the errors that it raises."""
     if Token.is_one(asked.run):
         if asked.name is None:
             raise ConfigurationError(

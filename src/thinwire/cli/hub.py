@@ -1,4 +1,4 @@
-"""`thinwire hub`: where the replicas of a run meet over networks that nobody owns."""
+"""`thinwire hub`: the server at which the replicas of a run meet over open networks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Options:
     who: tyro.conf.Positional[str | None] = None
     """The name of the member to revoke."""
     out: Path = Path("hub")
-    """The hub's folder, with its keys; who can read it can be the hub."""
+    """The hub's folder, with its keys. Anybody who can read it can act as the hub."""
     listen: str | None = None
-    """HOST:PORT to listen at; those who join need the next port, too. Default: where this folder's hub listened before, or 127.0.0.1:29530."""
+    """HOST:PORT to listen at; machines that join need the next port, too. Default: the earlier address of this folder's hub, or 127.0.0.1:29530."""
     address: str | None = None
-    """The host that replicas dial, where it is not the one of --listen: a public name or address."""
+    """The host that replicas dial, if it is not the one of --listen: a public name or address."""
     run_file: Path | None = None
-    """A run file for those who join without one of their own."""
+    """A run file for machines that join without one."""
     published: Path | None = None
     """A run folder on this machine, trained with --publish, whose versions members and followers may fetch (thinwire follow)."""
     uses: int = 1
@@ -59,11 +59,11 @@ class Options:
     elastic: bool = False
     """Replicas may die, return and join late (thinwire docs elastic). Default: all replicas of the run file stay from begin to end."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints what a run needs."""
+    """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints the value for a run."""
     name: str | None = None
     """The one name that may join with the token."""
     now: bool = False
-    """With rotate: end the old authority, though some have no certificate of the new one; they need a new token then."""
+    """With rotate: end the old authority even if some members have no certificate of the new one; they then need a new token."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -73,12 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         Options,
         prog="thinwire hub",
         args=list(arguments),
-        description="Be the place that all replicas dial: it admits them by a token, and passes on what they send each other.",
+        description="Run the server that all replicas dial: it admits them by a token, and passes on their messages.",
     )
     if (asked.do == "revoke") != (asked.who is not None):
-        raise ConfigurationError(
-            "a name goes with revoke, and with nothing else: thinwire hub revoke NAME --out FOLDER."
-        )
+        raise ConfigurationError("a name is for revoke only: thinwire hub revoke NAME --out FOLDER.")
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)
@@ -129,19 +127,19 @@ def _run(asked: Options, console: Console) -> int:
     host, port = _listen(asked, fresh)
 
     def say(line: str) -> None:
-        with suppress(SystemExit):  # rich's, when nobody reads its lines any more: the hub goes on
+        with suppress(SystemExit):  # from rich, when its output is closed: the hub continues
             console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
     hub = Hub(folder, host, port, asked.address, registry=registry, published=published, say=say)
     try:
-        say(f"hub at {hub.host}:{hub.port}; who joins needs port {hub.join_port}, too")
-        say(f"its keys and its state are in {folder}; what it refuses stands in {folder / 'audit.txt'}")
+        say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
+        say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
         if fresh:
             _told(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name)))
         else:
-            say(f"who was admitted may come again; for others: thinwire hub invite --out {folder}")
+            say(f"admitted members may come again; for others: thinwire hub invite --out {folder}")
         with _reducing(asked, folder, say):
             while not ended:
                 time.sleep(0.2)
@@ -183,7 +181,7 @@ def _rotated(ended: bool, behind: list[str], folder: Path) -> str:
     names = ", ".join(behind)
     if ended:
         lost = f"; {names} need a new token" if behind else ""
-        return f"the old authority is no more, nor are tokens of before{lost}: thinwire hub invite --out {folder}"
+        return f"the old authority and its tokens have ended{lost}: thinwire hub invite --out {folder}"
     if not behind:
         return f"a new authority is made; to end the old one: thinwire hub rotate --out {folder}"
     return (

@@ -32,7 +32,7 @@ class Options:
     token: tyro.conf.Positional[str]
     """The join token that thinwire hub printed."""
     run: tyro.conf.Positional[Path | None] = None
-    """A run file; the same settings are needed on every replica. Default: the one that the hub keeps."""
+    """A run file; the same settings are needed on every replica. Default: the hub's."""
     name: str = tyro.MISSING
     """This replica's own name: small letters, digits and hyphens. The order of the names is the order of the replicas."""
     out: Path | None = None

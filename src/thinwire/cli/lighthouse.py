@@ -30,7 +30,7 @@ class Options:
     port: int = PORT
     """The port to listen at. 0: any free port."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    """Seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints what a run needs."""
+    """Seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints the value for a run."""
     secret: Path | None = None
     """The file with the run secret; created (mode 0600) if it is missing. Copy it to every machine: replicas without it are refused."""
     json: bool = False
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, lambda told, _: ended.append(told))
 
     def say(line: str) -> None:
-        with suppress(SystemExit):  # rich's, when nobody reads its lines any more: the lighthouse goes on
+        with suppress(SystemExit):  # from rich, when its output is closed: the lighthouse continues
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout, secret, say)
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         f"replicas come with: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME{held}",
         f"only who holds the secret in {asked.secret} is heard: copy it to every machine; {only}"
         if asked.secret
-        else f"warning: whoever reaches this port can end a run or feed it; give --secret FILE. And {only}",
-        *([] if _only_here(asked.host) else ["open the port to the replicas, and to nobody else"]),
-        "Ctrl-C ends it; replicas go on with what they hold, and come back to a new one at the same address",
+        else f"warning: anybody who reaches this port can end a run or join it; give --secret FILE. And {only}",
+        *([] if _only_here(asked.host) else ["open the port only to the replicas"]),
+        "Ctrl-C ends it; replicas keep their groups, and find a new one at the same address",
     ]
     for line in says:
         say(line)

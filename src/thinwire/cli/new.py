@@ -27,7 +27,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = options.read(Options, "new", arguments, "Write a job of your own to begin with: it runs as it is.")
+    asked = options.read(Options, "new", arguments, "Write a template of your own job, which runs without changes.")
     if asked.file.suffix != ".py":
         raise ConfigurationError(f"{asked.file}: a name that ends in .py is needed; write thinwire new my_job.py.")
     name = shlex.quote(str(asked.file))

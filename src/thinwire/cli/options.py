@@ -1,4 +1,4 @@
-"""How verbs read their arguments: a dataclass and, where there is one, a run file underneath."""
+"""How verbs read their arguments: a dataclass of options, and a run file with their defaults, if one is given."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
     settings = {name: given.pop(name) for name in PART_OF}
     if settings["attack"] is not None and verb != "compare":
         raise ConfigurationError(
-            f"attack={settings['attack']!r} for thinwire {verb}: replicas that lie are for trying rules out; only `thinwire compare` has them."
+            f"attack={settings['attack']!r} for thinwire {verb}: liars are for tests of robust rules; only `thinwire compare` has them."
         )
     return kind(run_settings=Run.of(**settings), **given)  # type: ignore[call-arg]
 
@@ -135,18 +135,18 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def console(json: bool) -> Terminal:
-    """Where people read: stdout, or stderr where stdout is for a machine. A file has no width: tables get room there."""
+    """The console for people: stdout, or stderr if stdout is for programs. In a file tables get their full width."""
     stream = sys.stderr if json else sys.stdout
     return Terminal(file=stream, width=None if stream.isatty() else 120)
 
 
 def teller(console: Console) -> Callable[[str], object]:
-    """Prints a line, as it is."""
+    """Print a line without markup."""
     return lambda line: console.print(line, soft_wrap=True, highlight=False)
 
 
 def table(title: str) -> Table:
-    """Without lines, its title and caption on the left."""
+    """A table without lines; title and caption are on the left."""
     return Table(
         title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", caption_justify="left"
     )  # fmt: skip

@@ -17,7 +17,7 @@ _TEXT = (
 
 
 def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
-    """As `observe.report.write_report`, with the utilisation that other links would give."""
+    """Like `report.report.write_report`, with the utilisation at other rates of the link."""
     return write(folders, out, _rates)
 
 

@@ -32,7 +32,7 @@ class Options:
     out: Path | None = None
     """The page. Default: report.html in the first run's folder."""
     log: str | None = None
-    """Also tell each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics)."""
+    """Also send each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics)."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(compare_table(records))
     for record in records if asked.log else ():
         with following(asked.log, record.folder, record.settings, options.teller(console)):
-            pass  # all is there: it is told at the end
+            pass  # the run has ended, so all is sent at once
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
         best = best_loss(records)

@@ -1,4 +1,4 @@
-"""`thinwire resume`: go on with a run, by its folder."""
+"""`thinwire resume`: resume a run by its folder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def main(arguments: Sequence[str]) -> int:
         return train.main(arguments)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigurationError(
-            "the run folder is needed first; write thinwire resume runs/NAME, then what is to be different."
+            "the run folder is needed first; write thinwire resume runs/NAME, then the settings to change."
         )
     return train.main(["--resume", "--out", *arguments])

@@ -1,4 +1,4 @@
-"""`thinwire sample`: what a run's model writes, or an ensemble."""
+"""`thinwire sample`: writes a text with a run's model, or an ensemble."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Options:
     """What `thinwire sample` takes."""
 
     run: tyro.conf.Positional[Path]
-    """The run folder, or an ensemble's. Of a run that goes on, the newest checkpoint is taken."""
+    """The run folder, or an ensemble's. Of a running run the newest checkpoint is used."""
     prompt: tyro.conf.Positional[str] = ""
-    """The text to go on from. Without: the beginning of a text."""
+    """The text to continue. Without it: the beginning of a text."""
     tokens: int = 200
     """Tokens to write, at most: the end of a text ends it."""
     temperature: float = 0.8
     """0 takes the best token each time; more is more various."""
     seed: int = 0
-    """Of what is drawn: the same seed gives the same text."""
+    """Seed of the sampling: the same seed gives the same text."""
     prior: tuple[str, ...] = ()
     """Of an ensemble: files of development text, from whose first 100 held-out sequences the prior over experts is cached. Default: uniform."""
     json: bool = False
@@ -39,7 +39,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = options.read(Options, "sample", arguments, "Let a run's model, or an ensemble, go on from a text.")
+    asked = options.read(Options, "sample", arguments, "Continue a text with a run's model, or an ensemble.")
     ensemble = Ensemble.read(asked.run) if Ensemble.is_one(asked.run) else None
     language_model: Any
     if ensemble:

@@ -58,7 +58,7 @@ class Options:
     lighthouse: str | None = None
     """Start one replica of an elastic run on several machines, whose `thinwire lighthouse` listens at HOST:PORT."""
     name: str | None = None
-    """With --lighthouse: this replica's own name; keep it when the replica returns. replica-0 to replica-N read one share of the text each."""
+    """With --lighthouse: this replica's own name; keep it when the replica returns. replica-0 to replica-N each read one share of the text."""
     secret: Path | None = None
     """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic alone makes its own."""
     log: str | None = None
@@ -238,7 +238,7 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
 
 
 def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
-    """Train, unless `folder` holds this very run complete or `stop` is set; one that was broken off goes on from its checkpoint."""
+    """Train, unless `folder` has this run complete or `stop` is set. An interrupted run resumes from its checkpoint."""
     begun = (folder / "events").exists()
     if begun and Run.load(folder / "run.toml").absolute() != run:
         raise ConfigurationError(
@@ -256,7 +256,7 @@ def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop
 
 @contextmanager
 def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[None]:
-    """Within: the trackers of --log are told what is new, about once a second, by a thread beside."""
+    """A context in which a thread sends new metrics to the trackers of --log, about once a second."""
     with following(asked.log, folder, run.settings(), options.teller(console)) as follower:
         if follower is None:
             yield
@@ -267,7 +267,7 @@ def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[
 
 
 def _membership_options(asked: Options) -> str:
-    """The options of a replica whose lighthouse stands elsewhere."""
+    """The options of a replica whose lighthouse is on another machine."""
     if asked.joining is None:
         return ""
     held = f" --secret {asked.secret}" if asked.secret else ""
@@ -277,7 +277,7 @@ def _membership_options(asked: Options) -> str:
 def finish(
     folder: Path, console: Console, as_json: bool, stop: launch.Stop, options: str = "", verb: str = "train"
 ) -> int:
-    """The summary as a table, a file and a page; returns the exit code. `verb` and `options` go on with a run that was stopped."""
+    """The summary as a table, a file and a page; returns the exit code. `verb` and `options` resume a run that was stopped."""
     try:
         record = RunRecord.load(folder)
     except DataError:
@@ -300,7 +300,7 @@ def finish(
         console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
     if stopped:
-        console.print(f"to go on: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
+        console.print(f"to resume: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
     return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0

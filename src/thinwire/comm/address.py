@@ -1,8 +1,8 @@
-"""Where gloo (torch 2.13) is reached, as it writes it into a store: checked before gloo reads what others wrote there.
+"""The addresses that gloo (torch 2.13) writes into a store. They are checked before gloo reads them, because others may write there.
 
 Of rank r under the key `0/r`: the length of the machine's name (8 bytes), the name, the length of an address (8 bytes),
-the address (a `sockaddr_storage` of 128 bytes and 8 more), and for each rank a number of 8 bytes. gloo takes what it
-finds for that: other bytes end the process (SIGSEGV), or it asks for memory until there is none.
+the address (a `sockaddr_storage` of 128 bytes and 8 more), and for each rank a number of 8 bytes. gloo does
+not check them: other bytes end the process (SIGSEGV), or use up its memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from thinwire.errors import LinkError
 NAME_NBYTES = 255  # the longest name of a machine
 _ADDRESS_NBYTES = 136
 _NUMBER = struct.Struct("=Q")
-_FAMILIES = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}  # where the address stands
+_FAMILIES = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24)}  # the position of the address
 
 
 def parse(blob: bytes, size: int) -> tuple[str, int]:

@@ -1,9 +1,9 @@
-"""A thin link put under any carrier, without root: the figures it gives are *emulated*.
+"""Emulates a thin link under any carrier, without root. Its figures are *emulated*.
 
-The model: a replica has one uplink, which carries one message at a time in the order of posting, whoever they are
-for. A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the
+The model: a replica has one uplink, which carries one message at a time in the order of posting, to any
+receiver. A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the
 carrier `delay_seconds` after its last bit left. So the delays of successive messages overlap; their serialisations
-do not. The downlink has no limit, and what the carrier itself needs comes on top. Bits are counted without the
+do not. The downlink has no limit, and the time of the carrier itself is added. Bits are counted without the
 headers of TCP/IP (about 3 % at an MTU of 1500), nothing is lost, and there is no slow start.
 """
 
@@ -59,7 +59,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """From a rate (bit, kbit, mbit, gbit per second), and after a comma a one-way delay (us, ms, s), if any."""
+        """Parse a rate (bit, kbit, mbit, gbit per second), and after a comma a one-way delay (us, ms, s), if any."""
         match = _LINK.fullmatch(text)
         if match is None:
             raise ConfigurationError(
@@ -75,21 +75,21 @@ class Link:
         return f"{rate},{_in_units(self.delay_seconds, _TIMES)}" if self.delay_seconds else rate
 
     def serialisation_seconds(self, nbytes: int) -> float:
-        """How long a message of `nbytes` occupies the uplink."""
+        """Seconds for which a message of `nbytes` occupies the uplink."""
         return 8 * nbytes / self.bits_per_second
 
     def seconds(self, nbytes: int) -> float:
-        """How long a message of `nbytes` takes on an idle link, to the arrival of its last bit."""
+        """Seconds of a message of `nbytes` on an idle link, to the arrival of its last bit."""
         return self.serialisation_seconds(nbytes) + self.delay_seconds
 
 
 def parse_link(text: str) -> Link | None:
-    """As `Link.parse`; "none" is no link: None."""
+    """Like `Link.parse`; None for "none"."""
     return None if text == "none" else Link.parse(text)
 
 
 class Uplink:
-    """The books of one uplink, in any clock: who is sent when. Not thread-safe.
+    """The bookings of one uplink, in any clock: the times of its messages. Not thread-safe.
 
     >>> uplink = Uplink(Link(bits_per_second=8e6, delay_seconds=0.5))
     >>> [uplink.book(10.0, nbytes=1_000_000) for _ in range(2)]  # start, arrival
@@ -112,7 +112,7 @@ class Uplink:
         return start, self._free_at + self.link.delay_seconds
 
     def waiting_seconds(self, now: float) -> float:
-        """How long a message of now would wait for the uplink."""
+        """Seconds that a message would wait for the uplink now."""
         return max(0.0, self._free_at - now)
 
 
@@ -128,7 +128,7 @@ class _Departure(NamedTuple):
 
 
 class LinkedGroup(WrappedGroup):
-    """`group` as it would be if this replica's uplink were `link`. Shape the uplink of every replica.
+    """`group` with `link` as this replica's uplink. Every replica must wrap its group.
 
     `busy_seconds` is how long the uplink was (or is booked to be) occupied, all messages together: over the wall time, it is the link's use.
     The `timeout` of the carrier must be longer than the time that messages spend on a peer's link.
@@ -230,7 +230,7 @@ class _LinkedTransfer:
         try:
             message = {departure.peer: departure.message}
             transfer = group.post(departure.tag, message, {}, departure.purpose)
-        except Exception as failure:  # whatever it is, it belongs to the one who waits for this message
+        except Exception as failure:  # any error is raised in the thread that waits for this message
             error = failure
         with self._changed:
             if transfer is not None:

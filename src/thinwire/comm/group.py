@@ -22,7 +22,7 @@ FINISH = TAGS + 2  # of the messages with the purpose "finish"
 
 
 Messages = Mapping[int, Tensor]  # by the rank of the peer
-Sized = Callable[[Tensor], int]  # how many bytes of a buffer the message in it has, by what it says of itself
+Sized = Callable[[Tensor], int]  # the number of bytes that the message in a buffer declares
 
 
 class Transfer(Protocol):
@@ -57,7 +57,7 @@ class Group(Protocol):
 
     `rank` is this replica's place in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors. Both sides know
     their sizes beforehand; or, where a size depends on values, the most it may be: then the receiver's buffer has that size, the
-    message is shorter and says itself how long it is. So no length travels ahead, which would cost a round trip.
+    message is shorter and contains its length. So no length is sent ahead, which would cost a round trip.
     """
 
     @property
@@ -74,12 +74,12 @@ class Group(Protocol):
         May be called from any thread, with several posts open at once. Messages between two replicas under one `tag`
         are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages do
         not travel. `purpose` is a word for the ledger. With `sized`, a message received may be shorter than its buffer; it is
-        asked how long the message is, and what a peer says there is not to be trusted. Raises `LinkError` only if this group was closed: what a peer
-        did wrong, `wait` tells.
+        called for the length of the message, which comes from a peer and must be checked. Raises `LinkError` only if this group was closed;
+        `wait` raises errors of a peer.
         """
 
     def close(self) -> None:
-        """Leave. Idempotent; whoever waits, here or for us, gets a `LinkError`. Wait for what you posted first."""
+        """Leave. Idempotent. Waits here, and of peers for this replica, raise `LinkError`, so wait for your posts first."""
 
 
 class WrappedGroup:
@@ -102,7 +102,7 @@ class WrappedGroup:
 
 
 def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
-    """Those of `messages` that travel (empty ones do not, on any carrier); all are checked first, by the size of what carries them."""
+    """The `messages` that are sent (empty ones are not, on any carrier); all are checked first, by the size of the group below."""
     while isinstance(group, WrappedGroup):
         group = group.group
     if not 0 <= tag <= FINISH:

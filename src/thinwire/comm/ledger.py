@@ -38,10 +38,9 @@ class Ledger:
     What the seconds are, for a message *sent*: `queued_seconds` from the post until its first bit left the uplink,
     `transfer_seconds` from there to the arrival of its last bit. Only an emulated link (`LinkedGroup`) knows these; on a real
     network both stay 0, because a sender cannot see when its bytes leave or arrive. For a message *received*:
-    `queued_seconds` is 0, and `transfer_seconds` runs from the post of the receive to the moment `wait` saw the message
-    to be there. That can be measured on every carrier and holds all of the way, and the peer's own lateness too; so
-    bytes over seconds is no more than the rate of the path from that peer. `waited` is the time that threads spent in
-    `wait`, all together.
+    `queued_seconds` is 0, and `transfer_seconds` runs from the post of the receive to the moment at which `wait`
+    found the message. That can be measured on every carrier. It contains the whole way, and the peer's lateness too, so bytes over
+    seconds is at most the rate of the path from that peer. `waited` is the total time of threads in `wait`.
 
     >>> ledger = Ledger()
     >>> ledger.add_sent("packet", peer=1, nbytes=100)
@@ -96,7 +95,7 @@ class Ledger:
             return sum(seconds for name, seconds in self._waited.items() if purpose in (None, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: `sent` and `received`, each {purpose: {peer: the fields of `Count`}}; `waited_seconds` {purpose: s}."""
+        """The counts for JSON: `sent` and `received`, each {purpose: {peer: the fields of `Count`}}; `waited_seconds` {purpose: s}."""
         with self._lock:
             return {
                 "sent": _nested(self._sent),

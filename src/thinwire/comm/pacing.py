@@ -1,7 +1,7 @@
-"""Send no faster than the uplink: Linux paces each TCP connection by itself when it is asked to.
+"""Paces TCP connections to the uplink's rate, by Linux's pacing for each connection.
 
 Several connections that share an uplink do not know of each other. Each grows until the router before the thin link
-drops packets, and what was lost near the end of a message costs round trips. A connection that is paced to its share
+drops packets, and losses near the end of a message cost round trips. A connection that is paced to its share
 of the rate never fills that router's queue, whatever congestion control the system has.
 
 Outer rounds come with pauses between, and after each pause Linux forgets what a connection could carry and starts
@@ -9,8 +9,7 @@ slowly: a packet of 1 MB over 80 ms then takes 3.5 times its ideal time (docs/ma
 system lets a process choose it, paced connections take it. The better remedy needs root:
 `sysctl net.ipv4.tcp_slow_start_after_idle=0`; then the system's own congestion control stays.
 
-gloo shows no sockets, but they are this process's own files: those that are there after a group was made, and were
-not before, are its connections.
+gloo does not expose its sockets, but they are files of this process: those that are new after a group was made are its connections.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from thinwire.comm.sockets import SocketFile, opened, socket_files
 
-SHARE = 0.95  # of the rate is for what is sent; the rest for the headers of TCP, IP and Ethernet, and for ACKs
+SHARE = 0.95  # share of the rate for data; the rest is for the headers of TCP, IP and Ethernet, and for ACKs
 
 _AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _SO_MAX_PACING_RATE = 47  # Linux; Python gives it no name before 3.12
@@ -36,14 +35,14 @@ def connections() -> set[SocketFile]:
 def _connected(file: SocketFile) -> bool:
     try:
         with opened(file) as one:
-            one.getpeername()  # raises for one that listens
+            one.getpeername()  # raises for a listening socket
             return one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
     except OSError:  # closed meanwhile
         return False
 
 
 def pace(files: set[SocketFile], bits_per_second: float) -> int:
-    """Let the connections `files` share `bits_per_second` evenly; how many could be told so."""
+    """Let the connections `files` share `bits_per_second` evenly. Returns the number of connections that could be set."""
     if not sys.platform.startswith("linux"):
         return 0
     restarts = _starts_slowly_after_idle()
@@ -51,7 +50,7 @@ def pace(files: set[SocketFile], bits_per_second: float) -> int:
     for file in files:
         with suppress(OSError), opened(file) as one:
             if restarts:
-                with suppress(OSError):  # not there, or not for everybody
+                with suppress(OSError):  # it does not exist, or needs more rights
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
             one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))
             paced += 1

@@ -1,9 +1,9 @@
-"""The sockets of this process that listen: at which address, and until when.
+"""The listening sockets of this process: their addresses, and how they are closed.
 
-gloo listens at a port that it chooses, and never frees the file of a connection that says nothing: some thousand
-knocks, such as of a health check, and the process has no file left and aborts. But once all members of a group are
-connected nobody has to come any more, so its port is shut: on Linux, by a filter under which the kernel drops
-whatever comes. gloo shows no sockets, but they are this process's own files.
+gloo listens at a port that it chooses, and never frees the file of a silent connection: after some thousand connections, such as of a
+health check, the process has no file left and aborts. Once all members of a group are connected, its port is not needed, so it is
+shut: on Linux, by a filter with which the kernel drops all packets. gloo does not expose its sockets, but they are files of this
+process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def socket_files() -> list[SocketFile]:
 
 
 def opened(file: SocketFile) -> socket.socket:
-    """The socket by a file of its own, which is to be closed. Raises `OSError`: it was closed meanwhile."""
+    """The socket with a duplicated file, which the caller must close. Raises `OSError` if it was closed meanwhile."""
     own = os.dup(file.number)
     try:
         if os.fstat(own).st_ino != file.inode:
@@ -69,7 +69,7 @@ def listening() -> dict[SocketFile, Address]:
 
 
 def shut(file: SocketFile) -> None:
-    """Nobody can connect to this listening socket any more; who is connected stays. On Linux."""
+    """Refuse new connections to this listening socket; existing ones stay. Linux only."""
     if sys.platform != "linux":
         return
     program = ctypes.create_string_buffer(_DROP)
@@ -95,8 +95,8 @@ def shut_new(before: set[SocketFile], connected: set[SocketFile], expected: int)
 def listen(host: str, port: int) -> socket.socket | None:
     """A socket that listens at `host` alone, for a store that would listen at every address of the machine.
 
-    None where that cannot be: the name stands for 127.0.1.1 here and for something else on the other machines (Debian), or the
-    address is a router's. Raises `OSError`: the port is taken.
+    None if that is not possible: the name is 127.0.1.1 here and another address on other machines (Debian), or the address
+    belongs to a router. Raises `OSError` if the port is taken.
     """
     try:
         place = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])

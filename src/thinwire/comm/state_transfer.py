@@ -1,4 +1,4 @@
-"""Tensors from one replica to another: safetensors in a frame, in pieces, checked before they are believed.
+"""Transfers tensors from one replica to another: safetensors in a frame, sent in pieces, and checked before use.
 
 | bytes  | field    | meaning                                    |
 |--------|----------|--------------------------------------------|
@@ -9,10 +9,10 @@
 | 32     | digest   | BLAKE2b of the body                        |
 
 All little-endian. The body holds names, shapes, dtypes, values, and the sender's facts as JSON in its metadata. The receiver
-says how much it is ready to take; nothing is allocated for more. Nothing in it can run code.
+bounds the size; nothing is allocated beyond it. The format contains no code.
 
-It may take long: a model's state is some hundred times a round's packet. Others of the group who wait for it to end
-(`stand_by`) hear after every piece that it goes on, so that no deadline of one message has to be as long as all of it.
+A transfer may take long: a model's state is some hundred times a round's packet. Other replicas of the group that wait for its end
+(`stand_by`) get a message after every piece, so that no deadline of a single message must cover the whole transfer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def give(
     facts: Mapping[str, Any],
     others: Sequence[int] = (),
 ) -> int:
-    """Send `tensors` and `facts` (JSON) to each of `peers`, who `take` them, while `others` `stand_by`. Returns the bytes sent.
+    """Send `tensors` and `facts` (JSON) to each of `peers`, which call `take`, while `others` call `stand_by`. Returns the bytes sent.
 
-    Raises `LinkError`; then the others have heard that it failed, if they are in reach.
+    Raises `LinkError`; then the others have been told of the failure, if they can be reached.
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     body = bytearray(save(whole, {_FACTS: json.dumps(facts)}))
@@ -72,7 +72,7 @@ def give(
 
 
 def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `peer` gives, at most `limit` bytes. Raises `PacketError` naming `peer` and what is wrong, `LinkError`."""
+    """Receive the tensors of `peer`, at most `limit` bytes. Raises `PacketError`, which names `peer` and the fault, and `LinkError`."""
     magic, version, nbytes = _LAYOUT.unpack(_receive(group, peer, _LAYOUT.size))
     if (magic, version) != (MAGIC, VERSION) or nbytes > limit:
         raise PacketError(
@@ -99,7 +99,7 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
 
 
 def stand_by(group: Group, donor: int) -> None:
-    """Wait until `donor` has given what it gives to others. Raises `LinkError` if it could not, or is not heard."""
+    """Wait until `donor` has finished its transfer to others. Raises `LinkError` if it failed, or is silent."""
     state, heard = _GOES_ON, torch.empty(1, dtype=torch.uint8)
     while state == _GOES_ON:
         group.post(_TAG_OTHERS, {}, {donor: heard}, "state transfer").wait()
@@ -134,6 +134,6 @@ def _pieces(whole: Tensor) -> Iterator[Tensor]:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Of a safetensors file that has been read without error: 8 bytes of length, then JSON."""
+    """The metadata of a safetensors file that was read without error: 8 bytes of length, then JSON."""
     (length,) = struct.unpack_from("<Q", data)
     return dict(json.loads(data[8 : 8 + length])["__metadata__"])

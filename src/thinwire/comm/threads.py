@@ -1,7 +1,7 @@
-"""All replicas as threads of one process: for tests, demonstrations and research on one machine.
+"""A carrier for replicas as threads of one process: for tests, demonstrations and research on one machine.
 
-Message for message it keeps the laws of the carriers that cross a network, and its results depend on no arrival
-order: every receive names its peer and its tag.
+It obeys the same laws as the carriers over a network, and its results do not depend on the order of arrival, because every
+receive names its peer and its tag.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key = tuple[int, int, int]  # source, destination, tag
 
 
 class _Receive:
-    """A buffer that waits for its message, which may be `shorter`. `buffer` is None once nobody wants the message any more."""
+    """A buffer that waits for its message, which may be `shorter`. `buffer` is None once the message is not wanted any more."""
 
     def __init__(self, peer: int, buffer: Tensor, shorter: bool) -> None:
         self.peer, self.shorter = peer, shorter
@@ -108,7 +108,7 @@ class _ThreadTransfer:
         if not in_time:
             raise LinkError(
                 f"no message from replica {_names(missing)} (tag {self._tag}) within {group.timeout:g} s. "
-                "See what it is doing, or allow a longer timeout."
+                "Check that replica, or allow a longer timeout."
             )
 
     def _settled(self) -> bool:

@@ -1,6 +1,6 @@
 """Replicas as processes under `torch.distributed`.
 
-Only point-to-point messages are used: everybody sends to everybody in one round trip, while gloo's ring collectives
+Only point-to-point messages are used: every replica sends to every other in one round trip, while gloo's ring collectives
 pay a round trip for each ring step and move about 1.3 MB in each.
 
 gloo neither authenticates nor encrypts: use it on a private network or inside a tunnel, never on an open one.
@@ -39,7 +39,7 @@ from thinwire.comm.pacing import connections, pace
 from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError
 
-_NEVER = FINISH + 1  # a tag under which nobody sends
+_NEVER = FINISH + 1  # a tag that no message has
 _SEND, _RECEIVE = "send to", "receive from"
 
 
@@ -68,12 +68,12 @@ class _TorchTransfer:
         self._group._open.discard(self)
 
     def end(self) -> None:
-        """Let go of gloo's side, when all connections are closed: what was not waited for has failed."""
+        """Release gloo's side after all connections are closed: operations without a wait have failed."""
         self._messages = [message._replace(work=RuntimeError("closed")) for message in self._messages]
 
     def _failure(self) -> RuntimeError | None:
-        """Wait for the first message, and take it from the list. An error comes back without its frames: they would
-        hold the message, and that all connections of the group, for as long as somebody holds the error.
+        """Wait for the first message, and take it from the list. An error is returned without its frames, because they
+        would keep the message, and so all connections of the group, for as long as the error is kept.
         """
         messages = self._messages
         work = messages[0].work
@@ -279,14 +279,14 @@ class TorchGroup:
         if "Timed out" in str(error):
             return (
                 f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
-                "This group is dead now; leave, look at that replica, and go on from a checkpoint, "
+                "This group is dead now; leave, look at that replica, and resume from a checkpoint, "
                 "with a longer timeout if it was only late."
             )
         if "Application timeout" in str(error):
             return f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint."
         return (
-            f"could not {what}: it has left or crashed ({_first_line(error)}). Look for its last words, "
-            "then go on from a checkpoint."
+            f"could not {what}: it has left or crashed ({_first_line(error)}). See the end of its log, "
+            "then resume from a checkpoint."
         )
 
     def _closed_error(self) -> LinkError:
@@ -303,14 +303,14 @@ def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> 
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds / _CONNECT_TIMEOUTS)
-    try:  # connected at once, whatever torch was told to do: later nobody is let in
+    try:  # connect at once, whatever torch's setting, because later connections are refused
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
-    except TypeError:  # an older torch, which knows nothing else
+    except TypeError:  # an older torch, which has no other way
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
     try:
         made: dist.ProcessGroup = dist.ProcessGroupGloo(addresses, rank, size, options)  # type: ignore[assignment]
-    except RuntimeError as error:  # torch's DistError and its kin; they go on for many lines
+    except RuntimeError as error:  # torch's DistError and similar errors, which have many lines
         raise LinkError(str(error).strip().split("\n")[0]) from error
     for file, address in listening().items():
         if address == addresses.own:
@@ -366,7 +366,7 @@ def start_torch(
 
 
 def _address_book(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
-    """The store of all ranks. Without `world_size` somebody else keeps it, else rank 0 does. Raises `OSError`."""
+    """The store of all ranks. Without `world_size` another process keeps it, otherwise rank 0 does. Raises `OSError`."""
     if only_here(host) and (interface := loopback()):
         os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
     listener = listen(host, port) if rank == 0 and world_size is not None else None

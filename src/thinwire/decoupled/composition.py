@@ -1,4 +1,4 @@
-"""What a method for replicas of unequal speed is made of."""
+"""The composition of a method for replicas of unequal speed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Composition:
     """The pieces and the timing of rounds; a frozen value.
 
     Args:
-        every: H in the mean over all replicas; each has its own by its speed, so that all report equally often.
+        every: H in the mean over all replicas; each replica's own H follows its speed, so that all report equally often.
         partition: how the model is cut into fragments.
-        codec, down: how deltas become bytes on their way to the syncer; how the round's estimate does on its way back.
-        feedback: what the codecs lose is added to what is sent next, on both sides. None: it is lost.
-        outer: the outer step, which every replica takes on what the syncer sends.
+        codec, down: encode the deltas for the syncer; encode the round's estimate for the replicas.
+        feedback: adds the codecs' errors to the next message, on both sides. None: errors are dropped.
+        outer: the outer step, which every replica takes on the syncer's estimate.
         weigh, correct: the weight of a delta; the correction of a stale one (None: none).
         quorum: how many replicas' deltas a round needs at least.
         grace: how long a round waits for replicas that are expected, as a share of the time between two deltas.
-        patience: seconds that a replica has at least for its last delta after another has taken all steps; a later one is left out.
+        patience: least seconds for a replica's last delta after another replica has taken all steps; a later one is left out.
         slow: run in virtual time, in which an inner step of replica m takes slow[m]; (): in real time, by measured speed.
         delay: in virtual time, how many mean inner steps a round takes to land.
-        seed: of what codecs draw.
+        seed: of the codecs' random draws.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -61,7 +61,9 @@ class Composition:
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, type):
-                raise ConfigurationError(f"{name}={value!r}: that is no such piece; see `thinwire docs pieces`.")
+                raise ConfigurationError(
+                    f"{name}={value!r}: a piece of this kind is needed; see `thinwire docs pieces`."
+                )
         counts = {"every": self.every, "quorum": self.quorum}
         if any(type(number) is not int or number < 1 for number in counts.values()):
             raise ConfigurationError(f"every={self.every}, quorum={self.quorum}: whole numbers above 0 are needed.")
@@ -85,7 +87,7 @@ class Composition:
                 self.feedback.check(codec)
             if codec.joint or codec.varies:
                 raise ConfigurationError(
-                    f"{codec}: a codec whose packets have one size and count by themselves is needed; choose E3M0()."
+                    f"{codec}: a codec whose packets have a fixed size, and can be decoded alone, is needed; choose E3M0()."
                 )
 
     def timeline(self, fragments: int, own: int = -1) -> Timeline:

@@ -50,7 +50,7 @@ from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
 from thinwire.types import Observer
 
-HOST = 0  # the replica whose thread the syncer is
+HOST = 0  # the replica that runs the syncer's thread
 
 
 class Unequal(Attached):
@@ -96,7 +96,7 @@ class Unequal(Attached):
         self._every, self._known = method.every, False
         self._each: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
         self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
-        self._marks = [(0.0, 0)] * len(numels)  # when each departed last, and after which step
+        self._marks = [(0.0, 0)] * len(numels)  # time and step of each fragment's last departure
         self._seconds = 0.0  # an inner step takes here; 0: not known
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
         self._inbox: queue.Queue[Heard] = queue.Queue()
@@ -131,7 +131,7 @@ class Unequal(Attached):
 
     @property
     def progress(self) -> int:
-        """Inner steps that have been taken, in the mean over all replicas; in real time by what was heard of the others last."""
+        """Number of inner steps taken, in the mean over all replicas; in real time by the newest reports of the others."""
         size, own = self.group.size, self.step - self._began_at
         if self._line:
             done = self._begun_total + self._line.done(self.group.rank, own)
@@ -151,7 +151,7 @@ class Unequal(Attached):
     def _after_step(self) -> None:
         self.step += 1
         began = self._clock()
-        if not self._marks[0][1]:  # what the first step compiled is not counted
+        if not self._marks[0][1]:  # do not count the compilation in the first step
             self._marks = [(began, self.step)] * len(self._marks)
         self._tokens_since = [tokens + self.tokens for tokens in self._tokens_since]
         if self._line and not self._noticed:
@@ -161,7 +161,7 @@ class Unequal(Attached):
         self.seconds += self._clock() - began
 
     def _follow(self, line: Timeline) -> None:
-        """In virtual time."""
+        """After an inner step in virtual time: depart and land by the timeline."""
         actions = line.actions(self.step - self._began_at)
         for _, held in actions.before:
             self._await(held)
@@ -178,13 +178,13 @@ class Unequal(Attached):
             if down.kind != END:
                 if down.fragment != held.fragment:
                     raise DisagreementError(
-                        f"a round of fragment {down.fragment} came, one of {held.fragment} was due."
+                        f"a round of fragment {down.fragment} came, one of {held.fragment} was expected."
                     )
                 break
         self.stall_seconds += self._clock() - began
 
     def _go_on(self) -> None:
-        """In real time."""
+        """After an inner step in real time: depart what is due, and land what has arrived."""
         while not self.stopping and not self._inbox.empty():  # after a stop the syncer may have ended
             self._next()
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
@@ -206,7 +206,7 @@ class Unequal(Attached):
         self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=self._clock() - began)
 
     def _up(self, kind: int, index: int, delta: Tensor) -> bool:
-        """Send a delta; one that is not finite is refused, and this replica starts again from the anchors."""
+        """Send a delta; a delta that is not finite is refused, and this replica restarts from the anchors."""
         one, method, number = self._states[index], self.strategy, self._numbers[index]
         key = Key(method.seed, index, number, self.group.rank, kind)
         up = Up(
@@ -241,7 +241,7 @@ class Unequal(Attached):
             self._sender.send(packet)
 
     def _start_again(self) -> None:
-        self._say("warning", message="this replica's weights were not finite; it starts again from the anchors")
+        self._say("warning", message="this replica's weights were not finite; it restarts from the anchors")
         for one in self._states:
             flight = self._flying.get(one.index)
             one.load_into_parameters(one.anchor - flight.delta if flight else one.anchor)
@@ -318,7 +318,7 @@ class Unequal(Attached):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what was trained since the last deltas, apply the last rounds, and leave the agreed weights in the model."""
+        """Send the training since the last deltas, apply the last rounds, and leave the agreed weights in the model."""
         if self._finished:
             return
         progress, self._finished = self.progress, True
@@ -350,7 +350,7 @@ class Unequal(Attached):
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Within: the model holds the anchors that this replica knows."""
+        """A context in which the model holds the anchors that this replica knows."""
         own = [one.snapshot(torch.empty_like(one.anchor)) for one in self._states]
         self._load_anchors()
         try:
@@ -363,7 +363,7 @@ class Unequal(Attached):
         for one in self._states:
             one.load_into_parameters(one.anchor)
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
         raise ConfigurationError(
@@ -371,7 +371,7 @@ class Unequal(Attached):
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """With rounds in flight, and on replica 0 the state of the syncer; saved.py says how a run resumes."""
+        """The state with rounds in flight, and on replica 0 that of the syncer; saved.py explains how a run resumes."""
         tensors, facts = state_of(self._states, self._flying, self.step)
         if self._host:
             with self._host.lock:

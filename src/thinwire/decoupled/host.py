@@ -74,9 +74,9 @@ class Host:
         for sender in self._senders.values():
             sender.end()
         for sender in self._senders.values():
-            sender.wait(self.rounds.patience)  # a replica that was left out hears of the end too, if it can
+            sender.wait(self.rounds.patience)  # a replica that was left out is told of the end too, if possible
 
-    # ---- hearing
+    # ---- receiving
 
     def _deliver(self, peer: int, heard: Heard) -> bool:
         """Queue a message of `peer`; return whether it was its last."""
@@ -143,7 +143,7 @@ class Host:
             self._noticed = self.clock()
             self._send(Down(END, version=max(1, progress), stop=True))
 
-    # ---- telling
+    # ---- sending
 
     def _hold(self, held: HeldRound, kind: int = DELTA) -> None:
         there = self.rounds.there
@@ -180,7 +180,7 @@ class Host:
             self._end()
         except _Closed:
             pass
-        except BaseException as error:  # its own replica raises it
+        except BaseException as error:  # replica 0 raises it
             self.inbox.put(
                 PeerError(f"the syncer has failed: {''.join(traceback.format_exception_only(error)).strip()}")
             )

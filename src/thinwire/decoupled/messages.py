@@ -85,7 +85,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class Down:
-    """An estimate on its way to all replicas. `digest` is that of the fragment's anchor and outer state before the estimate is applied."""
+    """An estimate on its way to all replicas. `digest` is the digest of the fragment's anchor and outer state before it is applied."""
 
     kind: int
     fragment: int = 0

@@ -40,11 +40,13 @@ class Decoupled(Composition):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> Unequal:  # fmt: skip
-        """Join this method with what it trains. Collective. Raises `ModelError`, `ConfigurationError`, `DisagreementError`, `LinkError`."""
+        """Attach this method to a model. Collective. Raises `ModelError`, `ConfigurationError`, `DisagreementError`, `LinkError`."""
         if self.slow and len(self.slow) != group.size:
             raise ConfigurationError(f"slow={self.slow} for {group.size} replicas: one factor for each is needed.")
         if self.quorum > group.size:
-            raise ConfigurationError(f"quorum={self.quorum} of {group.size} replicas: at most all can be.")
+            raise ConfigurationError(
+                f"quorum={self.quorum} of {group.size} replicas: at most all replicas can be a quorum."
+            )
         return Unequal(self, model, optimizer, group, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 1, period: int = 0) -> int:

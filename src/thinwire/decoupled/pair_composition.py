@@ -1,4 +1,4 @@
-"""What a method in which neighbours meet two at a time is made of."""
+"""The composition of a method in which neighbours meet in pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.topology import Clocks, Ring, Topology, meeting_rates
 
 @dataclass(frozen=True)
 class Mixing:
-    """How a replica's x and its momentum x̃ move, between events and when two meet.
+    """The motion of a replica's x and its momentum x̃, between events and in a meeting.
 
         d(x, x̃)/dt = η·(x̃ − x, x − x̃),    m = x_i − x_j:   x_i ← x_i − m/2,   x̃_i ← x̃_i − α̃·m
 
@@ -33,26 +33,26 @@ class Mixing:
     pull: float = 0.5
 
     def flowed(self, x: Tensor, ahead: Tensor, seconds: float) -> tuple[Tensor, Tensor]:
-        """x and x̃ after a time without events; their sum is as it was."""
+        """x and x̃ after `seconds` without events; their sum does not change."""
         moved = (ahead - x) * (-math.expm1(-2 * self.eta * seconds) / 2)
         return x + moved, ahead - moved
 
     def met(self, x: Tensor, ahead: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """x and x̃ after a meeting with a neighbour whose x is `other`; over both, the sums are as they were."""
+        """x and x̃ after a meeting with a neighbour whose x is `other`; the sums over both replicas do not change."""
         apart = x - other
         return x - apart / 2, ahead - apart * self.pull
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairComposition:
-    """Who meets whom, and when; a frozen value.
+    """The topology and timing of meetings; a frozen value.
 
     Args:
         every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
-        topology: who meets whom; the same all the time.
-        partition: how the model is cut into fragments; each has meetings of its own.
+        topology: the edges over which replicas meet; fixed.
+        partition: how the model is cut into fragments; each has its own meetings.
         slow: an inner step of replica m takes slow[m]; (): all take the same time.
-        seed: of who meets whom, and when.
+        seed: of the meetings.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -71,7 +71,9 @@ class PairComposition:
         for name, kind in (("topology", Topology), ("partition", Partition)):
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, type):
-                raise ConfigurationError(f"{name}={value!r}: that is no such piece; see `thinwire docs pieces`.")
+                raise ConfigurationError(
+                    f"{name}={value!r}: a piece of this kind is needed; see `thinwire docs pieces`."
+                )
         if type(self.every) is not int or self.every < 1:
             raise ConfigurationError(f"every={self.every}: at least 1 inner step between two meetings is needed.")
         if not all(0 < one < math.inf for one in self.slow):
@@ -84,13 +86,13 @@ class PairComposition:
         return Mixing()
 
     def clocks(self, size: int, fragments: int = 1) -> Clocks:
-        """Of meetings, in mean inner steps. Raises `ConfigurationError` if the topology does not fit."""
+        """The clocks of meetings, in mean inner steps. Raises `ConfigurationError` if the topology does not fit."""
         return Clocks(meeting_rates(self.topology, size, 1 / self.every), fragments, self.seed)
 
     def step_time(self, rank: int, size: int) -> float:
-        """How long an inner step of replica `rank` takes, in mean inner steps."""
+        """Duration of an inner step of replica `rank`, in mean inner steps."""
         return self.slow[rank] * sum(1 / one for one in self.slow) / size if self.slow else 1.0
 
     def progress(self, rank: int, size: int, step: int) -> int:
-        """Inner steps that all have taken, in their mean, before `rank` could take one more after its `step`-th."""
+        """Mean number of inner steps that all replicas have taken before `rank` can take another after its `step`-th."""
         return done(self.slow or (1.0,) * size, rank, step) // size

@@ -1,15 +1,15 @@
-"""Neighbours that meet two at a time: what happens around an inner step of one replica.
+"""The loop of a replica whose neighbours meet in pairs: the order of operations around an inner step.
 
-Time is virtual: a mean inner step is its unit, and who meets whom and when follows from the seed (`Clocks`), so every replica knows it
-and both that meet wait for each other only. Meetings during an inner step come between its gradient and its update:
+Time is virtual, in units of a mean inner step. All meetings follow from the seed (`Clocks`), so every replica knows them, and the two
+replicas of a meeting wait only for each other. Meetings during an inner step come between its gradient and its update:
 
     forward, backward                  the gradient is of the weights before the meetings
     each meeting, in order of time     both flow to its time, send x, and move towards each other
     the update                         after a flow to the end of the step; x and x̃ take the same step
 
-Events have one order on all replicas, so nobody waits in a circle. A replica that ends sends `END` in place of its next x to every
-neighbour, which then goes on without it. A stop spreads with the meetings: time is cut in windows, each as long as what one replica
-knows takes to reach all; who wants to stop says so from a window's beginning on, and all stop after its end.
+Events have the same order on all replicas, so no deadlock is possible. A replica that ends sends `END` instead of its next x to every
+neighbour, which then continues without it. A request to stop spreads with the meetings. Time is divided into windows; in one window a
+message reaches all replicas. A replica that wants to stop sends the request from the beginning of a window, and all stop after its end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from thinwire.runtime.module_state import clear
 from thinwire.topology import Clocks, PairEvent
 from thinwire.types import Observer
 
-END = (1 << 32) - 1  # a message's part: its sender has ended
+END = (1 << 32) - 1  # the part of a message whose sender has ended
 _CODEC = identity(Identity())
 
 
@@ -87,7 +87,7 @@ class Pairing(Attached):
         self._at = [0.0] * len(self._states)  # the time to which each has flowed
         self._took = method.step_time(group.rank, group.size)
         self._neighbours = {int(peer) for peer in np.flatnonzero(self._clocks.rates[group.rank])}
-        self._over = dict.fromkeys(self._neighbours, 0.0)  # meetings with that one until then have been
+        self._over = dict.fromkeys(self._neighbours, 0.0)  # by neighbour: the time before which meetings are over
         self._window = (0, self._spread(0))
         self._says_stop = self._left = self._finished = False
         self._hooks = [
@@ -101,12 +101,12 @@ class Pairing(Attached):
 
     @property
     def progress(self) -> int:
-        """Inner steps that have been taken, in the mean over all replicas."""
+        """Number of inner steps taken, in the mean over all replicas."""
         return self.strategy.progress(self.group.rank, self.group.size, self.step)
 
     @property
     def now(self) -> float:
-        """When the last inner step ended."""
+        """The time at which the last inner step ended."""
         return self.step * self._took
 
     # ---- around an inner step
@@ -132,9 +132,7 @@ class Pairing(Attached):
             for one in self._states if self._mixing.eta else []:
                 one.exchange["ahead"].add_(one.snapshot(torch.empty_like(one.anchor)).sub_(one.anchor))
         else:
-            self._observe(
-                "warning", self.step, message="this step made NaN or infinity of the weights; it is taken back"
-            )
+            self._observe("warning", self.step, message="this step gave NaN or infinity in the weights; it is undone")
             for one in self._states:
                 one.load_into_parameters(one.anchor)
             clear(self.model, self.optimizer)
@@ -145,7 +143,7 @@ class Pairing(Attached):
         self.seconds += self._clock() - began
 
     def _flow(self, one: FragmentState, at: float) -> Tensor:
-        """x at that time, also in `anchor`; x̃ has flowed as well."""
+        """x at time `at`, which is also written to `anchor`; x̃ is moved to that time too."""
         x = one.snapshot(one.anchor)
         if self._mixing.eta:
             x, ahead = self._mixing.flowed(x, one.exchange["ahead"], at - self._at[one.index])
@@ -166,8 +164,8 @@ class Pairing(Attached):
         x = self._flow(one, meeting.at)
         if not bool(torch.isfinite(x).all()):
             raise NonFiniteError(
-                f"weights in {one.fragment.name!r} hold NaN or infinity before replica {rank} meets replica {peer}; nothing of them may leave. "
-                "Resume all from the last checkpoint, and write nothing into the model that is not finite."
+                f"weights in {one.fragment.name!r} hold NaN or infinity before replica {rank} meets replica {peer}; they must not be sent. "
+                "Resume all from the last checkpoint, and write only finite values into the model."
             )
         header = self._header(meeting, rank, STOP * self._says_stop)
         packet = empty_packet(header.nbytes)
@@ -178,12 +176,12 @@ class Pairing(Attached):
             x, ahead = self._mixing.met(x, one.exchange.get("ahead", x), other)
             if self._mixing.eta:
                 one.exchange = {"ahead": ahead}
-        one.load_into_parameters(x)  # which has flowed, whatever was heard
+        one.load_into_parameters(x)  # x at the time of the meeting, whatever the peer sent
 
     def _swap(
         self, packets: Mapping[int, Tensor], one: FragmentState, meeting: PairEvent | None
     ) -> dict[int, Tensor | None]:
-        """Send to each and hear its next message, x; None: it has ended. Raises `LinkError`, `PacketError`."""
+        """Exchange x with each peer; None for a peer that has ended. Raises `LinkError`, `PacketError`."""
         began, number = self._clock(), one.rounds
         one.rounds += 1
         rooms = {peer: empty_packet(4 * max(of.anchor.numel() for of in self._states)) for peer in packets}
@@ -204,7 +202,7 @@ class Pairing(Attached):
         return heard
 
     def _opened(self, peer: int, room: Tensor, meeting: PairEvent | None) -> Tensor | None:
-        """What came from `peer`; None where it has ended, or where this replica has."""
+        """The x that `peer` sent; None if it or this replica has ended."""
         packet = room[: said_nbytes(room)]
         if meeting is None or said(packet).part == END:
             if said(packet).part == END:
@@ -223,13 +221,13 @@ class Pairing(Attached):
     # ---- stopping, and the end
 
     def _enter(self, at: float) -> None:
-        """The window of that time; what is wanted at its beginning is said from then on."""
+        """Enter the window of time `at`; a request to stop that exists at its beginning is sent from then on."""
         while at >= self._window[1] and not self._says_stop:
             self._window = (self._window[1], self._spread(self._window[1]))
             self._says_stop = self._stop_requested
 
     def _spread(self, unit: int) -> int:
-        """From `unit` on, the time until what any replica knew has reached all."""
+        """The time from `unit` in which a message of any replica reaches all."""
         near = np.eye(self.group.size, dtype=bool)
         while not near.all():
             for meeting in self._clocks.within(unit):
@@ -238,7 +236,7 @@ class Pairing(Attached):
         return unit + (self.group.size == 1)
 
     def _leave(self) -> None:
-        """Tell the neighbours that this replica meets them no more."""
+        """Tell the neighbours that this replica has ended."""
         self._left = True
         packets = {}
         for peer in sorted(self._neighbours):
@@ -249,7 +247,7 @@ class Pairing(Attached):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Meet nobody any more, and take the mean over all replicas: 8·(M−1)/M bytes per parameter, once."""
+        """End the meetings, and take the mean over all replicas: 8·(M−1)/M bytes per parameter, once."""
         if self._finished:
             return
         if not self._left:
@@ -267,14 +265,14 @@ class Pairing(Attached):
         for hook in self._hooks:
             hook.remove()
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def meet(self, group: Group, names: object = None) -> None:
         """Refused. Raises `CheckpointError`."""
         raise CheckpointError("replicas that meet two at a time keep their group; resume from checkpoints.")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """x is in the model; here is x̃, and when it was so."""
+        """x̃ and its time; x is in the model."""
         tensors = {f"{one.index}.ahead": one.exchange["ahead"].clone() for one in self._states if one.exchange}
         return tensors, {
             "step": self.step,
@@ -283,8 +281,8 @@ class Pairing(Attached):
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Collective, before the first inner step. With equal speeds all go on from one step, as if never stopped; with unequal ones a meeting
-        that one of two had already is over for both. Raises `CheckpointError`, `LinkError`.
+        """Collective, before the first inner step. With equal speeds all resume at the same step, bit for bit; with unequal ones a meeting
+        that only one of two replicas has had is over for both. Raises `CheckpointError`, `LinkError`.
         """
         self.step, self._window = int(facts["step"]), (int(facts["window"][0]), int(facts["window"][1]))
         self._at = [self.now] * len(self._states)

@@ -1,4 +1,4 @@
-"""Methods in which two neighbours at a time take their mean, each pair when its clock strikes: nobody waits for a round."""
+"""Methods in which pairs of neighbours take their mean at the times of random clocks, without rounds."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Pairs(PairComposition):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> Pairing:  # fmt: skip
-        """Join this method with what it trains. Collective. Raises `ModelError`, `ConfigurationError`, `DisagreementError`, `LinkError`."""
+        """Attach this method to a model. Collective. Raises `ModelError`, `ConfigurationError`, `DisagreementError`, `LinkError`."""
         if self.slow and len(self.slow) != group.size:
             raise ConfigurationError(f"slow={self.slow} for {group.size} replicas: one factor for each is needed.")
         return Pairing(self, model, optimizer, group, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
-        """On average: who meets whom is drawn."""
+        """Bytes on average, because meetings are random."""
         return HEADER_NBYTES + 4 * numel if size > 1 else 0
 
 

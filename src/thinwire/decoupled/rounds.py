@@ -1,14 +1,14 @@
-"""When a round is held, and whose deltas it has: quorum and grace. Pure: times go in, decisions come out.
+"""Decides when a round is held, and which deltas it has, by quorum and grace. A pure function of arrival times.
 
 Deltas of a fragment wait until `quorum` replicas have sent one. Then the round waits for other replicas only if their next delta is
 expected soon:
 
     expected(m) = when m last sent this fragment + mean of its intervals + 2 · their mean deviation
-    the round is held as soon as no expected(m) lies ahead within the grace: `grace` · mean interval of the replicas that have sent
+    the round is held when no expected(m) is within the next `grace` · mean interval of the replicas that have sent
 
-Both means are moving averages, as those of TCP's round-trip time, so no time is fixed. For a replica that has sent nothing yet the
-round waits as long again as the first delta of the fragment took. A dead replica costs one grace: after that its expected time lies
-in the past. Replicas train on while a round waits.
+Both means are moving averages, like those of TCP's round-trip time, so no time is fixed. If a replica has not sent yet, the round
+waits twice as long as the first delta of the fragment took. A dead replica costs one grace; after that its expected time is in the
+past. Replicas continue to train while a round waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GAIN = 0.25
 
 @dataclass
 class Interval:
-    """How often a replica sends a fragment."""
+    """The intervals at which a replica sends a fragment."""
 
     last: float
     mean: float | None = None
@@ -77,13 +77,13 @@ class Quorum:
     began: float = 0.0
     there: set[int] = field(default_factory=set)
     intervals: dict[tuple[int, int], Interval] = field(default_factory=dict)
-    waiting: dict[int, dict[int, float]] = field(default_factory=dict)  # by fragment and replica: since when
+    waiting: dict[int, dict[int, float]] = field(default_factory=dict)  # by fragment and replica: the time of arrival
 
     def __post_init__(self) -> None:
         self.there = self.there or set(range(self.size))
 
     def arrived(self, now: float, rank: int, fragment: int) -> None:
-        """`rank` has sent a delta of `fragment`."""
+        """Record that `rank` has sent a delta of `fragment`."""
         before = self.intervals.get((rank, fragment))
         if before is None:
             self.intervals[rank, fragment] = Interval(now)
@@ -92,7 +92,7 @@ class Quorum:
         self.waiting.setdefault(fragment, {})[rank] = now
 
     def lost(self, rank: int) -> None:
-        """`rank` has left: rounds no longer wait for it. Deltas that it has sent still count."""
+        """Record that `rank` has left: rounds no longer wait for it. Deltas that it has sent still count."""
         self.there.discard(rank)
 
     def due(self, now: float) -> list[HeldRound]:
@@ -101,7 +101,7 @@ class Quorum:
         return [self._held(fragment, now) for fragment in ready]
 
     def deadline(self) -> float | None:
-        """When to call `due` again if nothing arrives before; None: there is no need."""
+        """The time to call `due` again if nothing arrives before; None: not needed."""
         return min((until for one in self.waiting if (until := self._until(one)) is not None), default=None)
 
     def overdue(self, rank: int, since: float) -> float:
@@ -120,7 +120,7 @@ class Quorum:
         return HeldRound(fragment, now, tuple((rank, now - here[rank]) for rank in sorted(here)))
 
     def _until(self, fragment: int) -> float | None:
-        """When the round of `fragment` is held if no other delta arrives; None: there is no quorum."""
+        """The time at which the round of `fragment` is held if no other delta arrives; None: there is no quorum."""
         here = self.waiting[fragment]
         missing = self.there - here.keys()
         enough = max(1, min(self.quorum, len(self.there)))
@@ -152,15 +152,15 @@ def own_every(every: int, own: float, speeds: Sequence[float]) -> int:
 
 
 class ReportPace:
-    """After which of its own inner steps a replica's fragments depart: at first staggered, H steps apart. After a round they depart later by
-    the time that the last delta waited for others, so that next time all arrive together.
+    """The inner steps of a replica after which its fragments depart: at first staggered, H steps apart. After a round a fragment departs
+    later by the time that its last delta waited for others, so that next time all arrive together.
     """
 
     def __init__(self, every: int, fragments: int) -> None:
         self.next = [every + place * every // fragments for place in range(fragments)]
 
     def due(self, step: int, flying: set[int]) -> list[int]:
-        """The fragments that depart after `step`. A fragment in flight does not depart again: its progress travels with the next delta."""
+        """The fragments that depart after `step`. A fragment in flight does not depart again: its progress is sent with the next delta."""
         return [fragment for fragment, at in enumerate(self.next) if at <= step and fragment not in flying]
 
     def departed(self, fragment: int, step: int, every: int) -> None:

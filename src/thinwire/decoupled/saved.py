@@ -1,8 +1,8 @@
-"""What a replica of unequal speed saves, and how all resume from checkpoints of different steps.
+"""Checkpoints of replicas of unequal speed, and how all resume from checkpoints of different steps.
 
-Each replica saves after its own inner steps, so two checkpoints are not of one moment. The agreed state is that in the checkpoint of the
-syncer's replica. The others load it and keep their own progress: a delta that was counted there is taken out of the parameters, one that
-was not counted stays in them and travels with the next delta. So nothing is counted twice. A resumed run is not bit for bit the run that was
+Each replica saves after its own inner steps, so two checkpoints are not of the same moment. The agreed state is that in the checkpoint
+of the syncer's replica. The others load it and keep their own progress: a delta that was counted there is removed from the parameters,
+one that was not counted stays in them and is sent with the next delta. So nothing is counted twice. A resumed run is not bit for bit the run that was
 never stopped. If the syncer's checkpoint is older than another replica's, the rounds between them are lost.
 """
 
@@ -28,14 +28,14 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class Departed:
-    """A delta that has gone to the syncer: after which inner step, since which it was trained, when."""
+    """A delta that was sent to the syncer: the inner steps of its departure and of its start, and the time of its departure."""
 
     number: int
     delta: Tensor
     step: int
     since: int
     begin: float
-    before: State  # what the codec had held back until then
+    before: State  # the feedback before this delta
 
 
 def state_of(
@@ -72,7 +72,7 @@ def state_of_syncer(syncer: Syncer) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_syncer(syncer: Syncer, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Load what `state_of_syncer` returned. Raises `CheckpointError`."""
+    """Load the state from `state_of_syncer`. Raises `CheckpointError`."""
     for index, one in enumerate(syncer.agreed):
         kept = _under(f"agreed.{index}.", tensors)
         if kept["anchor"].numel() != one.anchor.numel():
@@ -87,7 +87,7 @@ def load_syncer(syncer: Syncer, tensors: Mapping[str, Tensor], facts: Mapping[st
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a replica goes on: the number of its next delta, by fragment; all replicas' inner steps; and rounds that are gone."""
+    """The point at which a replica resumes: the number of its next delta, by fragment; all replicas' inner steps; and the lost rounds."""
 
     numbers: list[int]
     taken: list[int]
@@ -99,12 +99,12 @@ def resume(
     group: Group, host: int, syncer: Syncer | None, states: Sequence[FragmentState],
     tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer,
 ) -> Resumed:  # fmt: skip
-    """Collective: all take over what the syncer's replica has saved. Raises `CheckpointError`, `LinkError`."""
+    """Collective: all replicas take over the agreed state of the syncer's checkpoint. Raises `CheckpointError`, `LinkError`."""
     restore(states, tensors, facts, outer)
     if syncer is not None:
         if "agreed" not in facts:
             raise CheckpointError(
-                f"the checkpoint of replica {host} holds no syncer; resume it as the replica that it was."
+                f"the checkpoint of replica {host} has no syncer; resume each replica with its own rank."
             )
         load_syncer(syncer, tensors, facts["agreed"])
         agreed, said = state_of_syncer(syncer)

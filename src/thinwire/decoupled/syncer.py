@@ -1,8 +1,8 @@
-"""How the syncer turns deltas into the estimate of a round, its bytes, and the next agreed state. No I/O, no clock.
+"""The syncer's computation: the estimate of a round from its deltas, its bytes, and the next agreed state. No I/O, no clock.
 
 w_m  = weigh(tokens, steps, staleness);   Δ_m ← correct(Δ_m, outer momentum, staleness)
-z    = Σ w_m·Δ_m / Σ w  + what was held back          (Σ w over all replicas that take part, so that a late one loses no weight)
-c    = decode(encode(z)), the same on every replica;   held back ← z − c
+z    = Σ w_m·Δ_m / Σ w  + e                           (Σ w over all replicas that take part, so that a late one loses no weight)
+c    = decode(encode(z)), the same on every replica;   e ← z − c
 anchor, outer state ← outer step on c                 (here and on every replica, the same bits)
 """
 
@@ -28,12 +28,12 @@ from thinwire.types import State
 
 @dataclass
 class AgreedFragment:
-    """A fragment as all replicas hold it once they have applied every round so far, `version` in number."""
+    """The state of a fragment on all replicas after `version` rounds."""
 
     anchor: Tensor
     state: State
     version: int = 0
-    residual: Tensor | None = None  # the syncer's own
+    residual: Tensor | None = None  # the syncer's feedback
 
     def step(self, outer: Outer, estimate: Tensor) -> None:
         """Apply an estimate. Raises `NonFiniteError` if the next anchor would not be finite; then nothing has changed."""
@@ -43,7 +43,7 @@ class AgreedFragment:
         self.anchor, self.state, self.version = anchor, state, self.version + 1
 
     def digest(self) -> bytes:
-        """8 bytes that are equal if all bits of anchor and outer state are."""
+        """A digest of anchor and outer state, 8 bytes."""
         return digest([self.anchor, *(self.state[name] for name in sorted(self.state))])[:8]
 
 
@@ -72,7 +72,7 @@ class Given:
 
 @dataclass
 class Syncer:
-    """The deltas that wait, and the agreed state. `counted` has, by replica and fragment, the number of the next delta that is due."""
+    """The waiting deltas, and the agreed state. `counted` is the number of the next delta that is due, by replica and fragment."""
 
     method: Composition
     agreed: list[AgreedFragment]
@@ -83,11 +83,11 @@ class Syncer:
     counted: dict[tuple[int, int], int] = field(default_factory=dict)
     weights: dict[tuple[int, int], float] = field(
         default_factory=dict
-    )  # by fragment and replica: what its last delta counted
+    )  # by fragment and replica: the weight of its last delta
 
     @classmethod
     def of(cls, method: Composition, states: Sequence[FragmentState], messages: SyncerMessages) -> Syncer:
-        """A syncer that starts from what a replica holds at the start."""
+        """A syncer with a replica's first state."""
         agreed = [
             AgreedFragment(
                 one.anchor.clone(),
@@ -104,7 +104,7 @@ class Syncer:
         due = self.counted.get((up.sender, up.fragment), 0)
         if up.number != due or (up.kind, up.fragment, up.sender) in self.given:
             raise PacketError(
-                f"replica {up.sender} sent delta {up.number} of fragment {up.fragment}, {due} was due; nothing is counted twice."
+                f"replica {up.sender} sent delta {up.number} of fragment {up.fragment}, {due} was due; no delta is counted twice."
             )
         self.counted[up.sender, up.fragment] = due + 1
         if up.body is None:
@@ -167,7 +167,7 @@ class Syncer:
         return total.div_(len(deltas)) if alike and len(deltas) > 1 else total
 
     def _coded(self, fragment: int, total: Tensor, kind: int) -> tuple[Tensor, Tensor | None]:
-        """The bytes of an estimate; and the estimate with what was held back, None without feedback. Raises `NonFiniteError`."""
+        """The bytes of an estimate, and the estimate with the feedback added; None without feedback. Raises `NonFiniteError`."""
         agreed, codec = self.agreed[fragment], self.down[fragment]
         if agreed.residual is not None:
             total = total + agreed.residual

@@ -1,4 +1,4 @@
-"""Virtual time: which deltas depart when, which rounds are held and where they land, from given speeds. No tensors, no clock.
+"""Virtual time: computes departures, rounds and landings from given speeds. No tensors, no clock.
 
 Replica m takes its k-th inner step at k·slow[m]. A delta arrives as it departs; a round lands on a replica after the first inner
 step that ends `delay` mean inner steps after it was held, or later. Every replica computes the same timeline, and so does the
@@ -16,7 +16,7 @@ from thinwire.decoupled.rounds import HeldRound, Quorum, ReportPace, own_every
 
 @dataclass(frozen=True)
 class Actions:
-    """What a replica does after an inner step, in this order. Rounds are given with their number among all."""
+    """The actions of a replica after an inner step, in this order. Rounds are given with their number."""
 
     before: tuple[tuple[int, HeldRound], ...]
     departs: tuple[int, ...]
@@ -25,7 +25,7 @@ class Actions:
 
 @dataclass(frozen=True)
 class Moment:
-    """What happens at once: deltas that depart, by replica and fragment, and rounds that are held of them."""
+    """Events at one time: deltas that depart, by replica and fragment, and the rounds that are held."""
 
     at: float
     departed: tuple[tuple[int, int], ...]
@@ -33,7 +33,7 @@ class Moment:
 
 
 class Timeline:
-    """The whole of a run, moment by moment.
+    """All moments of a run, in order.
 
     >>> line = Timeline((1.0, 2.0), every=3, fragments=1, quorum=2, grace=0.5, delay=0)
     >>> line.every, [(one.at, one.departed, one.held) for _ in range(6) if (one := line.advance()).departed]
@@ -55,13 +55,13 @@ class Timeline:
         self._held = 0
 
     def actions(self, step: int) -> Actions:
-        """What replica `own` does after its inner step `step`; ask for each step once, in order."""
+        """The actions of replica `own` after its inner step `step`; call it once for each step, in order."""
         while step not in self._actions:
             self.advance()
         return self._actions.pop(step)
 
     def advance(self) -> Moment:
-        """The next moment: one at which inner steps end, or a grace does."""
+        """The next moment, at which inner steps or a grace end."""
         at = min((taken + 1) * slow for taken, slow in zip(self.steps, self.slow))
         deadline = self.rounds.deadline()
         if deadline is not None and deadline < at:
@@ -114,13 +114,13 @@ class Timeline:
 
 
 def done(slow: Sequence[float], rank: int, step: int) -> int:
-    """How many inner steps all have taken before `rank`, having taken `step`, could take one more."""
+    """Number of inner steps of all replicas before `rank` can take another after its `step`-th."""
     ahead = (step + 1) * slow[rank]
     return sum(step if other == rank else _before(ahead, one) for other, one in enumerate(slow))
 
 
 def _before(time: float, slow: float) -> int:
-    """How many multiples of `slow` lie before `time`, from 1 on."""
+    """Number of positive multiples of `slow` before `time`."""
     count = int(time / slow) + 1
     while count * slow >= time:
         count -= 1

@@ -1,1 +1,1 @@
-"""Rounds among replicas that come and go: what they conclude from each other's status, and the loop that does it."""
+"""Elastic rounds: the plan that members derive from each other's status, and the loop that runs it."""

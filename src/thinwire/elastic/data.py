@@ -1,4 +1,4 @@
-"""What rounds among replicas that come and go do about data (data_ledger): which deltas are admitted, and what a member is told."""
+"""The data ledger in elastic rounds: which deltas are admitted, and what a member's reader learns from a round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.membership.view import View
 
 
 def says(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[str, Any]:
-    """For the status: how far this replica has read, if that is `sound`, and the samples behind the deltas that it has ready."""
+    """Fields of the status: how far this replica has read, if that is `sound`, and the samples of the deltas that it has ready."""
     claims = {index: ready.claim for index, ready in waiting.items() if ready.claim and ready.weight > 0}
     return {
         "reads": [reads.serial, reads.version, reads.count] if sound and reads.serial >= 0 else [],
@@ -22,7 +22,7 @@ def says(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[st
 
 
 def admitted(plan: RoundPlan, ledger: DataLedger | None, view: View, statuses: Sequence[MemberStatus]) -> RoundPlan:
-    """The round without the deltas whose samples are not their replicas', or are in the anchor already."""
+    """The plan without deltas whose samples belong to other replicas, or are already in the anchor."""
     if ledger is None:
         return plan
     claims = ((rank, view.members[rank].name, statuses[rank].claim(plan.fragment)) for rank in plan.counted)
@@ -30,12 +30,12 @@ def admitted(plan: RoundPlan, ledger: DataLedger | None, view: View, statuses: S
 
 
 def grants(ledger: DataLedger | None, view: View) -> bool:
-    """Whether a round that counts no delta is decided all the same: a member has no samples to read."""
+    """Whether a round without deltas must still be decided, because a member has no samples to read."""
     return bool(ledger and any(ledger.lease(member.name) is None for member in view.members))
 
 
 def commit(agreed: GlobalState, view: View, plan: RoundPlan) -> dict[str, Any]:
-    """The ledger after a round that was committed; the fields of an event."""
+    """Update the ledger after a committed round; returns the fields of the `data` event."""
     statuses = {member.name: MemberStatus.of(member.status, member.name) for member in view.members}
     claims = {view.members[rank].name: statuses[view.members[rank].name].claim(plan.fragment) for rank in plan.counted}
     named = agreed.commit_data(plan.fragment, claims, {name: status.read_count for name, status in statuses.items()})
@@ -44,7 +44,7 @@ def commit(agreed: GlobalState, view: View, plan: RoundPlan) -> dict[str, Any]:
 
 
 def is_void(ledger: DataLedger | None, name: str, status: MemberStatus, refused: bool) -> bool:
-    """Whether what `name` has trained is not to be counted: its delta was `refused`, or others have its samples now."""
+    """Whether the training of `name` must not be counted: its delta was `refused`, or other replicas have its samples now."""
     if ledger is None:
         return False
     reads, lease = status.read_count, ledger.lease(name)
@@ -52,7 +52,7 @@ def is_void(ledger: DataLedger | None, name: str, status: MemberStatus, refused:
 
 
 def note(reader: LeasedReader, outcome: Outcome) -> None:
-    """Let the reader know which samples are in the anchor now, or are in the parameters no more."""
+    """Tell the reader which samples are in the anchor now, and which are no longer in the parameters."""
     if outcome.counted is not None and outcome.counted.claim is not None:
         reader.landed(outcome.fragment, outcome.counted.claim)
     if outcome.anew:

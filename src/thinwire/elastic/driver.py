@@ -1,19 +1,19 @@
-"""A replica whose group may change: what its main thread does between inner steps.
+"""The driver of an elastic replica, whose group may change: the main thread's work between inner steps.
 
-Departures hand a delta to `RoundThread`; outcomes are picked up when they are there. No inner step waits for them:
+A departure passes a delta to `RoundThread`. An outcome is taken over between inner steps after it has arrived; no inner step waits:
 
-    on time, own delta counted    parameters ← as the strategy merges
+    on time, own delta counted    parameters ← the strategy's merge
     late, own delta counted       parameters ← anchor′ + α·(departed − anchor′) + κ·(parameters − departed)
-    not counted, or caught up     parameters ← parameters + (anchor′ − anchor)             (the delta stays what it was)
-    counted, as it seemed         parameters ← parameters + (anchor′ − anchor) − delta     (it is not in anchor′: it travels again)
-    new, or back from long ago    parameters ← anchor′
+    not counted, or caught up     parameters ← parameters + (anchor′ − anchor)             (the delta does not change)
+    counted, then revoked         parameters ← parameters + (anchor′ − anchor) − delta     (the delta is not in anchor′, and is sent again)
+    new, or own progress dropped  parameters ← anchor′
 
-"Late" is later than τ = `delay` inner steps after departure; `departed` are the parameters as they were then. After a flight of t steps
-κ = 1 − (1 − α)·τ/t: `Mix(α)` keeps the share α of τ steps in the air, and so many are lost at most; the others are kept whole. A delta
-that comes too late for its round waits for the next of its fragment. Until then the fragment does not depart again: what is trained
-meanwhile travels after it, and where the schedule would have had it depart, that is made up for when its turn comes.
+"Late" is later than τ = `delay` inner steps after departure; `departed` are the parameters at departure. After a flight of t steps
+κ = 1 − (1 − α)·τ/t: `Mix(α)` keeps the share α of τ steps of a flight, and at most (1 − α)·τ steps are lost; the others are kept
+whole. A delta that is too late for its round waits for the next round of its fragment. Until then the fragment does not depart
+again, and its further training is sent afterwards. A departure that was due meanwhile is made up for then.
 
-In the mean over all who train a delta counts 1, or the tokens behind it, if the loop says how many a step has.
+The weight of a delta in the mean over all training members is 1, or the number of its tokens, if the loop sets the tokens of a step.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from thinwire.runtime.recovery import start_again
 from thinwire.runtime.weighing import tokens_of_step
 from thinwire.strategy import Strategy
 
-VIEWS_ALONE = 5  # views in a row that nobody else comes to, at the end of a run
+VIEWS_ALONE = 5  # views in a row without other members, after which the end of a run is abandoned
 
 
 class ElasticDriver(Driver):
-    """The main thread's side; see `Driver`. Whether a delta counts 1 or the tokens behind it is settled here, on all replicas alike, by
-    whether `training` has tokens. `join` is to be called before the first inner step.
+    """The main thread's side of elastic rounds; see `Driver`. The weight of a delta is the number of its tokens if `training` has tokens,
+    otherwise 1; it must be the same kind on all replicas. Call `join` before the first inner step.
     """
 
     def __init__(self, training: Training, membership: Membership, thread: Executor | None = None) -> None:
@@ -59,14 +59,14 @@ class ElasticDriver(Driver):
         self.by_tokens = counts_tokens(training)
         self.training, self.strategy, self.pieces = training, strategy, training.fragments
         self._observe = training.observe
-        self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment; and what was trained when it departed
-        self._trained = 0.0  # by this replica: tokens, or steps
-        self._travelled = [0.0] * len(self.pieces)  # of that, what the anchors have, by fragment
-        self._owed: set[int] = set()  # fragments that were to depart when they could not
-        self._seen: int | None = None  # the last step after which it was looked for what departs
+        self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment: the delta, and `_trained` at its departure
+        self._trained = 0.0  # tokens or steps of this replica
+        self._travelled = [0.0] * len(self.pieces)  # the part of `_trained` that is in the anchors, by fragment
+        self._owed: set[int] = set()  # fragments whose departure was due but not possible
+        self._seen: int | None = None  # the last step at which departures were checked
         self._own_steps = 0  # inner steps of this replica
         self._reader = training.reader
-        self._at = Point()  # what the fragments hold
+        self._at = Point()  # the agreed state that the fragments hold
         anchors = [piece.anchor for piece in self.pieces]
         agreed = GlobalState(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
         if self._reader and (template := self._template()):
@@ -87,9 +87,9 @@ class ElasticDriver(Driver):
         self._stop_requested = False
 
     def join(self) -> None:
-        """Meet the others, take over what they hold, and go on at their step. Blocks.
+        """Meet the others, take over their state, and continue at their step. Blocks.
 
-        Raises `LinkError` where too few are there; then the membership is still open, for another try.
+        Raises `LinkError` if too few members are there; the membership stays open for another try.
         """
         try:
             self.rounds.join(self.training.step)
@@ -101,14 +101,14 @@ class ElasticDriver(Driver):
         self.training.step = max(self.training.step, self.rounds.report.step)
 
     def _template(self) -> DataLedger | None:
-        """The ledger as it is before the first view."""
+        """The ledger before the first view."""
         schedule = self._schedule
         return self._reader.template(len(self.pieces), schedule.every, schedule.delay) if self._reader else None
 
     def _ask_for_samples(self) -> None:
-        """Hold one more round: this replica has no lease, because it is new or others have its samples. Raises `EndedError`."""
+        """Hold one more round to get a lease, because this replica is new or others have its samples. Raises `EndedError`."""
         if self.rounds.over or self._stop_requested:
-            raise EndedError("there is nothing left to read: the run has ended, or was asked to stop.")
+            raise EndedError("no samples are left to read: the run has ended, or was asked to stop.")
         if self.rounds.report.state is State.IN_DOUBT:
             self.rounds.depart(own_steps=self._own_steps)
         else:
@@ -118,18 +118,18 @@ class ElasticDriver(Driver):
         self._adopt(self.rounds.report.ledger)
 
     def _adopt(self, ledger: DataLedger | None) -> None:
-        """Before the first outcome, and where there is no lease: later ones come with the outcomes."""
+        """Take the ledger before the first outcome, or if there is no lease. Later ledgers come with outcomes."""
         if self._reader and (self._at.ledger is None or self._reader.read_count.serial < 0):
             self._at = replace(self._at, ledger=ledger)
             self._reader.adopt(ledger)
 
     def after_inner_step(self) -> None:
-        """Depart what is due, and pick up what has come."""
+        """Send the deltas that are due, and take over the outcomes that have arrived."""
         step, tokens = self.training.step, self.training.tokens
         if self.by_tokens != (tokens is not None):
             raise ConfigurationError(
-                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas in one "
-                "way from the first round on. Give Replica(tokens=...) at the start."
+                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas "
+                "alike from the first round on. Give Replica(tokens=...) at the start."
             )
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self._own_steps += 1
@@ -154,7 +154,7 @@ class ElasticDriver(Driver):
             self._observe("read", step, ranges=[list(pair) for pair in ranges])
 
     def _missed(self, step: int) -> list[int]:
-        """Fragments that were to depart at steps which this replica stepped over, being behind; not what departs now."""
+        """Fragments that were due at steps which this replica skipped because it was behind, without those that depart now."""
         seen = step - 1 if self._seen is None else self._seen
         over = range(max(seen, step - self._schedule.every) + 1, step)
         departs, count = self._schedule.departs, len(self.pieces)
@@ -162,13 +162,13 @@ class ElasticDriver(Driver):
         return sorted(due - self._waiting.keys())
 
     def finish(self, keep_seconds: float = 0.0) -> bool:
-        """Take part until all have trained all their steps, and nobody has anything left to bring. See `Replica.finish`.
+        """Take part until all members have trained all their steps, and no deltas are left. See `Replica.finish`.
 
-        Raises `LinkError` where the others are not heard for long; the anchors hold what was agreed until then.
+        Raises `LinkError` if the others cannot be reached for long; the anchors hold the last agreed values.
         """
         step = self.training.step
         self._tell_what_was_read(step)
-        late = step + self.strategy.schedule.delay  # all that has come lands
+        late = step + self.strategy.schedule.delay  # so that all outcomes land
         while not self.rounds.over:
             self.rounds.wait(lambda: self.rounds.idle or self.rounds.over or self._stop_requested)
             self._pick_up(late)
@@ -187,17 +187,17 @@ class ElasticDriver(Driver):
         return self.rounds.report.state is not State.KEEPING
 
     def request_stop(self) -> None:
-        """This replica stops now, and at the end of a run waits for nobody; the others go on without it. From any thread."""
+        """Stop this replica now, without waiting for others at the end of the run; the others continue. May be called from any thread."""
         self._stop_requested = self.training.stopping = True
         self.rounds.wake()
 
     def close(self) -> None:
         self.rounds.close()
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Between inner steps. What is in the air is still in the parameters."""
+        """The state between inner steps. Deltas in flight are still in the parameters."""
         tensors, facts = self.training.state()
         return tensors, facts | {"agreed": self.facts()}
 
@@ -206,7 +206,7 @@ class ElasticDriver(Driver):
         self.load(facts["agreed"])
 
     def facts(self) -> dict[str, Any]:
-        """What to save beside the fragments' tensors: JSON."""
+        """The values to save beside the fragments' tensors, for JSON."""
         return {
             "round": self._at.round,
             "state_digest": self._at.state_digest,
@@ -220,11 +220,11 @@ class ElasticDriver(Driver):
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Go on from `facts` and the fragments as they were saved with them. Nothing may have departed yet."""
+        """Resume from `facts` and the fragments that were saved with them. No delta may have departed yet."""
         if facts["by_tokens"] != self.by_tokens:
-            ways = {True: "the tokens behind it", False: "1"}
+            ways = {True: "the number of its tokens", False: "1"}
             raise CheckpointError(
-                f"the checkpoint is of a run in which a delta counts {ways[facts['by_tokens']]}, here it counts "
+                f"in the checkpoint's run the weight of a delta is {ways[facts['by_tokens']]}, here it is "
                 f"{ways[self.by_tokens]}; resume with the run's own setting."
             )
         states = [piece.state for piece in self.pieces]
@@ -233,13 +233,13 @@ class ElasticDriver(Driver):
         self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
         self._trained, self._travelled = facts["trained"], list(facts["travelled"])
         if self._reader and not self._reader.load(facts["reader"], agreed.ledger, self.rounds.report.ledger):
-            self.training.load_anchors()  # others train the samples that were in the parameters
+            self.training.load_anchors()  # other replicas train the samples that were in the parameters
             self._travelled = [self._trained] * len(self.pieces)
         self.rounds.load(agreed)
-        if self.rounds.over:  # what was taken over when it joined is final: no checkpoint is newer
+        if self.rounds.over:  # the state that it took over at the join is final; no checkpoint is newer
             self._pick_up(self.rounds.report.step)
 
-    # ---- both ways
+    # ---- deltas and outcomes
 
     @torch.no_grad()
     def _bring(self, index: int, step: int) -> Ready:
@@ -257,7 +257,7 @@ class ElasticDriver(Driver):
         return ready
 
     def _pick_up(self, step: int) -> None:
-        """Take over what is due at `step`."""
+        """Take over the outcomes that are due at `step`."""
         for outcome in self.rounds.outcomes(step):
             self._at = outcome.after
             if outcome.broken:
@@ -276,7 +276,7 @@ class ElasticDriver(Driver):
                 _, departed = self._waiting.pop(outcome.fragment)
                 if outcome.counted is not None:
                     self._travelled[outcome.fragment] = departed
-                elif outcome.after.round == outcome.round:  # its turn is still to come
+                elif outcome.after.round == outcome.round:  # its round is still to come
                     self._owed.add(outcome.fragment)
             if self._reader and outcome.dropped:
                 self._reader.begin_again(outcome.after.ledger)
@@ -299,7 +299,7 @@ class ElasticDriver(Driver):
             elif flight == delay:
                 for part, values in piece.slices(anchor):
                     merge.into(part, values.to(part.device))
-            else:  # as `Mix(alpha)` for the share of the flight that was to be; what was trained later is kept whole
+            else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole
                 kept = 1 - (1 - merge.alpha) * delay / flight
                 piece.carry_over(before - counted.delta, merge.alpha, kept)
             return
@@ -319,7 +319,7 @@ class ElasticDriver(Driver):
 def join(
     training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
 ) -> ElasticDriver:
-    """A driver that is one of those who are there now. Blocks. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`."""
+    """Make a driver, and join the members that are there. Blocks. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`."""
     if site is not None:
         raise ConfigurationError(
             "site= with a Membership: a sharded replica needs the same ranks in every round; give a fixed group, or a whole replica."
@@ -349,21 +349,21 @@ def in_turn(schedule: Schedule, fragments: int) -> list[int]:
 
 
 def counts_tokens(training: Training) -> bool:
-    """Whether a delta counts the tokens behind it. Raises `ConfigurationError` as `tokens_of_step`."""
+    """Whether the weight of a delta is the number of its tokens. Raises `ConfigurationError` like `tokens_of_step`."""
     return training.tokens is not None and tokens_of_step(training.tokens) > 0
 
 
 def check(strategy: Strategy) -> Schedule:
-    """Refuse what needs the same replicas in every round, as the pieces declare it; the schedule is fine."""
+    """Refuse strategies whose pieces declare that they need the same replicas in every round. Returns the schedule."""
     for piece in strategy.pieces:
         if piece.needs_fixed_group:
             raise ConfigurationError(
-                f"this strategy cannot run among replicas that come and go: {piece} {piece.needs_fixed_group}. "
+                f"this strategy cannot run elastically: {piece} {piece.needs_fixed_group}. "
                 "Choose another, or a fixed group."
             )
     if not isinstance(strategy.schedule, Schedule):
         raise ConfigurationError(
-            f"this strategy cannot run among replicas that come and go: {strategy.schedule} has no `departs`, so it must "
+            f"this strategy cannot run elastically: {strategy.schedule} has no `departs`, so it must "
             "declare needs_fixed_group. Choose another, or a fixed group."
         )
     return strategy.schedule

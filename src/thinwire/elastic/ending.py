@@ -1,9 +1,9 @@
-"""The end of a run among replicas that come and go: what those who come late get of it.
+"""The end of an elastic run: how late members get the final state.
 
-All who end a run together hold its final state, and note at the rendezvous that it has ended, and with what. The first of
-them keeps the state for a while if somebody is missing who had taken part: it goes on calling, with a status that
-says `over`. Whoever meets it takes that over, and has ended too. No round changes it any more; what a late one has
-trained and not sent is not in it. One that comes when nobody keeps it any longer is told so by the note (`EndedError`).
+All members that end a run together hold its final state. They note at the rendezvous that the run has ended, with the state digest.
+If a member that took part is missing, the first of them keeps the state for a while: it continues to call, with a status that says
+`over`. A member that meets it takes over the state, and has ended too. No round changes the final state; training that a late member
+has not sent is not in it. A member that comes after that learns from the note that the run has ended (`EndedError`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError,
 from thinwire.membership.rendezvous import CLOSED, Membership
 from thinwire.membership.view import View
 
-PAUSE = 0.2  # seconds between calls of the one that keeps the final state
+PAUSE = 0.2  # seconds between calls of the member that keeps the final state
 
 
 def level(
     view: View, plan: RoundPlan, statuses: Sequence[MemberStatus], agreed: GlobalState, observe: Callable[..., None]
 ) -> str:
-    """Those behind take over what the first sound member holds. If this is one of them: the name of that member, else ""."""
+    """Members that are behind take over the state of the first sound member. Returns its name if this member was behind, otherwise ""."""
     group, donor = view.group, plan.sound[0]
     needy = [rank for rank in plan.behind if statuses[rank].state_digest != statuses[donor].state_digest]
     if group.rank in needy:
@@ -44,9 +44,9 @@ def level(
 def note_end(
     membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], there: Iterable[str], known: bool
 ) -> set[str]:
-    """Note with which state the run has ended, for a member that has not heard how the vote on it went. If those who come
-    late are to be told (`known`): return who is missing `there` of those whom this replica `met`, or whose deltas were counted;
-    nobody, if it is not this one that `keeps` the final state for them.
+    """Note the final state of the run, for members that did not hear the result of the vote on it. Returns the members that are not
+    `there`, of those that this replica `met` or whose deltas were counted; none, if this replica does not `keep` the final state, or
+    late members need not be told (`known` is false).
     """
     if not known:
         _note(membership, (agreed.run, agreed.state_digest))
@@ -58,20 +58,20 @@ def note_end(
 
 
 def _note(membership: Membership, *ends: tuple[str, ...]) -> None:
-    with suppress(LinkError):  # without a lighthouse those who come late hear nothing
+    with suppress(LinkError):  # without a lighthouse late members do not learn of it
         for what in ends:
             membership.note_end(*what)
 
 
 def end_is_noted(membership: Membership, agreed: GlobalState) -> bool:
-    """Whether it is noted that the run has ended with the state that this replica holds; False without a lighthouse."""
+    """Whether the note says that the run has ended with this replica's state; False without a lighthouse."""
     with suppress(LinkError):
         return membership.ended(agreed.run, agreed.state_digest)
     return False
 
 
 def check_final(membership: Membership, agreed: GlobalState, error: EndedError) -> None:
-    """Raise `error`, in more words, unless this replica holds the final state all the same."""
+    """Raise `error`, with advice, unless this replica holds the final state."""
     if end_is_noted(membership, agreed):
         return
     _, who, _ = agreed.counted[max(agreed.counted)] if agreed.counted else (0, (), "")
@@ -83,7 +83,8 @@ def keep(
     next_view: Callable[[Callable[[], dict[str, Any]], float], View], membership: Membership, agreed: GlobalState, step: int,
     order: Sequence[int], late: set[str], seconds: float, observe: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Give the final state to `late` (those who got it are taken out) and to whoever else comes, for `seconds` at most; then leave.
+    """Give the final state to the members `late`, and to others that come, for `seconds` at most; then leave. Members that have got it are
+    removed from `late`.
 
     `next_view(status, seconds)` is the membership's.
     """
@@ -97,10 +98,10 @@ def keep(
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
             plan = reconcile(statuses, order)
             if view.group.rank in plan.behind:
-                break  # others who were cut off went on for longer: theirs is right
+                break  # members that were cut off continued for longer, so their state counts
             level(view, plan, statuses, agreed, observe)
             late.difference_update(member.name for member in view.members)
-        except (PeerError, PacketError, CheckpointError):  # who came has gone again, or was nobody
+        except (PeerError, PacketError, CheckpointError):  # the member has left again, or was no member
             if view is not None:
                 view.close()
         membership.sleep(PAUSE)

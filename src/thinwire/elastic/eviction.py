@@ -1,10 +1,11 @@
-"""Going on without a member that holds the others up, if most members say so.
+"""Eviction: most members vote to continue without a member that delays them.
 
-Every status carries the member's record of its last round (diagnosis/records.py). So all members of a view have the same
-records, diagnose the same, and say in their next status whom they suspect. A member that more than half of all members name
-hears why, and leaves; the others go on without it. It may come back, as anybody may, when what was wrong is mended.
+Every status carries the member's record of its last round (diagnosis/records.py). So all members of a view have the same records,
+reach the same diagnosis, and name the member that they suspect in their next status. A member that more than half of all members
+name gets the reason, and leaves; the others continue without it. It may join again after the fault is corrected.
 
-Never below the membership's `least`, never while anybody has finished training, and never for a link: nobody alone is to blame for that.
+A member is not evicted if fewer than the membership's `least` would remain, if any member has finished training, or for a slow link,
+because a link has two ends.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from thinwire.runtime.pipeline import StepTimer
 
 
 def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
-    """Who is to leave, from what each member (by name) says it suspects, "" nobody; the same on all.
+    """The member that must leave, or None. `suspects` are the votes by member; "" is no vote. All members get the same result.
 
     >>> outvoted({"a": "c", "b": "c", "c": "", "d": "c"}, least=2)
     'c'
-    >>> outvoted({"a": "c", "b": "c", "c": "", "d": ""}, least=2)  # half are not most
+    >>> outvoted({"a": "c", "b": "c", "c": "", "d": ""}, least=2)  # half is no majority
     >>> outvoted({"a": "c", "b": "c", "c": ""}, least=3)  # two are too few
     """
     (name, votes), *_ = Counter(suspects.values()).most_common(1) or [("", 0)]
@@ -38,9 +39,7 @@ def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
 
 
 class EvictionVoter:
-    """One member's part in it: what it writes down of its rounds, and what it says. Nobody is judged unless the membership
-    has rules (`Membership(evict=Rules())`).
-    """
+    """One member's records and votes. No member is evicted unless the membership has rules (`Membership(evict=Rules())`)."""
 
     def __init__(self, membership: Membership, observe: Callable[..., None]) -> None:
         self._membership, self._observe = membership, observe
@@ -48,7 +47,7 @@ class EvictionVoter:
         self._own_seconds, self._step_timer = 0.0, StepTimer()
         self._record = ""
         self._finding: Finding | None = None
-        self.put_out: set[str] = set()  # names
+        self.put_out: set[str] = set()  # names of evicted members
 
     @property
     def suspect(self) -> str:
@@ -60,8 +59,8 @@ class EvictionVoter:
 
     @contextmanager
     def watches(self, round_: Round, view: View) -> Iterator[None]:
-        """Write down what becomes of the messages of `round_`, which flies within. What went wrong here is raised, not that
-        peers then sent nothing.
+        """A context in which `round_` runs: records the fate of its messages. If this replica failed, its error is raised, and not the
+        `LinkError` that follows when peers send nothing.
         """
         over = False
         try:
@@ -73,7 +72,7 @@ class EvictionVoter:
             raise
         finally:
             record = round_.record([member.name for member in view.members], self._own_seconds, over)
-            self._own_seconds = 0.0  # it says how fast this replica was once, and not again for rounds without training
+            self._own_seconds = 0.0  # the speed is reported once, not again in rounds without training
             if self._membership.evict is not None:
                 text = json.dumps(record.facts(), separators=(",", ":"))
                 self._record = text if len(text) <= MOST_RECORD else ""
@@ -81,12 +80,12 @@ class EvictionVoter:
                 self._observe("wire", **record.facts())
 
     def says(self) -> dict[str, str]:
-        """For the next status."""
+        """Fields of the next status."""
         said, self._record = {"record": self._record, "suspect": self.suspect}, ""
         return said
 
     def judge(self, view: View, statuses: Sequence[MemberStatus]) -> None:
-        """Raises `LinkError` if this view holds no round, because a member has to leave it; that one has left then, and
+        """Count the votes. If a member must leave, this view holds no round: the others raise `LinkError`; the evicted member leaves and
         raises `DisagreementError`.
         """
         if self._membership.evict is None:
@@ -98,7 +97,7 @@ class EvictionVoter:
         if out is None:
             return
         by = sorted(name for name, suspect in said.items() if suspect == out)
-        why = str(self._finding) if self.suspect == out else "what they have seen of it"
+        why = str(self._finding) if self.suspect == out else "by their records"
         self._observe("evicted", name=out, by=by, reason=why)
         self._watch.forget(out)
         self._finding = None
@@ -112,7 +111,7 @@ class EvictionVoter:
         raise LinkError(f"{out} was put out ({why}); the next round is without it")
 
     def _hear(self, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
-        """Diagnose the records of one round: of the last that most have seen."""
+        """Diagnose the records of one round: the last one that most members have records of."""
         records = [
             record for name, status in zip(names, statuses) if (record := _read(status.record, name)) is not None
         ]
@@ -125,7 +124,7 @@ class EvictionVoter:
 
 
 def _read(text: str, name: str) -> Record | None:
-    """What `name` wrote; nothing, if it is no record of its own."""
+    """The record in `text`; None if it is not a record of `name`."""
     try:
         record = Record.of(json.loads(text)) if 0 < len(text) <= MOST_RECORD else None
     except (PacketError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The exchange of one round among members that come and go: from a delta to the anchor that it may become."""
+"""The exchange of one elastic round: from a delta to the fragment's next anchor."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def fly(
     strategy: Strategy, codec: Codec, held: FragmentState, view: View, plan: RoundPlan, ready: Ready, context: SendContext,
     voter: EvictionVoter,
 ) -> RoundUpdate:  # fmt: skip
-    """Exchange the round's fragment, of which all `held` the same anchor.
+    """Exchange the round's fragment; all members `held` the same anchor of it.
 
-    Every delta is sent times weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted one. What is
-    left at the end of the run is averaged, as in a fixed group: it is less than a period's. Raises `PacketError`, `NonFiniteError`.
+    Every delta is multiplied by weight · M / `RoundPlan.whole`, so that the mean over all M members is the weighted mean. The remainder
+    at the end of the run is less than a period, and is averaged, as in a fixed group. Raises `PacketError`, `NonFiniteError`.
     """
     group, fragment, anchor = view.group, plan.fragment, held.anchor
     own = group.rank in plan.counted

@@ -1,4 +1,4 @@
-"""What all sound replicas hold alike: anchors and outer state, how far they are, and who was counted on the way."""
+"""The state that all sound replicas share: anchors and outer state, the number of rounds, and the replicas that each round counted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import State
 
-REMEMBERED = 1024  # rounds of which a replica can tell who was counted
+REMEMBERED = 1024  # the last rounds, for which the counted replicas are kept
 
 
 @dataclass
 class GlobalState:
-    """What all sound members hold alike."""
+    """The state that all sound members share."""
 
     anchors: list[Tensor]
     states: list[State]
@@ -30,12 +30,13 @@ class GlobalState:
     state_digest: str = ""
     counted: dict[int, tuple[int, tuple[str, ...], str]] = field(
         default_factory=dict
-    )  # fragment, names, mark; by round
-    run: str = ""  # tells this run from any other: the id of its first view
-    ledger: DataLedger | None = None  # who reads which samples; None: the replicas see to their data themselves
+    )  # by round: its fragment, the names that were counted, its mark
+    run: str = ""  # identifies the run: the id of its first view
+    ledger: DataLedger | None = None  # assigns samples to replicas; None: the replicas choose their data themselves
 
     def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
-        """What all hold alike of a fragment, with this replica's `feedback`, for a round; its parameters are the main thread's."""
+        """A `FragmentState` for a round: the shared state of a fragment, with this replica's `feedback`, and without parameters, which
+        belong to the main thread."""
         return FragmentState(Fragment("", ()), index, self.anchors[index], self.states[index], feedback, codec)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -66,7 +67,7 @@ class GlobalState:
             text = facts["ledger"]
             ledger = layout.decoded(bytes.fromhex(text)) if text else None
             if (ledger and ledger.terms) != (self.ledger and self.ledger.terms):
-                raise ValueError("its data is read in another way")
+                raise ValueError("only one of both runs has a data ledger")
         except (DataError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"a transferred or saved state cannot be read ({error}); run the same version on every replica."
@@ -75,44 +76,44 @@ class GlobalState:
 
     @property
     def mark(self) -> str:
-        """Tells the round that was committed last from any other of the same round, in another history."""
+        """Identifies the last committed round; a round of the same number in another history has another mark."""
         return self.state_digest[:8]
 
     def counts(self, number: int, name: str, fragment: int, mark: str = "") -> bool:
-        """Whether round `number` was about `fragment`, and counted `name`'s delta; with `mark`: whether it was that round."""
+        """Whether round `number` exchanged `fragment`, counted the delta of `name`, and has the `mark`, if one is given."""
         index, who, there = self.counted.get(number, (-1, (), ""))
         return index == fragment and name in who and mark in ("", there)
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
-        """The anchor and outer state of `fragment` after a round that counted `who`."""
+        """Store the anchor and outer state of `fragment` after a round that counted `who`."""
         self.anchors[fragment], self.states[fragment] = anchor, state
         self.state_digest = next_digest(self.state_digest, self.round, fragment, anchor)
         self.counted[self.round] = fragment, who, self.mark
         self.counted.pop(self.round - REMEMBERED, None)
 
     def begin_data(self, names: Iterable[str]) -> None:
-        """Give the members of the first view their leases, unless that is done."""
+        """Give the members of the first view their leases, if this has not been done."""
         if self.ledger is not None and not self.ledger.leases:
             self.set_ledger(self.ledger.begin(names))
 
     def commit_data(self, fragment: int, claims: Mapping[str, Claim], present: Mapping[str, ReadCount]) -> Named:
-        """The ledger after a round; see `DataLedger.commit`."""
+        """Update the ledger after a round; see `DataLedger.commit`."""
         assert self.ledger is not None
         ledger, named = self.ledger.commit(fragment, claims, present)
         self.set_ledger(ledger)
         return named
 
     def set_ledger(self, ledger: DataLedger) -> None:
-        """Hold `ledger`, in the state digest too: members with other ones are not level."""
+        """Store `ledger`, and add it to the state digest, so that members with different ledgers have different digests."""
         self.ledger = ledger
         text = f"{self.state_digest}/{layout.digest(ledger)}"
         self.state_digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        if self.round in self.counted:  # what `mark` tells of a round is what is agreed after it
+        if self.round in self.counted:  # the mark of a round is the state after it
             self.counted[self.round] = *self.counted[self.round][:2], self.mark
 
     def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], status: MemberStatus) -> None:
-        """Become what a sound member holds. Raises `CheckpointError` (and changes nothing) if that is not of this model, or
-        not what the member's `status` says.
+        """Take over the state of a sound member. Raises `CheckpointError`, and changes nothing, if the state belongs to another model, or
+        differs from the member's `status`.
         """
         if (facts.get("round"), facts.get("state_digest")) != (status.round, status.state_digest):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What the main thread and the round loop say to each other: immutable messages. Neither writes what the other holds.
+"""Immutable messages between the main thread and the round loop. Neither writes the state of the other.
 
 main thread → loop      commands, one after another; and the newest inner step
 loop → main thread      outcomes, one after another; and the newest report
@@ -23,8 +23,8 @@ from thinwire.types import State as Tensors
 
 @dataclass(frozen=True)
 class Ready:
-    """A delta that waits for its round. `step` is the inner step that it departed after; `claim` names the samples behind it, read
-    in the `generation` of its reader (data_ledger).
+    """A delta that waits for its round. It departed after inner step `step`; `claim` names the samples that it was trained on, read in
+    the `generation` of the reader (data_ledger).
     """
 
     fragment: int
@@ -36,7 +36,7 @@ class Ready:
     generation: int = 0
 
 
-NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # to take part without a delta
+NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # takes part without a delta
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Load:
-    """Go on from `agreed`, which a checkpoint held. It belongs to the loop from now on."""
+    """Resume from `agreed`, which a checkpoint held. The loop owns it from now on."""
 
     event: ClassVar[Event] = Event.LOAD
     agreed: GlobalState
@@ -57,8 +57,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Depart:
-    """Let `brought` wait for their rounds, and hold those that are due. It departed at `seconds` of the membership's clock,
-    when this replica had trained `own_steps` inner steps itself.
+    """Queue the deltas `brought`, and hold the rounds that are due. The deltas departed at `seconds` of the membership's clock, after
+    `own_steps` inner steps of this replica.
     """
 
     event: ClassVar[Event] = Event.DEPART
@@ -69,7 +69,7 @@ class Depart:
 
 @dataclass(frozen=True)
 class Finish:
-    """All steps are trained. For `keep_seconds` at most this replica may have to keep the final state for those missing."""
+    """All steps are trained. This replica may keep the final state for missing members, for `keep_seconds` at most."""
 
     event: ClassVar[Event] = Event.FINISH
     keep_seconds: float
@@ -77,7 +77,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Meet:
-    """Hold one round, and bring `brought` to it."""
+    """Hold one round with the deltas `brought`."""
 
     event: ClassVar[Event] = Event.MEET
     brought: tuple[Ready, ...]
@@ -95,7 +95,7 @@ Command = Join | Load | Depart | Finish | Meet | Close
 
 @dataclass(frozen=True)
 class Point:
-    """Where the agreed state stood: its round, its digest, who was counted on the way (`GlobalState.counted`), and who reads what."""
+    """A point in the history of the agreed state: round, digest, counted replicas (`GlobalState.counted`), and ledger."""
 
     round: int = 0
     state_digest: str = ""
@@ -105,18 +105,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fragment, for the main thread to take over.
+    """The result of a round for one fragment. The main thread takes it over.
 
-    anchor     the agreed one now; None: nothing has changed
-    state      of the outer step
-    counted    this replica's delta that is in it, if any: the rest of its progress still is to travel
-    feedback   what is held back now, if one was counted
-    ready      the delta whose round this was
-    returned   this replica's delta that was believed to be counted, and is not: it is still to travel
-    broken     it held NaN or infinity, and was not sent
-    anew       nothing of this replica's own progress still is to travel: it goes on from the anchor
-    dropped    so it is for all fragments, since others train its samples: it goes on with what its lease says now
-    after      the agreed state that this belongs to
+    anchor     the new agreed anchor; None: nothing has changed
+    state      the outer step's state
+    counted    this replica's delta that is in the anchor, if any; its later progress is still to be sent
+    feedback   the new feedback, if a delta was counted
+    ready      this replica's delta that was due in the round
+    returned   this replica's delta that seemed to be counted, and is not; it is still to be sent
+    broken     the delta contained NaN or infinity, and was not sent
+    anew       this replica's own progress is dropped; it continues from the anchor
+    dropped    the last of such outcomes for all fragments: others train its samples, so it continues with its present lease
+    after      the agreed state after this outcome
     """
 
     fragment: int
@@ -135,16 +135,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """Where the loop stands.
+    """The state of the loop.
 
-    done      how many commands it has carried out
-    step      where training has got to, as far as it knows
-    next      the fragment whose turn it is
-    run       the run that it is in; "" before its first view
-    alone     how often in a row it found no view, and
+    done      number of commands that were executed
+    step      the newest inner step that it knows
+    next      the fragment of the next round
+    run       the id of its run; "" before its first view
+    alone     number of failed attempts in a row to find a view
     reason    why, or why its last round failed; "" if it did not
-    failure   what ended the rounds
-    ledger    who reads which samples
+    failure   the error that ended the rounds
+    ledger    the assignment of samples to replicas
     """
 
     state: State
@@ -159,15 +159,15 @@ class Report:
 
 
 class Mailbox:
-    """What lies between the two threads, beside the queue of commands.
+    """The values that the two threads share, beside the queue of commands.
 
-    steps      the newest inner step, from the main thread
-    reads      the newest generation of its reader, and how far it has read
-    closing    set by the main thread: no command but `Close` is carried out any more
-    outcomes   from the loop, in order
+    steps      new inner steps, from the main thread
+    reads      the reader's newest generation, and how far it has read, from the main thread
+    closing    set by the main thread: only `Close` is executed from now on
+    outcomes   outcomes from the loop, in order
     """
 
-    report: Report  # the newest; the loop publishes one when it is made
+    report: Report  # the newest report; the loop publishes the first one when it is made
 
     def __init__(self) -> None:
         self.steps: deque[int] = deque(maxlen=1)
@@ -182,11 +182,11 @@ class Mailbox:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Who waits looks again. From any thread, and from a signal handler."""
+        """Make waiting threads check their condition again. May be called from any thread or signal handler."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Until `enough()`, asked after every report and `wake`."""
+        """Wait until `enough()` is true. It is called after every report and `wake`."""
         with self._changed:
             self._changed.wait_for(enough)

@@ -1,9 +1,9 @@
-"""Elastic rounds, the part that is arithmetic: from what all members say of themselves to what all will do.
+"""The plan of an elastic round: a pure function of the statuses of all members.
 
-Rounds are numbered through all fragments, which take turns: **round** q is the next one, about fragment order[q mod P]. Members who
+Fragments take turns, and rounds are numbered over all fragments: **round** q exchanges fragment order[q mod P]. Members that
 committed the same rounds hold the same anchors and the same **state digest**, a hash over all anchors that these rounds moved. A
-member with fewer rounds, or with another digest, is *behind*: it takes over the agreed state of those who are *sound* before it is
-counted again. Its own progress is not lost by that: a delta is relative to its own anchor.
+member with fewer rounds, or with another digest, is *behind*: it takes over the agreed state of the *sound* members before it is
+counted again. It keeps its own progress, because a delta is relative to its own anchor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _MOST_COUNT = 1 << 60  # of samples
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """What a replica says of itself when it asks for a round.
+    """The status that a replica sends when it asks for a round.
 
-    round         the first round that it has not seen decided
-    state_digest  of its anchors, see `next_digest`
-    step          inner steps, for the learning rate of those who join
-    fresh         it holds nothing but random weights
+    round         the first round whose decision it does not know
+    state_digest  digest of its anchors, see `next_digest`
+    step          inner steps, for the learning rate of members that join
+    fresh         it holds only random weights
     finishing     it has trained all its steps
-    run           which run it is in: the id of its first view; "" before that
-    over          the run has ended; what it holds is the final state, which no round changes any more
-    brings        what the deltas count that it has ready, by fragment: 1, or the tokens behind them; 0: not at all
-    record        what it saw of its last round, as JSON, and
-    suspect       whom it would go on without (eviction.py); "" nothing, nobody
-    reads         how far it has read along its lease: serial, version, count (data_ledger); empty: it has none
-    claims        the samples behind the deltas that it has ready, by fragment: serial, version, and counts from, to, from, to, ...
+    run           the run's id, which is the id of its first view; "" before that
+    over          the run has ended, and it holds the final state, which no round changes
+    brings        weights of the deltas that it has ready, by fragment: 1, or the number of their tokens; 0: not counted
+    record        its record of its last round, as JSON (eviction.py); "" if none
+    suspect       the member that it votes to evict; "" if none
+    reads         how far it has read along its lease: serial, version, count (data_ledger); empty if it has no lease
+    claims        samples of the deltas that it has ready, by fragment: serial, version, and counts from, to, from, to, ...
     """
 
     round: int
@@ -64,7 +64,7 @@ class MemberStatus:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], name: str) -> MemberStatus:
-        """What `name` said. Its bytes are a peer's: raises `PeerError` where they are no status."""
+        """Read the status of `name`. Its bytes come from a peer: raises `PeerError` if they are no status."""
         kinds = {each.name: _KINDS[str(each.type)] for each in fields(cls)}
         fits = facts.keys() == kinds.keys() and all(type(facts[name]) in kind for name, kind in kinds.items())
         if not fits:
@@ -100,17 +100,17 @@ class MemberStatus:
 
     @property
     def read_count(self) -> ReadCount:
-        """`reads`, in words."""
+        """`reads` as a `ReadCount`."""
         return ReadCount(*self.reads) if self.reads else ReadCount()
 
     def claim(self, fragment: int) -> Claim:
-        """What stands behind its delta of `fragment`; nothing, if it says nothing."""
+        """The samples of its delta of `fragment`; an empty claim if the status has none."""
         serial, version, *counts = self.claims.get(str(fragment), (0, 0))
         return Claim(serial, version, tuple(zip(counts[::2], counts[1::2])))
 
     def check(self, name: str, fragments: Collection[int], most: float, most_steps: int | None = None) -> None:
-        """Raises `PeerError` if `name` brings what there is not among `fragments`, or one that counts more than `most`; or says that
-        it has trained more than the run's `most_steps`, to which all others would jump.
+        """Raises `PeerError` if `name` brings a delta of a fragment that is not in `fragments`, or one whose weight is more than `most`, or
+        if its step is more than the run's `most_steps`: all others would jump to it.
         """
         if most_steps is not None and self.step > most_steps:
             raise PeerError(
@@ -119,8 +119,8 @@ class MemberStatus:
         for key, weight in self.brings.items():
             if str(int(key)) != key or int(key) not in fragments or weight > most:
                 raise PeerError(
-                    f"{name} sent a status out of bounds: fragment {key} that counts {weight:g}, of {len(fragments)} fragments "
-                    f"and at most {most:g}; check that replica."
+                    f"{name} sent a status out of bounds: fragment {key} with weight {weight:g}, of {len(fragments)} fragments "
+                    f"and a weight of at most {most:g}; check that replica."
                 )
 
 
@@ -136,18 +136,18 @@ def _are_counts(numbers: Sequence[object]) -> bool:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What follows from the statuses of a view, in rank order; the same on every member.
+    """The plan that follows from the statuses of a view, in rank order; the same on every member.
 
-    round     that this is
-    step      where training has got to: whoever has trained less goes on from here
-    fragment  that this round is about; −1: nobody has anything ready, and the round is not used up
+    round     number of the round
+    step      the largest step of all members; members with fewer steps continue from here
+    fragment  the fragment that is exchanged; −1: no member has a delta ready, and the number of the round is not used
     sound     ranks that hold the agreed state; the first one gives it to those behind
     behind    ranks that take it over first
-    weights   what each counts in this round
-    whole     what all who train would count together: the round divides by it
-    finished  all have trained all their steps: what is left of a period is averaged (`Outer.last`)
-    over      all have finished, and nobody has anything left: they vote on it; or it has `ended`
-    ended     somebody sound knows that the run has ended
+    weights   weight of each member's delta in this round
+    whole     sum of the weights if all training members had a delta; the round divides by it
+    finished  all have trained all their steps: the rest of a period is averaged (`Outer.last`)
+    over      all have finished, and no deltas are left, so members vote on the end; or the run has `ended`
+    ended     a sound member knows that the run has ended
     """
 
     round: int
@@ -176,15 +176,15 @@ class RoundPlan:
 
 
 def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPlan:
-    """Who is sound, what this round is about, and what each delta counts. `order`: in which fragments take turns.
+    """Plan a round: the sound members, the fragment, and the weight of each delta. Fragments take turns in `order`.
 
-    Sound are those with the most rounds whose state digest most of them share (of equally many: the lowest rank's). If nobody
-    has trained yet the lowest rank is sound. The round is about the fragment whose turn it is, or the next one that anybody
-    has ready. Who is behind is counted all the same: its delta is what that replica has trained, whatever the others did
-    meanwhile; but not who is fresh. So is who came too late for an earlier round of this fragment, and has its delta still.
+    The sound members are those with most rounds, and among these with the most frequent state digest (in a tie, that of the lowest rank). If
+    no member has trained yet, the lowest rank is sound. The round exchanges the fragment whose turn it is, or the next one of which a
+    member has a delta ready. A member that is behind is counted too, because its delta is its own training, whatever the others did
+    meanwhile. So is a member that was late for an earlier round of this fragment. A fresh member is not counted.
 
-    The mean is over all who train, those too who have nothing of this fragment ready: with M of them a delta moves the
-    anchor by 1/M, in whichever round it comes, and rounds that count one each make what one that counts all does.
+    The mean is over all members that train, also those without a delta of this fragment. So each of M deltas moves the anchor by 1/M
+    of itself in any round, and M rounds with one delta each have the same effect as one round with all.
 
     >>> ahead, late = MemberStatus(round=7, state_digest="b", brings={"1": 1.0}), MemberStatus(round=5, state_digest="a", brings={"0": 1.0, "1": 1.0})
     >>> plan = reconcile([ahead, late, MemberStatus(round=7, state_digest="b")], order=[0, 1])
@@ -195,7 +195,7 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
     number = max((statuses[rank].round for rank in trained), default=0)
     ahead = [rank for rank in trained if statuses[rank].round == number] or [0]
     counts = Counter(statuses[rank].state_digest for rank in ahead)
-    shared = max(counts, key=lambda digest: counts[digest])  # of equally many the first counted: the lowest rank's
+    shared = max(counts, key=lambda digest: counts[digest])  # in a tie the first that was counted: the lowest rank's
     candidates = ahead if trained else range(len(statuses))
     sound = tuple(rank for rank in candidates if statuses[rank].state_digest == shared)
     ended = any(statuses[rank].over for rank in sound)

@@ -1,13 +1,13 @@
-"""Rounds among replicas that come and go: what happens on the exchange thread when the group is a `Membership`.
+"""The loop of elastic rounds. It runs on the exchange thread, and its groups come from a `Membership`.
 
-One round after another: ask who is there (`Membership.next_view`), conclude from all statuses what the round is (`reconcile`), let
-those behind take over the agreed state, exchange, decide together (`View.decide`), and only then believe it. A round
-that fails anywhere changes nothing: its delta is still in the parameters and travels in the next one. Fragments take turns,
-in the order in which they depart, and a replica asks for a round when it has the delta whose turn it is: so all bring the
-same fragment, however long a round takes. A delta that comes too late for its round waits for the next turn of its fragment.
+A round has these steps: get a view of the members (`Membership.next_view`), plan the round from all statuses (`reconcile`), let members
+that are behind take over the agreed state, exchange, vote (`View.decide`), and commit the result. A round that fails in any step
+changes nothing: its delta is still in the parameters, and is sent in a later round. Fragments take turns in the order in which they
+depart. A replica asks for a round when it has a delta of the next fragment, so all bring the same fragment, however long a round
+takes. A delta that is too late for its round waits for the next turn of its fragment.
 
-What may happen when is a table (states.py). The loop holds the state, and carries out the table's actions; what it hears from
-the main thread and says to it are messages (messages.py).
+A table has the states, events and transitions (states.py). The loop holds the state and executes the table's actions. It exchanges
+messages with the main thread (messages.py).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ NEVER = 1 << 62
 
 
 class RoundLoop:
-    """Holds this replica's rounds over `membership`, one after another; fragments take turns in `order`.
+    """Holds the rounds of this replica over `membership`, one after another. Fragments take turns in `order`.
 
-    All of it is one thread's (`RoundThread` in round_thread.py runs it). `agreed` is what this replica holds at the start, and belongs to the
-    loop from then on. No member's delta counts more than `most_weight`. `observer(event, step, **fields)` hears round, wire,
+    Only one thread may use it (`RoundThread` in round_thread.py runs it). `agreed` is the replica's state at the start; the loop owns it
+    from then on. No delta may weigh more than `most_weight`. `observer(event, step, **fields)` is called with round, wire,
     evicted, caught_up, given, alone, doubt, keeps, data.
     """
 
@@ -81,14 +81,14 @@ class RoundLoop:
         self._step = self._done = 0
         self._alone, self._reason = 0, ""
         self._failure: BaseException | None = None
-        self._saved_at = NEVER  # the round of the checkpoint that it went on from: what was counted since, counts
+        self._saved_at = NEVER  # round of the checkpoint that it resumed from; later rounds may have counted its deltas
         self._keep_seconds = 0.0
-        self._late: set[str] = set()  # names of those for whom this replica keeps the final state
+        self._late: set[str] = set()  # names of members for which this replica keeps the final state
         self._met: set[str] = set()  # names of members
-        self._waiting: dict[int, Ready] = {}  # deltas whose rounds are to come, by fragment
-        self._doubt: tuple[int, Ready, Tensors] | None = None  # the round, delta and feedback that it does not know of
-        self._believed: tuple[int, Ready, str] | None = None  # a round that counted its delta; only it says so as yet
-        self._generation, self._void = 0, -1  # of its reader: in its last status; the newest of which nothing counts
+        self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
+        self._doubt: tuple[int, Ready, Tensors] | None = None  # round, delta and feedback; the decision is not known
+        self._believed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
+        self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
         self._actions: dict[Action, Callable[..., object]] = {
@@ -103,7 +103,7 @@ class RoundLoop:
     # ---- states and commands
 
     def handle(self, command: Command) -> None:
-        """Carry out `command`. What it raises is in the report."""
+        """Execute `command`. An error that it raises is in the report."""
         try:
             if not self._mail.closing.is_set() or isinstance(command, Close):
                 self._on(command.event, command)
@@ -115,7 +115,7 @@ class RoundLoop:
             self._publish()
 
     def _on(self, event: Event, *about: Any) -> None:
-        """Go to the next state, and do what the table says. `about` the event, for those actions that ask."""
+        """Go to the next state, and execute the table's actions with the arguments `about`."""
         self._state, actions = transition(self._state, event)
         self._publish()
         for action in actions:
@@ -131,7 +131,7 @@ class RoundLoop:
         return self.order[self.agreed.round % len(self.order)]
 
     def _now(self) -> int:
-        """Where training has got to."""
+        """The newest inner step."""
         while self._mail.steps:
             self._step = max(self._step, self._mail.steps.popleft())
         return self._step
@@ -159,11 +159,11 @@ class RoundLoop:
         self._await_turn(depart.brought)
         while self._state in (State.TRAINING, State.IN_DOUBT) and self._due():
             self._round()
-            if self._alone:  # nobody came, and to ask at once again is of no use
+            if self._alone:  # no other member came, and asking again at once would not help
                 return
 
     def _due(self) -> bool:
-        """Whether it is this replica's to ask for a round: also where a turn does not come, as if its fragment departed seldom."""
+        """Whether this replica asks for a round now: its delta is next, it is in doubt, or a delta has waited for a whole period."""
         long, step = self.strategy.schedule.every, self._now()
         waited = any(step - ready.step >= long for ready in self._waiting.values())
         return self._state is State.IN_DOUBT or self._next in self._waiting or waited
@@ -176,7 +176,7 @@ class RoundLoop:
         self._round()
 
     def _await_turn(self, brought: Sequence[Ready]) -> None:
-        """A delta that is no number takes part without being counted; one of samples that others train comes back."""
+        """Queue deltas. One with NaN or infinity takes part with weight 0; one whose samples others train is given back."""
         for ready in brought:
             if ready.generation <= self._void:
                 self._put(Outcome(ready.fragment, self.agreed.round, ready=ready))
@@ -197,11 +197,11 @@ class RoundLoop:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """One round, from who is there to what is believed. What went wrong, if anything did, is in the report."""
+        """Hold one round, from the view to the commit. The reason of a failure is in the report."""
         began = self._clock()
         try:
             status = self._status()
-            view = self._view(lambda: replace(status, step=self._now()).facts())  # it trains on meanwhile
+            view = self._view(lambda: replace(status, step=self._now()).facts())  # training continues meanwhile
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
             plan = reconcile(statuses, self.order)
             self._voter.judge(view, statuses)
@@ -250,8 +250,8 @@ class RoundLoop:
     def _hold(
         self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
     ) -> tuple[RoundPlan, RoundUpdate | None, bool | None]:
-        """Level, exchange, decide, believe. The round as it was held, what was exchanged, and whether it was committed; None: this
-        one cannot know.
+        """Level, exchange, vote, commit. Returns the plan that was followed, the update, and whether the round was committed (None: this
+        replica does not know).
         """
         ready, reason = self._waiting.pop(plan.fragment, NOTHING), ""
         rank, void, granted = view.group.rank, False, False
@@ -280,7 +280,7 @@ class RoundLoop:
         return plan, moved, committed
 
     def _drop(self) -> None:
-        """Others train the samples of this replica: it goes on from the anchors, with what its lease says now."""
+        """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
         self._void = self._generation
         self._give_back()
         last = len(self.agreed.anchors) - 1
@@ -288,7 +288,7 @@ class RoundLoop:
             self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=index == last))
 
     def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
-        """Those behind take over what the first sound member holds; after it all stand at the same round."""
+        """Members that are behind take over the state of the first sound member. Then all are at the same round."""
         donor = level(view, plan, statuses, self.agreed, self._observe)
         if donor:
             self._on(Event.CAUGHT_UP, donor)
@@ -305,7 +305,7 @@ class RoundLoop:
         name, agreed = self.membership.name, self.agreed
         since = {p for number, (p, who, _) in agreed.counted.items() if number >= self._saved_at and name in who}
         returned = None
-        if self._believed is not None:  # heard before the lighthouse died, and the others went on without it
+        if self._believed is not None:  # the lighthouse died before the others learned of this commit
             number, ready, mark = self._believed
             returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
@@ -339,7 +339,7 @@ class RoundLoop:
         return fly(self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter)
 
     def _sending_over(self, group: Group) -> SendContext:
-        """Kept as long as the group is."""
+        """The send context; it lives as long as the group."""
         if self._context is None or self._context.group is not group:
             self._end_sending()
             self._context = SendContext(group, self.membership.clock)
@@ -347,11 +347,11 @@ class RoundLoop:
 
     def _end_sending(self, _: Close | None = None) -> None:
         if self._context is not None:
-            self._context.close(wait=True)  # its group is closed: what it sends fails at once
+            self._context.close(wait=True)  # its group is closed, so its sends fail at once
         self._context = None
 
     def _decide(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, yes: bool) -> bool | None:
-        """Whether all members have all that the round needs; None: this one cannot learn it now, and waits for the next statuses."""
+        """Vote on the round: whether all members have all that it needs. None: the result is not known before the next statuses."""
         try:
             return view.decide(f"round {plan.round}", yes, self.membership.timeouts.vote)
         except UndecidedError as error:
@@ -377,7 +377,7 @@ class RoundLoop:
             self._believed = None if own is None else (plan.round, own, self.agreed.mark)
         if self.agreed.round == plan.round and (
             plan.fragment >= 0 or granted
-        ):  # not, if it could not take over what it lacks
+        ):  # false if it could not take over the state that it lacks
             self.agreed.round += 1
         if moved is not None:
             feedback = moved.feedback if own else {}
@@ -388,7 +388,7 @@ class RoundLoop:
     # ---- the end
 
     def _note_end(self, there: Sequence[str] = (), keeps: bool = True) -> None:
-        """All is agreed, and nothing changes any more. `keeps`: it is this replica's to keep it for those who are not `there`."""
+        """Note the end of the run. If `keeps`, this replica keeps the final state for members that are not `there`."""
         here = {self.membership.name, *there, *self._voter.put_out}
         self._late = note_end(self.membership, self.agreed, keeps, self._met, here, bool(self._keep_seconds))
         self._on(Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE)

@@ -1,4 +1,4 @@
-"""The main thread's side of the round loop: commands go to the exchange thread, outcomes are picked up between inner steps."""
+"""The main thread's side of the round loop: sends commands to the exchange thread, and returns outcomes between inner steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from thinwire.types import Observer
 
 
 class RoundThread:
-    """This replica's rounds over `membership`, on a thread of their own; see `RoundLoop`. Nothing here waits for a round unless it says so.
+    """Runs this replica's rounds over `membership` on a separate thread; see `RoundLoop`. A method waits for a round only if it says so.
 
-    `observe` is called on the exchange thread. `thread` runs what is submitted one after another.
+    `observe` is called on the exchange thread. `thread` must run its tasks one after another.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class RoundThread:
         self._mail = Mailbox()
         self.loop = RoundLoop(strategy, membership, agreed, codecs, order, self._mail, observe, most_weight, clock)
         self._thread = thread or ThreadPoolExecutor(1, f"thinwire-rounds-{membership.name}")
-        self._told = 0  # commands
+        self._told = 0  # commands sent
 
     # ---- commands
 
     def join(self, step: int) -> None:
-        """Meet the others in a round of theirs, to which this replica brings nothing but takes over what they hold. Waits for it.
+        """Join a round of the others without a delta, and take over their state. Waits for it.
 
-        Raises `LinkError` if too few are there, `DisagreementError` if this replica is not one of them.
+        Raises `LinkError` if too few members are there, `DisagreementError` if this replica's settings differ from theirs.
         """
         self._tell(Join(step))
         self.wait(lambda: self.idle)
@@ -59,33 +59,33 @@ class RoundThread:
             raise LinkError(f"replica {self.membership.name!r} could not join: {self.report.reason}")
 
     def ask(self, step: int) -> None:
-        """Hold one round with nothing to bring, for what is agreed in it."""
+        """Hold one round without a delta, to get what it agrees on."""
         self._tell(Join(step))
 
     def load(self, agreed: GlobalState) -> None:
-        """Go on from `agreed`, of a checkpoint. Waits for a round that is in progress."""
+        """Resume from the `agreed` state of a checkpoint. Waits for a round that is in progress."""
         self._tell(Load(agreed))
         self.wait(lambda: self.idle)
 
     def trained(self, step: int, generation: int = 0, reads: ReadCount | None = None) -> None:
-        """Training has got to `step`, and in this generation of its reader has read so far."""
+        """Report the newest inner `step`, and how far the reader has read in this generation."""
         self._mail.reads = generation, reads or ReadCount()
         self._mail.steps.append(step)
 
     def depart(self, *brought: Ready, own_steps: int) -> None:
-        """Let deltas wait for their rounds, and hold those whose turn it is. `own_steps`: inner steps of this replica."""
+        """Queue deltas, and hold the rounds that are due. `own_steps` are the inner steps of this replica."""
         self._tell(Depart(brought, own_steps, self.membership.clock()))
 
     def meet(self, *brought: Ready) -> None:
-        """Let deltas wait, and hold one round whatever is ready."""
+        """Queue deltas, and hold one round even if none is ready."""
         self._tell(Meet(brought))
 
     def finish(self, keep_seconds: float) -> None:
-        """All steps are trained: what waits comes back, to be brought once more with all that is left."""
+        """Report that all steps are trained. Waiting deltas are given back, so that they can be sent again with all that is left."""
         self._tell(Finish(keep_seconds))
 
     def close(self, leave: bool = True) -> None:
-        """End the exchange thread, and wait for its end. With `leave` the membership is closed, and a round in progress fails.
+        """End the exchange thread, and wait for its end. With `leave` the membership is closed, so a round in progress fails.
         Idempotent.
         """
         if leave:
@@ -99,10 +99,10 @@ class RoundThread:
         self._told += 1
         self._thread.submit(self.loop.handle, command)
 
-    # ---- what came of them
+    # ---- results
 
     def outcomes(self, step: int) -> Iterator[Outcome]:
-        """What has come in, in order, up to the first that is not due at `step`. Raises what ended the rounds."""
+        """The outcomes that have arrived, in order, up to the first that is not due at `step`. Raises the error that ended the rounds."""
         if self.report.failure is not None:
             raise self.report.failure
         outcomes = self._mail.outcomes
@@ -114,23 +114,23 @@ class RoundThread:
 
     @property
     def report(self) -> Report:
-        """Where the loop stands."""
+        """The newest report of the loop."""
         return self._mail.report
 
     @property
     def idle(self) -> bool:
-        """Whether every command is carried out: every delta that departed has had its round, if not its outcome."""
+        """Whether every command was executed. Then every delta that departed has had its round, but perhaps not yet its outcome."""
         return self._told == self.report.done
 
     @property
     def over(self) -> bool:
-        """Whether this replica holds the final state, and all outcomes are there."""
+        """Whether this replica holds the final state, and all outcomes have arrived."""
         return self.report.state in (State.KEEPING, State.ENDED)
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Until `enough()`, asked after every report and `wake`."""
+        """Wait until `enough()` is true. It is called after every report and `wake`."""
         self._mail.wait(enough)
 
     def wake(self) -> None:
-        """Who waits looks again. From any thread, and from a signal handler."""
+        """Make waiting threads check their condition again. May be called from any thread or signal handler."""
         self._mail.wake()

@@ -1,8 +1,8 @@
-"""The round loop as a table: in which state it is, what may happen there, and what it does then. No input, no output.
+"""The round loop as a table of states, events and transitions with their actions. No I/O.
 
-The loop (round_loop.py) runs on one thread, which alone holds the state. An event is a message from the main thread, or
-what came of a round. An event that the table does not have in a state is a mistake in the program: `transition` raises.
-docs/elastic.md draws the table; a test drives the loop through every row of it.
+The loop (round_loop.py) runs on one thread, and only this thread holds the state. An event is a message from the main thread, or the
+result of a round. An event that has no row in the present state is a mistake in the program: `transition` raises. docs/elastic.md
+shows the table; a test drives the loop through every row of it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from enum import Enum
 
 
 class State(Enum):
-    """What this replica is, between two events."""
+    """The state of this replica between two events."""
 
-    JOINING = "holds random weights, and has met nobody"
+    JOINING = "holds random weights, and has met no other member"
     TRAINING = "takes part in rounds"
-    IN_DOUBT = "voted yes on its own delta, and has not heard the answer"
-    FINISHING = "has trained all its steps, and brings what is left"
-    FINISHING_IN_DOUBT = "has trained all its steps, and is in doubt about the last delta that it brought"
-    ENDING = "notes at the rendezvous that the run has ended"
-    KEEPING = "keeps the final state for members that are missing"
+    IN_DOUBT = "voted yes on its own delta, and does not know the result"
+    FINISHING = "has trained all its steps, and sends the remaining deltas"
+    FINISHING_IN_DOUBT = "has trained all its steps, and does not know whether its last delta was counted"
+    ENDING = "notes the end of the run at the rendezvous"
+    KEEPING = "keeps the final state for missing members"
     ENDED = "holds the final state"
     FAILED = "an error has ended the rounds; the main thread raises it"
     CLOSED = "holds no more rounds"
 
 
 class Event(Enum):
-    """What happens. The first six are messages from the main thread."""
+    """Events. The first six are messages from the main thread."""
 
     JOIN = "meet the others in a first round"
-    LOAD = "go on from a checkpoint"
+    LOAD = "resume from a checkpoint"
     DEPART = "deltas have departed"
     FINISH = "all steps are trained"
     MEET = "hold one more round, with these deltas"
@@ -39,29 +39,29 @@ class Event(Enum):
     LEVEL = "a view was found, and this replica holds what its members agreed on"
     CAUGHT_UP = "a view was found, and this replica took over what its members agreed on"
     DECIDED = "the round is over: it was committed, or changed nothing"
-    UNDECIDED = "this replica voted yes on its own delta, and the answer did not come"
+    UNDECIDED = "this replica voted yes on its own delta, and the result did not arrive"
     OVER = "the members voted that the run is over, or one of them says so"
-    NOBODY_LATE = "nobody is missing at the end, or another member keeps the final state"
-    SOMEBODY_LATE = "members are missing at the end, and this one keeps the final state for them"
-    KEPT = "those who were missing have it, or it was kept for as long as was asked for"
+    NOBODY_LATE = "no member is missing at the end, or another member keeps the final state"
+    SOMEBODY_LATE = "members are missing at the end, and this member keeps the final state for them"
+    KEPT = "the missing members have the final state, or the time to keep it is over"
     FAILED = "an error was raised"
 
 
 class Action(Enum):
-    """What the loop does on the way from one state to the next."""
+    """Actions of the loop in a transition."""
 
     HOLD_DUE = "hold rounds while one is due"
     HOLD_ONE = "hold one round"
-    ADOPT = "hold what the checkpoint held"
+    ADOPT = "take over the checkpoint's state"
     GIVE_FINAL = "give the main thread the final state"
     GIVE_BACK = "give back the deltas that wait for a round"
-    START_ANEW = "put the anchors in place of the parameters"
+    START_ANEW = "replace the parameters by the anchors"
     TAKE_OVER = "move the parameters with the anchors"
-    LOOK_UP_DOUBT = "look up in the state that was taken over whether the delta was counted"
-    DROP_DOUBT = "take the delta for not counted: a member that heard yes would be ahead"
-    REMEMBER = "remember the delta and its feedback"
-    NOTE_END = "note the end, and find out who is missing"
-    KEEP = "give the final state to whoever comes"
+    LOOK_UP_DOUBT = "look up in the new state whether the delta was counted"
+    DROP_DOUBT = "treat the delta as not counted: a member that knew of the commit would be ahead"
+    REMEMBER = "keep the delta and its feedback"
+    NOTE_END = "note the end, and find the missing members"
+    KEEP = "give the final state to members that come"
     END_SENDING = "end the sending thread"
 
 
@@ -73,7 +73,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (S.JOINING, E.ALONE): (S.JOINING, (A.GIVE_BACK,)),
     (S.JOINING, E.LEVEL): (S.TRAINING, ()),
     (S.JOINING, E.CAUGHT_UP): (S.TRAINING, (A.START_ANEW,)),
-    (S.JOINING, E.DECIDED): (S.JOINING, ()),  # it could not take over what it lacks
+    (S.JOINING, E.DECIDED): (S.JOINING, ()),  # it could not take over the state that it lacks
     (S.JOINING, E.FAILED): (S.FAILED, ()),
     (S.JOINING, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
     #
@@ -87,7 +87,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (S.TRAINING, E.CAUGHT_UP): (S.TRAINING, (A.TAKE_OVER,)),
     (S.TRAINING, E.DECIDED): (S.TRAINING, ()),
     (S.TRAINING, E.UNDECIDED): (S.IN_DOUBT, (A.REMEMBER,)),
-    (S.TRAINING, E.OVER): (S.ENDING, (A.NOTE_END,)),  # it met one that keeps the final state
+    (S.TRAINING, E.OVER): (S.ENDING, (A.NOTE_END,)),  # it met a member that keeps the final state
     (S.TRAINING, E.FAILED): (S.FAILED, ()),
     (S.TRAINING, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
     #
@@ -97,7 +97,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (S.IN_DOUBT, E.RUN_ENDED): (S.ENDED, ()),
     (S.IN_DOUBT, E.LEVEL): (S.TRAINING, (A.DROP_DOUBT,)),
     (S.IN_DOUBT, E.CAUGHT_UP): (S.TRAINING, (A.LOOK_UP_DOUBT, A.TAKE_OVER)),
-    (S.IN_DOUBT, E.DECIDED): (S.IN_DOUBT, ()),  # it could not take over what it lacks
+    (S.IN_DOUBT, E.DECIDED): (S.IN_DOUBT, ()),  # it could not take over the state that it lacks
     (S.IN_DOUBT, E.FAILED): (S.FAILED, ()),
     (S.IN_DOUBT, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
     #
@@ -117,7 +117,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (S.FINISHING_IN_DOUBT, E.RUN_ENDED): (S.ENDED, ()),
     (S.FINISHING_IN_DOUBT, E.LEVEL): (S.FINISHING, (A.DROP_DOUBT,)),
     (S.FINISHING_IN_DOUBT, E.CAUGHT_UP): (S.FINISHING, (A.LOOK_UP_DOUBT, A.TAKE_OVER)),
-    (S.FINISHING_IN_DOUBT, E.DECIDED): (S.FINISHING_IN_DOUBT, ()),  # it could not take over what it lacks
+    (S.FINISHING_IN_DOUBT, E.DECIDED): (S.FINISHING_IN_DOUBT, ()),  # it could not take over the state that it lacks
     (S.FINISHING_IN_DOUBT, E.FAILED): (S.FAILED, ()),
     (S.FINISHING_IN_DOUBT, E.CLOSE): (S.CLOSED, (A.END_SENDING,)),
     #

@@ -1,8 +1,8 @@
-"""numba, for contiguous tensors of the CPU: what `Kernels` says, at the speed of memory. Here the formats with a scale per
-block; the rest is in `cpu_dense` and `cpu_sparse`.
+"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense` and `cpu_sparse`
+have the rest.
 
-Every loop goes through stripes of `STRIPE` elements, whose codes lie in the cache as one byte each: rounding is a loop
-over 32-bit lanes, packing one over bytes, and both become vector instructions. Nothing is allocated but that stripe.
+Every loop works on stripes of `STRIPE` elements, whose codes are in the cache with one byte each. Rounding is a loop over 32-bit lanes,
+packing is a loop over bytes, and both compile to vector instructions. Only the stripe is allocated.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def add_blocks(payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scal
 
 @cache
 def _form(grid: Grid) -> tuple[np.int32, ...]:
-    """bits, mantissa, the least normal number's bits, the highest code, highest exponent of a scale; of the largest value
-    the exponent and the lower bits.
+    """Bits, mantissa, bits of the least normal number, highest code, highest exponent of a scale; exponent and lower bits of the largest
+    value.
     """
     normal, largest = (int(np.float32(x).view(np.int32)) for x in (grid.normal, grid.largest))
     form = (grid.bits, grid.mantissa, normal, grid.top, grid.highest, (largest >> 23) - 126, largest & 0x7FFFFF)
@@ -83,7 +83,7 @@ def _form(grid: Grid) -> tuple[np.int32, ...]:
 
 @inlined
 def _most(bits: Any, begin: Any, end: Any) -> Any:
-    """The largest magnitude's bits: they are in the order of the magnitudes, and NaN's are above all."""
+    """The bits of the largest magnitude. Bits have the order of the magnitudes; those of NaN are the highest."""
     most = i32(0)
     for i in range(begin, end):
         most = max(most, magnitude(bits[i]))
@@ -92,20 +92,20 @@ def _most(bits: Any, begin: Any, end: Any) -> Any:
 
 @inlined
 def _scale(most: Any, form: Any, largest: Any, kind: Any) -> Any:
-    """The bits of the scale's fp32 for a block's largest magnitude."""
+    """The fp32 bits of the scale for a block's largest magnitude."""
     _, _, _, _, highest, binade, part = form
     if kind == 0:
         exponent = i32((most >> 23) - 125 - binade - i32((most & 0x7FFFFF) <= part))
         exponent = i32(1 - binade) if most == 0 else exponent
         return i32((min(max(exponent, i32(-126)), highest) + 127) << 23)
     factor = bits_of(real_of(most) / largest)
-    factor = min(max(factor, i32(1 << 23)), i32((highest + 127) << 23))  # positive: in the order of their bits
+    factor = min(max(factor, i32(1 << 23)), i32((highest + 127) << 23))  # positive numbers have the order of their bits
     return factor if kind == 2 else i32(i32(factor + i32(0xFFFF)) & i32(-65536))
 
 
 @inlined
 def _write_scale(payload: Any, place: Any, bits: Any, kind: Any) -> Any:
-    """Where the next one goes."""
+    """Write a scale, and return the position of the next one."""
     if kind == 0:
         payload[place] = u8((bits >> 23) - 127)
         return place + ONE
@@ -140,7 +140,7 @@ def _read_scale(payload: Any, number: Any, begin: Any, kind: Any) -> Any:
 
 @inlined
 def _pack(codes: Any, payload: Any, begin: Any, size: Any, width: Any) -> Any:
-    """A stripe's codes, from one byte each to `width` bits."""
+    """Pack a stripe's codes from one byte each to `width` bits."""
     share = u64(8) // width
     count = (size + share - ONE) // share
     for j in range(size, count * share):
@@ -182,7 +182,7 @@ def _unpack(codes: Any, payload: Any, begin: Any, size: Any, width: Any) -> Any:
 
 @inlined
 def _signed(scaled: Any, code: Any, form: Any) -> Any:
-    """With the sign in front, unless it is zero, and not above the highest."""
+    """Limit the code to the highest, and add the sign unless the code is zero."""
     bits, _, _, top, _, _, _ = form
     code = min(code, top)
     negative = i32(left(i32(1), i32(bits - 1))) if (scaled < i32(0)) & (code > i32(0)) else i32(0)
@@ -191,8 +191,8 @@ def _signed(scaled: Any, code: Any, form: Any) -> Any:
 
 @inlined
 def _nearest(x: Any, form: Any) -> Any:
-    """Below the least normal number, steps are even: a sum with a number whose last bit is worth a step rounds to them.
-    Above, a code is what is left of fp32's bits when the lower ones are rounded away.
+    """Round to the nearest. Below the least normal number steps are equal: adding a number whose last bit is one step rounds to them.
+    Above it, a code consists of fp32's upper bits after rounding.
     """
     _, mantissa, normal, _, _, _, _ = form
     dropped, scaled = i32(23 - mantissa), bits_of(x)
@@ -200,14 +200,14 @@ def _nearest(x: Any, form: Any) -> Any:
     even = i32(normal + i32(dropped << 23))  # the bits of normal · 2^dropped
     low = i32(bits_of(real_of(size) + real_of(even)) - even)
     last = i32(right(size, dropped) & i32(1))
-    least = i32(normal - left(i32(1), i32(23)))  # whose code is zero
+    least = i32(normal - left(i32(1), i32(23)))  # its code is zero
     high = right(i32(i32(size + last) + i32(left(i32(1), i32(dropped - 1)) - 1 - least)), dropped)
     return _signed(scaled, low if size < normal else high, form)
 
 
 @inlined
 def _either(x: Any, noise: Any, form: Any) -> Any:
-    """One of the two neighbours: the upper one as often as `noise`, of 24 bits, is below what would be cut off."""
+    """Round to one of the two neighbours: to the upper one if `noise`, of 24 bits, is below the part that is cut off."""
     _, mantissa, normal, _, _, _, _ = form
     dropped, scaled = i32(23 - mantissa), bits_of(x)
     size, whole = magnitude(scaled), i32(0x4B000000)  # 2^23: above it fp32 has no fractions
@@ -224,8 +224,8 @@ def _either(x: Any, noise: Any, form: Any) -> Any:
 def _stripe_scales(
     bits: Any, payload: Any, place: Any, scales: Any, following: Any, stop: Any, form: Any, largest: Any, block: Any, kind: Any
 ) -> Any:  # fmt: skip
-    """Of the blocks that begin in a stripe, before any is rounded, so that they need not wait for each other: how many,
-    where the next one begins, where its scale goes, and the largest magnitude's bits.
+    """Compute the scales of the blocks that begin in a stripe, before rounding, so that loops do not depend on each other. Returns their
+    number, the start of the next block, the position of its scale, and the bits of the largest magnitude.
     """
     number, worst, n = ZERO, i32(0), u64(bits.size)
     while following < stop:
@@ -243,16 +243,16 @@ def _round_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, bloc
     width, n = u64(form[0]), u64(x.size)
     codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
     place, worst = (n * width + u64(7)) >> u64(3), i32(0)
-    at = following = ZERO  # where this stripe begins, and the next block
+    at = following = ZERO  # start of this stripe, and of the next block
     while at < n:
         stop = min(at + STRIPE, n)
-        begin, end = at, min(following, stop)  # what is left of the block before
+        begin, end = at, min(following, stop)  # the rest of the previous block
         number, following, place, most = _stripe_scales(
             bits, payload, place, scales, following, stop, form, largest, block, kind
         )
         worst = max(worst, most)
         for k in range(number + ONE):
-            if kind == 0:  # by a power of two: the same as the quotient, and sooner
+            if kind == 0:  # multiplying by a power of two equals the quotient, and is faster
                 inverse = real_of(i32(i32(0x7F000000) - scales[k]))
                 for i in range(begin, end):
                     codes[i - at] = _nearest(x[i] * inverse, form)
@@ -261,7 +261,7 @@ def _round_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, bloc
                 for i in range(begin, end):
                     codes[i - at] = _nearest(x[i] / factor, form)
             begin, end = end, min(end + block, stop)
-        scales[0] = scales[number]  # of the block that goes on in the next stripe
+        scales[0] = scales[number]  # of the block that continues in the next stripe
         _pack(codes, payload, (at * width) >> u64(3), stop - at, width)
         at = stop
     return worst < INFINITE
@@ -269,7 +269,7 @@ def _round_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, bloc
 
 @compiled
 def _draw_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block: Any, kind: Any, stream: Any) -> Any:
-    """As `_round_blocks`, but for the rounding."""
+    """Like `_round_blocks`, with stochastic rounding."""
     width, n = u64(form[0]), u64(x.size)
     codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
     noise = np.empty(STRIPE, np.int32)

@@ -1,4 +1,4 @@
-"""numba: floats, signs and the outer step."""
+"""`Kernels` in numba: floats, signs and the outer step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _add_bf16(words: Any, out: Any, weight: Any) -> None:
 
 @compiled
 def _encode_fp16(bits: Any, words: Any) -> Any:
-    """Below the least normal number, 2⁻¹⁴, steps are even: a sum with ½, whose last bit is worth one, rounds to them."""
+    """Below the least normal number, 2⁻¹⁴, steps are equal: adding ½, whose last bit is one step, rounds to them."""
     worst, largest, half = i32(0), i32(0x477FE000), i32(0x3F000000)
     for i in range(bits.size):
         size = magnitude(bits[i])
@@ -134,7 +134,7 @@ def _size(x: Any, square: Any) -> Any:
 
 @inlined
 def _folded(sums: Any, count: Any) -> Any:
-    """The upper half added to the lower until one is left; what fills up to a power of two is zero."""
+    """Add the upper half to the lower half until one value is left; zeros fill up to a power of two."""
     half = STRIPE
     while half > u64(32):
         half = half >> ONE
@@ -155,7 +155,7 @@ def _folded(sums: Any, count: Any) -> Any:
 
 @inlined
 def _sum(x: Any, begin: Any, end: Any, square: Any, sums: Any) -> Any:
-    """Of at most `STRIPE` elements; the first halving while they are read, or the first two where it is whole."""
+    """The sum of at most `STRIPE` elements. The first halving happens during reading; the first two, if the stripe is full."""
     half = STRIPE >> ONE
     if end - begin == STRIPE:
         part = half >> ONE
@@ -177,7 +177,7 @@ def _sum(x: Any, begin: Any, end: Any, square: Any, sums: Any) -> Any:
 
 @inlined
 def _pack_signs(x: Any, payload: Any, begin: Any, end: Any, flags: Any) -> None:
-    """From a whole byte on; the last byte is filled up with zeros."""
+    """Pack signs, starting at a whole byte; the last byte is filled up with zeros."""
     eights, count = flags.view(np.uint64), (end - begin + u64(7)) >> u64(3)
     for j in range(end - begin):
         flags[j] = u8(x[begin + j] < f32(0))
@@ -260,7 +260,7 @@ def _add_signs(payload: Any, out: Any, block: Any, weight: Any) -> None:
 
 @compiled
 def _nesterov(lr: Any, mu: Any, anchor: Any, delta: Any, momentum: Any, out_anchor: Any, out_momentum: Any) -> Any:
-    """Two loops, because LLVM does not compare as many addresses as one would need to be sure that nothing overlaps."""
+    """The outer step in two loops, because for one loop LLVM would have to compare too many addresses to exclude overlaps."""
     worst, at, n = i32(0), ZERO, u64(anchor.size)
     while at < n:
         stop = min(at + STRIPE, n)

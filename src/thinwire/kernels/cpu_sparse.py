@@ -1,4 +1,4 @@
-"""numba: whole numbers without gaps, and where the largest are."""
+"""`Kernels` in numba: packed integers, and selection of the largest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thinwire.kernels.numba_support import (
     u64,
 )
 
-_MANY = 1 << 16  # elements; of fewer a sample saves nothing
+_MANY = 1 << 16  # elements; with fewer, sampling saves no time
 
 
 def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
@@ -36,7 +36,7 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
 
 
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
-    """Of sixteen values that are all +0, none is looked at."""
+    """Skips sixteen values at a time if all are +0."""
     given = values.numpy()
     pairs = given[: len(given) & ~1].view(np.uint64)
     _add_sent(given, pairs, total.numpy(), counted.numpy(), np.float32(weight))
@@ -51,10 +51,10 @@ def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
 
 
 def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
-    """Of one large chunk those are sorted out first that are above a threshold which a sample suggests, as Deep Gradient
-    Compression does (arXiv 1712.01887, §3; its code takes every so-manieth, too). *Differs*: it is so low that enough are,
-    and of those the largest are kept; so a sample changes the time that it takes and never the result. Where too few or
-    too many are (values with a period that the sample meets), all are looked at.
+    """In one large chunk, the values above a threshold from a sample are selected first, as in Deep Gradient Compression (arXiv
+    1712.01887, §3; its code also samples at a fixed stride). *Differs*: the threshold is low enough that enough values are above it, and
+    the largest of these are kept. So the sample changes only the time and never the result. If too few or too many are above it (for
+    values with the period of the sample), all values are searched.
     """
     bits = _bits(x)
     if chunk < x.numel() or x.numel() < _MANY or not 0 < count <= x.numel() // 4:
@@ -70,22 +70,22 @@ def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
 
 
 def suggested(x: Tensor, count: int) -> float:
-    """A magnitude that `count` of `x` are above, and few more, almost surely: from about every √count-th value.
+    """A magnitude such that almost surely `count` of `x`, and few more, are above it; from a sample of about every √count-th value.
 
-    Of the `count` about h = √count are in the sample. Of the sample h + 4·√h, 4 standard deviations more, are above the threshold:
-    in all 20 % more than `count` where h = 400 (1 % of 16 million), and once in 30,000 times too few.
+    About h = √count of the `count` values are in the sample. h + 4·√h of the sample (4 standard deviations more) are above the threshold:
+    for h = 400 (1 % of 16 million) in total 20 % more than `count`, and too few once in 30,000 times.
     """
-    stride = math.isqrt(count) | 1  # odd, so that it meets every column of a matrix
+    stride = math.isqrt(count) | 1  # odd, so that it reaches every column of a matrix
     sample = _bits(x)[stride // 2 :: stride] & MAGNITUDE
     hits = count / stride
     rank = min(math.ceil(hits + 4 * math.sqrt(hits)) + 1, len(sample))
     least = np.partition(sample, len(sample) - rank)[len(sample) - rank]
-    return float((least - i32(1)).view(np.float32)) if least else -1.0  # those of equal size are above it too
+    return float((least - i32(1)).view(np.float32)) if least else -1.0  # so that equal magnitudes are above it too
 
 
 def _threshold(magnitude: float) -> Any:
-    """Its bits; -1 is below all."""
-    with np.errstate(over="ignore"):  # above fp32's largest is infinity
+    """The bits of a magnitude; -1 is below all."""
+    with np.errstate(over="ignore"):  # larger than fp32's largest becomes infinity
         return i32(-1) if magnitude < 0 else np.float32(magnitude).view(np.int32)
 
 
@@ -94,7 +94,7 @@ def _bits(x: Tensor) -> Any:
 
 
 def select_drawn(stream: int, numel: int, index: Tensor) -> None:
-    """Those below a bound that enough are below, almost surely (5 standard deviations), and of these the least."""
+    """Selects the draws below a bound that is almost surely (5 standard deviations) high enough, and then the least of these."""
     count = len(index)
     if not count:
         return
@@ -143,7 +143,7 @@ def _add_these(values: Any, total: Any, counted: Any, weight: Any, begin: Any, e
 
 @compiled
 def _add_sent(values: Any, pairs: Any, total: Any, counted: Any, weight: Any) -> None:
-    """`pairs` are the bits of two values each."""
+    """`pairs` has the bits of two values in each element."""
     n = u64(values.size)
     for j in range(n >> u64(4)):
         at = u64(j) << u64(3)
@@ -163,7 +163,8 @@ def _divide_sent(total: Any, counted: Any) -> None:
 
 @inlined
 def _flag(bits: Any, begin: Any, end: Any, threshold: Any, flags: Any) -> Any:
-    """A byte for each of a stripe: is it above? NaN is not, nor what fills up the last eight. And the largest."""
+    """Write a flag for each element of a stripe: whether it is above the threshold (NaN and the fill of the last eight are not). Returns
+    the largest."""
     most = i32(0)
     for i in range(begin, end):
         size = magnitude(bits[i])
@@ -185,7 +186,7 @@ def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
         most = _flag(bits, at, stop, threshold, flags)
         worst = max(worst, most)
         for j in range((stop - at + u64(7)) >> u64(3) if most > threshold else ZERO):
-            if eights[j] != ZERO:  # of eight that are small, none is looked at
+            if eights[j] != ZERO:  # skip eight that are all small
                 first = j << u64(3)
                 for i in range(first, first + u64(8)):
                     if count < room:
@@ -197,7 +198,7 @@ def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
 
 @compiled
 def _select_drawn(stream: Any, n: Any, bound: Any, places: Any, draws: Any) -> Any:
-    """All up to `bound`, as far as there is room, and how many there are."""
+    """Write all draws up to `bound` that fit, and return their number."""
     room, count, at = u64(places.size), ZERO, ZERO
     some, flags = np.empty(STRIPE, np.int64), np.empty(STRIPE, np.uint8)
     eights = flags.view(np.uint64)
@@ -222,7 +223,7 @@ def _select_drawn(stream: Any, n: Any, bound: Any, places: Any, draws: Any) -> A
 
 @inlined
 def _count(bits: Any, begin: Any, end: Any, least: Any) -> Any:
-    """How many magnitudes are at least that."""
+    """Count the magnitudes of at least `least`."""
     count = ZERO
     while begin < end:
         stop, some = min(begin + STRIPE, end), i32(0)
@@ -235,19 +236,19 @@ def _count(bits: Any, begin: Any, end: Any, least: Any) -> Any:
 
 @inlined
 def _least_kept(bits: Any, begin: Any, end: Any, count: Any) -> Any:
-    """The `count`-th largest magnitude's bits, by halving where they can be: counting is quick. How many of that size are
-    among the `count`; and the largest.
+    """The bits of the `count`-th largest magnitude, by bisection, because counting is fast. Also how many of this magnitude are among the
+    `count`, and the largest.
     """
     most = i32(0)
     for i in range(begin, end):
         most = max(most, magnitude(bits[i]))
-    least, above, larger = i32(0), np.int64(most) + 1, ZERO  # and how many are at least `above`
+    least, above, larger = i32(0), np.int64(most) + 1, ZERO  # `larger` counts those of at least `above`
     while above - least > 1:
         middle = i32((above + least) >> 1)
         found = _count(bits, begin, end, middle)
         if found >= count:
             least = middle
-            if found == count:  # so all of them are kept
+            if found == count:  # all of them are kept
                 return i32(least - 1), ZERO, most
         else:
             above, larger = np.int64(middle), found

@@ -1,9 +1,8 @@
-"""Triton, for contiguous tensors of a CUDA device: what `Kernels` says, at the speed of the device's memory.
+"""`Kernels` in Triton, for contiguous tensors of a CUDA device.
 
-A program works on a tile of about `_TILE` elements: `ROWS` whole blocks, or a part of one. Scales and floats are read and
-written as bytes, because a payload may begin, and its scales do begin, at any address. Nothing here may round otherwise than
-the reference: quotients and roots are IEEE's (`div_rn`), nothing is flushed to zero, and kernels are launched without
-`enable_fp_fusion`, so that a product and a sum stay two roundings.
+A program works on a tile of about `_TILE` elements: `ROWS` whole blocks, or a part of one. Scales and floats are read and written as
+bytes, because payloads and scales may begin at any address. Rounding must equal that of the reference: quotients and roots are IEEE's
+(`div_rn`), nothing is flushed to zero, and kernels are launched without `enable_fp_fusion`, so a product and a sum round separately.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from thinwire.kernels import triton_programs as programs
 from thinwire.kernels.reference import RUN
 from thinwire.kernels.reference import add_sent as add_sent
 from thinwire.kernels.reference import divide_sent as divide_sent
-from thinwire.kernels.reference import select_above as select_above  # torch's own sort and search on the device
+from thinwire.kernels.reference import select_above as select_above  # torch's sort and search on the device
 from thinwire.kernels.reference import select_drawn as select_drawn
 from thinwire.kernels.reference import select_largest as select_largest
 
 _TILE = 2048  # elements of a program
-OPTIONS = {"enable_fp_fusion": False}  # a product and a sum stay two roundings
+OPTIONS = {"enable_fp_fusion": False}  # a product and a sum round separately
 _INFINITE = 0x7F800000  # the bits of infinity; those of NaN are above
 _NBYTES = {"exponent": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -66,14 +65,14 @@ def encode_signs(x: Tensor, payload: Tensor, block: int, norm: Norm) -> bool:
     blocks = -(-numel // block)
     means = _sums(x, block, norm) / _sizes(
         x, block
-    )  # by tensors: by a number, CUDA's torch multiplies by its reciprocal
+    )  # divide by tensors, because for a number torch multiplies by its reciprocal on CUDA
     scales = (means if norm == "mean" else means.sqrt()).float()
     payload[len(payload) - 4 * blocks :] = scales.view(torch.uint8)
     return int(worst) < _INFINITE
 
 
 def _sums(x: Tensor, block: int, norm: Norm) -> Tensor:
-    """Of each block's |x| or x², in fp64, in the order that `Kernels.encode_signs` says."""
+    """Sums of each block's |x| or x², in fp64, in the order of `Kernels.encode_signs`."""
     blocks, sums = -(-x.numel() // block), x
     term: Norm | Literal["sum"] = norm
     while blocks and (sums is x or block > 1):
@@ -117,11 +116,11 @@ def nesterov(
     return int(worst) < _INFINITE
 
 
-# ---- how a program is launched
+# ---- launches
 
 
 class _Tile(NamedTuple):
-    """Of `rows` blocks `cols` elements each, both powers of two."""
+    """A tile: `cols` elements of each of `rows` blocks, both powers of two."""
 
     block: int
     rows: int
@@ -129,7 +128,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def of(cls, block: int, numel: int, share: int, size: int = _TILE) -> _Tile:
-        """For blocks of whole bytes, of `share` elements each; one is never longer than all there is."""
+        """The tile for blocks of whole bytes, of `share` elements each; at most as long as the data."""
         block = min(block, -(-max(1, numel) // share) * share)
         cols = min(size, max(share, 1 << (block - 1).bit_length()))
         return cls(block, size // cols, cols)
@@ -140,11 +139,11 @@ class _Tile(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Tiles that go through a block."""
+        """Number of tiles that cover a block."""
         return -(-self.block // self.cols)
 
     def programs(self, numel: int) -> int:
-        """That each go through `rows` blocks."""
+        """Number of programs that work on `rows` blocks each."""
         return -(-numel // (self.block * self.rows))
 
 
@@ -154,14 +153,14 @@ def _flat(kernel: Any, elements: int, *arguments: Any, **constants: Any) -> None
 
 
 def _run(kernel: Any, programs: int, first: Tensor, *rest: Any, **constants: Any) -> None:
-    """On the tensors' device, whatever this thread's is."""
+    """Launch on the tensors' device, whatever the thread's current device is."""
     if programs:
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             kernel[(programs,)](first, *rest, **constants, **OPTIONS)
 
 
 def _worst(x: Tensor) -> Tensor:
-    """Where a kernel leaves the largest magnitude's bits, at least where they are not those of a finite number."""
+    """The tensor to which a kernel writes the largest magnitude's bits if a value is not finite."""
     return torch.zeros(1, dtype=torch.int32, device=x.device)
 
 
@@ -171,5 +170,5 @@ def _form(grid: Grid) -> dict[str, Any]:
 
 
 def _bits(value: float) -> int:
-    """Of an fp32 number."""
+    """The bits of an fp32 number."""
     return int(torch.tensor(value).view(torch.int32))

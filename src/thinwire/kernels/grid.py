@@ -17,8 +17,8 @@ Scale = Literal["exponent", "bf16", "fp32"]
 class Grid:
     """The values of a small number format.
 
-    A code is a sign (its highest bit) and a magnitude that counts upward: in even steps from zero to the least normal
-    number, above it in steps that double at each power of two.
+    A code is a sign (its highest bit) and the number of a magnitude. Magnitudes have equal steps from zero to the least normal number,
+    and above it steps that double at each power of two.
 
     Args:
         bits: number of bits of a code.
@@ -37,7 +37,7 @@ class Grid:
 
     @cached_property
     def values(self) -> Tensor:
-        """For every code its value: [2^bits]."""
+        """The value of every code: [2^bits]."""
         code = torch.arange(1 << (self.bits - 1))
         binade, steps = (code >> self.mantissa).sub(1).clamp_(0), 1 << self.mantissa
         within = torch.where(code < steps, code, code % steps + steps)
@@ -50,5 +50,5 @@ class Grid:
 
     @cached_property
     def highest(self) -> int:
-        """The most that a scale's exponent may be, such that the largest value is an fp32 number and so is 1/scale."""
+        """The highest exponent of a scale with which the largest value and 1/scale are fp32 numbers."""
         return min(128 - math.frexp(self.largest)[1], 126)

@@ -1,9 +1,8 @@
-"""How the CPU's loops are compiled, and the few words that Python's numbers do not have.
+"""Compilation of the CPU's loops, and operations on bits.
 
-numba widens every whole number to 64 bits and looks twice at an index that could be negative; either keeps LLVM from
-using the machine's vectors. So: 32-bit results are cast back at once, sizes and places are unsigned 64-bit throughout
-(signed and unsigned 64-bit numbers must never meet: numba makes a float of them), and shifts by a variable are one
-instruction of their own. No fastmath: a product and a sum stay two roundings.
+numba widens every integer to 64 bits, and checks indices that could be negative; both prevent vector instructions. So 32-bit results are
+cast back at once, sizes and indices are unsigned 64-bit (numba makes a float of a signed and an unsigned 64-bit number, so they must not
+be mixed), and shifts by a variable are separate instructions. No fastmath: a product and a sum round separately.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 i32, f32, f64, u8, u64 = np.int32, np.float32, np.float64, np.uint8, np.uint64
 ZERO, ONE, TWO = u64(0), u64(1), u64(2)
-MAGNITUDE = i32(0x7FFFFFFF)  # of fp32's bits, all but the sign
-STRIPE = u64(4096)  # elements whose codes lie in the cache, one byte each, while a loop goes over them
+MAGNITUDE = i32(0x7FFFFFFF)  # fp32's bits without the sign
+STRIPE = u64(4096)  # elements whose codes are in the cache, with one byte each, during a loop
 INFINITE = i32(0x7F800000)  # the bits of infinity; those of NaN are above
 
 
 def compiled(function: F) -> F:
-    """To machine code at the first call, without the GIL; kept on disk beside the source, else in the user's own cache
-    folder, else not at all.
+    """Compile to machine code at the first call, without the GIL. The code is cached beside the source, or in the user's cache folder, or
+    not at all, if neither can be written.
     """
     try:
         kept: F = njit(function, nogil=True, error_model="numpy", cache=True)
@@ -36,7 +35,7 @@ def compiled(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """Part of whatever compiled function calls it."""
+    """Inline the function into its compiled callers."""
     part: F = njit(function, nogil=True, error_model="numpy", forceinline=True)
     return part
 
@@ -58,7 +57,7 @@ def magnitude(bits: Any) -> Any:
 
 @inlined
 def drawn(stream: Any, number: Any) -> Any:
-    """SplitMix64, as in seeds.py."""
+    """SplitMix64, as in rng.py."""
     z = stream + (number + ONE) * u64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> u64(30))) * u64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> u64(27))) * u64(0x94D049BB133111EB)
@@ -79,5 +78,5 @@ def _left(typing: Any, bits: Any, by: Any) -> Any:
     return types.int32(types.int32, types.int32), shift
 
 
-right: Any = intrinsic(_right)  # 32 bits to the right, filling up with zeros
+right: Any = intrinsic(_right)  # shift 32 bits to the right, with zeros
 left: Any = intrinsic(_left)

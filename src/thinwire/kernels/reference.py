@@ -1,4 +1,4 @@
-"""Plain torch, on any device and for any strides: what the other kernels must agree with, bit for bit."""
+"""`Kernels` in plain torch, on any device and for any strides. The other kernels must agree with it bit for bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from thinwire.kernels import Float, Grid, Norm, Scale
 from thinwire.rng import draw
 
-_CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in the cache
+_CHUNK = 1 << 16  # elements that are processed at a time, so that intermediates stay in the cache
 _SCALES = {"exponent": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RUN = 4096  # elements of a sum before their sums are summed
+RUN = 4096  # elements that are summed before their sums are summed
 
 
 # ---- formats with a scale per block
@@ -45,10 +45,9 @@ def add_blocks(payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scal
 
 
 def _codes(scaled: Tensor, grid: Grid, stream: int | None, begin: int) -> Tensor:
-    """Round to the grid: to the nearest, ties to the even code, or with a `stream` to one of the two neighbours by
-    chance. Int32.
+    """Round to the grid: to the nearest, ties to the even code, or with a `stream` to a random one of the two neighbours. Int32.
 
-    Above the least normal number a code is what is left of fp32's bits when the lower ones are rounded away.
+    Above the least normal number a code consists of fp32's upper bits after rounding.
     """
     signed, dropped = scaled.view(torch.int32), 23 - grid.mantissa
     bits = signed & 0x7FFFFFFF
@@ -68,7 +67,7 @@ def _codes(scaled: Tensor, grid: Grid, stream: int | None, begin: int) -> Tensor
 
 
 def _scales(most: Tensor, grid: Grid, scale: Scale) -> Tensor:
-    """For each block's max|x| its scale, such that it and the largest value are normal fp32 numbers."""
+    """The scale for each block's max|x|, such that the scale and the largest value are normal fp32 numbers."""
     if scale == "exponent":
         # max|x| = mantissa · 2^exponent with mantissa in [½, 1): no logarithm, no rounding
         part, binade = math.frexp(grid.largest)
@@ -82,14 +81,14 @@ def _scales(most: Tensor, grid: Grid, scale: Scale) -> Tensor:
 
 
 def _factors(scales: Tensor) -> Tensor:
-    """What to multiply a block's codes by, in fp32."""
+    """The factors of the blocks' codes, in fp32."""
     if scales.dtype != torch.int8:
         return scales.float()
     return scales.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
 
 
 def _ranges(numel: int, block: int) -> list[tuple[int, int]]:
-    """Of whole blocks, and so of whole bytes (the last may be cut)."""
+    """Ranges of whole blocks, and so of whole bytes (the last may be cut)."""
     step = max(1, _CHUNK // block) * block
     return [(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
 
@@ -139,7 +138,7 @@ def add_signs(payload: Tensor, out: Tensor, block: int, weight: float) -> None:
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """Of each row, in the order that `Kernels.encode_signs` says."""
+    """The sum of each row, in the order of `Kernels.encode_signs`."""
     while rows.shape[1] > 1:
         half = min(RUN, 1 << max(0, rows.shape[1] - 1).bit_length())
         rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % half)).unfold(1, half, half)
@@ -150,7 +149,7 @@ def _sums(rows: Tensor) -> Tensor:
     return rows.sum(1)
 
 
-# ---- whole numbers, and the largest
+# ---- integers, and selection
 
 
 def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
@@ -190,12 +189,12 @@ def divide_sent(total: Tensor, counted: Tensor) -> None:
 
 
 def _largest(rows: Tensor, count: int) -> Tensor:
-    """Where the `count` largest magnitudes of each row are, ascending."""
+    """Indices of the `count` largest magnitudes of each row, ascending."""
     return rows.abs().sort(descending=True, stable=True).indices[:, :count].sort().values.reshape(-1)
 
 
 def _packed(numbers: Tensor, width: int) -> Tensor:
-    """Flat whole numbers below 2^width as bytes; what is left of the last byte is zero."""
+    """Flat integers below 2^width as bytes; the rest of the last byte is zero."""
     if 8 % width:  # such as 12: bit by bit
         numbers = (numbers[:, None] >> torch.arange(width, device=numbers.device)).bitwise_and_(1).view(-1)
         width = 1

@@ -1,10 +1,10 @@
-"""numba: ascending places by a Rice code of the gaps between them.
+"""Rice codes of ascending indices, in numba: the gaps between them are encoded.
 
-A gap g (places left out since the last one) is ⌊g / 2^k⌋ one bits, a zero bit, and k bits of g mod 2^k; lowest bits first. Best where
-gaps are geometric, as those of the largest among many are: k is chosen for each message. Of each `chunk` neighbours `count`
-have places within it, of a last, shorter one the rest of them, and gaps begin anew in each.
+A gap g (the indices skipped since the last one) is ⌊g / 2^k⌋ one bits, a zero bit, and k bits of g mod 2^k; lowest bits first. The code
+is best for geometric gaps, such as those of the largest of many values; k is chosen for each message. Each `chunk` has `count` indices
+(a shorter last one has the rest), which are relative to the chunk; gaps start again in each chunk.
 
-Decoding is bounded by the bits there are and by the places that are due: it allocates nothing, and looks at no byte twice.
+Decoding is bounded by the number of bits and of indices: it allocates nothing, and reads no byte twice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from thinwire.kernels.numba_support import ONE, ZERO, compiled, u8, u64
 
-MOST = 32  # for k
+MOST = 32  # the largest k
 
 
 def parameter(places: Tensor, count: int) -> int:
-    """The k with the shortest code, of those near the mean gap."""
+    """The k with the shortest code, among those near the mean gap."""
     if not len(places):
         return 0
     between = gaps(places, count)
-    guess = max(1, int(between.mean() * 0.69) + 1).bit_length() - 1  # ln 2 of the mean, for geometric gaps
+    guess = max(1, int(between.mean() * 0.69) + 1).bit_length() - 1  # ln 2 times the mean, for geometric gaps
     near = range(max(0, guess - 2), min(MOST, guess + 2) + 1)
     return min(near, key=lambda k: int((between >> k).sum()) + k * len(between))
 
@@ -41,14 +41,14 @@ def encode(places: Tensor, count: int, k: int, out: NDArray[np.uint8]) -> None:
 
 
 def decode(code: NDArray[np.uint8], chunk: int, count: int, numel: int, k: int, places: Tensor) -> int:
-    """Fill `places` from the front of `code`: how many bytes that took, or -1 where no places below `numel` are in it."""
+    """Fill `places` from the front of `code`. Returns the number of bytes read, or -1 if they do not encode indices below `numel`."""
     if k > MOST:
         return -1
     return int(_decode(code, u64(chunk), u64(count), u64(numel), u64(k), places.numpy()))
 
 
 def gaps(places: Tensor, count: int) -> NDArray[np.int64]:
-    """What lies between each of `places` and the one before it in its chunk."""
+    """The number of indices skipped between each of `places` and the previous one in its chunk."""
     found: NDArray[np.int64] = np.diff(places.numpy(), prepend=-1) - 1
     found[::count] = places.numpy()[::count]
     return found
@@ -57,7 +57,7 @@ def gaps(places: Tensor, count: int) -> NDArray[np.int64]:
 @compiled
 def _encode(places: Any, count: Any, k: Any, out: Any) -> Any:
     held, bits, at = ZERO, ZERO, ZERO
-    left, following = ZERO, ZERO  # of the chunk; the least place that may come
+    left, following = ZERO, ZERO  # indices left in the chunk; the least possible next index
     low = (ONE << k) - ONE
     for i in range(places.size):
         if left == ZERO:
@@ -73,7 +73,7 @@ def _encode(places: Any, count: Any, k: Any, out: Any) -> Any:
             while bits >= u64(8):
                 out[at] = u8(held & u64(0xFF))
                 held, bits, at = held >> u64(8), bits - u64(8), at + ONE
-        held |= (gap & low) << (bits + ONE)  # behind a zero
+        held |= (gap & low) << (bits + ONE)  # after a zero
         bits += k + ONE
     while bits > ZERO:
         out[at] = u8(held & u64(0xFF))
@@ -89,7 +89,7 @@ def _decode(code: Any, chunk: Any, count: Any, numel: Any, k: Any, places: Any) 
         if left == ZERO:
             left, following, limit = count, ZERO, min(chunk, numel - begin)
             begin += chunk
-        most = (limit - following) >> k  # ones that a place below the limit may have
+        most = (limit - following) >> k  # most one bits of an index below the limit
         ones = ZERO
         while True:
             if bits == ZERO:

@@ -1,7 +1,7 @@
-"""What runs on the GPU, in Triton's language: `gpu.py` says how it is launched.
+"""The programs that run on the GPU, in Triton's language; `gpu.py` launches them.
 
-Legend: a tile is [ROWS, COLS]: `COLS` elements of each of `ROWS` blocks. In capitals what is known when a program is
-compiled. Offsets are 64-bit: a fragment may have more than 2³¹ elements.
+A tile is [ROWS, COLS]: `COLS` elements of each of `ROWS` blocks. Names in capitals are constants of the compilation. Offsets are 64-bit,
+because a fragment may have more than 2³¹ elements.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ---- where a program works, and what it leaves
+# ---- the part of a program
 
 
 @triton.jit
 def _flat(numel, TILE: tl.constexpr):
-    """The elements of this program where there are no blocks: their places, and which there are."""
+    """The elements of this program if there are no blocks: their indices, and a mask."""
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     return index, index < numel
 
 
 @triton.jit
 def _part(numel, block, pieces, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The blocks of this program, and of its piece of them the first column."""
+    """The blocks of this program, and the first column of its part of them."""
     row = (tl.program_id(0) // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, (tl.program_id(0) % pieces) * COLS
 
@@ -35,7 +35,7 @@ def _tile(row, numel, block, first, COLS: tl.constexpr):
 
 @triton.jit
 def _bytes(row, numel, block, first, SHARE: tl.constexpr, COLS: tl.constexpr):
-    """Of `SHARE` elements each; a block has whole ones."""
+    """The bytes of a tile, with `SHARE` elements each; a block has whole bytes."""
     column = first // SHARE + tl.arange(0, COLS // SHARE)[None, :]
     byte = row[:, None] * (block // SHARE) + column
     return byte, (column * SHARE < block) & (byte * SHARE < numel)
@@ -43,13 +43,13 @@ def _bytes(row, numel, block, first, SHARE: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _bits(x):
-    """Of the magnitudes; they are in the magnitudes' order, and those of NaN are above all."""
+    """The bits of the magnitudes. They have the order of the magnitudes; those of NaN are the highest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _report(worst, most):
-    """Only what is not finite is heard of, so that programs do not wait for each other."""
+    """Report only values that are not finite, so that programs do not wait for each other."""
     tl.atomic_max(worst, most, mask=most >= 0x7F800000)
 
 
@@ -66,7 +66,7 @@ def _power(exponent):
 
 @triton.jit
 def _read(begin, mask, NBYTES: tl.constexpr):
-    """The little-endian words at addresses that need not be a multiple of anything."""
+    """Read little-endian words at unaligned addresses."""
     word = tl.load(begin, mask, 0).to(tl.int32)
     for k in tl.static_range(1, NBYTES):
         word |= tl.load(begin + k, mask, 0).to(tl.int32) << (8 * k)
@@ -89,7 +89,7 @@ def encode_blocks(
     LARGEST: tl.constexpr, PART: tl.constexpr, BINADE: tl.constexpr, HIGHEST: tl.constexpr, SCALE: tl.constexpr,
     NBYTES: tl.constexpr, DRAWN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Twice through the blocks: what is read the second time is still in the cache, unless they are very long."""
+    """Reads the blocks twice; the second time they are in the cache, unless they are very long."""
     SHARE: tl.constexpr = 8 // BITS
     row, _ = _part(numel, block, 1, ROWS, COLS)
     most = tl.zeros([ROWS], tl.int32)
@@ -102,7 +102,7 @@ def encode_blocks(
     for first in range(0, block, COLS):
         index, mask = _tile(row, numel, block, first, COLS)
         value = tl.load(x + index, mask, 0.0)
-        if SCALE == "exponent":  # by a power of two: the same as the quotient, and sooner
+        if SCALE == "exponent":  # multiplying by a power of two equals the quotient, and is faster
             scaled = value * _power(-stored)[:, None]
         else:
             scaled = tl.div_rn(value, tl.broadcast_to(factor[:, None], value.shape))
@@ -114,14 +114,14 @@ def encode_blocks(
 
 @triton.jit
 def _scale(most, LARGEST: tl.constexpr, PART: tl.constexpr, BINADE: tl.constexpr, HIGHEST: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
-    """For the bits of each block's largest magnitude: its scale as it is stored, and what that is in fp32."""
+    """The stored scale of each block from the bits of its largest magnitude, and the scale in fp32."""
     if SCALE == "exponent":
         exponent = (most >> 23) - 125 - BINADE - ((most & 0x7FFFFF) <= PART).to(tl.int32)
         stored = tl.where(most == 0, 1 - BINADE, tl.minimum(tl.maximum(exponent, -126), HIGHEST))
         factor = _power(stored)
     else:
         bits = tl.div_rn(_real(most), tl.full(most.shape, LARGEST, tl.float32)).to(tl.int32, bitcast=True)
-        stored = tl.minimum(tl.maximum(bits, 1 << 23), (HIGHEST + 127) << 23)  # positive: in the order of their bits
+        stored = tl.minimum(tl.maximum(bits, 1 << 23), (HIGHEST + 127) << 23)  # ordered as their bits
         if SCALE == "bf16":
             stored = (stored + 0xFFFF) >> 16
             factor = _real(stored << 16)
@@ -135,12 +135,12 @@ def _code(
     scaled, stream, index, BITS: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr, STEP: tl.constexpr,
     TOP: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Below the least normal number, steps are even, and a sum with 2²³ rounds to them. Above, a code is what is left of
-    fp32's bits when the lower ones are rounded away.
+    """Below the least normal number steps are equal, and adding 2²³ rounds to them. Above it, a code consists of fp32's upper bits after
+    rounding.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = _bits(scaled)
-    low = tl.minimum(_real(bits) * (1 / STEP), 1 << MANTISSA)  # where it is more it is not needed
+    low = tl.minimum(_real(bits) * (1 / STEP), 1 << MANTISSA)  # larger values are not used
     if DRAWN:
         noise = _noise(stream, index)
         low_code = low.to(tl.int32)
@@ -158,7 +158,7 @@ def _code(
 
 @triton.jit
 def _noise(stream, index):
-    """24 bits of each half of a stream's draws (seeds.py)."""
+    """24 bits of each half of a stream's draws (rng.py)."""
     z = ((index >> 1) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + stream.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -191,7 +191,7 @@ def add_blocks(
 
 @triton.jit
 def _value(code, BITS: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr, STEP: tl.constexpr):
-    """Of the lowest `BITS` bits."""
+    """The values of the lowest `BITS` bits."""
     size = code & ((1 << (BITS - 1)) - 1)
     low = (size.to(tl.float32) * STEP).to(tl.int32, bitcast=True)
     high = (size << (23 - MANTISSA)) + (NORMAL - (1 << 23))
@@ -247,7 +247,7 @@ def encode_signs(x, payload, worst, numel, TILE: tl.constexpr):
 
 @triton.jit
 def sums(x, parts, numel, block, pieces, blocks, TERM: tl.constexpr, HALVINGS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Of each piece of a block one sum, the upper half added to the lower until one is left."""
+    """One sum for each part of a block: the upper half is added to the lower half until one value is left."""
     row, first = _part(numel, block, pieces, ROWS, COLS)
     index, mask = _tile(row, numel, block, first, COLS)
     total = tl.load(x + index, mask, 0.0).to(tl.float64)
@@ -270,7 +270,7 @@ def add_signs(payload, out, numel, codes, block, pieces, weight, ROWS: tl.conste
     tl.store(out + index, tl.load(out + index, mask, 0.0) + value, mask)
 
 
-# ---- whole numbers, and the outer step
+# ---- integers, and the outer step
 
 
 @triton.jit

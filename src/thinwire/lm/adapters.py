@@ -1,9 +1,9 @@
-"""LoRA adapters on a language model, by peft: few parameters that are trained and exchanged, beside many that stay.
+"""LoRA adapters on a language model, by peft: few trained and exchanged parameters beside many frozen ones.
 
     model = attach(Transformer(SIZES["tiny"]), rank=8, seed=0)
 
-Every linear layer of the model's blocks computes W·x + B·(A·x) (Hu et al., arXiv 2106.09685; α = rank, so that B·A counts once). A is
-drawn, B is zero: at first the model is what it was. W and all else are frozen, and frozen parameters never travel.
+Every linear layer of the model's blocks computes W·x + B·(A·x) (Hu et al., arXiv 2106.09685; α = rank, so that the factor of B·A is 1). A is
+random and B is zero, so at first the model does not change. All other parameters are frozen, and frozen parameters are not exchanged.
 
 Needs the extra: pip install thinwire[lora].
 """
@@ -26,10 +26,10 @@ _FACTOR = re.compile(r"\.lora_([AB])\.default\.weight$")
 
 
 def attach(model: nn.Module, rank: int, seed: int) -> nn.Module:
-    """`model` with adapters of `rank` on the linear layers of its blocks, in place; all else is frozen.
+    """`model` with adapters of `rank` on the linear layers of its blocks, in place; all other parameters are frozen.
 
     A is uniform in ±1/√(inputs) and depends on `seed` only: the same bits on every replica. Raises `ConfigurationError` without
-    peft, `ModelError` where there is nothing to adapt.
+    peft, `ModelError` if the model has no such layers.
     """
     peft, base = _peft(rank), _base(model)
     inside = {id(layer) for block in model.blocks for layer in block.modules()}  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ def adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `weights` of the model without adapters that computes the same: W + B·A in place of W, under the model's own names."""
+    """The `weights` of the model without adapters that computes the same: W + B·A instead of W, under the model's own names."""
     plain: dict[str, Tensor] = {}
     for name, value in weights.items():
         if ".lora_" in name:
@@ -107,7 +107,7 @@ def _peft(rank: int) -> Any:
 
 
 def averaging_gap(several: Sequence[Mapping[str, Tensor]]) -> float:
-    """How far averaging factors is from averaging what they make: ‖mean B · mean A − mean (B·A)‖ / ‖mean (B·A)‖ over all layers.
+    """The relative error of averaging factors instead of products: ‖mean B · mean A − mean (B·A)‖ / ‖mean (B·A)‖ over all layers.
 
     `several` are the weights (state dicts) of replicas that were trained apart. 0 where all A are the same (as with A frozen), or
     all B.

@@ -12,7 +12,7 @@ from thinwire.errors import CheckpointError, ConfigurationError
 
 @dataclass(frozen=True)
 class Saved:
-    """One replica's checkpoint. `problem`: what is wrong with it; empty if nothing is. `when`: it was written, seconds since 1970."""
+    """One replica's checkpoint. `problem` is empty if it is whole. `when` is the time of writing, in seconds since 1970."""
 
     replica: str
     path: Path
@@ -40,7 +40,7 @@ class CheckpointSet:
 
     @property
     def problems(self) -> list[str]:
-        """In lines; empty if all replicas that are here have a whole one."""
+        """The problems, one a line; empty if all replicas of this folder have a whole checkpoint."""
         return [f"{one.replica}: {one.problem}" for one in self.saved if one.problem] + [
             f"{name} has none" for name in self.missing
         ]

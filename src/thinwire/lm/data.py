@@ -1,13 +1,13 @@
-"""Real text as batches: found, split, tokenised once into a cache, and read where it lies.
+"""Text as batches: found, split, tokenised once into a cache, and read from there.
 
     corpus = Corpus.open(["books/", "notes.jsonl"])
     tokens_BT, targets_BT = corpus.batch(seed=0, replica=1, replicas=4, step=17, batch=8, sequence=128)
 
-Without paths the text is the Python standard library: some 10 MB of code and prose that every reader has.
+Without paths the text is the Python standard library: about 10 MB of code and prose that every Python has.
 
 The cache has one folder for each (sources, tokenizer): `tokens.bin` (flat little-endian uint8, uint16 or uint32: the
-training text, then the held-out text), `manifest.json`, and `tokenizer.json` where merges were learned. It is
-written under another name and renamed, by the one who holds its lock file; it may be deleted at any time.
+training text, then the held-out text), `manifest.json`, and `tokenizer.json` if merges were learned. The
+process that holds its lock file writes it under another name and renames it. It may be deleted at any time.
 
 Shapes: B batch, T sequence.
 """
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def default_cache() -> Path:
-    """Where this platform keeps what can be made again, for this user."""
+    """The platform's cache folder of this user."""
     home = Path.home()
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "thinwire"
@@ -88,7 +88,7 @@ def _checksum(file: Path) -> str:
 
 
 def _load(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
-    """The corpus in a cache folder; None where there is none, or a damaged one."""
+    """The corpus in a cache folder; None if there is none, or it is damaged."""
     try:
         manifest = Manifest(**parsed(json.loads, contents(folder / "manifest.json")))
         if isinstance(tokenizer, BPE) and tokenizer.file is None:
@@ -178,7 +178,7 @@ def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[
                 elif piece is None and open_document:
                     out.write(np.array([tokenizer.end], dtype).tobytes())
                     length, open_document = length + 1, False
-        except UnicodeDecodeError:  # take back what was written of it
+        except UnicodeDecodeError:  # remove the part that was written
             out.seek(start)
             out.truncate()
             skipped, length = skipped + 1, 0
@@ -268,7 +268,7 @@ class Corpus:
         return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 
     def windows(self, sequence: int) -> int:
-        """How many windows the training text has: stretches of `sequence` tokens and their successors."""
+        """Number of windows of the training text: stretches of `sequence` tokens and their successors."""
         return max(0, (self.manifest.training_tokens - 1) // sequence)
 
     def batch(
@@ -285,7 +285,7 @@ class Corpus:
         """tokens_BT and targets_BT (int64; the targets are the next tokens) of a replica's `step`, counted from 0.
 
         A pure function of its arguments. Replica m owns the windows m, m + replicas, ...: what two replicas read
-        never overlaps. It reads each of its windows once an epoch, in an order of its own that is new in every epoch.
+        never overlaps. It reads each of its windows once an epoch, in its own order, which is new in every epoch.
         A replica of several ranks passes `shard` of `shards`: its rows of the same batch.
         """
         for given, low, high, name in (
@@ -315,7 +315,7 @@ class Corpus:
     def held_out(self, batch: int, sequence: int, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Batches of the held-out text, evenly spread over it, at most `limit`; the same on every replica.
 
-        Only full batches, so that their mean is the mean over tokens; one smaller batch where the text has no more.
+        Only full batches, so that their mean is the mean over tokens; one smaller batch if the text has no full one.
         """
         first, count = self.manifest.training_tokens, self.manifest.tokens - self.manifest.training_tokens
         windows = max(0, (count - 1) // sequence)

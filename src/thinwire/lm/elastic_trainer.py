@@ -84,7 +84,7 @@ class ElasticTrainer(Trainer):
         return summary | ({} if isinstance(self.reader, LeasedReader) else {"samples": {}})
 
     def _lease(self) -> LeasedReader | None:
-        """A reader that follows what the members agree on, from the beginning; None where each reads in a way of its own."""
+        """A reader that follows the agreed data ledger, from the beginning; None if each replica reads independently."""
         tried, run = self.reader, self.run
         if tried.samples is None or run.data.own_text:
             return None

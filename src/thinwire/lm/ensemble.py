@@ -40,7 +40,7 @@ DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class Expert:
-    """What expert.json says. `sha256` is of model.safetensors, `parent` that of the model from which the expert branched, or "".
+    """The content of expert.json. `sha256` is that of model.safetensors, `parent` that of the model from which the expert branched, or "".
 
     `tokens` and `flops` are those of the expert's own training, of all its replicas.
     """
@@ -93,7 +93,7 @@ class Ensemble:
 
     @classmethod
     def is_one(cls, folder: Path) -> bool:
-        """Whether an expert lies in `folder`."""
+        """Whether `folder` contains an expert."""
         return any(folder.glob(f"*/{FILE}"))
 
     @classmethod

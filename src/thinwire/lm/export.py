@@ -93,9 +93,9 @@ def store(
     mark: str = "",
 ) -> None:
     """Write `weights` (a state dict of `model`, made of `spec`) to folder/model.safetensors; with LoRA merged, and the adapters
-    by themselves, in peft's form, to folder/adapter; a `mark` such as .stale stands in both names. A Hugging Face model is
+    by themselves, in peft's form, to folder/adapter; a `mark` such as .stale is added to both names. A Hugging Face model is
     written as transformers reads it.
-    Several replicas may do so at once, each as a `writer` of its own name. Raises `CheckpointError`.
+    Several replicas may do so at once, each with its own `writer` name. Raises `CheckpointError`.
     """
     whole = merged(model, weights) if spec.lora else weights
     path = folder / f"model{mark}.safetensors"

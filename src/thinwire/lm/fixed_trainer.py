@@ -56,7 +56,7 @@ class FixedTrainer(Trainer):
         if found is None:
             told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
             raise CheckpointError(
-                f"--resume: no step has a complete checkpoint of every replica ({told}). Bring back what is missing, or begin "
+                f"--resume: no step has a complete checkpoint of every replica ({told}). Restore the missing ones, or begin "
                 "again at the first step by --resume --from-start, which sets the checkpoints aside."
             )
         self._load(found)
@@ -68,7 +68,7 @@ class FixedTrainer(Trainer):
         return False
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        # Where each has read as much as it could, no one position says what all have.
+        # If each replica has read as much as it could, no single position describes all.
         unequal = isinstance(self.replica, Attached) and self.replica.own_steps
         return super()._summary(stopped) | ({"samples": {}} if unequal else {})
 

@@ -122,7 +122,7 @@ class WeightsFollower:
         if hashlib.sha256(data).hexdigest() != what.digest:
             if len(data) >= what.nbytes:
                 path.unlink()
-            raise PacketError(f"object {what.digest[:12]} has not arrived as it was announced; it is fetched again.")
+            raise PacketError(f"object {what.digest[:12]} does not match its announced digest; it is fetched again.")
         path.unlink()
         return data
 
@@ -189,8 +189,8 @@ class WeightsFollower:
 
 
 def _check(places: Sequence[TensorPlace], publication: Publication) -> None:
-    """Raise `PacketError` where a tensor lies outside its fragment."""
+    """Raise `PacketError` if a tensor is outside its fragment."""
     for place in places:
         size = publication.fragments[place.fragment].nbytes if place.fragment < len(publication.fragments) else -1
         if 2 * (place.begin + int(np.prod(place.shape, dtype=object))) > size:
-            raise PacketError(f"{place.name!r:.60} lies outside its fragment.")
+            raise PacketError(f"{place.name!r:.60} is outside its fragment.")

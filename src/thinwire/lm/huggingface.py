@@ -79,7 +79,7 @@ def hugging_face(
     """The model that `source` names.
 
     source       a transformers configuration, or the name of a kind of model ("llama", "gpt2"): fresh parameters;
-                 a folder: its parameters, or fresh ones where it holds only config.json;
+                 a folder: its parameters, or fresh ones if it has only config.json;
                  a name with a slash: fetched from the hub
     vocabulary   tokens the data's tokenizer has: checked, and taken for a kind that `options` gives no vocab_size
     seed         of fresh parameters. transformers draws normal numbers, whose last bit may differ between
@@ -107,16 +107,16 @@ def hugging_face(
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{source}: {error} · a causal language model is needed, and sound weights in a folder · "
-            "choose another, or save it anew with save_pretrained"
+            "choose another, or save it again with save_pretrained"
         ) from error
 
 
 def outline(
     source: str | Path | PretrainedConfig, vocabulary: int | None = None, device: torch.device | None = None
 ) -> HuggingFace:
-    """The model that `source` names without values: its configuration alone is read (from the hub it is fetched), never weights.
+    """The model that `source` names, without values: only its configuration is read (or fetched from the hub), never weights.
 
-    On the device "meta", or on the one that is given (for torch's fake tensors). Errors: as `hugging_face`.
+    On the device "meta", or on the given one (for torch's fake tensors). Errors: as `hugging_face`.
     """
     transformers = _transformers(source)
     config, _ = _configuration(transformers, source, vocabulary, {})
@@ -166,7 +166,7 @@ def own_tokenizer(source: str) -> tuple[str, str | None] | None:
         return (f"hf:{source}", None) if "/" in source else None
     try:
         said = json.loads((folder / "config.json").read_text())["thinwire"]["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError):  # not one that we wrote
+    except (OSError, ValueError, KeyError, TypeError):  # not written by Thinwire
         return (f"hf:{source}", None) if any((folder / name).exists() for name in TOKENIZERS) else None
     kind = str(said).partition("-")[0]
     return {"bytes": "bytes", "bpe": f"bpe:{folder / 'tokenizer.json'}"}.get(kind, f"hf:{source}"), str(said)
@@ -174,14 +174,14 @@ def own_tokenizer(source: str) -> tuple[str, str | None] | None:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The tokenizer of a Hugging Face model, without what a chat would put around a text; made by `load`."""
+    """The tokenizer of a Hugging Face model, without chat templates; made by `load`."""
 
     source: Any
     end: int
 
     @classmethod
     def load(cls, source: str | Path) -> Pretrained:
-        """From a folder, or by its name on the hub. Raises `ConfigurationError`."""
+        """Load from a folder, or by a name on the hub. Raises `ConfigurationError`."""
         transformers = _transformers(source, "tokenizer")
         try:
             found = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=Path(source).is_dir())
@@ -192,7 +192,7 @@ class Pretrained:
         if not getattr(found, "is_fast", False) or found.eos_token_id is None:
             raise ConfigurationError(
                 f"tokenizer 'hf:{source}' is a {type(found).__name__} · a fast one with a token for the end of a text (eos_token) is needed · "
-                "convert it, or set its eos_token, and save it anew"
+                "convert it, or set its eos_token, and save it again"
             )
         return cls(found, int(found.eos_token_id))
 
@@ -231,7 +231,7 @@ def _in_fp32(config: Any) -> dict[str, Any]:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without a progress bar for every replica."""
+    """A context without progress bars, which every replica would show."""
     logging = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -29,8 +29,8 @@ def open_job(run: Run, folder: Path | None = None) -> Job:
 
 
 def check(run: Run, folder: Path | None = None) -> nn.Module:
-    """Find what would stop every replica, before any is started: data, model, loss, fragments. Raises what it finds, returns the
-    model, whose values do not count; of unlike ones the largest. `folder`: the run's, if it is to go on.
+    """Find errors that would stop every replica, before any is started: in data, model, loss and fragments. Raises the error. Returns the
+    model (the largest, if replicas have different ones), whose values do not matter. `folder` is the run's, if it resumes.
     """
     return check_and_weigh(run, folder)[0]
 
@@ -69,7 +69,7 @@ def _weighed(run: Run) -> tuple[Run, str]:
 
 
 def _check(run: Run, job: Job) -> nn.Module:
-    """Of one model."""
+    """Check one model."""
     placement = run.placement
     if not placement.elastic and (placement.evict or placement.grace):
         raise ConfigurationError(
@@ -113,7 +113,7 @@ def _check_own_optimizer(run: Run) -> None:
     made = run.method.composition(run.optimizer.clip)
     rival = f"optimizer={run.optimizer.optimizer!r}" if run.optimizer.optimizer else ""
     if run.make_method() or getattr(made, "inner", None) is not None:
-        rival = f"strategy={run.method.label}, which has an optimizer of its own,"
+        rival = f"strategy={run.method.label}, which has its own optimizer,"
     if rival:
         raise ConfigurationError(
             f"{rival} with job={run.model.job!r}, whose file has optimizer(model): there can be one; leave one of them out."

@@ -53,7 +53,7 @@ class Stop(threading.Event):
 def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
     """Make the run folder and write its run file. Raises `ConfigurationError` rather than mix two runs.
 
-    On several machines every process asks for itself (`replica`), since each machine has a folder of its own.
+    On several machines every process calls it for its `replica`, because each machine has its own folder.
     """
     if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
@@ -63,7 +63,7 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
         raise ConfigurationError(f"{folder} holds no run to resume; start without --resume, or check --out.")
     if resume and (other := run.unlike(Run.load(folder / "run.toml"))):
         raise ConfigurationError(
-            f"{folder} was begun with other settings: {other}. Resume with the run's own, or start anew in another --out."
+            f"{folder} was begun with other settings: {other}. Resume with the run's own, or start a new run in another --out."
         )
     if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
         raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
@@ -75,7 +75,7 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
 
 
 def set_aside(folder: Path, replica: str = "*") -> None:
-    """Move a run's checkpoints out of the way of one that begins again in its folder; none is deleted."""
+    """Set aside a run's checkpoints before it begins again in its folder; none is deleted."""
     for own in folder.glob(f"checkpoints/{replica}"):
         number = next(n for n in itertools.count(1) if not (folder / f"checkpoints-{n}" / own.name).exists())
         (folder / f"checkpoints-{number}").mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None
 
 @contextmanager
 def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterator[TorchGroup]:
-    """Within: this process is the rank that torchrun's environment says, in a world of `replicas`. `uplink` is what a site can send."""
+    """A context in which this process is the rank of torchrun's environment, in a world of `replicas`. `uplink` is the rate of a site."""
     environment = os.environ
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", "29500"))
@@ -146,7 +146,7 @@ def train_here(run: Run, place: Place | ElasticPlace) -> dict[str, Any]:
 
 
 def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> dict[str, Any]:
-    """All replicas as threads of this process."""
+    """Run all replicas as threads of this process."""
     stop, done, said = stop or Stop(), threading.Event(), False
     outcome: list[list[dict[str, Any]] | BaseException] = []
 
@@ -207,7 +207,7 @@ def run_processes(
     processes, begins = [], []
     for rank, (command, environment) in enumerate(replicas):
         with (logs / f"replica-{rank}.txt").open("ab") as output:
-            begins.append(output.tell())  # what stands before was said by an earlier session
+            begins.append(output.tell())  # earlier lines belong to an earlier session
             processes.append(
                 subprocess.Popen(
                     command,
@@ -291,7 +291,7 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
     """What the replicas that failed by themselves said last: not those that only lost their peer."""
     causes = [rank for rank in last if "LinkError" not in last[rank]] or list(last)
     lines = []
-    for words in dict.fromkeys(last[rank] for rank in causes):  # what several say alike is told once
+    for words in dict.fromkeys(last[rank] for rank in causes):  # equal messages of several replicas are shown once
         alike = [rank for rank in causes if last[rank] == words]
         who = f"replica{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}"
         lines.append(f"{who} (exit code {', '.join(str(codes[rank]) for rank in alike)}): {words}")

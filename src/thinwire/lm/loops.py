@@ -1,4 +1,4 @@
-"""What methods with a loop of their own need of a run."""
+"""The parts of a run for methods with their own loop."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def evaluated(replica: object) -> str:
 
 
 def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: object) -> Path:
-    """Where the trained model goes: into the run's folder; where every replica has another model, each into a folder of its own, as a run."""
+    """The folder of the trained model: the run's folder; or if replicas have different models, a folder for each, as a run."""
     if not isinstance(replica, Talking) or place.alone:
         return place.folder
     folder = place.folder / "models" / place.name

@@ -1,4 +1,4 @@
-"""Where the replicas of an elastic run meet: at a lighthouse or at a hub, told to each process as a few words."""
+"""The meeting place of an elastic run's replicas: a lighthouse or a hub, given to each process on its command line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HUB, TOKEN, KEYS = "hub", "token", "keys"  # in the run folder: the hub's own fo
 
 
 class Meeting(Protocol):
-    """Where replicas meet."""
+    """A meeting place of replicas."""
 
     def words(self) -> list[str]:
-        """For the command line of a replica; `meeting_of` reads them."""
+        """Words for the command line of a replica; `meeting_of` reads them."""
 
     def member(self, run: Run, name: str) -> MemberSpec:
         """The member called `name`. Raises `ConfigurationError` if it cannot be one."""
@@ -77,7 +77,7 @@ def meeting_of(words: Sequence[str]) -> Meeting:
 
 @contextmanager
 def own_meeting(run: Run, folder: Path) -> Iterator[Meeting]:
-    """Within: this process is the lighthouse or the hub of `run`, whose replicas are all on this machine."""
+    """A context in which this process is the lighthouse or the hub of `run`, whose replicas are all on this machine."""
     timeout = heartbeat_timeout(run.make_strategy().schedule, run.placement.link)
     with (folder / "logs" / "lighthouse.txt").open("a", buffering=1) as lines:
         tell = lambda line: lines.write(line + "\n")  # noqa: E731

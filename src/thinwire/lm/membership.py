@@ -110,7 +110,7 @@ class RetryReporter:
 
 
 class AdaptiveTimeouts:
-    """Timeouts for inner steps as they last now: from the median of the last 64, computed anew after 8, 16, 32, ... steps."""
+    """Timeouts for the present duration of inner steps: from the median of the last 64, computed after 8, 16, 32, ... steps."""
 
     def __init__(
         self, strategy: Strategy, placement: Placement, fragments: Sequence[Fragment], step_seconds: float
@@ -136,9 +136,9 @@ T = TypeVar("T")
 
 
 def join(attach: Callable[[], T], leave: Callable[[], object], stop: threading.Event, seconds: float) -> T:
-    """Call `attach`, which waits for the others, and again after a `LinkError`, for `seconds`; return what it returns.
+    """Call `attach`, which waits for the others, and again after a `LinkError`, for `seconds`; returns its result.
 
-    It runs in a thread, because a thread that waits at a lighthouse does not hear a signal. When `stop` is set, `leave`
+    It runs in a thread, because a thread that waits at a lighthouse does not handle signals. When `stop` is set, `leave`
     is called, which must end the waiting; the thread has ended before `KeyboardInterrupt` is raised.
     """
     until = time.monotonic() + seconds

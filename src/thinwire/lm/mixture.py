@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigurationError
 from thinwire.lm.model import LanguageModel, Output, token_loss
 
-DECAY = 0.3  # of the cached prior: what a sequence leaves of what was known before
+DECAY = 0.3  # the share of the cached prior that a sequence keeps
 SEQUENCES = 100  # of development text that the cached prior is made from
 
 

@@ -1,4 +1,4 @@
-"""Where one replica runs, and which part of the data it reads: what differs between the replicas of one run."""
+"""The place of one replica: its rank or member name, its files and its part of the data, which differ between the replicas of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.lm.membership import MemberSpec
 
 @dataclass(frozen=True)
 class Place:
-    """Where a replica of a fixed group runs. `group`: the other replicas; `site`: the other ranks of this replica."""
+    """The place of a replica of a fixed group. `group` has the other replicas, `site` the other ranks of this replica."""
 
     group: Group
     folder: Path
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def writes_the_model(self) -> bool:
-        """All replicas hold the same model: the first rank of all writes it, or each into a folder of its own."""
+        """Whether this rank writes the model: all replicas hold the same, so only the first rank does, or each in its own folder."""
         return (self.group.rank == 0 or self.alone) and self.shard == 0
 
     def share(self, seed: int, replicas: int) -> Share:
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ElasticPlace:
-    """Where an elastic member runs: one rank, always."""
+    """The place of an elastic member, which always has one rank."""
 
     member: MemberSpec
     folder: Path
@@ -65,7 +65,7 @@ class ElasticPlace:
 
     @property
     def writes_the_model(self) -> bool:
-        """A member cannot know who is left at the end, so each writes the model."""
+        """Always: a member cannot know which members are left at the end, so each writes the model."""
         return True
 
     def share(self, seed: int, replicas: int) -> Share:

@@ -68,7 +68,7 @@ class Publisher:
             self._wake.notify()
 
     def close(self) -> None:
-        """Publish what was offered last, and end the thread."""
+        """Publish the last offered state, and end the thread."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -111,7 +111,7 @@ class Publisher:
         self._patched[index] += patch.nbytes
         if 4 * self._patched[index] > full.patch.nbytes:
             full, self._patched[index] = self._full(state), 0
-        # older changes are kept as long as they are less than a full copy together; those after the full copy always are
+        # older changes are kept while they are together less than a full copy; those after the full copy are always kept
         while sum(change.patch.nbytes for change in changes) > full.patch.nbytes and changes[0].base != full.to:
             del changes[0]
         return FragmentVersion(now, state.nbytes, full, tuple(changes))
@@ -150,7 +150,7 @@ def publishing(
 
 
 def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout:
-    """How the model in `folder` is made from fragments. Raises `ConfigurationError` if a fragment's tensor is not in its file."""
+    """The fragments' tensors of the model in `folder`. Raises `ConfigurationError` if a fragment's tensor is not in its file."""
     places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
     for index, fragment in enumerate(fragments):
         begin = 0
@@ -161,7 +161,7 @@ def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout
     with safe_open(str(folder / MODEL), "pt") as file:
         metadata = dict(file.metadata() or {})
         for name in file.keys():  # noqa: SIM118  # it is no mapping
-            own = name if name in places else f"model.{name}"  # as transformers names what is within our wrapper
+            own = name if name in places else f"model.{name}"  # the names of transformers inside our wrapper
             value = file.get_tensor(name)
             if own in places and places[own][2] == tuple(value.shape):
                 found.add(own)

@@ -1,10 +1,9 @@
-"""Resizes a run of a fixed group: makes its newest set of checkpoints anew for another number of replicas.
+"""Resizes a run of a fixed group: converts its newest set of checkpoints to another number of replicas.
 
-What replicas agree on (anchors, outer state, counts of rounds, what policies chose) is taken over bit for bit. A replica that
-stays keeps its weights, inner moments and what feedback held back. A new one begins at the anchors, with the inner moments of a
-donor. Fresh moments would make its next steps as large as the first of a run, at a learning rate that is past its warm-up.
-Rounds in flight had other members, so they are dropped as failed rounds are: what they carried is still in the weights of the
-replicas that stay, and travels in the next delta.
+The agreed state (anchors, outer state, counts of rounds, choices of policies) is taken over bit for bit. A replica that stays keeps
+its weights, inner moments and feedback. A new one begins at the anchors, with the inner moments of a donor. Fresh moments would make
+its next steps as large as the first of a run, at a learning rate that is past its warm-up. Rounds in flight had other members, so they
+are dropped like failed rounds: their deltas are still in the weights of the replicas that stay, and are sent with the next delta.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from thinwire.rng import derive
 from thinwire.runtime.fragment_state import DROPPED
 from thinwire.strategy import Gradients, Strategy
 
-_OF_ONE_REPLICA = ("deviation", "own", "deviation_outer.", "delta")  # what a new replica has not
+_OF_ONE_REPLICA = ("deviation", "own", "deviation_outer.", "delta")  # state that a new replica does not have
 
 
 def resize(run: Run, folder: Path, model: nn.Module) -> str:
-    """Make the checkpoints in `folder` those of `run`, which differs in its number of replicas, and write its run file; what was
-    done, in a line. The checkpoints of before are set aside, as checkpoints-1. `model`: the run's, without values.
+    """Convert the checkpoints in `folder` to those of `run`, which differs in its number of replicas, and write its run file. Returns a line
+    about it. The earlier checkpoints are set aside as checkpoints-1. `model` is the run's, without values.
 
-    Raises `ConfigurationError`, `CheckpointError`, and leaves everything as it was, where that cannot be.
+    Raises `ConfigurationError`, `CheckpointError`, and then changes nothing.
     """
     before = Run.load(folder / "run.toml")
     old, new = before.placement.replicas, run.placement.replicas
@@ -50,21 +49,23 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
         raise ConfigurationError(f"a run is going on in {folder}; wait until it has stopped.")
     if run.placement.elastic:
         before.changed(replicas=new).save(folder / "run.toml")
-        return f"from {old} to {new} replicas: who is new takes over what the others hold; the text is split anew"
+        return (
+            f"from {old} to {new} replicas: a new replica takes over the state of the others; the text is split again"
+        )
     made = folder / f".checkpoints-of-{new}"
     if made.is_dir() and not (folder / "checkpoints").exists():  # killed between the two renames
         made.rename(folder / "checkpoints")
     strategy = None if run.make_method() else run.make_strategy()
     if strategy is not None and not strategy.exchange.agrees:
         raise ConfigurationError(
-            f"{old} replicas there, {new} given: with {run.method.label} each replica has weights of its own, and a new one would have none; "
+            f"{old} replicas there, {new} given: with {run.method.label} each replica has its own weights, and a new one would have none; "
             f"resume with {old}."
         )
     if strategy is None or strategy.filters:
         raise ConfigurationError(
             f"{old} replicas there, {new} given: {run.method.label} remembers what each replica has not sent; resume with {old}."
         )
-    shutil.rmtree(made, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
     step, data = _make(made, _newest_set(folder, old), new, strategy, strategy.partition.fragments(model), run.seed)
     aside = next(path for n in itertools.count(1) if not (path := folder / f"checkpoints-{n}").exists())
     (folder / "checkpoints").rename(aside)
@@ -81,10 +82,10 @@ def _line(old: int, new: int, step: int, data: str, aside: str) -> str:
         what = f"at the agreed weights begin {who}"
     else:
         gone = ", ".join(map(str, range(new, old)))
-        what = f"replica {gone} leaves, and what it had trained since its last rounds is lost"
+        what = f"replica {gone} leaves, and its training since its last rounds is lost"
     return (
-        f"from {old} to {new} replicas at step {step}: {what}; rounds in the air are dropped and travel again; {data}; the checkpoints of "
-        f"before are in {aside}"
+        f"from {old} to {new} replicas at step {step}: {what}; rounds in flight are dropped and sent again; {data}; the earlier checkpoints "
+        f"are in {aside}"
     )
 
 
@@ -106,7 +107,7 @@ def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
     common = set[int].intersection(*map(set, found))
     if not common:
         raise CheckpointError(
-            f"{folder} has no step of which all {replicas} replicas have a whole checkpoint, and another number is made of all of them; "
+            f"{folder} has no step of which all {replicas} replicas have a whole checkpoint, and all are needed for another number; "
             f"bring them into one folder (thinwire checkpoints {folder} --verify), or resume with {replicas} replicas."
         )
     return [own[max(common)] for own in found]
@@ -141,17 +142,17 @@ def _make(
 
 
 def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple[list[dict[str, Any]], str]:
-    """Where each of `new` replicas goes on in the data, and what to tell of it: what is left of the epoch is split anew."""
+    """The position in the data of each of `new` replicas, and a line about it: the rest of the epoch is split again."""
     notes = [one.manifest["notes"].get("samples") for one in found]
     if not notes[0]:
-        return [{}] * new, "the job reads its data in a way of its own, so that some of it may come twice or not at all"
+        return [{}] * new, "the job reads its data independently, so that some of it may be read twice or not at all"
     ledger = decoded(bytes.fromhex(notes[0]["ledger"]))
     claims, present = dict[str, Claim](), dict[str, ReadCount]()
     for rank, one in enumerate(found):
         name = f"replica-{rank}"
         lease, count, offset = ledger.lease(name), int(notes[rank]["count"]), int(notes[rank]["offset"])
         assert lease is not None  # every replica of the run has one
-        low = high = count  # what a replica that stays has trained is in its weights
+        low = high = count  # the training of a replica that stays is in its weights
         if rank >= new:
             steps, (step, rest) = _landed(one, strategy), divmod(count + offset, one.step)
             low, high = (lease.first, count) if rest else (max(lease.first, s * step - offset) for s in steps)
@@ -161,7 +162,7 @@ def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple
     present |= {f"replica-{rank}": ReadCount() for rank in range(len(found), new)}
     after, named = ledger.commit(0, claims, present)
     shared = {"ledger": encoded(after).hex()}
-    told = "what is left of the epoch is split anew" + "".join(
+    told = "the rest of the epoch is split again" + "".join(
         f", samples {begin} to {end - 1} of its order are lost with {name}" for name, (begin, end) in named.lost
     )
     kept = [{"offset": note["offset"], "count": note["count"]} for note in notes]
@@ -190,7 +191,7 @@ def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
 def _check_memory(
     strategy: Strategy, fragments: Sequence[Fragment], outer: Sequence[Mapping[str, Tensor]], new: int
 ) -> None:
-    """What an exchange remembers can be taken over where it is agreed, and of the same size for any number of replicas."""
+    """Whether a new replica can take over the exchange's state: if it is agreed, and has the same size for any number of replicas."""
     for index, fragment in enumerate(fragments):
         prefix = f"{index}.exchange."
         held = [{n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)} for one in outer]
@@ -210,7 +211,7 @@ def _check_memory(
 
 
 def _without_own(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a new replica has of a donor's state: what is agreed; it has held nothing back."""
+    """A new replica's state from a donor's: the agreed state, with empty feedback."""
     kept: dict[str, Tensor] = {}
     for name, value in state.items():
         what = name.split(".", 1)[1]

@@ -1,4 +1,4 @@
-"""All settings of a run in one value: what the command line takes, and what a run file holds."""
+"""All settings of a run in one value, from the command line or a run file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from thinwire.topology import read_edges
 MAY_DIFFER = (
     *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
-)  # between replicas, as far as `Run.shared` is asked
+)  # settings that may differ between replicas, for `Run.shared`
 OF_PIECES = (
     "strategy",
     "codec",
@@ -131,7 +131,7 @@ class Run:
         return cls().changed(**settings)
 
     def changed(self, **settings: Any) -> Run:
-        """This run with these settings in place of its own. Raises `ConfigurationError` for a name that is not known."""
+        """This run with these settings changed. Raises `ConfigurationError` for an unknown name."""
         by_part: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             if name not in PART_OF:
@@ -142,7 +142,7 @@ class Run:
         return dataclasses.replace(self, **own, **parts)
 
     def of_replica(self, rank: int) -> Run:
-        """The run of one replica, where each has a model of its own; else this one.
+        """The run of one replica if each has its own model; otherwise this run.
 
         >>> Run.of(strategy="codistill", models=("tiny", "2m")).of_replica(1).model.model
         '2m'
@@ -176,7 +176,7 @@ class Run:
 
     @cached_property
     def lr(self) -> float:
-        """Peak learning rate: the one that was given, otherwise the default.
+        """Peak learning rate: the given one, otherwise the default.
 
         >>> [Run.of(model=size).lr for size in ("nano", "mini", "hf:a/b")]
         [0.02, 0.0025, 0.006]
@@ -185,13 +185,13 @@ class Run:
 
     @property
     def lr_origin(self) -> str:
-        """Where the learning rate is from."""
+        """The source of the learning rate, in words."""
         default, origin = self._default_lr()
         return origin if self.lr == default else f"given; the default is {default:g}"
 
     @property
     def rates(self) -> str:
-        """The learning rate and where it is from, of each model where replicas have unlike ones."""
+        """The learning rate and its source; one for each model if replicas have different ones."""
         each = {run.model.model: run for run in map(self.of_replica, range(len(self.model.models)))}
         of_each = [f"{model} {run.lr:g} ({run.lr_origin})" for model, run in each.items()]
         return "; ".join(of_each) or f"{self.lr:g} ({self.lr_origin})"
@@ -208,9 +208,7 @@ class Run:
         return LR, "the default"
 
     def make_strategy(self) -> Strategy:
-        """The strategy with what was given for its recipe, and with the run's seed. Raises `ConfigurationError` for a method
-        that is none.
-        """
+        """The strategy with the settings of its recipe and the run's seed. Raises `ConfigurationError` if the method is not a strategy."""
         made = self._composition()
         if not isinstance(made, Strategy):
             raise ConfigurationError(
@@ -220,7 +218,7 @@ class Run:
         return dataclasses.replace(made, seed=self.seed)
 
     def make_method(self) -> Method | None:
-        """The method with a loop of its own, with the run's seed; None if this is a strategy."""
+        """The method with its own loop, with the run's seed; None if this is a strategy."""
         made = self._composition()
         return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
 
@@ -238,7 +236,7 @@ class Run:
         return dataclasses.replace(self, method=self.method.with_strategy(strategy))
 
     def absolute(self) -> Run:
-        """This run with the paths of text, model, tokenizer and files of pieces as they are from everywhere, and with its learning rate."""
+        """This run with absolute paths of text, model, tokenizer and files of pieces, and with its learning rate."""
         model, tokenizer = self.model.model, self.data.tokenizer
         text = tuple(str(Path(path).absolute()) for path in self.data.text)
         given = self.counted_in_samples().settings()
@@ -294,7 +292,7 @@ class Run:
         return {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")} | rate
 
     def save(self, path: Path) -> None:
-        """Write a run file: a table for each part, and what the recipe decides as a comment; what is None is left out."""
+        """Write a run file: a table for each part, and the recipe's choices as a comment; settings that are None are left out."""
         tables: dict[str, Any] = {"seed": self.seed}
         for part in PARTS:
             values = vars(getattr(self, part))
@@ -308,7 +306,7 @@ class Run:
     def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:
         """Read a run file. One without tables, as earlier versions wrote it, is read too, with a line to `advise`.
 
-        Raises `ConfigurationError` naming what is not known or cannot be read.
+        Raises `ConfigurationError`, which names the unknown setting or the error.
         """
         try:
             settings, table_of = read_run_file(path)
@@ -363,6 +361,6 @@ def _absolute_model(name: str) -> str:
 
 
 def _absolute(name: str) -> str:
-    """`hf:FOLDER` and `bpe:FILE` with the whole path; what is no path stays as it is."""
+    """`hf:FOLDER` and `bpe:FILE` with the whole path; text that is no path is unchanged."""
     kind, colon, path = name.partition(":")
     return f"{kind}:{Path(path).absolute()}" if Path(path).exists() and not path.isdigit() and colon else name

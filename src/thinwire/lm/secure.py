@@ -1,4 +1,4 @@
-"""Replicas that meet at a hub: all on this machine with a hub of their own, or this one alone, wherever the hub is.
+"""Replicas that meet at a hub: all on this machine with their own hub, or one replica with a hub anywhere.
 
 python -m thinwire.lm.secure FOLDER INDEX [--resume]     one replica, as `train_secure` starts it
 """
@@ -32,8 +32,8 @@ _WAIT_SECONDS = 600.0  # for the other replicas of this machine
 
 
 def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
-    """All replicas of `run` as processes of this machine, and the hub where they meet in this one. Their output goes to RUN/logs; if the hub averages
-    their packets, a process does it beside them.
+    """Run all replicas of `run` as processes of this machine, and their hub in this process. Their output goes to RUN/logs. If the hub
+    averages their packets, another process does that.
     """
     replicas = run.placement.replicas
     hub = Hub(folder / HUB, published=PublishedFolder(folder))
@@ -53,7 +53,7 @@ def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop:
 
 
 def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float) -> SecureGroup:
-    """Join the hub of `token` for `run`, and wait for the other replicas: those who say the same `word`."""
+    """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`."""
     link = parse_link(run.placement.uplink)
     size, rate = run.placement.replicas, link.bits_per_second if link else None
     if not run.needs_hub:
@@ -74,8 +74,8 @@ def _replicas_of(run: Run, group: SecureGroup) -> Group:
 
 
 def run_of_hub(path: Path) -> Run:
-    """The run of a run file that a hub sent, which may name no file of this machine: such a file would be read, or run, because
-    somebody else says so. Raises `ConfigurationError`.
+    """The run of a run file that a hub sent. It must not name files of this machine, because then another machine would decide which files
+    are read or run here. Raises `ConfigurationError`.
     """
     try:
         settings, _ = read_run_file(path)

@@ -73,7 +73,7 @@ class MethodSpec(_Part):
     delay: int | None = None
     """tau: inner steps for which a round may be in flight while training continues."""
     fragments: int | None = None
-    """Number of fragments of layers. One more fragment holds what is outside the layers."""
+    """Number of fragments of layers. One more fragment holds the parameters outside the layers."""
     merge: float | None = None
     """alpha: share of its own values that a replica keeps when a round lands, 0 to 1."""
     codec: str | None = None
@@ -91,15 +91,15 @@ class MethodSpec(_Part):
     anchors: Literal["host", "device"] | None = None
     """Where anchors and outer state are kept."""
     topology: str | None = None
-    """Gossip: who talks to whom: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
+    """Gossip: graph of neighbours: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None
-    """Clip what is sent, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
+    """Clip deltas, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
     guard: str | None = None
     """off does not clip deltas that are out of all proportion; Guard(z=10) clips fewer of them. Default: Guard()."""
     aggregate: str | None = None
     """How the deltas of all replicas become one: Mean, or a robust rule such as TrimmedMean(2) or GeometricMedian (thinwire docs robust)."""
     attack: str | None = None
-    """Only `thinwire compare`: what liars say in place of their deltas, such as ALIE, SignFlip or IPM(0.1) (thinwire docs robust)."""
+    """Only `thinwire compare`: what liars send instead of their deltas, such as ALIE, SignFlip or IPM(0.1) (thinwire docs robust)."""
     liars: int | None = None
     """With --attack: number of replicas that lie, the last ones. Default: 1."""
 
@@ -244,9 +244,9 @@ class ModelSpec(_Part):
     """A size (nano, tiny, 2m, mini, 35m, 100m, 200m, 300m, 500m, 1b, 4b), RUN/model.safetensors to train a model further, or
     hf:FOLDER_OR_NAME for a Hugging Face causal LM."""
     models: tuple[str, ...] = ()
-    """codistill: the model of each replica, such as tiny 2m mini, in place of one for all. All need the same tokenizer."""
+    """codistill: the model of each replica, such as tiny 2m mini, instead of one for all. All need the same tokenizer."""
     job: str | None = None
-    """A file of your own, my_job.py, with model(), batches(share) and loss(model, batch): in place of the language model and its text."""
+    """A file of your own, my_job.py, with model(), batches(share) and loss(model, batch): instead of the language model and its text."""
     lora: int | None = None
     """Rank of LoRA adapters; only they are trained and exchanged. Default: the whole model."""
     positions: Literal["rotary", "learned"] = "rotary"
@@ -393,7 +393,7 @@ def recipe_name(strategy: str) -> str:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether `value` is what a field's type says. A whole number is a float too; a bool is no number."""
+    """Whether `value` has a field's type. A whole number is also a float; a bool is not a number."""
     if isinstance(hint, types.UnionType) or (origin := get_origin(hint)) is Union:
         return any(fits(value, one) for one in get_args(hint))
     if origin is Literal:

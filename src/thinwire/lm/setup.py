@@ -77,7 +77,7 @@ def _bare_model(
 
 
 def learning_rate(run: Run, step: int) -> float:
-    """Of inner step `step` (from 1): linear warm-up, then a cosine to 5 % of the peak at the last step."""
+    """The learning rate of inner step `step` (from 1): linear warm-up, then a cosine to 5 % of the peak at the last step."""
     optimizer, peak = run.optimizer, run.lr
     warmup = min(1000, optimizer.steps // 10) if optimizer.warmup is None else optimizer.warmup
     if step <= warmup:

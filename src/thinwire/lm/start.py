@@ -1,4 +1,4 @@
-"""What the event log of a replica begins with: what it trains, and on what machine."""
+"""The first event of a replica's log: its settings and its machine."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m thinwire.lm.supervisor FOLDER NAME INDEX begin|resume WORDS     one replica, as `train_elastic` starts it: see `meeting_of`
 
 A replica that dies is started again and resumes from its own newest checkpoint; if it dies again at once, the waits grow. A
-replica that ends with an error that a restart cannot cure (other settings than the others', a full disk) is given up. The run
+replica that ends with an error that a restart cannot cure (different settings, a full disk) is given up. The run
 continues while enough replicas are left for a round. At its end one replica may keep the final state for another that is missing;
 if no replica on this machine can still come, it is told to end.
 """
@@ -69,17 +69,17 @@ def train_elastic(
     joining: JoiningReplica | None = None,
     stop: Stop | None = None,
 ) -> None:
-    """All replicas of `run` on this machine, and the lighthouse or hub where they meet; or only the replica `joining`. Their output goes to RUN/logs.
+    """Run all replicas of `run` on this machine, with their lighthouse or hub, or only the replica `joining`. Their output goes to RUN/logs.
 
-    Raises `LinkError` saying why, if none of them has finished; `CheckpointError` if none has anything to resume from.
+    Raises `LinkError` with the reason if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
     open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
     (folder / "logs").mkdir(exist_ok=True)
     names = [joining.name] if joining else [f"replica-{index}" for index in range(run.placement.replicas)]
-    # the other replicas, elsewhere, may hold what is agreed
+    # replicas on other machines may hold the agreed state
     if resume and not joining and not any(newest(folder / "checkpoints" / name)[0] for name in names):
         raise CheckpointError(
-            f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Bring back what is missing, or begin "
+            f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Restore the missing ones, or begin "
             "again at the first step by --resume --from-start."
         )
     with nullcontext(joining.meeting) if joining else own_meeting(run, folder) as meeting:
@@ -149,7 +149,7 @@ class _Replica:
         self.began = self.heard = time.monotonic()
 
     def listen(self) -> None:
-        """Learn from its events how far it is."""
+        """Read its progress from its events."""
         for event in self._tail.read():
             self.joined |= event["event"] in ("round", "back", "step")
             self.keeps |= event["event"] == "keeps"
@@ -181,15 +181,16 @@ class _Replica:
 
 
 def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: Tick, say: Say, stop: Stop) -> None:
-    """Until all have finished or were given up; start again who died. `seconds`: see `_see_off`; None where others run elsewhere.
+    """Wait until all replicas have finished or were given up, and restart those that died. For `seconds` see `_see_off`; None if replicas
+    run on other machines too.
 
-    The first Ctrl-C (or SIGTERM) is passed on, and nobody is started again. The second ends them.
+    The first Ctrl-C (or SIGTERM) is passed on, and no replica is restarted. The second ends them.
     """
     passed_on = False
     with stopping(stop):
         while any(replica.going for replica in replicas):
             tick()
-            time.sleep(0.2)  # logs and processes tell no event to wait for, and the display is drawn anew anyway
+            time.sleep(0.2)  # logs and processes have no event to wait for, and the display is redrawn anyway
             if stop.is_set() and not passed_on:
                 passed_on = True
                 print(f"\n{STOPPING}", file=sys.stderr)
@@ -209,7 +210,7 @@ def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: T
 
 
 def _see_off(replicas: list[_Replica], seconds: float, say: Say) -> None:
-    """At the end of a run that is all here: let go who keeps the final state for nobody, and end who was not heard for `seconds`."""
+    """At the end of a run on one machine: end replicas that keep the final state needlessly, and those that were silent for `seconds`."""
     going = [replica for replica in replicas if replica.going]
     if all(replica.keeps for replica in going):
         for replica in going:
@@ -218,7 +219,7 @@ def _see_off(replicas: list[_Replica], seconds: float, say: Say) -> None:
     elif any(replica.finished for replica in replicas) and not any(replica.keeps for replica in going):
         for replica in going:
             if time.monotonic() - replica.heard > seconds:
-                say(f"{replica.name} was not heard for {seconds:g} s, and the others have finished: it is ended")
+                say(f"{replica.name} was silent for {seconds:g} s, and the others have finished: it is ended")
                 replica.process.kill()
                 replica.heard = math.inf
 
@@ -277,5 +278,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No plain exit: gloo's threads may still wait for a dead peer, and one that returns while Python ends aborts the process.
+    # No plain exit: a thread of gloo may still wait for a dead peer, and if it returns while Python ends, the process aborts.
     os._exit(code)

@@ -52,7 +52,7 @@ class TextJob:
         method = self._run.method
         attack = method.liar()
         self._flips = bool(attack and attack.flips_labels) and share.index >= share.count - (method.liars or 1)
-        if windows := self.corpus.windows(self._run.data.sequence):  # without any, `try_out` says what is needed
+        if windows := self.corpus.windows(self._run.data.sequence):  # without any, `try_out` raises the error
             self._reader.open(windows)
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:

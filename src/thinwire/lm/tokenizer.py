@@ -1,7 +1,7 @@
-"""The tokenizer of a run: the one that the run began with, that was asked for, or that its model was trained with.
+"""The tokenizer of a run: that of its beginning, of its settings, or of its model.
 
 Token numbers mean nothing without it. So a run keeps its tokenizer beside its model (RUN/tokenizer.json), the model holds the tokenizer's
-fingerprint, and text that is tokenised by another one is refused.
+fingerprint, and text with another tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _kept(data: DataSpec, model: str, folder: Path | None) -> Tokenizer | None:
 
 
 def _trained_with(data: DataSpec, model: str) -> str | None:
-    """The fingerprint of the tokenizer that the weights of `model` were trained with; None for fresh ones, and where nobody knows."""
+    """The fingerprint of the tokenizer that the weights of `model` were trained with; None for fresh weights, or if it is not known."""
     name, known = _own(model)
     if model.startswith("hf:") and not has_weights(model.removeprefix("hf:")):
         return None
@@ -99,7 +99,7 @@ def _trained_with(data: DataSpec, model: str) -> str | None:
 
 
 def _own(model: str) -> tuple[str, str | None]:
-    """The tokenizer that belongs to `model` (bytes to one that has none), and its fingerprint if the model says it."""
+    """The tokenizer that belongs to `model` (bytes if it has none), and its fingerprint if the model has one."""
     if model.endswith(".safetensors"):
         said = described(model).get("tokenizer")
         name = f"bpe:{Path(model).with_name(FILE)}" if str(said).startswith("bpe-") else "bytes"

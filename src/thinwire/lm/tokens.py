@@ -1,8 +1,7 @@
 """From files to text, from text to numbers, and back.
 
-`Bytes()` needs nothing and compares with anything; `BPE(vocabulary=...)` is learned from the training text, once,
-and then lies beside the tokens as one JSON file. A loss in nats per token becomes nats per byte, comparable
-between tokenizers, when it is divided by `Corpus.bytes_per_token`.
+`Bytes()` needs no training. `BPE(vocabulary=...)` is learned once from the training text, and then stored beside the tokens as a JSON
+file. A loss in nats per token, divided by `Corpus.bytes_per_token`, is in nats per byte, which can be compared between tokenizers.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from numpy.typing import NDArray
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.records.files import parsed
 
-END = "<|end|>"  # what stands between two documents
+END = "<|end|>"  # the separator of two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
 CHUNK = 1 << 18  # characters tokenised at a time
 DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
-# A .parquet row group may hold EXPANDED bytes of text, or RATIO times what it takes in the file.
+# A .parquet row group may hold EXPANDED bytes of text, or RATIO times its size in the file.
 EXPANDED, RATIO = 256 << 20, 100
 
 
@@ -157,11 +156,11 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
         raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · download it again") from error
 
 
-_EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file anew"
+_EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file again"
 
 
 def _allowance(source: Source, group: Any, column: str) -> int:
-    """How much text may come from a row group of .parquet; `DataError` where it says of itself that it holds more."""
+    """Most bytes of text from a row group of .parquet. Raises `DataError` if its metadata declares more."""
     chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == column)
     most: int = max(EXPANDED, RATIO * chunk.total_compressed_size)
     if chunk.total_uncompressed_size > most:
@@ -287,7 +286,7 @@ class BPE:
 
     @cached_property
     def fingerprint(self) -> str:
-        """From the file's content; an untrained one is known by its recipe."""
+        """A digest of the file's content; an untrained one is identified by its recipe."""
         if self.file is None:
             return f"bpe-{self.vocabulary}-untrained"
         return "bpe-" + hashlib.sha256(self._trained.to_str().encode()).hexdigest()[:16]
@@ -305,7 +304,7 @@ class BPE:
             trained = Trained.from_file(str(self.file))
         except Exception as error:  # the Rust side raises bare Exception for every fault
             raise DataError(
-                f"{self.file}: {error} · the JSON file of a trained tokenizer is needed · check the path, or train anew"
+                f"{self.file}: {error} · the JSON file of a trained tokenizer is needed · check the path, or train it again"
             ) from error
         if trained.token_to_id(END) != self.end:
             raise DataError(

@@ -1,4 +1,4 @@
-"""The model of a run, as far as it is trained: what `thinwire sample` and `thinwire export` use."""
+"""The model of a run at its present state, for `thinwire sample` and `thinwire export`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thinwire.strategy import Gradients
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model, its tokenizer and what it was made of (adapters merged). `step`: of the checkpoint; None for a run that has ended."""
+    """A model with merged adapters, its tokenizer and its specification. `step` is that of the checkpoint; None for a run that has ended."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -37,7 +37,7 @@ class TrainedModel:
 def trained_model(folder: Path) -> TrainedModel:
     """The model of the run in `folder`; if the run still trains or was killed, the anchors of its newest whole checkpoint.
 
-    Raises `ConfigurationError` where there is none, `ModelError`, `CheckpointError`.
+    Raises `ConfigurationError` if there is none, `ModelError`, `CheckpointError`.
     """
     if not (folder / "run.toml").exists():
         raise ConfigurationError(

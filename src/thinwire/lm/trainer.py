@@ -46,20 +46,20 @@ from thinwire.strategy import Gradients, Strategy
 
 @dataclass
 class Clock:
-    """Where the time of the loop went; evaluation and checkpoints are not part of it. `trained`: inner steps of this replica's own."""
+    """The time of the loop by its parts, without evaluation and checkpoints. `trained`: inner steps of this replica."""
 
     compute_seconds: float = 0.0
     loop_seconds: float = 0.0
     stall_seconds: float = 0.0
     trained: int = 0
-    other_steps: int = 0  # of replicas before their number changed, beyond what the number of now would have trained
+    other_steps: int = 0  # inner steps from before the number of replicas changed, beyond those of the present number
     ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
 
 
 class Trainer(ABC):
     """One replica's training. `train()` runs it from the first or the resumed step to the last."""
 
-    who_stops: ClassVar[str]  # when this replica is asked to stop
+    who_stops: ClassVar[str]  # the replicas that stop if this one is asked to, for a message
     group: Group | Membership
 
     def __init__(self, run: Run, place: Place | ElasticPlace, log: EventLog) -> None:
@@ -127,7 +127,7 @@ class Trainer(ABC):
     @property
     @abstractmethod
     def counted_steps(self) -> int:
-        """Inner steps that tokens and bytes of this replica stand for."""
+        """Inner steps for which this replica counts tokens and bytes."""
 
     @property
     @abstractmethod
@@ -199,7 +199,7 @@ class Trainer(ABC):
         """The last rounds. A stop that comes now ends the waiting for the others."""
         run, replica = self.run, self.replica
         if run.placement.checkpoint_every and replica.step % run.placement.checkpoint_every:
-            self._save()  # what a longer run goes on from, and a kill in the last round
+            self._save()  # for a longer run, and for a kill in the last round
         began = time.monotonic()
         with watching(self._pass_on_a_stop, 0.05, "thinwire-stop"):  # this thread waits for others
             if isinstance(replica, Replica):
@@ -215,7 +215,7 @@ class Trainer(ABC):
 
     def _stop(self, gone: LinkError | EndedError | None) -> ThinwireError | None:
         """Save a checkpoint for a resume. Returns the error to raise, if the other replicas were lost or have ended without this one, or if
-        what was trained since the last checkpoint is lost.
+        the training since the last checkpoint is lost.
         """
         replica, asked = self.replica, gone is None or self.place.stop.is_set()
         unsaved = None if isinstance(gone, EndedError) else self._save()
@@ -253,7 +253,7 @@ class Trainer(ABC):
         self._after_step(compute)
 
     def _set_rates(self) -> float:
-        """The learning rate of the step that comes, in the optimizer; those of a job's own optimizer stay as they are."""
+        """Set the learning rate of the next step in the optimizer; those of a job's own optimizer do not change."""
         if self.own_rates:
             return float(self.optimizer.param_groups[0]["lr"])
         lr = learning_rate(self.run, self.progress + 1)
@@ -288,7 +288,7 @@ class Trainer(ABC):
             return self.job.loss(self.model, micro, self.device)
 
     def _evaluate(self) -> None:
-        """The loss of the anchors on what is held out, the same on every replica that knows them."""
+        """The loss of the anchors on the held-out text, the same on every replica that knows them."""
         began = time.monotonic()
         self.model.eval()
         with (
@@ -312,7 +312,7 @@ class Trainer(ABC):
         )
 
     def _save(self) -> CheckpointError | None:
-        """A checkpoint that cannot be written is reported and training goes on: the one before is still there."""
+        """A checkpoint that cannot be written is reported and training goes on: the previous one still exists."""
         began = time.monotonic()
         try:
             path = checkpoint.save(
@@ -395,5 +395,5 @@ class Trainer(ABC):
 
 
 def _passed(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of `every` lies after `before`, up to `after`: a replica that was behind jumps ahead."""
+    """Whether there is a multiple of `every` after `before` and up to `after`, because a replica that was behind jumps ahead."""
     return bool(every) and after // every > before // every

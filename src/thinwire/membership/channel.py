@@ -1,16 +1,16 @@
-"""Messages between a replica and its lighthouse, each with a MAC: of one who does not hold the run secret nothing is read.
+"""Authenticated messages between a replica and its lighthouse. Messages of a peer without the run secret are not read.
 
     lighthouse → replica     magic, version, 32 random bytes
     replica → lighthouse     magic, version, name, incarnation, 32 random bytes, proof
     lighthouse → replica     verdict, heartbeat time-out, proof
     then messages both ways  length, MAC, JSON
 
-A proof is HMAC-SHA256, keyed by the run secret, of the speaker's part and of all that both sides have said so far. The
-MACs of messages have a key of their own for each connection and direction, and count the messages: nothing of it is
-good a second time, in another run, under another name or from the other side. Lengths are bounded before anything is
-received, and MACs compared (in constant time) before anything is decoded. It is not encrypted.
+A proof is an HMAC-SHA256 with the run secret as key, over the sender's part and all messages of both sides so far. The MACs of
+messages have a separate key for each connection and direction, and include the number of the message. So no message can be replayed,
+in another run, under another name or in the other direction. Lengths are bounded before anything is received, and MACs are compared
+(in constant time) before anything is decoded. Messages are not encrypted.
 
-Without a secret (b"") all of it is the same, and everybody can compute it. Nothing here imports torch.
+Without a secret (b"") the protocol is the same, but anybody can compute the MACs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 PORT = 29510
-ANSWER = 5.0  # seconds for a message to come back
-MOST_PRESENCE = 16_384  # bytes of what one replica says of itself
-MOST_MEMBERS = 128  # replicas at one lighthouse
+ANSWER = 5.0  # seconds within which a response must arrive
+MOST_PRESENCE = 16_384  # bytes of a replica's presence
+MOST_MEMBERS = 128  # most replicas at one lighthouse
 MOST_ASKED = 1 << 17  # bytes of one message to the lighthouse
-MOST_ANSWERED = 3 * MOST_MEMBERS * MOST_PRESENCE  # and from it: everybody's presence, escaped once more
+MOST_ANSWERED = 3 * MOST_MEMBERS * MOST_PRESENCE  # bytes of one message from it: all presences, escaped once more
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 INCARNATION = re.compile(r"[0-9a-f]{16}")
 
@@ -49,20 +49,20 @@ PROOF = 32
 TAKEN, OTHER_SECRET, OTHER_VERSION, FULL = range(4)
 _VERDICTS = {
     OTHER_SECRET: "refuses this replica: one of them has another run secret, or none. Give every machine the same file with --secret",
-    OTHER_VERSION: "is of another version of Thinwire; run the same everywhere",
+    OTHER_VERSION: "runs another version of Thinwire; run the same version everywhere",
     FULL: f"is full: {MOST_MEMBERS} replicas are there already",
 }
 
 
 def secret_in(path: Path, make: bool = False) -> bytes:
-    """The run secret in the file `path`; with `make` one is drawn and written where there is no file. Raises `ConfigurationError`."""
+    """The run secret in the file `path`; with `make` a missing file is written with a new secret. Raises `ConfigurationError`."""
     if make:
         with suppress(FileExistsError):
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_hex(32) + "\n")
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would make it wait
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait if it is a pipe
         with os.fdopen(handle, "rb") as file:
             status = os.fstat(file.fileno())
             text = file.read(128) if stat.S_ISREG(status.st_mode) else b""
@@ -80,18 +80,18 @@ def secret_in(path: Path, make: bool = False) -> bytes:
 
 
 def mac(secret: bytes, purpose: str, *parts: bytes) -> bytes:
-    """HMAC-SHA256 of `parts` for `purpose`, 32 bytes. Lengths are part of it: no two lists of parts give one text."""
+    """HMAC-SHA256 of `parts` for `purpose`, 32 bytes. It includes the lengths, so different lists of parts have different texts."""
     text = b"".join(struct.pack("<Q", len(part)) + part for part in (f"thinwire {purpose}".encode(), *parts))
     return hmac.digest(secret, text, hashlib.sha256)
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """In a time that says nothing about where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(a, b)
 
 
 class Seal:
-    """One direction of a connection."""
+    """Seals and opens the messages of one direction of a connection."""
 
     def __init__(self, secret: bytes, direction: str, talk: bytes) -> None:
         self._key, self._count = mac(secret, f"messages of the {direction}", talk), 0
@@ -103,13 +103,13 @@ class Seal:
     def open(self, tag: bytes, body: bytes) -> dict[str, Any]:
         """Raises `PacketError`."""
         if not same(tag, self._mac(body)):
-            raise PacketError("a message whose MAC is wrong")
+            raise PacketError("a message with a wrong MAC")
         try:
             message = json.loads(body)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise PacketError("a message that is no JSON object")
+            raise PacketError("a message that is not a JSON object")
         return message
 
     def _mac(self, body: bytes) -> bytes:
@@ -118,9 +118,9 @@ class Seal:
 
 
 class Channel:
-    """A replica's connection to the lighthouse at `host`:`port`: it asks, the lighthouse answers. For one thread at a time.
+    """A replica's connection to the lighthouse at `host`:`port`: requests and their responses. For one thread at a time.
 
-    Raises `LinkError` for everything that goes wrong; after that it is of no more use.
+    Raises `LinkError` for any failure; it cannot be used after that.
     """
 
     def __init__(self, host: str, port: int, name: str, incarnation: str, secret: bytes, seconds: float = 2.0) -> None:
@@ -158,7 +158,7 @@ class Channel:
             raise
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
-        """What the lighthouse answers; it may take `seconds`, and `ANSWER` more."""
+        """The lighthouse's response, which may take `seconds`, and `ANSWER` more."""
         until = time.monotonic() + seconds + ANSWER
         try:
             self._line.settimeout(ANSWER)
@@ -175,7 +175,7 @@ class Channel:
         return answer
 
     def close(self) -> None:
-        """Idempotent; from any thread: whoever waits hears of it."""
+        """Idempotent; may be called from any thread. A request that waits then raises `LinkError`."""
         with suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self._line.close()
@@ -185,7 +185,7 @@ class Channel:
         while len(parts) < nbytes:
             left = until - time.monotonic()
             if left <= 0:
-                raise OSError("no answer in time")
+                raise OSError("no response in time")
             self._line.settimeout(left)
             part = self._line.recv(min(nbytes - len(parts), 1 << 20))
             if not part:

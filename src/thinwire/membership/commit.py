@@ -1,16 +1,16 @@
-"""One yes or no for all members, decided once and for ever.
+"""Atomic commit: one yes or no for all members, which never changes.
 
-A vote store keeps what members write; of two values proposed for one key it keeps the first. The protocol, for the member
-of rank r among M:
+A vote store keeps what members write; if two values are proposed for one key, it keeps the first. The protocol for the member of
+rank r of M:
 
-* Whoever is against proposes no. It knows the answer without hearing it: yes needs its ballot, which was never cast.
-* Whoever is for casts its ballot. Whoever sees all M ballots proposes yes; else it waits for the outcome.
-* At its deadline it looks once more, and proposes yes if all ballots are there by now, else no.
+* A member that is against proposes no. It knows the outcome at once, because yes needs its ballot, which was never cast.
+* A member that is for casts its ballot. If it then sees all M ballots it proposes yes; otherwise it waits for the outcome.
+* At its deadline it looks once more, and proposes yes if all ballots are there, otherwise no.
 
-Whatever happens (deaths, delays, any order), there is one outcome, and it is yes only if all M were for. A member
-that cannot reach the vote store after casting its ballot does not know: `UndecidedError`. Nobody waits beyond its deadline.
+With any deaths, delays and order there is one outcome, and it is yes only if all M members were for. A member that cannot reach the
+vote store after casting its ballot does not know the outcome: `UndecidedError`. No member waits beyond its deadline.
 
-`ballot` is the protocol without input and output: it yields what to do on the vote store and is sent what came of it.
+`ballot` is the protocol without I/O: a generator that yields operations on the vote store and is sent their results.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ Electorate = Sequence[tuple[str, str, int]]  # the members of a view in rank ord
 
 
 def view_id(members: Electorate) -> str:
-    """The name of the view of these members, and of no other."""
+    """The unique name of the view of these members."""
     return hashlib.blake2b(json.dumps(members).encode(), digest_size=16).hexdigest()
 
 
 class VoteStore(Protocol):
-    """Where members write and read. Every call may raise `LinkError`; then the vote store is never used again."""
+    """The store of votes. Every call may raise `LinkError`; then the store is not used again."""
 
     def of(self, members: Electorate) -> VoteStore:
-        """This store, for votes of the view of these members: who is none of them, or votes for another, is refused."""
+        """This store for votes of the view of these members. A replica that is not a member, or votes for another, is refused."""
 
     def put(self, key: str) -> None:
-        """Write `key`; again is as once."""
+        """Write `key`; idempotent."""
 
     def all(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are written."""
 
     def settle(self, key: str, value: bytes) -> bytes:
-        """Propose `value`; what `key` holds now, for ever: the first value that was proposed."""
+        """Propose `value` for `key`. Returns the value of `key`, which is the first proposal and never changes."""
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """What `key` holds, as soon as it was settled; None after `seconds`."""
+        """Wait until `key` is settled, and return its value; None after `seconds`."""
 
     def forget(self, keys: Sequence[str]) -> None:
-        """This member will not ask again about the questions of these ballots, its own. Does not wait, and never raises."""
+        """Delete these ballots of this member, because it will not ask about their questions again. Does not wait, and never raises."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Wait:
-    """For the outcome, until the member's own deadline."""
+    """Wait for the outcome, until the member's own deadline."""
 
     key: str
 
@@ -82,19 +82,19 @@ Step = Put | All | Settle | Wait
 
 
 def keys_of(question: str, size: int) -> tuple[str, tuple[str, ...]]:
-    """The key of the outcome, and those of the ballots in rank order."""
+    """The key of the outcome, and the keys of the ballots in rank order."""
     return f"{question}/outcome", tuple(f"{question}/{rank}" for rank in range(size))
 
 
 class Ballot(NamedTuple):
-    """Of which question a ballot is, and of which rank."""
+    """The question of a ballot, and the rank of its member."""
 
     question: str
     rank: int
 
 
 def ballot_of(key: str) -> Ballot | None:
-    """The reverse of `keys_of`; None if `key` is no ballot.
+    """The inverse of `keys_of`; None if `key` is not a ballot.
 
     >>> ballot_of("land/2")
     Ballot(question='land', rank=2)
@@ -126,7 +126,7 @@ def ballot(question: str, rank: int, size: int, yes: bool) -> Generator[Step, An
 
 
 def carry_out(steps: Generator[Step, Any, bool], vote_store: VoteStore, seconds: float) -> bool:
-    """Do what `steps` asks for on `vote_store`. Raises what it raises."""
+    """Execute the operations of `steps` on `vote_store`. Raises its errors."""
     came: Any = None
     while True:
         try:

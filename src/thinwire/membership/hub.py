@@ -1,7 +1,7 @@
-"""Replicas that come and go, behind any NAT: they find each other at a hub, and their groups are the hub's (comm/secure).
+"""Elastic replicas behind any NAT: they find each other at a hub, which also carries their groups (comm/secure).
 
-A certificate proves a member's name: the hub passes a presence on under that name, and adds a process to a group under no other.
-The hub keeps the same `MemberRegistry` as a lighthouse, and decides nothing else.
+A certificate proves a member's name: the hub passes on a presence, and adds a process to a group, only under that name. The hub keeps
+the same `MemberRegistry` as a lighthouse, and decides nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HubRendezvous(RemoteRendezvous):
     Args:
         enrolment: this replica's name and key there.
         run: name of the run, if it has one; runs with other names meet at the same hub.
-        bits_per_second: how many bits it can send in a second; None: chunks are not spaced.
+        bits_per_second: bits that it can send in a second; None: chunks are not spaced.
     """
 
     advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."
@@ -42,7 +42,7 @@ class HubRendezvous(RemoteRendezvous):
 
     @property
     def address(self) -> str:
-        """Nobody reaches it there: it is for messages."""
+        """A name for messages; no replica can connect to it."""
         return f"hub:{self._enrolment.name}"
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
@@ -60,7 +60,7 @@ class HubRendezvous(RemoteRendezvous):
         return group
 
     def reaches(self, other: Presence) -> bool:
-        """Whether the hub hears it."""
+        """Whether the hub receives its heartbeats."""
         try:
             return self._vote_store is not None and bool(
                 self._vote_store.channel.ask("here", who=other.incarnation)["here"]

@@ -1,8 +1,8 @@
-"""Replicas as processes that come and go: they find each other at a lighthouse (membership/server.py).
+"""Elastic replicas as processes: they find each other at a lighthouse (membership/server.py).
 
-With a run secret (`Membership(..., secret=...)`) the lighthouse hears only those who hold it, and the replicas believe only
-a lighthouse that does. Nothing is encrypted, and gloo, which carries the packets, does not authenticate: private
-networks and tunnels only. Nothing is ever unpickled: what replicas say of themselves is JSON, checked here again.
+With a run secret (`Membership(..., secret=...)`) the lighthouse accepts only replicas that hold it, and replicas accept only a
+lighthouse that holds it. Messages are not encrypted, and gloo, which carries the packets, does not authenticate, so use it only on
+private networks and in tunnels. Nothing is unpickled: a presence is JSON, and is checked here again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LighthouseRendezvous(RemoteRendezvous):
 
     Args:
         address: the lighthouse's, as HOST:PORT.
-        host: this machine's address, at which the other replicas reach it; None: the one from which it reaches the lighthouse. Behind a NAT
-            there is no such address: use a hub (`membership/hub.py`), or a tunnel.
+        host: the address of this machine at which the other replicas reach it; None: the one from which it reaches the lighthouse. A machine
+            behind a NAT has no such address: use a hub (`membership/hub.py`), or a tunnel.
 
     Raises:
         ConfigurationError: `address` is not of this form.
@@ -46,8 +46,8 @@ class LighthouseRendezvous(RemoteRendezvous):
             f"Start one with `thinwire lighthouse`, and check that this machine reaches it: port {self._port}."
         )
         self._host = host or _own_address(self._lighthouse, self._port)
-        self._address = self._host  # with the port, as soon as it listens
-        self._addresses: list[str] = []  # keys of the last group's
+        self._address = self._host  # with the port as soon as it listens
+        self._addresses: list[str] = []  # keys of the last group's addresses
         self._listener: socket.socket | None = None
 
     @property
@@ -56,7 +56,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         return self._address
 
     def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
-        """See `Rendezvous`. Raises `LinkError`: there is no such address here."""
+        """See `Rendezvous`. Raises `LinkError` if this machine does not have the address."""
         try:
             self._listener = socket.create_server((self._host, 0), family=family(self._host))
         except OSError as error:
@@ -70,7 +70,7 @@ class LighthouseRendezvous(RemoteRendezvous):
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         """See `Rendezvous`."""
         seconds, timeout = self._timeouts.connect, self._timeouts.transfer
-        self._unused_keys.extend(self._addresses)  # of an epoch that is over
+        self._unused_keys.extend(self._addresses)  # the addresses of the previous epoch
         addresses = AddressBook(self._channel(), epoch, seconds)
         self._addresses = addresses.own
         try:
@@ -96,7 +96,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         self._left.set()
         if self._listener is not None:
             with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # else a thread blocked in accept() would not return
+                self._listener.shutdown(socket.SHUT_RDWR)  # otherwise a thread blocked in accept() would not return
             self._listener.close()
         super().leave()
 
@@ -104,7 +104,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, PROBE)
 
     def _answer(self) -> None:
-        """Send this process's incarnation to each that connects."""
+        """Send the incarnation of this process over each new connection."""
         assert self._listener is not None
         while True:
             try:

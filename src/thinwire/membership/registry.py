@@ -1,7 +1,7 @@
-"""What a lighthouse or a hub knows of an elastic run: which replicas are alive, which call for a view, and what they write for each other.
+"""The state that a lighthouse or a hub keeps of an elastic run: live replicas, calls for a view, and shared keys.
 
-It has no sockets: its owner says which replica asks. A lighthouse's registry is lost with its process, and nothing is lost with it:
-replicas that have a group keep it and call again. A hub's registry is on its disk (`Kept`). It is used from one event loop.
+It has no sockets: its owner names the replica of each request. A lighthouse's registry ends with its process, which does no harm:
+replicas keep their group and call again. A hub's registry is on its disk (`Kept`). It is used from one event loop.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ class MemberRegistry:
 
     @property
     def empty(self) -> bool:
-        """Whether nobody is there, or is waited for."""
+        """Whether no replica is here, and none is waited for."""
         return not self._replicas
 
     def full(self, incarnation: str) -> bool:
-        """Whether there is no room for this one."""
+        """Whether there is no room for this incarnation."""
         return incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS
 
     def gone(self, name: str, incarnation: str, why: str) -> None:

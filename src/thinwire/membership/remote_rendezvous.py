@@ -24,7 +24,7 @@ PROBE = 2.0  # seconds within which a peer, a lighthouse or a hub must answer
 
 
 class RemoteRendezvous(ABC):
-    """What is common to a lighthouse and a hub. `where` names the server in messages; `advice` says what to do if it is not found."""
+    """The common part of a lighthouse's and a hub's. `where` names the server in messages; `advice` is shown if it is not found."""
 
     where = advice = ""
 
@@ -104,7 +104,7 @@ class RemoteRendezvous(ABC):
         for thread in self._threads:
             thread.join(
                 2 * ANSWER + 2 * PROBE
-            )  # the heartbeat thread may wait for an answer, and says then that it leaves
+            )  # the heartbeat thread may be waiting for a response; it tells the server afterwards
         self._lose()
 
     def _begin(self, body: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class RemoteRendezvous(ABC):
             lost.channel.close()
 
     def _found(self, seconds: float) -> ChannelVoteStore:
-        """The vote store of a server that answers; a new server gets time to hear the other replicas, too."""
+        """The vote store of a server that responds. A new server gets time to receive the heartbeats of the other replicas, too."""
         if self._vote_store is not None:
             try:
                 self._vote_store.channel.ask("beat")
@@ -139,7 +139,7 @@ class RemoteRendezvous(ABC):
         self._vote_store = ChannelVoteStore(channel, self._unused_keys)
         self._compare(channel.heartbeat_timeout)
         self.sleep(2 * self._timeouts.heartbeat_interval)
-        if self._left.is_set():  # meanwhile, on another thread, which could not close what was not there yet
+        if self._left.is_set():  # another thread left meanwhile, and could not close a channel that did not exist yet
             self._lose()
             raise LinkError(f"replica {self._name!r} has left {self.where}.")
         return self._vote_store
@@ -152,7 +152,7 @@ class RemoteRendezvous(ABC):
             self._retry(f"{reason}: start it with --heartbeat-timeout {here:.3g}", 0.0)
 
     def _beat(self) -> None:
-        """The heartbeat thread, which waits for nothing else."""
+        """The heartbeat thread; it does nothing else."""
         interval, missed = self._timeouts.heartbeat_interval, 0
         channel: RequestChannel | None = None
         while not self._left.wait(0.0 if missed == 1 else interval):  # a connection may have been forgotten on the way

@@ -1,19 +1,18 @@
-"""Who is there: members found between rounds, and what they decide together.
+"""Membership: replicas agree on their members between rounds.
 
-Between rounds, on the exchange thread, a replica calls `Membership.next_view`. It blocks until those who are there have been
-found; training goes on meanwhile. The `View` that comes back is the same on all members: their statuses, a group over
-just them, and a joint vote.
+Between rounds a replica calls `Membership.next_view` on the exchange thread. It blocks until the members are found; training continues
+meanwhile. It returns a `View`, which is the same on all members: their statuses, a group of exactly these members, and a vote.
 
-    call (one round trip to the rendezvous, and as long as the last one takes)
-    → everybody has everybody's presence → `judge`: the same members on all
-    → some expect one that is missing, alive, and not yet late beyond the grace: all call again
-    → all of them hold one group of just these: keep it; else connect anew, in an epoch that nobody used before
+    call (one round trip to the rendezvous, and the wait for the last replica)
+    → each replica has the presences of all → `judge`: the same members on all
+    → if a replica expects another that is missing, alive, and not yet later than the grace: all call again
+    → if all of them hold the same group of exactly these members: keep it; otherwise connect again, in a new epoch
 
-The grace is counted here and not by the lighthouse, whose own begins with whoever called first: a newcomer that had
-waited for long would leave nobody else any.
+The grace is measured here and not by the lighthouse: the lighthouse's wait begins with the first call, so a newcomer that has waited
+for long would leave no grace for others.
 
-Where replicas find each other is a `Rendezvous`: threads of one process (`testing/cluster.py`) or a lighthouse
-(`lighthouse.py`). All that is decided, is decided here or in the pure `view.py` and `commit.py`, once for both.
+Replicas find each other at a `Rendezvous`: among threads of one process (`testing/cluster.py`), at a lighthouse (`lighthouse.py`) or
+at a hub (`hub.py`). All decisions are made here and in the pure `view.py` and `commit.py`, the same for all three.
 """
 
 from __future__ import annotations
@@ -38,44 +37,44 @@ from thinwire.membership.view import LeftOut, Member, Observe, Presence, Verdict
 from thinwire.packet import VERSION
 from thinwire.version import __version__
 
-CLOSED = "nobody keeps its final state"  # noted of a run that has ended
+CLOSED = "nobody keeps its final state"  # the note of an ended run whose final state is gone
 Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-Check = Callable[[Mapping[str, Any], str], object]  # of a status, and the name of its member; raises `PeerError`
+Check = Callable[[Mapping[str, Any], str], object]  # takes a status and the name of its member; raises `PeerError`
 
 
 class Rendezvous(Protocol):
-    """Where replicas find each other, seen from one of them."""
+    """The place where replicas find each other, seen from one of them."""
 
     @property
     def address(self) -> str:
-        """Where the others reach this replica, for messages."""
+        """The address at which the others reach this replica, for messages."""
 
     def clock(self) -> float:
-        """Seconds; only differences mean something."""
+        """Seconds; only differences have a meaning."""
 
     def sleep(self, seconds: float) -> None: ...
 
     def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
-        """Register and start heartbeats; only those who hold `secret` are believed. Called once, before all else."""
+        """Register and start heartbeats. Only peers that hold `secret` are accepted. Called once, before all other methods."""
 
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
-        """Wait until most of those who are there call, too.
+        """Wait until most of the live replicas call, too.
 
-        The same list for all in it, and where these vote. Raises `LinkError` after `seconds`, saying why.
+        Returns the presences, which are the same for all of them, and their vote store. Raises `LinkError` after `seconds`.
         """
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
-        """A group over `members`, all of which are called upon to come to `epoch`. Raises `LinkError`."""
+        """A group of `members`, all of which connect in this `epoch`. Raises `LinkError`."""
 
     def reaches(self, other: Presence) -> bool:
-        """Whether `other` answers this replica, directly."""
+        """Whether `other` responds to this replica directly."""
 
     def leave(self) -> None:
-        """End the heartbeats, and whatever waits here. Idempotent. From any thread."""
+        """End the heartbeats and all waits. Idempotent; may be called from any thread."""
 
 
 class _Past(NamedTuple):
-    """What a view wrote in its vote store is of no use once all its members have called again."""
+    """A past view. Its keys in the vote store can be deleted once all its members have called again."""
 
     view: View
     calls: dict[str, int]  # by incarnation
@@ -90,7 +89,7 @@ class Membership:
 
     Args:
         rendezvous: where the replicas find each other: a lighthouse, a hub, or a simulated cluster.
-        name: no other replica has it, and this replica keeps it when it comes back.
+        name: unique among the replicas; this replica keeps it over restarts.
         facts: texts that must be equal on all members; the code version and the wire format are added.
         least: number of members that a view needs, unless the status of one says that the run is `over`.
         secret: the same bytes on all replicas and at the lighthouse; empty: anybody is heard.
@@ -98,8 +97,8 @@ class Membership:
         timeouts: seconds for each wait; None: the defaults.
         evict: rules by which rounds go on without a member that most find to delay them (elastic/eviction.py); None: never.
         most_steps: number of inner steps of the whole run; a member that claims more is left out. None: not known.
-        wrap: goes around every group that is built, to count or to emulate a link.
-        observe: is told, as kind and fields: retry, call, connect, view, ballot, decided.
+        wrap: wraps every group that is built, to count its bytes or to emulate a link.
+        observe: called with a kind and its fields: retry, call, connect, view, ballot, decided.
 
     Raises:
         ConfigurationError: a name or a number that cannot be.
@@ -147,25 +146,25 @@ class Membership:
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
     def require(self, facts: Mapping[str, str]) -> None:
-        """These, too, must be equal on all members. To be called before the first view."""
+        """Add facts that must be equal on all members. Call it before the first view."""
         self.facts = {**self.facts, **facts}
 
     def use_timeouts(self, timeouts: Timeouts) -> None:
-        """Wait by these from the next view and vote on. From any thread."""
+        """Use these timeouts from the next view and vote on. May be called from any thread."""
         self.timeouts = timeouts
 
     def enter(self, run: str) -> None:
-        """This replica is in `run` now. Where nobody of it is there, `next_view` finds out whether it has ended."""
+        """Set the run of this replica. If no other member of it is found, `next_view` checks whether it has ended."""
         self._run = run
 
     def next_view(self, status: Status, seconds: float | None = None, check: Check = lambda status, name: None) -> View:
-        """Find out who is there; `status` (a small JSON mapping) is told to all of them. One that changes while others are
-        waited for is a function, asked whenever this replica calls. Whose status `check` refuses is no member.
+        """Find the members, and send them `status`, a small JSON mapping. If it changes during the wait, give a function: it is called
+        for every call of this replica. A replica whose status `check` refuses is no member.
 
-        Unchanged members that hold their group keep it, and pay one round trip. `seconds` is `timeouts.view`
-        unless given. Raises `LinkError` (not enough came in time, no lighthouse: the reason is in the message; the
-        replica may train on, and call again), `EndedError` (see `note_end`) and `DisagreementError` (this replica cannot
-        take part: other facts, or a name that is taken; it has left then).
+        Unchanged members keep their group, which takes one round trip. The default of `seconds` is `timeouts.view`. Raises `LinkError`
+        (too few members came in time, or no lighthouse was found: see the message; the replica may continue to train, and call again),
+        `EndedError` (see `note_end`) and `DisagreementError` (this replica cannot take part, because its facts differ or its name is
+        taken; it has left then).
         """
         if self._left:
             raise self._gone()
@@ -207,22 +206,22 @@ class Membership:
             )
             self._observe("retry", {"reason": reason, "seconds": pause})
             self._rendezvous.sleep(min(pause, max(0.0, until - self._rendezvous.clock())))
-            pause = min(2 * pause, 0.25)  # so that all call again within what the lighthouse waits
+            pause = min(2 * pause, 0.25)  # so that all call again within the lighthouse's wait
         if self._left:
             raise self._gone()
         raise LinkError(f"replica {self.name!r} found no view within {seconds:g} s: {reason}.")
 
     def note_end(self, *what: str) -> None:
-        """Write at the rendezvous that a run with these facts has ended; with `run`: that this one has; and more of its end.
+        """Write a note at the rendezvous that a run with these facts has ended. `what` is the run's id, and further details of its end.
 
-        From then on `next_view` raises `EndedError` in a replica of this run, where nobody is there who keeps its final
-        state. Raises `LinkError`.
+        From then on `next_view` raises `EndedError` in a replica of this run, unless a member that keeps the final state is there.
+        Raises `LinkError`.
         """
         if self._vote_store is not None:
             self._vote_store.put(self._end_of(*what))
 
     def ended(self, *what: str) -> bool:
-        """Whether that was noted. Raises `LinkError`."""
+        """Whether the note `what` exists. Raises `LinkError`."""
         return self._vote_store is not None and self._vote_store.all([self._end_of(*what)])
 
     def _end_of(self, *what: str) -> str:
@@ -230,7 +229,7 @@ class Membership:
         return f"{NOTE}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
-        """`reason` why this is no view, or another: this run has ended. Raises `EndedError` if nobody keeps its final state."""
+        """`reason`, or the end of the run as the reason why this is no view. Raises `EndedError` if no member keeps the final state."""
         held = not reason and len(verdict.members) > 1 and all(p.holds == self._holds != "" for p in verdict.members)
         if held or any(p.status.get("over") is True for p in verdict.members):
             return reason
@@ -239,7 +238,7 @@ class Membership:
                 raise EndedError(
                     f"the run has ended without replica {self.name!r}, and no member keeps its final state any longer."
                 )
-            return "the run has ended, and who keeps its final state has not answered yet"
+            return "the run has ended, and the member that keeps its final state has not responded yet"
         if reason and not self._run and self.ended():
             return f"{reason}; a run with these settings has ended here, and this would be another"
         return reason
@@ -250,10 +249,10 @@ class Membership:
         return self._left
 
     def close(self) -> None:
-        """Leave: the others go on without this replica. Idempotent. From any thread: one that waits for a view gets a `LinkError`."""
+        """Leave the run; the others continue. Idempotent; may be called from any thread. A wait for a view raises `LinkError`."""
         self._left = True
         self._let_go(self._group)
-        self._past = []  # views hold their membership, and would hold its connections
+        self._past = []  # a view refers to its membership, and so to its connections
         self._rendezvous.leave()
 
     def _gone(self) -> LinkError:
@@ -268,7 +267,7 @@ class Membership:
         )  # fmt: skip
 
     def _judge(self, present: Sequence[Presence], check: Check) -> Verdict:
-        """Without those whose statuses `check` refuses: they are named once."""
+        """The verdict on the replicas whose statuses `check` accepts; the others are named once."""
         broken = []
         for presence in present:
             try:
@@ -284,8 +283,8 @@ class Membership:
         return replace(verdict, left_out=(*verdict.left_out, *broken))
 
     def _others(self, verdict: Verdict) -> Presence | None:
-        """One of those with other facts who hold a group, or are more, where nobody holds one with this replica's. It takes
-        two: one may be a stranger, unless all hold the secret.
+        """A replica with other facts, if such replicas hold a group or are in the majority, and no member with this replica's facts
+        holds a group. Without a secret two of them are needed, because one may be a stranger.
         """
         foreign = [out.presence for out in verdict.left_out if out.foreign]
         if any(member.holds for member in verdict.members):
@@ -306,7 +305,7 @@ class Membership:
         own = next((out for out in verdict.left_out if out.presence.incarnation == self._incarnation), None)
         if own is not None:
             namesakes = {p.incarnation: p.calls for p in verdict.members if p.name == self.name}
-            # One that died while it called is still in the registry once; one that calls again is alive.
+            # A replica that died during its call stays in the registry for one view; one that calls again is alive.
             alive = any(self._namesakes.get(incarnation, calls) != calls for incarnation, calls in namesakes.items())
             self._namesakes = namesakes
             if alive and self._views == 0:
@@ -347,7 +346,7 @@ class Membership:
         return view
 
     def _connected(self, verdict: Verdict) -> Group:
-        """A group in which everybody has heard everybody."""
+        """A group in which every member has received a message from every other."""
         members = self._suspects = self._members = verdict.members
         group = self._wrap(
             self._rendezvous.connect(verdict.id, members, [p.incarnation for p in members].index(self._incarnation))
@@ -361,24 +360,24 @@ class Membership:
             group.close()
             raise
         self._group, self._holds, self._suspects = group, verdict.id, ()
-        if self._left:  # meanwhile, on another thread
+        if self._left:  # another thread left meanwhile
             self._let_go(group)
             raise self._gone()
         return group
 
     def _let_go(self, group: Group | None) -> None:
-        """End `group`; if it is the one that is held, its members are to be tried before the next view."""
+        """End `group`. If it is the present one, its members are probed before the next view."""
         if group is not None:
             group.close()
         if group is self._group:
             self._group, self._holds, self._suspects = None, "", self._members
 
     def _sweep(self, view: View, calls: dict[str, int]) -> None:
-        """Remove what past views wrote, if all their members are here again: nobody will read it any more."""
+        """Delete the keys of past views whose members are all here again, because no member will read them."""
         kept: list[_Past] = []
         for past in self._past:
             if past.view.vote_store is not view.vote_store:
-                continue  # that lighthouse is gone, and all that was written with it
+                continue  # the lighthouse is gone, with all its keys
             if all(calls.get(incarnation, 0) > then for incarnation, then in past.calls.items()):
                 view.vote_store.forget(past.view.written())
             else:

@@ -1,8 +1,8 @@
-"""The lighthouse: where replicas that come and go find each other. One process, one port; needs no torch.
+"""The lighthouse, at which elastic replicas find each other. One process, one port; needs no torch.
 
-It keeps a `MemberRegistry` (registry.py): who is heard, who calls, and what they write for each other (ballots, and how a group is
-connected). Packets never pass through it, and it may die and start again. What it hears has a MAC (channel.py): of one
-without the run secret it reads 152 bytes, for five seconds at most, and tells once that it was there.
+It keeps a `MemberRegistry` (registry.py): live replicas, calls for views, and shared keys (ballots, and addresses of a group). Packets
+do not pass through it, and it may die and restart. Its messages have a MAC (channel.py): from a peer without the run secret it reads
+152 bytes, for five seconds at most, and reports its address once.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from thinwire.membership.channel import (
 )
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, TICK, MemberRegistry
 
-_MOST_STRANGERS = 64  # connections that have not shown the secret yet; of one address a quarter
-_MOST_CONNECTIONS = 4  # of one replica
+_MOST_STRANGERS = 64  # connections that have not proved the secret yet; a quarter of them from one address
+_MOST_CONNECTIONS = 4  # from one replica
 
 
 class _Refused(Exception):
-    """A stranger; the text says why."""
+    """A refused stranger; the text is the reason."""
 
 
 @dataclass(eq=False)
 class _Line:
-    """A connection; with a name and seals once it has shown the secret."""
+    """A connection; it has a name and seals after it has proved the secret."""
 
     address: str
     reader: asyncio.StreamReader
@@ -83,11 +83,11 @@ class _Line:
 
 
 class Lighthouse:
-    """Listens at `host`:`port` (0: one that is free) in a thread of this process, until `close`.
+    """Listens at `host`:`port` (0: a free port) in a thread of this process, until `close`.
 
-    `host` is an address of this machine that the replicas reach. With a `secret` only those who hold it are heard.
-    `tell` hears a line for every join, leave and refusal. Raises `LinkError` if the port is taken or the address is not
-    of this machine.
+    `host` is an address of this machine that the replicas reach. With a `secret` only replicas that hold it are accepted. `tell` is
+    called with a line for every join, leave and refusal. Raises `LinkError` if the port is taken, or the address does not belong to this
+    machine.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Lighthouse:
 
     @property
     def address(self) -> str:
-        """As replicas are told it."""
+        """HOST:PORT, for replicas."""
         return at(self.host, self.port)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Lighthouse:
                 await line.send(line.says.pack(await self._registry.answer(line, said)))
         except (_Refused, PacketError, TimeoutError) as error:
             self._refuse(line, str(error) or f"it said nothing, or read nothing, for {ANSWER:g} s")
-        except (OSError, EOFError, asyncio.CancelledError):  # it has gone; or made room for another, or for the end
+        except (OSError, EOFError, asyncio.CancelledError):  # it disconnected, or was closed to make room or at the end
             pass
         finally:
             self._strangers.pop(task, None)
@@ -181,7 +181,7 @@ class Lighthouse:
             writer.transport.abort()
 
     def _make_room(self, address: str) -> None:
-        """Who has not shown the secret makes room for the next, those of one address first."""
+        """Close the oldest connection that has not proved the secret, if there are too many; those of the same address first."""
         alike = [task for task, other in self._strangers.items() if other == address]
         if 4 * len(alike) >= _MOST_STRANGERS:
             alike[0].cancel()
@@ -189,7 +189,7 @@ class Lighthouse:
             next(iter(self._strangers)).cancel()
 
     def _refuse(self, line: _Line, why: str) -> None:
-        """Tell it once. Of many addresses the oldest are forgotten."""
+        """Report a refusal once for each address and reason; only the newest of many are remembered."""
         text = f"refused: {line.name or 'somebody'} at {line.address} ({why})"
         if text not in self._told:
             self._told[text] = None

@@ -1,8 +1,8 @@
-"""What the members of a run write for each other at a lighthouse or a hub: ballots, outcomes, addresses, and notes that a run has ended.
+"""Keys that the members of a run share at a lighthouse or a hub: ballots, outcomes, addresses, and notes that a run has ended.
 
-A member votes for itself alone. The name of a view is a digest of its members (`commit.view_id`), who are shown with each vote: a
-ballot is written only by the member of that rank, and yes only when the ballots of all members are there. So whoever asks, and
-whatever it says of the others, an outcome is yes only if all members of the view voted for it.
+A member votes only for itself. The name of a view is a digest of its members (`commit.view_id`), and the members are sent with each
+vote. A ballot can be written only by the member of its rank, and the outcome yes only when the ballots of all members are there. So
+no request can make an outcome yes unless all members of the view voted for it.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from thinwire.errors import PacketError
 from thinwire.membership.channel import MOST_MEMBERS
 from thinwire.membership.commit import NO, YES, ballot_of, keys_of, view_id
 
-NOTE, GROUP = "end/", "group/"  # how keys begin that are no votes: notes of ends of runs, and addresses of a group
+NOTE, GROUP = "end/", "group/"  # prefixes of keys that are not votes: notes on ends of runs, and addresses of a group
 _NOTED = re.compile(f"{NOTE}[0-9a-f]{{32}}")
 _MOST_KEY, _MOST_VALUE = 256, 1 << 16  # bytes
-_MOST_WRITTEN, _MOST_OF_ONE = 1 << 26, 1 << 19  # bytes: by all, by one of them
+_MOST_WRITTEN, _MOST_OF_ONE = 1 << 26, 1 << 19  # bytes by all members, and by one of them
 
 
 class Writer(Protocol):
-    """Who writes: a name, which is known to be its own, and its incarnation."""
+    """The replica that writes: its authenticated name, and its incarnation."""
 
     name: str
     incarnation: str
 
 
 class TooMuchError(Exception):
-    """This is not written: there is no room."""
+    """There is no room for this key or value."""
 
 
 class SharedKeys:
     """The keys of one run. No I/O."""
 
     def __init__(self) -> None:
-        self._values: dict[str, tuple[str, str]] = {}  # by key: what was written, and by whom
+        self._values: dict[str, tuple[str, str]] = {}  # by key: the value, and the name of its writer
         self._nbytes: Counter[str] = Counter()  # by name
-        self._ballots: Counter[str] = Counter()  # by question: how many are written
+        self._ballots: Counter[str] = Counter()  # by question: the number of ballots written
 
     def note(self, key: str) -> None:
-        """A run has ended; it was noted before."""
+        """Add the note of an ended run, which was written before a restart."""
         self._write("", key, "1")
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
-        """What is written under `keys`; None if not all are."""
+        """The values of `keys`; None if not all are written."""
         found = [self._values[key][0] for key in keys if key in self._values]
         return found if len(found) == len(keys) else None
 
     def put(self, writer: Writer, key: str, value: str, members: object) -> None:
-        """Write a key; a ballot of a view with these `members`. Raises `PacketError`: it must not; `TooMuchError`."""
+        """Write a key, or a ballot of a view with these `members`. Raises `PacketError` if the writer must not write it; `TooMuchError`."""
         if key.startswith(NOTE) and not _NOTED.fullmatch(key):
             raise PacketError("a note that cannot be read")
         if key.startswith((NOTE, GROUP)):
@@ -70,7 +70,7 @@ class SharedKeys:
             self._ballots[voted.question] += 1
 
     def settle(self, writer: Writer, key: str, value: str, members: object) -> str:
-        """What the outcome is: what was proposed first. Raises `PacketError`: it must not; `TooMuchError`."""
+        """The outcome, which is the first proposal. Raises `PacketError` if the writer must not propose it; `TooMuchError`."""
         view = _electorate(key, members)
         outcome, ballots = keys_of(key.rpartition("/")[0], len(view))
         if key != outcome or value.encode() not in (YES, NO):
@@ -78,12 +78,12 @@ class SharedKeys:
         if (writer.name, writer.incarnation) not in [who[:2] for who in view]:
             raise PacketError(f"{writer.name} is no member of the view that votes")
         if key not in self._values:
-            voted = self.read(ballots) is not None  # a ballot that was withdrawn is a no
+            voted = self.read(ballots) is not None  # if a ballot was withdrawn, the outcome is no
             self._write(writer.name, key, value if voted else NO.decode())
         return self._values[key][0]
 
     def forget(self, writer: Writer, key: str) -> None:
-        """Delete a key that this one wrote. With the last ballot on a question its outcome goes, which nobody can ask for any more."""
+        """Delete a key of this writer. The outcome of a question is deleted with its last ballot, because no member can ask for it then."""
         if key.startswith(NOTE):
             return
         voted = None if key.startswith(GROUP) else ballot_of(key)
@@ -116,7 +116,7 @@ class SharedKeys:
 
 
 def _electorate(key: str, members: object) -> list[tuple[str, str, int]]:
-    """The members of the view whose vote `key` is of: name, incarnation and calls, in rank order. Raises `PacketError`."""
+    """The members of the view of the vote `key`: name, incarnation and calls, in rank order. Raises `PacketError`."""
     if not isinstance(members, list) or len(members) > MOST_MEMBERS:
         raise PacketError("a vote without the members of its view; run the same version of Thinwire everywhere")
     view = []

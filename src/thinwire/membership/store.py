@@ -1,6 +1,6 @@
-"""What members write for each other at a lighthouse or a hub: ballots, and the addresses at which they are reached.
+"""The members' side of the shared keys at a lighthouse or a hub: the vote store, and the addresses of a group.
 
-Another lighthouse does not know the decisions of this one, so a vote store that failed once is not used again.
+A restarted lighthouse does not know earlier decisions, so a vote store that failed once is not used again.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class ChannelVoteStore:
 
 
 class AddressBook(Store):
-    """Where gloo's pairs are reached, for one `epoch`, by a connection of its own. gloo calls it from its own thread."""
+    """A `torch.distributed.Store` with the addresses of gloo's pairs for one `epoch`. It has its own connection, and gloo calls it from
+    its own thread."""
 
     def __init__(self, channel: Channel, epoch: str, seconds: float) -> None:
         super().__init__()
         self._channel, self._epoch, self._until = channel, epoch, time.monotonic() + seconds
-        self.own: list[str] = []  # what this member wrote
+        self.own: list[str] = []  # keys that this member wrote
 
     def set(self, key: str, value: bytes | str) -> None:
         text = value.encode() if isinstance(value, str) else value
@@ -78,7 +79,7 @@ class AddressBook(Store):
             raise LinkError(f"the address of a member cannot be read ({key})") from None
 
     def wait(self, keys: Sequence[str], seconds: timedelta | None = None) -> None:
-        """Until this registry's own deadline: others may come later than gloo would wait for a connection."""
+        """Wait until this store's deadline and not gloo's, because other members may come later."""
         self._values(keys, max(0.001, self._until - time.monotonic()))
 
     def check(self, keys: Sequence[str]) -> bool:

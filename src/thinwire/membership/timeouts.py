@@ -1,7 +1,7 @@
-"""How long anything may take between replicas: the one time-out model.
+"""All timeouts between replicas.
 
-A pure function of the schedule, the step, the packets and the link. No clock of one machine is ever compared with
-another's: all of these are lengths.
+They are a pure function of the schedule, the step time, the packets and the link. They are durations, so the clocks of two machines
+are never compared.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 
-BUFFERED = 1 << 20  # bytes of bulk that may stand in buffers before a heartbeat, measured: docs/log.md
+BUFFERED = 1 << 20  # bytes of bulk data that may be queued before a heartbeat, measured: docs/log.md
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """All in seconds. Take `Timeouts.of(...)`, and `dataclasses.replace` to override one.
+    """Timeouts in seconds. Use `Timeouts.of(...)`, and `dataclasses.replace` to change one.
 
     Args:
         heartbeat_interval: seconds between two heartbeats of a replica.
         heartbeat_timeout: seconds without a heartbeat after which a replica counts as dead.
-        grace: seconds that the others wait for a replica that is alive and late.
+        grace: seconds that members wait for a replica that is alive and late.
         connect: seconds to build a group.
         transfer: seconds for one message of a round.
-        vote: seconds for everybody's ballot.
+        vote: seconds for the ballots of all members.
         view: seconds until the members have found each other.
 
     Raises:
@@ -70,10 +70,10 @@ class Timeouts:
         link: Link | None = None,
         grace: str | None = None,
     ) -> Timeouts:
-        """For rounds of `nbytes` (sent by a replica in one round, all peers together; the most, where sizes vary) on `link` (None: no matter).
+        """Timeouts for rounds of `nbytes` on `link` (None: any). `nbytes` is what a replica sends to all peers in a round, at most.
 
-        With H = `every`, τ = `delay`, T = `step_seconds`; air = nbytes on the link; rtt = 2 · its delay;
-        queue = 1 MiB of bulk on the link, which may stand before a heartbeat:
+        With H = `every`, τ = `delay`, T = `step_seconds`; air = seconds of nbytes on the link; rtt = 2 · its delay;
+        queue = seconds of 1 MiB of bulk data on the link, which may be queued before a heartbeat:
 
             heartbeat_interval = 1
             heartbeat_timeout  = max(5, 3 · (interval + queue + rtt))
@@ -83,10 +83,10 @@ class Timeouts:
             vote               = transfer + max(5, 8 · rtt + 3 · queue)
             view               = H·T + grace + heartbeat_timeout + 2 · connect
 
-        The grace is the schedule's slack: so much later a round still lands in time. Where there is none it is a
-        tenth of the period, the most that one late replica costs the others. A link four times slower than said
-        still carries a round. A vote outlasts a peer's transfer, because a peer may vote only after it. A view
-        outlasts a period: the others may have just begun one. With `grace`, such as "5s" or "20 steps", that is the grace.
+        The grace is the slack of the schedule: a round that is so much later still lands in time. Without slack it is a tenth of the
+        period, which is the most that one late replica can cost the others. A link that is four times slower than given still carries a
+        round. A vote lasts longer than a peer's transfer, because a peer may vote only after it. A view lasts longer than a period,
+        because the others may have just begun one. An argument `grace`, such as "5s" or "20 steps", replaces the computed grace.
 
         >>> Timeouts.of(every=100, delay=5, step_seconds=0.5, nbytes=10**6, link=Link.parse("10mbit,50ms")).grace
         5.0

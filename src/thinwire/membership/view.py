@@ -1,7 +1,7 @@
-"""Who counts as a member, and what members do together until the next view.
+"""A view: the members of a run until the next view, and their votes.
 
-`judge` says who the members are, from what all those present say of themselves: it is pure, so that all come to the same
-answer. What a replica says travels as JSON, and is believed only in form: sizes, kinds and finite numbers are checked.
+`judge` selects the members from the presences of all replicas. It is pure, so all replicas get the same result. A presence is sent as
+JSON. Only its form is checked: sizes, types and finite numbers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from thinwire.membership.channel import NAME
 from thinwire.membership.commit import Electorate, VoteStore, ballot, carry_out, keys_of, view_id
 
 Observe = Callable[[str, Mapping[str, Any]], None]
-_MOST = 1 << 53  # calls and views
+_MOST = 1 << 53  # most calls and views
 
 
 @dataclass(frozen=True)
 class Presence:
-    """What a replica says when it asks for a view.
+    """The message of a replica that asks for a view.
 
-    `incarnation` is drawn anew at every start, so that a replica that came back is not taken for the one that died. `calls`
-    counts what it asked for in this incarnation and `views` those it was a member of. `holds` names the group that it
-    holds, "" for none. `facts` must be equal on all members; `status` is the caller's. `unreachable` are the incarnations that
-    it cannot reach, and `expects` those that it wants to wait for; `address` is where it can be reached.
+    `incarnation` is random and new at every start, so that a restarted replica differs from the one that died. `calls` counts its
+    calls in this incarnation, and `views` the views of which it was a member. `holds` names its present group; "" is none. `facts` must
+    be equal on all members; the caller sets `status`. `unreachable` are the incarnations that it cannot reach, and `expects` those
+    that it waits for; `address` is its address.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Presence:
             )
 
     def to_json(self) -> str:
-        """Raises `ConfigurationError`: no JSON, NaN or infinity in it, or too large."""
+        """As JSON. Raises `ConfigurationError` if it is not JSON, contains NaN or infinity, or is too large."""
         try:
             text = json.dumps(asdict(self), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -62,13 +62,13 @@ class Presence:
             ) from None
         if len(text) > LIMIT:
             raise ConfigurationError(
-                f"replica {self.name!r}: facts and status are {len(text)} bytes; at most {LIMIT} are allowed. Send digests in place of large values."
+                f"replica {self.name!r}: facts and status are {len(text)} bytes; at most {LIMIT} are allowed. Send digests instead of large values."
             )
         return text
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Presence:
-        """Raises `PacketError` for anything that `to_json` would not have written."""
+        """Read from JSON. Raises `PacketError` for text that `to_json` cannot have written."""
         try:
             if len(text) > LIMIT:
                 raise ValueError(f"{len(text)} bytes, at most {LIMIT} are allowed")
@@ -94,7 +94,7 @@ class Presence:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Why somebody who is present is no member. `foreign`: it has other facts than the one who judges."""
+    """A replica that is present but no member, and the reason. `foreign`: its facts differ from those of the replica that judges."""
 
     presence: Presence
     reason: str
@@ -103,27 +103,28 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`members` in rank order, and who is left out."""
+    """`members` in rank order, and the replicas that are left out."""
 
     members: tuple[Presence, ...]
     left_out: tuple[LeftOut, ...]
 
     @property
     def electorate(self) -> Electorate:
-        """Who votes."""
+        """The members, in the form for votes."""
         return [(p.name, p.incarnation, p.calls) for p in self.members]
 
     @property
     def id(self) -> str:
-        """Names this view and no other."""
+        """The unique name of this view."""
         return view_id(self.electorate)
 
 
 def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
-    """Who of those `present` are members, for one with these `facts`: all with the same come to the same verdict, in any order.
+    """Select the members from the presences, as a replica with these `facts` does. The verdict is the same on all replicas with the same
+    facts, in any order of `present`.
 
-    Facts must be the same as one's own. Those who say that they have served longer (more views in this incarnation) stay: of two with
-    one name the elder; of two that cannot reach each other the one with fewer broken links, then the elder.
+    Members must have the same facts. If two replicas have one name, the elder stays: the one that reports more views in
+    this incarnation. If two cannot reach each other, the one with fewer broken links stays, then the elder.
     """
     eldest_first = sorted(present, key=lambda p: (-p.views, p.name, p.incarnation))
     left_out: list[LeftOut] = []
@@ -138,7 +139,7 @@ def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
             members.append(presence)
     while broken := _broken_links(members):
         counts = Counter(incarnation for link in broken for incarnation in link)
-        worst = max(members[::-1], key=lambda p: counts[p.incarnation])  # of equals the youngest
+        worst = max(members[::-1], key=lambda p: counts[p.incarnation])  # in a tie the youngest
         others = sorted(p.name for p in members if any({p.incarnation, worst.incarnation} == link for link in broken))
         members.remove(worst)
         left_out.append(LeftOut(worst, f"no link between it and {', '.join(others)}"))
@@ -171,11 +172,11 @@ def _refuse(constant: str) -> None:
 
 
 class Member(NamedTuple):
-    """A replica that takes part.
+    """A member of a view.
 
     Args:
         name: of the replica.
-        status: what it said of itself when it called for this view.
+        status: the status that it sent when it called for this view.
 
     >>> Member("replica-0", {"step": 30}).status["step"]
     30
@@ -187,16 +188,16 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """The members from now to the next view.
+    """The members until the next view.
 
     Args:
-        id: names this view and no other.
+        id: the unique name of this view.
         members: in rank order, the same on all of them.
         group: carries bytes between just these members.
         rebuilt: whether the group is new.
-        left_out: sentences that say which replicas were there and are no members, and why.
+        left_out: sentences that name replicas that were present but are no members, with the reason.
         vote_store: where the members vote.
-        electorate: name, incarnation and number of calls of each member, as they are shown with each vote.
+        electorate: name, incarnation and number of calls of each member, which are sent with each vote.
 
     >>> from thinwire import ThreadGroup
     >>> view = View("view 7", (Member("paris", {}),), ThreadGroup.create(1)[0], True, (), None, (), print, lambda: None)
@@ -216,11 +217,11 @@ class View:
     _cast: dict[str, bool] = field(repr=False, default_factory=dict)
 
     def decide(self, question: str, yes: bool, seconds: float) -> bool:
-        """Whether all members said yes to `question` within `seconds` of this call: the same answer on all, for ever.
+        """Whether all members voted yes on `question` within `seconds` of this call. The result is the same on all, and never changes.
 
-        At most two round trips to the lighthouse beyond the wait for the others, and none for a lone member. Asked
-        again, the first ballot stands. Raises `UndecidedError` where the answer cannot be learnt: then it may be yes
-        or no, and only the others know. A member that said no always knows.
+        Takes at most two round trips to the lighthouse beyond the wait for the others, and none for a single member. A second call with
+        the same question keeps the first ballot. Raises `UndecidedError` if this member cannot learn the result: it may be yes or no, and
+        only the others know. A member that voted no always knows.
         """
         first = self._cast.setdefault(question, yes)
         if len(self.members) == 1:
@@ -240,7 +241,7 @@ class View:
         return answer
 
     def close(self) -> None:
-        """End the group, after a failure in it: the next view connects anew. Idempotent."""
+        """End the group after a failure, so that the next view connects again. Idempotent."""
         self._end()
 
     def written(self) -> list[str]:

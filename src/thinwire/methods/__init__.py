@@ -1,4 +1,4 @@
-"""Algorithms with a loop of their own, over any `Group`: what no composition of the other pieces is."""
+"""Methods with their own training loop, over any `Group`: those that are no composition of the other pieces."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def codistill(
 METHODS: dict[str, Callable[..., Method]] = {
     f.__name__: f for f in (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc)
 }
-CODISTILL: dict[str, Callable[..., Codistill]] = {"codistill": codistill}  # whose replicas have unlike models
+CODISTILL: dict[str, Callable[..., Codistill]] = {"codistill": codistill}  # replicas may have different models
 
 __all__ = [
     "CODISTILL",

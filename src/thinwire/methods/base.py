@@ -1,7 +1,7 @@
-"""What methods with a loop of their own have in common: how they attach, and how they send.
+"""The common part of methods with their own loop: attaching to a model, and sending packets.
 
-A `Method` is a frozen value, as a `Strategy` is; `attach` joins it with a model, an optimizer and a group. What comes
-back is asked the same questions as a `Replica`, so the trainer, checkpoints and events serve both.
+A `Method` is a frozen value like a `Strategy`; `attach` joins it with a model, an optimizer and a group. The result has the same
+interface as a `Replica`, so the trainer, checkpoints and events work with both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from thinwire.runtime.module_state import exported
 from thinwire.types import Observer
 from thinwire.version import __version__
 
-TAG = TAGS >> 1  # of every message here: messages of a pair are matched in the order of posting
+TAG = TAGS >> 1  # the same for all messages: those of a pair of replicas are matched in the order of posting
 
 
 def silent(event: str, step: int, **fields: Any) -> None:
@@ -37,13 +37,13 @@ def silent(event: str, step: int, **fields: Any) -> None:
 
 @runtime_checkable
 class Method(Protocol):
-    """A method with a loop of its own: a frozen dataclass whose text is its identity on the wire."""
+    """A method with its own loop: a frozen dataclass. Its text identifies it on the wire."""
 
     @property
     def seed(self) -> int: ...
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        """The inner optimizer that this method is defined with."""
+        """The inner optimizer that the method's paper uses."""
 
     def attach(
         self,
@@ -54,7 +54,7 @@ class Method(Protocol):
         observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> Attached:
-        """Join this method with what it trains. Collective. Raises `ModelError`, `DisagreementError`, `LinkError`."""
+        """Attach this method to a model. Collective. Raises `ModelError`, `DisagreementError`, `LinkError`."""
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
         """Bytes that replica `rank` of `size` sends in a period of `every` steps, headers included. Predicted = counted."""
@@ -65,11 +65,10 @@ class Method(Protocol):
 
 
 class Participant(ABC):
-    """One of several replicas that exchange packets: who they are, and how each tells the others.
+    """A replica that exchanges packets with others: it keeps their names and sends packets to them.
 
-    `names` say who the replicas are, in rank order; each keeps its name for life, also over several groups. After a
-    `LinkError` the step that it broke has not happened: those who are left make a new group, call `meet` with it, and
-    go on.
+    `names` are the names of the replicas in rank order. A replica keeps its name in all groups that follow. A step that ends in a
+    `LinkError` has changed nothing: the remaining replicas make a new group, call `meet` with it, and continue.
     """
 
     def __init__(
@@ -87,25 +86,24 @@ class Participant(ABC):
 
     @abstractmethod
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
-        """Go on with the replicas of `group`; all of them call it at once."""
+        """Continue with the replicas of `group`. Collective: all of them call it."""
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that is needed to go on bit for bit: tensors, and facts for JSON."""
+        """The state that is needed to resume bit for bit: tensors, and values for JSON."""
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Collective: all replicas load the same step."""
+        """Resume from `state()`. Collective: all replicas load the same step."""
 
     def request_stop(self) -> None:
         """Ask all replicas to stop at the same step: `stopping` becomes true on all of them with the next exchange."""
         self._stop_requested = True
 
     def tell(self, body: Tensor | None, header: Header, senders: Iterable[int]) -> dict[int, tuple[int, Tensor]]:
-        """Flags and payload of everyone in `senders`, by rank; `body` is the own payload, if this replica is one of them.
+        """Exchange packets; returns flags and payload of each of `senders`, by rank. `body` is this replica's payload if it is a sender.
 
-        The own packet goes to all others in one message each. Raises `LinkError`, `PacketError`; then nothing is to be
-        believed.
+        A sender sends its packet to all others, in one message each. Raises `LinkError`, `PacketError`; then no payload may be used.
         """
         group, began = self.group, self._clock()
         peers = [peer for peer in range(group.size) if peer != group.rank]
@@ -128,7 +126,7 @@ class Participant(ABC):
         return dict(sorted(heard.items()))
 
     def _carry(self, send: Mapping[int, Tensor], packets: Mapping[int, Tensor], header: Header, began: float) -> float:
-        """Send and receive what belongs to a round that `began` then; when all was there. Raises `LinkError`."""
+        """Send and receive the packets of a round that began at `began`; returns the time at which all had arrived. Raises `LinkError`."""
         nbytes = sum(message.numel() for message in send.values())
         fields = {"fragment": header.fragment, "round": header.round}
         self._observe("depart", self.step, **fields, nbytes=nbytes, seconds_spent=self._clock() - began)
@@ -142,7 +140,7 @@ class Participant(ABC):
         return arrived
 
     def _arrived(self, header: Header, began: float, arrived: float) -> None:
-        """What arrived then is sound."""
+        """Report the packets that arrived at `arrived`, after all were checked."""
         waited = arrived - began
         self.stall_seconds += waited
         self.seconds += waited
@@ -153,16 +151,16 @@ class Participant(ABC):
     def _checked(names: Sequence[str] | None, group: Group) -> tuple[str, ...]:
         made = tuple(map(str, range(group.size))) if names is None else tuple(names)
         if len(made) != group.size or len(set(made)) != group.size:
-            raise ConfigurationError(f"names={made} for {group.size} replicas: one for each is needed, no two alike.")
+            raise ConfigurationError(f"names={made} for {group.size} replicas: one for each is needed, all different.")
         return made
 
 
 class Attached(Participant):
-    """A method attached to a model: what a training loop may ask, as of a `Replica`. `Method.attach` makes one.
+    """A method attached to a model, with the interface of a `Replica` for the training loop. `Method.attach` makes one.
 
     Args:
         method: the settings.
-        model, optimizer: what is trained, with the same weights on every replica.
+        model, optimizer: the model to train, with the same weights on every replica, and its optimizer.
         group, names: the replicas that exchange, and their names in rank order; None: their ranks.
         observer, clock: called with each event; seconds, monotonic.
 
@@ -185,9 +183,9 @@ class Attached(Participant):
     [10, 10]
     """
 
-    own_steps = False  # each replica takes as many as it can, and has checkpoints of steps of its own
+    own_steps = False  # true: each replica takes as many steps as it can, and its checkpoints are of its own steps
     idle = False  # a replica that is idle takes no part in this step's work; its loop calls `skip` instead
-    share = 1.0  # of the replicas that are not idle
+    share = 1.0  # share of the replicas that are not idle
 
     def __init__(
         self, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
@@ -202,41 +200,41 @@ class Attached(Participant):
 
     @property
     def evaluated(self) -> str:
-        """What the model holds in evaluations: `anchors`, `own` weights, the `mean` of all replicas', or only `start`, where a round began."""
+        """The weights that are evaluated: `anchors`, `own` weights, the `mean` of all replicas', or `start`: those at the start of a round."""
         return "anchors"
 
     @property
     def progress(self) -> int:
-        """How many inner steps the run has seen; replicas of unequal speed take unlike numbers of it."""
+        """Number of inner steps of the run; replicas of unequal speed take different shares of it."""
         return self.step
 
     def skip(self) -> None:
-        """A step of a replica that is idle."""
+        """Count a step in which this replica is idle."""
 
     def exchange_gradients(self) -> None:
-        """Called between backward and the optimizer's step; nothing, unless the method says otherwise."""
+        """Called between backward and the optimizer's step. Does nothing by default."""
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Within: the model holds what all replicas agree on."""
+        """A context in which the model holds the weights that all replicas agree on."""
         yield
 
     def averaged_buffers(self) -> AbstractContextManager[None]:
-        """Nothing: buffers stay local."""
+        """A context that does nothing, because buffers stay local."""
         return nullcontext()
 
     def anchors(self) -> list[Tensor]:
-        """What all agree on, flat and in fp32: one tensor, the whole model."""
+        """The agreed weights of the whole model, in one flat fp32 tensor."""
         with self.anchored():
             return [torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])]
 
     def export(self) -> dict[str, Tensor]:
-        """The model's state dict with what all agree on; whole tensors on the CPU."""
+        """The model's state dict with the agreed weights; whole tensors on the CPU."""
         with self.anchored():
             return exported(self.model)
 
     def finish(self) -> None:
-        """Exchange what is left, and leave the agreed weights in the model."""
+        """Exchange the remaining steps, and leave the agreed weights in the model."""
         self.close()
 
     def close(self) -> None:
@@ -252,18 +250,18 @@ class Attached(Participant):
         )
 
     def same_weights(self) -> None:
-        """Raise `DisagreementError`, on every replica, where weights differ. 16 bytes each."""
+        """Compare weights by 16 bytes from each replica; if they differ, all replicas raise `DisagreementError`."""
         told = gather(self.group, digest([local(p.detach()) for p in self.parameters]), 16, "resume")
         for rank, text in enumerate(told):
             if text != told[0]:
                 raise DisagreementError(
-                    f"replica {rank} holds other weights than replica 0 at step {self.step}; begin all with the same "
-                    "ones, or resume all from one step."
+                    f"replica {rank} holds other weights than replica 0 at step {self.step}; start all with the same "
+                    "weights, or resume all from one step."
                 )
 
 
 def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
-    """Raise `ConfigurationError` unless these can be of rounds."""
+    """Raise `ConfigurationError` unless rounds can have these values."""
     whole = [number for number in (every, sampled) if number is not None]
     if any(type(number) is not int or number < 1 for number in whole) or not 0 < outer_lr < math.inf:
         raise ConfigurationError(
@@ -272,7 +270,7 @@ def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
 
 
 def drawn(names: Sequence[str], count: int | None, seed: int, round_: int) -> tuple[str, ...]:
-    """Who of `names` is among the `count` (None: all) that a round draws, in their order: the same on all."""
+    """The `count` (None: all) of `names` that are drawn for a round, in their order; the same on all replicas."""
     if count is None:
         return tuple(names)
     chosen = sorted(names, key=lambda name: derive(seed, f"sampled {name}", round_))[:count]
@@ -280,5 +278,5 @@ def drawn(names: Sequence[str], count: int | None, seed: int, round_: int) -> tu
 
 
 def nbytes_to_all(nbytes: int, size: int) -> int:
-    """What a replica of `size` sends to all others with a payload of `nbytes`. Predicted = counted."""
+    """Bytes that one of `size` replicas sends to all others with a payload of `nbytes`. Predicted = counted."""
     return (size - 1) * (HEADER_NBYTES + nbytes)

@@ -1,11 +1,11 @@
-"""A replica that learns from what others predict: what happens around its inner steps.
+"""Codistillation: a replica learns from the predictions of others, around its inner steps.
 
-After every H-th inner step, number k·H, a replica predicts the part of the probe set that the H steps after the landing use, and sends
-this to all others. Training continues. τ steps later the round lands: what all have sent is decoded, the own packet too, and compared
-with the text of the probe set, which says what each counts. In each of the next H steps the gradient of the divergence from the others'
-predictions is added to that of the own loss.
+After inner step k·H a replica predicts the part of the probe set that the H steps after the landing use, and sends its predictions
+to all others. Training continues. τ steps later the round lands: the replica decodes all packets, its own too, and compares them with
+the text of the probe set, which gives each replica's weight. In each of the next H steps the gradient of the divergence from the
+others' predictions is added to the gradient of the replica's own loss.
 
-No weights are exchanged, and replicas agree on nothing but the step: each keeps its own model.
+No model weights are exchanged. Replicas agree only on the step; each keeps its own model.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ from thinwire.runtime.handshake import agree_on_resume, compare_settings, digest
 from thinwire.types import Observer
 from thinwire.version import __version__
 
-BYTES = 256  # the vocabulary of the tokenizer that is the default
+BYTES = 256  # size of the default tokenizer's vocabulary
 
 
 class ProbeSet(Protocol):
-    """The probe set, in parts that are numbered from 0 on: alike on all replicas, without an end."""
+    """The probe set, in endless parts that are numbered from 0: the same on all replicas."""
 
     @property
     def vocabulary(self) -> int:
-        """V, the number of tokens that there are."""
+        """V, the size of the vocabulary."""
 
     def targets(self, number: int) -> Tensor:
-        """The tokens [P] that really follow in part `number`."""
+        """The tokens [P] that follow in the text of part `number`."""
 
     def logits(self, number: int) -> Tensor:
-        """What the replica's own model says in their place, [P, V]; with gradients, if these are on."""
+        """The predictions of this replica's model for these tokens, [P, V]; with gradients, if these are on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codistill:
-    """Each replica has a model of its own, and learns from what the others predict on a shared probe set. See `codistill`.
+    """Each replica has its own model, and learns from the predictions of the others on a shared probe set. See `codistill`.
 
     Args:
-        every, delay, warmup: inner steps between two rounds, in flight, and until others are learned from.
-        probe, top: number of positions of a part of the probe set, and number of tokens told for each.
+        every, delay, warmup: inner steps between two rounds, of a flight, and before a replica learns from others.
+        probe, top: number of positions of a part of the probe set, and number of tokens that are sent for each.
         weight, temperature, sharpness, seed: numbers: λ, T and s of `codistill`; nothing is drawn from the seed.
 
     Raises:
@@ -105,7 +105,7 @@ class Codistill:
             )
 
     def weight_at(self, step: int) -> float:
-        """What the others' predictions count in inner step `step`, counted from 1.
+        """The weight of the others' predictions in inner step `step`, counted from 1.
 
         >>> [Codistill(weight=0.5, warmup=100).weight_at(step) for step in (100, 150, 200, 300)]
         [0.0, 0.25, 0.5, 0.5]
@@ -113,7 +113,7 @@ class Codistill:
         return self.weight * min(1.0, max(0.0, (step - self.warmup) / self.warmup)) if self.warmup else self.weight
 
     def told(self, round_: int) -> bool:
-        """Whether the predictions of a round are ever of use; else it carries none."""
+        """Whether the predictions of a round are used; if not, its packets carry none."""
         return self.weight_at((round_ + 1) * self.every + self.delay) > 0
 
     def nbytes(self, round_: int, vocabulary: int) -> int:
@@ -127,28 +127,28 @@ class Codistill:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, *,
         probe: ProbeSet | None = None, observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> Talking:  # fmt: skip
-        """Join this method with what it trains, and `probe`, which makes the model's predictions. Collective. Raises `ModelError`,
+        """Attach this method to a model, with a `probe` that makes the model's predictions. Collective. Raises `ModelError`,
         `ConfigurationError`, `DisagreementError`, `LinkError`.
         """
         if probe is None:
-            raise ConfigurationError(f"{self} without a probe: what the model is to predict is needed; give probe=.")
+            raise ConfigurationError(f"{self} without a probe: a probe set to predict is needed; give probe=.")
         return Talking(self, model, optimizer, group, probe, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int | None = None) -> int:
-        """The most that a replica sends in the round at the end of `period` (None: after the warm-up), at a vocabulary of bytes.
-        The size of the model has no part in it.
+        """Most bytes that a replica sends in the round at the end of `period` (None: after the warm-up), with a vocabulary of bytes.
+        The size of the model does not matter.
         """
         return nbytes_to_all(self.nbytes(1 + (2 * self.warmup if period is None else period), BYTES), size)
 
 
 @dataclass
 class _Flight:
-    """A round in the air."""
+    """A round in flight."""
 
     round: int
     step: int
-    own: Tensor  # the packet, as it is saved
-    sent: Tensor  # the same, with what this replica asks of the others now
+    own: Tensor  # the packet that a checkpoint saves
+    sent: Tensor  # the same packet, with the flags of this replica
     packets: dict[int, Tensor]
     transfer: Transfer
     begin: float
@@ -156,7 +156,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Heard:
-    """A round that has landed: the payloads that count, by replica, what is in those of the others, and the weights of these."""
+    """A landed round: the payloads that count, by replica; the decoded predictions of the others, and their weights."""
 
     round: int
     payloads: dict[int, Tensor]
@@ -164,13 +164,13 @@ class _Heard:
 
 
 class Talking(Attached):
-    """`Codistill` at work, in the usual loop: `optimizer.step()` learns what the others predict, then rounds depart and land. Then `finish()`.
+    """`Codistill` attached to a model, in the usual loop: `optimizer.step()` adds the divergence, then rounds depart and land. Then `finish()`.
 
-    All replicas take the same number of inner steps. `weights` are what each replica counts since the last round: of all, the own
-    too, in rank order; 0 for one that was refused.
+    All replicas take the same number of inner steps. `weights` are the weights of all replicas since the last round, in rank order,
+    with this one; 0 for a replica that was refused.
 
     Args:
-        method, model, optimizer, group, probe, observer, clock: those of `Codistill.attach`; the clock gives seconds.
+        method, model, optimizer, group, probe, observer, clock: as in `Codistill.attach`; the clock returns seconds.
 
     Raises:
         ConfigurationError: the probe set does not fit the method.
@@ -215,14 +215,14 @@ class Talking(Attached):
 
     @property
     def evaluated(self) -> str:
-        """`each`: every replica has a model of its own."""
+        """`each`: every replica has its own model."""
         return "each"
 
     # ---- around an inner step
 
     def exchange_gradients(self) -> None:
-        """Add the gradient of the divergence from the others' predictions, once a step. Runs by itself before the optimizer's step;
-        call it earlier to clip what results.
+        """Add the gradient of the divergence from the others' predictions, once a step. A hook runs it before the optimizer's step;
+        call it earlier to clip the sum.
         """
         if self._learned:
             return
@@ -262,7 +262,7 @@ class Talking(Attached):
         return Header(identity(self.strategy), rank, 0, round_, 0, coder.positions * coder.top, most, step=step)
 
     def _packet(self, round_: int) -> Tensor:
-        """What this replica says in a round, without whether it wants to stop."""
+        """This replica's packet of a round, without the flag that asks all to stop."""
         method, body, flags = self.strategy, torch.empty(0, dtype=torch.uint8), 0
         if method.told(round_):
             told = self._predicted(round_)
@@ -277,7 +277,7 @@ class Talking(Attached):
 
     def _predicted(self, round_: int) -> Predictions:
         method, training = self.strategy, self.model.training
-        self.model.eval()  # what is dropped by chance would count as an opinion
+        self.model.eval()  # dropout would change the predictions
         parts = [
             most_probable(self.probe.logits(round_ * method.every + slot), method.top, method.temperature)
             for slot in range(method.every)
@@ -298,7 +298,7 @@ class Talking(Attached):
         self._observe("depart", self.step, **fields, seconds_spent=self._clock() - began)
 
     def _land(self, flight: _Flight) -> _Heard:
-        """Wait for a round, and weigh what was said. Raises `LinkError`, `PacketError`, `DisagreementError`."""
+        """Wait for a round, and compute the weights of its predictions. Raises `LinkError`, `PacketError`, `DisagreementError`."""
         began = self._clock()
         flight.transfer.wait()
         arrived = self._clock()
@@ -332,7 +332,7 @@ class Talking(Attached):
         return heard
 
     def _weighed(self, round_: int, payloads: Mapping[int, Tensor]) -> _Heard:
-        """What counts, by how well each has predicted the text of the probe set."""
+        """The predictions that count, with weights by how well each replica has predicted the text of the probe set."""
         method, device = self.strategy, self.parameters[0].device
         if not method.told(round_):
             return _Heard(round_, dict(payloads), [])
@@ -353,10 +353,10 @@ class Talking(Attached):
         ]
         return _Heard(round_, {rank: payloads[rank] for rank in told}, others)
 
-    # ---- the end, and with whom
+    # ---- the end, and the group
 
     def finish(self) -> None:
-        """Hear what is in the air, so that nobody who sends to this replica finds it gone."""
+        """Receive the rounds in flight, so that no replica sends to one that has left."""
         if not self._finished:
             self._finished = True
             if self._flying:
@@ -368,12 +368,12 @@ class Talking(Attached):
             hook.remove()
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
-        raise ConfigurationError("replicas that talk keep their group; resume all from checkpoints with another one.")
+        raise ConfigurationError("the group of a codistillation is fixed; resume all from checkpoints with another.")
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """With what is in the air, and what was heard last."""
+        """The state with the rounds in flight and the predictions that were received last."""
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"step": self.step, "replicas": self.group.size, "flying": None, "heard": None}
         if self._flying:
@@ -385,10 +385,10 @@ class Talking(Attached):
         return tensors, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Collective: all load the same step, and what was in the air departs again. Raises `CheckpointError`, `DisagreementError`."""
+        """Collective: all load the same step, and rounds that were in flight depart again. Raises `CheckpointError`, `DisagreementError`."""
         if facts["replicas"] != self.group.size:
             raise CheckpointError(
-                f"the checkpoint is of {facts['replicas']} replicas, here are {self.group.size}; resume with as many as the run had."
+                f"the checkpoint is of {facts['replicas']} replicas, this run has {self.group.size}; resume with as many as the saved run had."
             )
         self.step = facts["step"]
         agree_on_resume(self.group, self.step, bytes(16))

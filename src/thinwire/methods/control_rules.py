@@ -1,4 +1,4 @@
-"""What a sampled replica has to say: the rules of FedAvg, SCALLION and SCAFCOM (see control_variates.py for the symbols)."""
+"""The vector that a sampled replica sends: rules of FedAvg, SCALLION and SCAFCOM (control_variates.py explains the symbols)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from thinwire.errors import ConfigurationError
 
 
 def check_unbiased(codec: Codec, method: str, instead: str) -> None:
-    """Raise `ConfigurationError` if `codec` is biased; `instead` is the method for such a one."""
+    """Raise `ConfigurationError` if `codec` is biased; `instead` is the method for biased codecs."""
     if any(c.biased for c in nested(codec)):
         raise ConfigurationError(
-            f"{method} with {codec}: an unbiased codec is needed, such as RandomK, or rounding='stochastic'; for this one take {instead}."
+            f"{method} with {codec}: an unbiased codec is needed, such as RandomK, or rounding='stochastic'; for this codec use {instead}."
         )
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """What a sampled replica has to say. `controls`: c and the cᵢ move; else they stay zero."""
+    """The vector that a sampled replica sends. If `controls` is false, c and the cᵢ stay zero."""
 
     @property
     def controls(self) -> bool: ...
@@ -31,7 +31,7 @@ class Rule(Protocol):
         """Raise `ConfigurationError` if `codec` does not fit."""
 
     def signal(self, a: Tensor, c: Tensor, own: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """sᵢ and the next vᵢ (empty where there is none)."""
+        """sᵢ and the next vᵢ (empty if the rule has no vᵢ)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Averaged:
-    """SCAFCOM: a replica sends how far a running mean of its gradient is from what the others know of it.
+    """SCAFCOM: a replica sends the difference between a running mean of its gradient and the value that the others have of it.
 
         vᵢ ← (1 − β)·vᵢ + β·(aᵢ + cᵢ − c),   sᵢ = vᵢ − cᵢ
 
@@ -108,7 +108,7 @@ class Averaged:
     def check(self, codec: Codec) -> None:
         if any(c.samples for c in nested(codec)):
             raise ConfigurationError(
-                f"{self} with {codec}: a contractive codec is needed, such as TopK; for RandomK take scallion."
+                f"{self} with {codec}: a contractive codec is needed, such as TopK; for RandomK use scallion."
             )
 
     def signal(self, a: Tensor, c: Tensor, own: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,20 @@
 """SCALLION and SCAFCOM: Huang, Li, Li, *Stochastic Controlled Averaging for Federated Learning with Communication
 Compression*, ICLR 2024; SCAFFOLD (Karimireddy et al., arXiv 1910.06378) and FedAvg (arXiv 1602.05629) as their limits.
 
-    all N replicas begin a round with the same x and c; the S that are sampled train: K steps of  y ← y − η·(g + c − cᵢ)
-    aᵢ = (x − y) / Ση                      the mean gradient on the way, + c − cᵢ
+    all N replicas begin a round with the same x and c; the S sampled ones train: K steps of  y ← y − η·(g + c − cᵢ)
+    aᵢ = (x − y) / Ση                      the mean gradient of the K steps, + c − cᵢ
 
-    FedAvg     sᵢ = aᵢ                     and c = cᵢ = 0 for ever
+    FedAvg     sᵢ = aᵢ                     and c = cᵢ = 0 always
     SCALLION   sᵢ = α·(aᵢ − c)             any unbiased codec; SCAFFOLD: α = 1, exact values
     SCAFCOM    vᵢ ← (1 − β)·vᵢ + β·(aᵢ + cᵢ − c),  sᵢ = vᵢ − cᵢ     any contractive codec
 
-    dᵢ = decode(encode(sᵢ))                all that travels, from each that was sampled to all others
+    dᵢ = decode(encode(sᵢ))                the only data sent, from each sampled replica to all others
     x ← x − η_g·Ση·(mean of the S dᵢ + c)
-    cᵢ ← cᵢ + dᵢ  (the sampled)            c ← c + (1/N)·Σ dᵢ  (everybody), so c is the mean of all N cᵢ
+    cᵢ ← cᵢ + dᵢ  (the sampled)            c ← c + (1/N)·Σ dᵢ  (all replicas), so c is the mean of all N cᵢ
 
-*Differs*: there is no server, each replica computes x and c by itself from the packets, in rank order, with the same bits;
-Ση is the sum of the learning rates that there were, so schedules and skipped steps are right; a replica whose aᵢ is
-not finite is not counted in that round, by anybody; one that was away takes over x and c and keeps its own cᵢ.
+*Differs*: there is no server: each replica computes x and c from the packets, in rank order, with the same bits. Ση is the sum of
+the learning rates that were used, so schedules and skipped steps are right. All replicas leave a replica out of a round if its aᵢ is
+not finite. A replica that was away takes over x and c and keeps its cᵢ.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class ControlVariates:
         return nbytes_to_all(self.codec.nbytes(numel), size) if speaks else 0
 
     def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
-        """Who is sampled among `names`, in their order: the same on all."""
+        """The replicas of `names` that are sampled, in their order; the same on all."""
         return drawn(names, self.sampled, self.seed, round_)
 
 
 class _Said(NamedTuple):
-    """What this replica sent in a round: its dᵢ and vᵢ become its own when it is known to be counted."""
+    """The dᵢ and vᵢ that this replica sent in a round. It takes them over when it learns that it was counted."""
 
     round: int
     d: Tensor
@@ -110,7 +110,7 @@ class _Said(NamedTuple):
 class Controlled(Attached):
     """`ControlVariates` attached to a model; `Attached` shows the loop.
 
-    The `names` at the start stay the N replicas of the run. After a `LinkError` the round has not happened here; see `meet`.
+    The `names` at the start stay the N replicas of the run. A round that ends in a `LinkError` has changed nothing here; see `meet`.
 
     Args:
         method: the settings.
@@ -138,13 +138,15 @@ class Controlled(Attached):
         _check_sgd(optimizer)
         self.pipeline = self.names
         if method.sampled is not None and method.sampled > len(self.pipeline):
-            raise ConfigurationError(f"sampled={method.sampled} of {len(self.pipeline)} replicas: at most all can be.")
+            raise ConfigurationError(
+                f"sampled={method.sampled} of {len(self.pipeline)} replicas: at most all can be sampled."
+            )
         self.rounds = 0
         self._codec = method.codec.fitted(self.fragments[0].shapes)
         self.x = self._flat()
         self.c, self.own, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x), torch.empty(0)
-        self._nominal = self._moved = 0.0  # sums of learning rates: of the round's steps, and of those that moved y
-        self._counted: dict[str, int] = {}  # by name: the last round in which it was
+        self._nominal = self._moved = 0.0  # sums of learning rates: of all steps, and of those that changed y
+        self._counted: dict[str, int] = {}  # by name: the last round in which the replica was counted
         self._said: _Said | None = None
         self._corrected = self._moves = self._finished = False
         self._hooks = [
@@ -157,7 +159,7 @@ class Controlled(Attached):
 
     @property
     def sampled(self) -> tuple[str, ...]:
-        """Who trains in this round."""
+        """The replicas that train in this round."""
         return self.strategy.draw(self.names, self.rounds)
 
     @property
@@ -170,7 +172,7 @@ class Controlled(Attached):
 
     @torch.no_grad()
     def exchange_gradients(self) -> None:
-        """g ← g + c − cᵢ, once a step. Runs by itself before the optimizer's step; call it earlier to clip what results."""
+        """g ← g + c − cᵢ, once a step. A hook runs it before the optimizer's step; call it earlier to clip the result."""
         if self._corrected:
             return
         self._corrected = True
@@ -180,7 +182,7 @@ class Controlled(Attached):
                 gradient(parameter).add_(slice_)
 
     def skip(self) -> None:
-        """A step of a replica that is idle."""
+        """Count a step in which this replica is idle."""
         self._moves = False
         self._after_step()
 
@@ -213,11 +215,11 @@ class Controlled(Attached):
         for rank in good:
             self._codec.decode_add(heard[rank][1], total, replace(key, sender=rank))
         if len(good) < len(heard):
-            self._refuse([rank for rank in heard if rank not in good], "NaN or infinity in what was trained")
+            self._refuse([rank for rank in heard if rank not in good], "NaN or infinity in the trained weights")
         self._land(total.to(self.x.device), [self.names[rank] for rank in good], nominal)
 
     def _encode(self, body: Tensor, key: Key) -> tuple[Tensor, bool]:
-        """Write sᵢ into `body`; the next vᵢ, and whether all was finite."""
+        """Write sᵢ into `body`; returns the next vᵢ, and whether all values are finite."""
         a = (self.x - self._flat()).div_(self._moved) if self._moved > 0 else torch.full_like(self.x, math.nan)
         signal, v = self.strategy.rule.signal(a, self.c, self.own, self.v)
         if not bool(torch.isfinite(signal).all()):
@@ -226,7 +228,7 @@ class Controlled(Attached):
         return v, True
 
     def _land(self, total: Tensor, good: list[str], nominal: float) -> None:
-        """The round's new x and c, unless nobody counted or they would not be finite."""
+        """Compute the round's new x and c, unless no replica counted or they would not be finite."""
         if good:
             step = self.strategy.outer_lr * nominal
             x = self.x - (total / len(good) + self.c).mul_(step)
@@ -242,7 +244,7 @@ class Controlled(Attached):
         self._begin()
 
     def _settle(self) -> None:
-        """This replica was counted in the round in which it spoke last: what it said is what the others know of it."""
+        """Take over the dᵢ and vᵢ of the last round in which this replica sent, because the others counted them."""
         if self._said and self._counted.get(self.name) == self._said.round:
             self.v = self._said.v
             if self.strategy.rule.controls:
@@ -250,7 +252,7 @@ class Controlled(Attached):
         self._said = None
 
     def _begin(self) -> None:
-        """A new round, from x."""
+        """Begin a new round from x."""
         self._load(self.x)
         self._nominal = self._moved = 0.0
 
@@ -258,7 +260,7 @@ class Controlled(Attached):
         self._observe("refused", self.step, fragment=0, round=self.rounds, by=by, reason=reason)
 
     def finish(self) -> None:
-        """Exchange what was trained since the last round, and leave x in the model."""
+        """Exchange the steps since the last round, and leave x in the model."""
         if not self._finished:
             self._finished = True
             if self.step % self.strategy.every:
@@ -268,7 +270,7 @@ class Controlled(Attached):
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Within: the model holds x."""
+        """A context in which the model holds x."""
         own = [parameter.detach().clone() for parameter in self.parameters]
         self._load(self.x)
         try:
@@ -282,18 +284,18 @@ class Controlled(Attached):
         for hook in self._hooks:
             hook.remove()
 
-    # ---- with whom
+    # ---- the group
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
-        """Go on with the replicas of `group`, some or all of those at the start; all of them call it at once.
+        """Continue with the replicas of `group`, some or all of those at the start. Collective.
 
-        Whoever is behind takes over x and c. Raises `DisagreementError` where what the others know of a replica is not what
-        it knows of itself (its checkpoint is older than its last packet), or where they went on apart.
+        A replica that is behind takes over x and c. Raises `DisagreementError` if a replica's cᵢ is not the one that the others count
+        with (its checkpoint is older than its last packet), or if replicas continued separately.
         """
         self.group, self.names = group, self._checked(names, group)
         if strangers := [name for name in self.names if name not in self.pipeline]:
             raise ConfigurationError(
-                f"{', '.join(strangers)} not among the {len(self.pipeline)} of the start: {', '.join(self.pipeline)}."
+                f"{', '.join(strangers)} not among the {len(self.pipeline)} replicas of the start: {', '.join(self.pipeline)}."
             )
         self.introduce({"names": list(self.names), "all names": list(self.pipeline)})
         told = self._told()
@@ -313,29 +315,27 @@ class Controlled(Attached):
         problem = ""
         if group.rank in behind:
             problem = self._take_over(*take(group, donor, 16 * self.x.numel() + (1 << 20)), self.names[donor])
-        unlike = (
-            len({(rounds, text) for rounds, _, text in self._told()}) > 1
-        )  # which tells the others of a problem, too
+        unlike = len({(rounds, text) for rounds, _, text in self._told()}) > 1  # also tells the others of a problem
         if unlike or problem:
             raise DisagreementError(
                 problem or "replicas continued separately and differ; resume all from one step, or start again."
             )
 
     def _told(self) -> list[tuple[int, int, bytes]]:
-        """Everybody's rounds, steps, and digest of x and c."""
+        """Rounds, steps, and digest of x and c of all replicas."""
         own = self.rounds.to_bytes(8, "little") + self.step.to_bytes(8, "little") + digest([self.x, self.c])
         told = gather(self.group, own, len(own), "resume")
         return [(int.from_bytes(t[:8], "little"), int.from_bytes(t[8:16], "little"), t[16:]) for t in told]
 
     def _take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], donor: str) -> str:
-        """Become what `donor` is; or why this cannot be."""
+        """Take over the state of `donor`; returns the reason if this is not possible."""
         if {name: t.shape for name, t in tensors.items()} != {"x": self.x.shape, "c": self.x.shape}:
             return f"replica {donor!r} handed over weights of another model; run the same one on every replica."
         known, last = facts["counted"].get(self.name), self._counted.get(self.name)
         if known != last and not (self._said and known == self._said.round):
             return (
-                f"replica {self.name!r} was last counted in round {known}, and knows of {last}: its control variate is "
-                "another than the others count with. Resume all from one step."
+                f"replica {self.name!r} was last counted in round {known}, but its own record says {last}: its control variate "
+                "differs from the one that the others count with. Resume all from one step."
             )
         new_round = facts["rounds"] > self.rounds
         self.x, self.c = tensors["x"].to(self.x.device), tensors["c"].to(self.x.device)
@@ -347,7 +347,7 @@ class Controlled(Attached):
         self._observe("caught_up", self.step, round=self.rounds, donor=donor)
         return ""
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         facts = {
@@ -357,10 +357,10 @@ class Controlled(Attached):
         return {"x": self.x, "c": self.c, "own": self.own, "v": self.v}, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises `CheckpointError`, and as `meet`."""
+        """Resume from `state()`. Raises `CheckpointError`, and the errors of `meet`."""
         if tensors["x"].shape != self.x.shape or tuple(facts["all names"]) != self.pipeline:
             raise CheckpointError(
-                f"the checkpoint is of {len(facts['all names'])} replicas and {tensors['x'].numel():,} parameters, here are "
+                f"the checkpoint is of {len(facts['all names'])} replicas and {tensors['x'].numel():,} parameters, this run has "
                 f"{len(self.pipeline)} and {self.x.numel():,}; resume with the run's own settings."
             )
         self.x, self.c, self.own, self.v = (tensors[name].to(self.x.device) for name in ("x", "c", "own", "v"))
@@ -369,7 +369,7 @@ class Controlled(Attached):
         kept = [parameter.detach().clone() for parameter in self.parameters]
         self.meet(self.group, self.names)
         with torch.no_grad():
-            for parameter, value in zip(self.parameters, kept):  # the caller's, in the middle of a round
+            for parameter, value in zip(self.parameters, kept):  # the caller's weights, in the middle of a round
                 parameter.copy_(value)
 
     # ---- weights
@@ -388,7 +388,7 @@ class Controlled(Attached):
 
 
 def _check_sgd(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless what the optimizer takes off is lr·gradient: only then is aᵢ the mean gradient."""
+    """Raise `ModelError` unless the optimizer subtracts lr·gradient, because only then aᵢ is the mean gradient."""
     groups = optimizer.param_groups
     extras = {k: g[k] for g in groups for k in ("momentum", "weight_decay", "maximize") if g.get(k)}
     if type(optimizer) is not torch.optim.SGD or extras or len({group["lr"] for group in groups}) > 1:

@@ -1,4 +1,4 @@
-"""DADAO: the convex reference of gossip without rounds. All replicas in one process, in virtual time."""
+"""DADAO: the reference for gossip without rounds on convex problems. All replicas run in one process, in virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _X, _XT, _Y, _YT, _Z, _ZT = range(6)
 
 @dataclass
 class Replicas:
-    """What all replicas hold: [replicas, 6, dimension] of x, x̃, y, ỹ, z, z̃; when each had its last event; and events until now."""
+    """The state of all replicas: x, x̃, y, ỹ, z, z̃ as [replicas, 6, dimension]; the time of each one's last event; and the number of events."""
 
     held: NDArray[np.float64]
     at: NDArray[np.float64]
@@ -28,13 +28,14 @@ class Replicas:
 
     @property
     def x(self) -> Vectors:
-        """What each takes for the minimum."""
+        """Each replica's estimate of the minimum."""
         return self.held[:, _X]
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Of DADAO for L-smooth and μ-strongly convex functions, ν = μ/2, on a graph with χ₁. `rates` and `shapes` diagonalise the flow."""
+    """Constants of DADAO for L-smooth and μ-strongly convex functions, ν = μ/2, on a graph with χ₁. `rates` and `shapes` diagonalise the
+    flow."""
 
     smooth: float
     convex: float
@@ -67,7 +68,7 @@ class Constants:
             object.__setattr__(self, name, value)
 
     def flow(self, replicas: Replicas, replica: int, at: float) -> None:
-        """Bring a replica to that time."""
+        """Move a replica's state to time `at`."""
         shapes, inverse = self.shapes
         moved = (shapes * np.exp(self.rates * (at - replicas.at[replica]))) @ inverse
         replicas.held[replica], replicas.at[replica] = moved.real @ replicas.held[replica], at
@@ -75,7 +76,7 @@ class Constants:
     def descend(
         self, replicas: Replicas, replica: int, gradient: Callable[[NDArray[np.float64]], NDArray[np.float64]]
     ) -> None:
-        """The event of a gradient at a replica that has flowed."""
+        """A gradient event at a replica, after `flow`."""
         x, _, _, ahead, _, _ = replicas.held[replica]
         rest = gradient(x) - self.convex / 2 * x - ahead
         replicas.held[replica, _X] -= self.gamma[0] * rest
@@ -84,7 +85,7 @@ class Constants:
         replicas.gradients += 1
 
     def meet(self, replicas: Replicas, one: int, other: int) -> None:
-        """The event of an edge whose ends have flowed."""
+        """A meeting over an edge, after `flow` of both ends."""
         said = replicas.held[:, _Y] + replicas.held[:, _Z]
         apart = said[one] - said[other]
         for replica, sign in ((one, 1), (other, -1)):
@@ -97,13 +98,13 @@ class Constants:
 class Dadao:
     """DADAO (Nabli, Oyallon, arXiv 2208.00779): Σ f_i over a graph without rounds, with gradients and messages by Poisson clocks.
 
-    Nothing here is for a network: it is what gossip without rounds can be compared with on convex problems.
+    It uses no network. Gossip without rounds can be compared with it on convex problems.
 
     Args:
         smooth: L, a number, of every f_i.
         convex: μ, a number, of every f_i, above 0 and at most L.
-        topology: who meets whom; the same all the time.
-        rate: number of meetings on all edges together while each replica takes one gradient; None: the least that is enough.
+        topology: the edges over which replicas meet; fixed.
+        rate: number of meetings on all edges together while each replica takes one gradient; None: the least that suffices.
         seed: of the clocks.
 
     Raises:
@@ -125,7 +126,7 @@ class Dadao:
             raise ConfigurationError(f"smooth={self.smooth}, convex={self.convex}: 0 < convex <= smooth is needed.")
 
     def least_rate(self, size: int) -> float:
-        """√(2·χ₁·χ₂), of clocks that strike once in all: below it the replicas would diverge. Raises `ConfigurationError`.
+        """The least rate, √(2·χ₁·χ₂) of clocks with a total rate of 1. Below it the replicas diverge. Raises `ConfigurationError`.
 
         >>> round(Dadao(smooth=1, convex=1).least_rate(8), 3)
         9.777
@@ -134,13 +135,13 @@ class Dadao:
         return math.sqrt(2 * chi1 * chi2)
 
     def clocks(self, size: int) -> Clocks:
-        """Of the edges. Raises `ConfigurationError` if they are too slow, or the graph does not fit."""
+        """The clocks of the edges. Raises `ConfigurationError` if they are too slow, or the graph does not fit."""
         least = self.least_rate(size)
         rate = least if self.rate is None else self.rate
         if not least * (1 - 1e-9) <= rate < math.inf:
             chi1, chi2 = resistances(self._rates(size, rate)) if rate > 0 else (math.inf, math.inf)
             raise ConfigurationError(
-                f"rate={rate:g} on {self.topology} among {size} replicas: χ₁·χ₂ is {chi1 * chi2:.3g}, at most 1/2 is needed, else all diverge; "
+                f"rate={rate:g} on {self.topology} among {size} replicas: χ₁·χ₂ is {chi1 * chi2:.3g}, at most 1/2 is needed, otherwise all diverge; "
                 f"give a rate of at least {least:.3f}, or None."
             )
         return Clocks(self._rates(size, rate), 1, self.seed)
@@ -148,7 +149,7 @@ class Dadao:
     def minimise(
         self, gradients: Sequence[Callable[[NDArray[np.float64]], NDArray[np.float64]]], start: NDArray[np.float64], until: int
     ) -> Replicas:  # fmt: skip
-        """All replicas at time `until`, each of which has `start` first and the gradient of its own function, and takes one in a unit of time."""
+        """All replicas at time `until`. Each begins at `start`, and takes one gradient of its own function in a unit of time, on average."""
         clocks = self.clocks(len(gradients))
         constants = Constants(self.smooth, self.convex, resistances(clocks.rates)[0])
         return play(constants, clocks, gradients, start, until)
@@ -161,7 +162,7 @@ def play(
     constants: Constants, clocks: Clocks, gradients: Sequence[Callable[[NDArray[np.float64]], NDArray[np.float64]]],
     start: NDArray[np.float64], until: int, each: Callable[[Replicas], None] = lambda replicas: None,
 ) -> Replicas:  # fmt: skip
-    """Every event until then, in its order; `each` is called after it. All replicas have flowed to `until` in the end."""
+    """Run every event before `until`, in order, and call `each` after it. At the end the states of all replicas are at time `until`."""
     size = len(gradients)
     replicas = Replicas(np.zeros((size, 6, len(start))), np.zeros(size))
     replicas.held[:, _X] = start
@@ -180,7 +181,7 @@ def play(
 
 
 def _strikes(size: int, unit: int, seed: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """When which replica takes a gradient: once in a unit of time, on average."""
+    """Times and replicas of gradients: one in a unit of time for each replica, on average."""
     rng = np.random.default_rng(derive(seed, "gradients", unit))
     replicas = rng.integers(size, size=int(rng.poisson(size)))
     return ((unit + float(at), (int(replica),)) for at, replica in zip(rng.random(len(replicas)), replicas))

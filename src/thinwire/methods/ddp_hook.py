@@ -1,4 +1,4 @@
-"""A communication hook for torch.nn.parallel.DistributedDataParallel: its buckets travel as a strategy says.
+"""A communication hook for torch.nn.parallel.DistributedDataParallel: a strategy exchanges its buckets.
 
 Each bucket is exchanged as soon as DDP has filled it, on the exchange threads, while backward goes on.
 """
@@ -72,23 +72,23 @@ class GradientHook:
         if not isinstance(strategy.signal, Gradients) or strategy.partition != Whole():
             raise ConfigurationError(
                 f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in its own buckets; choose a "
-                "strategy of gradients, with the partition Whole(), or attach a Replica in place of DDP."
+                "strategy of gradients, with the partition Whole(), or attach a Replica instead of DDP."
             )
         if any(one.needs_whole for one in strategy.filters):
             raise ConfigurationError(
                 f"{strategy.filters} in DDP's buckets: Clip would see a bucket and needs the norm of the whole gradient; choose clip=0."
             )
         self.strategy, self.group = strategy, group
-        self.steps = 0  # that were exchanged
-        self._first = True  # of this hook: DDP cuts its buckets anew after it
+        self.steps = 0  # exchanged steps
+        self._first = True  # the first step of this hook, after which DDP rebuilds its buckets
         compare_settings(group, {"strategy": repr(strategy)} | digests(strategy))
         strategy.warm_up()
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
         self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)
         self._pipeline = RoundPipeline(strategy, group, None)
         self._pieces: dict[tuple[str, ...], FragmentState] = {}
-        self._remembered: dict[str, Tensor] = {}  # by parameter and what it is, for buckets still to come
-        self._landed: list[RoundUpdate] = []  # of this step
+        self._remembered: dict[str, Tensor] = {}  # state by parameter and kind, for buckets that are still to be made
+        self._landed: list[RoundUpdate] = []  # in this step
         self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -116,7 +116,7 @@ class GradientHook:
                 landing.result()
                 self._land(update, buffer, last)
             except BaseException as error:
-                done.set_exception(error)  # type: ignore[arg-type]  # whatever it is, DDP waits for it
+                done.set_exception(error)  # type: ignore[arg-type]  # any error, because DDP waits for the future
             else:
                 done.set_result(buffer)
 
@@ -131,7 +131,7 @@ class GradientHook:
         return tensors, {"steps": self.steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`, before the first step. Raises `CheckpointError`."""
+        """Resume from `state()`, before the first step. Raises `CheckpointError`."""
         known = {name.partition("/")[0] for name in tensors} <= {name for name, _ in self._named.values()}
         if self._pieces or not known:
             raise CheckpointError(
@@ -147,7 +147,7 @@ class GradientHook:
 
     @torch.no_grad()
     def _land(self, update: RoundUpdate, buffer: Tensor, last: bool) -> None:
-        """On the thread on which rounds land, one after another in the order of departure."""
+        """Land an update. Called on one thread, in the order of departure."""
         if update.good and update.anchor is not None:
             buffer.copy_(update.anchor)
         else:
@@ -163,7 +163,7 @@ class GradientHook:
             self._landed = []
 
     def _piece(self, bucket: GradBucket) -> FragmentState:
-        """What is remembered for a bucket of these parameters; made where DDP has cut anew."""
+        """The state of a bucket with these parameters; made when DDP has rebuilt its buckets."""
         parameters = tuple(self._named[id(p)] for p in bucket.parameters())
         names = tuple(name for name, _ in parameters)
         if names not in self._pieces:
@@ -171,17 +171,17 @@ class GradientHook:
                 self._remembered |= _by_parameter(self._pieces.pop(others))
             fragment = Fragment(f"bucket {bucket.index()}", parameters)
             piece = hold(self.strategy, fragment, bucket.index(), self.group.rank, self.group.size)
-            piece.anchor = torch.zeros(1).expand(fragment.numel)  # gradients need none
+            piece.anchor = torch.zeros(1).expand(fragment.numel)  # gradients need no anchor
             for name, place in _memories(piece).items():
                 if name in self._remembered:
                     place.copy_(self._remembered.pop(name).view_as(place))
             self._pieces[names] = piece
-        self._pieces[names].index = bucket.index()  # which may change while its parameters stay
+        self._pieces[names].index = bucket.index()  # the index may change while the parameters stay
         return self._pieces[names]
 
 
 def _memories(piece: FragmentState) -> dict[str, Tensor]:
-    """What feedback and filters remember of each parameter, as views; what they remember of a whole bucket is every parameter's."""
+    """The state of feedback and filters for each parameter, as views. State of a whole bucket belongs to each of its parameters."""
     states = {"feedback": piece.feedback} | {f"filter.{i}": state for i, state in enumerate(piece.filtered)}
     found = {}
     for what, state in states.items():

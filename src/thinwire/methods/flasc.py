@@ -1,19 +1,19 @@
-"""FLASC: sparse both ways, around a hub. Kuo, Raje, Rajesh, Smith, *Federated LoRA with Sparse Communication*, arXiv 2406.05233 (the
-abstract of CELLM, arXiv 2407.20557, tells the same).
+"""FLASC: sparse packets to and from a hub. Kuo, Raje, Rajesh, Smith, *Federated LoRA with Sparse Communication*, arXiv 2406.05233
+(also in the abstract of CELLM, arXiv 2407.20557).
 
-    the hub holds p, all that is trained (LoRA's factors, one vector), and Adam's moments
+    the hub holds p, the trained parameters (LoRA's factors) as one vector, and Adam's moments
     down    s = the `down` largest of |p|, the rest zero         to each replica that the round draws
-    there   y ← s; train all of y, also where s is zero
+    train   y ← s; train all of y, also where s is zero
     up      the `up` largest of |s − y|                          to the hub
-    hub     p ← Adam(p, the mean of what came)
+    hub     p ← Adam(p, the mean of the received deltas)
 
-The largest are those of the whole vector, not of each tensor. Masks are of what travels, never of what is trained. No error
-feedback: a replica keeps nothing from round to round, and may be drawn once or never again. At densities of 1 it is FedAdam
+The largest values are those of the whole vector, not of each tensor. Only what is sent is masked, never what is trained. There is
+no error feedback: a replica keeps no state between rounds, and may never be drawn again. At densities of 1 it is FedAdam
 (Reddi et al., arXiv 2003.00295).
 
-*Differs*: the first round begins with all of p, which all know; who is not drawn hears that the round is over (a header), so that
-all are at the same step; a delta that is not finite is left out of its round's mean, and a round whose mean Adam could not square
-changes nothing. Values travel in fp32 unless `codec` says otherwise.
+*Differs*: the first round begins with all of p, which all replicas know. A replica that is not drawn receives a header at the end of
+a round, so that all are at the same step. A delta that is not finite is left out of its round's mean. A round changes nothing if the
+square of its mean, which Adam needs, is not finite. Values are sent in fp32 unless `codec` says otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
 from thinwire.types import Observer
 
-UP, DOWN, FINAL = range(3)  # a message's part of its round
+UP, DOWN, FINAL = range(3)  # the kind of a message in its round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Flasc:
     """The method: densities, inner steps a round, sampled replicas, the hub's learning rate.
 
     *Wire*, in a round: 48 + nbytes(up) from each replica that is drawn, 48 + nbytes(down) to each that the next round draws, 48 to each
-    other; the hub's own part does not travel. At the end 48 + 4n to each. With fp32 values density·(32 + ⌈log₂ n⌉) bits a
+    other; the hub's own delta is not sent. At the end 48 + 4n to each. With fp32 values density·(32 + ⌈log₂ n⌉) bits a
     parameter, so above about 0.6 the dense form (density 1) is smaller. *Memory* beside the model: 8 bytes a trained
     parameter, on the hub 16.
 
@@ -54,7 +54,7 @@ class Flasc:
         every: inner steps of a round.
         sampled: number of replicas that a round draws; None: all.
         outer_lr: learning rate of the hub's AdamW.
-        codec: for the values that travel.
+        codec: encodes the values that are sent.
         seed: of the draws; an integer number.
 
     Raises:
@@ -77,12 +77,12 @@ class Flasc:
         if not (0 < self.up <= 1 and 0 < self.down <= 1):
             raise ConfigurationError(f"up={self.up}, down={self.down}: above 0 and at most 1 is needed; 1 sends all.")
         if not isinstance(self.codec, Codec) or isinstance(self.codec, type):
-            raise ConfigurationError(f"codec={self.codec!r}: a Codec is needed, for the values that travel.")
+            raise ConfigurationError(f"codec={self.codec!r}: a Codec is needed, for the values that are sent.")
         check_rounds(self.every, self.sampled, self.outer_lr)
-        self.at(self.up), self.at(self.down)  # values that cannot be sparse are refused
+        self.at(self.up), self.at(self.down)  # refuses densities that cannot be sparse
 
     def at(self, density: float) -> Codec:
-        """How a vector travels at `density`; at 1 without indices."""
+        """The codec of a vector at `density`; without indices at 1."""
         return self.codec if density == 1 else TopK(density, self.codec)
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -102,15 +102,15 @@ class Flasc:
         return sum(HEADER_NBYTES + (down if str(other) in then else 0) for other in range(1, size))
 
     def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
-        """Who of `names` trains in a round, in their order: the same everywhere."""
+        """The replicas of `names` that train in a round, in their order; the same on all replicas."""
         return drawn(names, self.sampled, self.seed, round_)
 
 
 class Federated(Attached):
     """`Flasc` attached to a model; `Attached` shows the loop. The first of `names` at the start stays the hub; it trains when it is drawn.
 
-    Any optimizer will do; its state is cleared at the start of each round. Before the end only the hub knows p: the others hold what
-    they were last told. After a `LinkError` the round has not happened here; see `meet`.
+    Any optimizer can be used; its state is cleared at the start of each round. Before the end only the hub knows p: the others hold
+    the values that the hub sent last. A round that ends in a `LinkError` has changed nothing here; see `meet`.
 
     Args:
         method: the settings.
@@ -135,13 +135,13 @@ class Federated(Attached):
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, names, observer, clock)
         if method.sampled is not None and method.sampled > group.size:
-            raise ConfigurationError(f"sampled={method.sampled} of {group.size} replicas: at most all can be.")
+            raise ConfigurationError(f"sampled={method.sampled} of {group.size} replicas: at most all can be sampled.")
         self.hub, self.rounds, self._finished = self.names[0], 0, False
         shapes = self.fragments[0].shapes
         self._codecs = {UP: method.at(method.up).fitted(shapes), DOWN: method.at(method.down).fitted(shapes)}
         self._codecs[FINAL] = Identity()
         self.start = self._flat()  # s
-        self.p = nn.Parameter(self.start.clone())  # beside the hub: what was last told of it
+        self.p = nn.Parameter(self.start.clone())  # on other replicas than the hub: the values that were received last
         self._adam = torch.optim.AdamW([self.p], lr=method.outer_lr, weight_decay=0.0)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
         self.meet(group, self.names)
@@ -158,7 +158,7 @@ class Federated(Attached):
 
     @property
     def informed(self) -> bool:
-        """Whether it knows p: the hub does, at the end all do."""
+        """Whether this replica knows p: the hub does; at the end all do."""
         return self._finished or self.name == self.hub
 
     @property
@@ -166,7 +166,7 @@ class Federated(Attached):
         return "anchors" if self.informed else "start"
 
     def skip(self) -> None:
-        """A step of a replica that is idle."""
+        """Count a step in which this replica is idle."""
         self._after_step()
 
     def _after_step(self) -> None:
@@ -176,7 +176,7 @@ class Federated(Attached):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """The end of a round, and the beginning of the next."""
+        """End a round, and begin the next."""
         now, then = (
             [self.names.index(name) for name in self.strategy.draw(self.names, round_)]
             for round_ in (self.rounds, self.rounds + 1)
@@ -184,7 +184,7 @@ class Federated(Attached):
         (self._gather if self.name == self.hub else self._report)(now, then)
 
     def _report(self, now: Sequence[int], then: Sequence[int]) -> None:
-        """Of a replica: up to the hub, and what the hub says of the next round."""
+        """On other replicas than the hub: send the delta to the hub, and receive the start of the next round."""
         began, rank, hub = self._clock(), self.group.rank, self.names.index(self.hub)
         send = {hub: self._packet(UP, self.start - self._flat())} if rank in now else {}
         due = self._header(DOWN, hub, empty=rank not in then)
@@ -198,7 +198,7 @@ class Federated(Attached):
         self._next(rank in then)
 
     def _gather(self, now: Sequence[int], then: Sequence[int]) -> None:
-        """Of the hub: all deltas, Adam's step, and down to those whom the next round draws."""
+        """On the hub: receive all deltas, take Adam's step, and send to the replicas that the next round draws."""
         began, rank = self._clock(), self.group.rank
         packets = {peer: empty_packet(self._header(UP, peer).nbytes) for peer in now if peer != rank}
         self.group.post(TAG, {}, packets).wait()
@@ -208,7 +208,7 @@ class Federated(Attached):
         self.stopping |= self._stop_requested or any(said & STOP for said in flags.values())
         self._descend({peer: packets[peer] for peer in sorted(packets) if not flags[peer] & REFUSED})
         if refused := [peer for peer in sorted(packets) if flags[peer] & REFUSED]:
-            self._refuse(refused, "NaN or infinity in what was trained")
+            self._refuse(refused, "NaN or infinity in the trained weights")
         told, notice, due = self._packet(DOWN, self.p), self._packet(DOWN, None), self._header(DOWN, rank)
         self.start = self._decoded(DOWN, told, rank)
         self._next(rank in then)
@@ -217,13 +217,13 @@ class Federated(Attached):
         self._arrived(due, began, arrived)
 
     def _descend(self, packets: Mapping[int, Tensor]) -> None:
-        """p ← Adam(p, mean), unless there is none or Adam could not square it."""
+        """p ← Adam(p, mean), unless there is no mean, or its square is not finite."""
         total = torch.zeros_like(self.p)
         for peer, packet in packets.items():
             self._codecs[UP].decode_add(payload(packet), total, self._key(UP, peer))
         mean = total / max(1, len(packets))
         if not bool(torch.isfinite(mean.square()).all()):
-            self._refuse([], "the mean of what was trained is too large for Adam")
+            self._refuse([], "the mean delta is too large for Adam")
         elif packets:
             self.p.grad = mean
             self._adam.step()
@@ -240,7 +240,7 @@ class Federated(Attached):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exchange what was trained since the last round, and leave p in every model: 48 + 4n bytes from the hub to each."""
+        """Exchange the steps since the last round, and leave p in every model: 48 + 4n bytes from the hub to each."""
         if self._finished:
             return
         self._finished = True
@@ -261,7 +261,7 @@ class Federated(Attached):
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Within: the model holds p, or what this replica was last told of it."""
+        """A context in which the model holds p, or the values of it that this replica received last."""
         own = self._flat()
         self._load(self.p)
         try:
@@ -272,11 +272,11 @@ class Federated(Attached):
     def close(self) -> None:
         self._hook.remove()
 
-    # ---- with whom
+    # ---- the group
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
-        """Go on with the replicas of `group`, the hub among them; all of them call it at once. The hub's word holds: whoever is elsewhere
-        takes over where it is.
+        """Continue with the replicas of `group`, which must contain the hub. Collective. The hub decides: a replica in another state
+        takes over the hub's.
 
         Raises `ConfigurationError` without the hub, `DisagreementError`, `LinkError`.
         """
@@ -303,7 +303,7 @@ class Federated(Attached):
             raise ModelError("the first weights hold NaN or infinity; initialise them, or load a sound checkpoint.")
 
     def _told(self) -> list[tuple[bytes, bytes]]:
-        """Everybody's rounds and steps, and the digest of where its round began."""
+        """Digests of all replicas: of rounds and steps, and of the weights at which the round began."""
         own = self.rounds.to_bytes(8, "little") + self.step.to_bytes(8, "little") + digest([self.start])
         return [(text[:16], text[16:]) for text in gather(self.group, own, len(own), "resume")]
 
@@ -312,7 +312,7 @@ class Federated(Attached):
         self.start, self.rounds, self.step = start.clone(), int(facts["rounds"]), int(facts["step"])
         self.p.copy_(start)
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {"start": self.start}
@@ -321,11 +321,11 @@ class Federated(Attached):
         return tensors, {"rounds": self.rounds, "step": self.step, "hub": self.hub}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises `CheckpointError`, and as `meet`."""
+        """Resume from `state()`. Raises `CheckpointError`, and the errors of `meet`."""
         if tensors["start"].shape != self.start.shape or (facts["hub"] == self.name) != (self.hub == self.name):
             raise CheckpointError(
-                f"the checkpoint is of {tensors['start'].numel():,} trained parameters around the hub {facts['hub']!r}, here are "
-                f"{self.start.numel():,} around {self.hub!r}; resume with the run's own settings."
+                f"the checkpoint is of {tensors['start'].numel():,} trained parameters with the hub {facts['hub']!r}, this run has "
+                f"{self.start.numel():,} with {self.hub!r}; resume with the run's own settings."
             )
         self._put(tensors["start"], facts)
         if self.name == self.hub:
@@ -337,10 +337,10 @@ class Federated(Attached):
                 self._adam.state[self.p] = moments
         self.meet(self.group, self.names)
 
-    # ---- what travels
+    # ---- packets
 
     def _packet(self, part: int, values: Tensor | None) -> Tensor:
-        """Of `values`, or of none; refused where they are not finite."""
+        """A packet of `values`, or an empty one if there are none; marked as refused if they are not finite."""
         rank = self.group.rank
         header = self._header(part, rank, empty=values is None)
         packet = empty_packet(header.nbytes)

@@ -2,19 +2,19 @@
 Communication for Solving Variational Inequalities*, NeurIPS 2022 (arXiv 2110.03313).
 
 Find z* with ⟨F(z*), z − z*⟩ + h(z) − h(z*) ≥ 0 for all z, where F = (1/M)·Σ F_m is monotone; for min over x, max over y
-of f(x, y): F = (∇x f, −∇y f). Replica m knows F_m. The reference w, F(w) and the coin are alike on all:
+of f(x, y): F = (∇x f, −∇y f). Replica m knows F_m. The reference w, F(w) and the coin are the same on all replicas:
 
-    z̄ = (1 − p)·z + p·w,  u = prox(z̄ − γ·F(w))                       nothing travels
+    z̄ = (1 − p)·z + p·w,  u = prox(z̄ − γ·F(w))                       nothing is sent
     MASHA1   Δ = mean of C(F_m(u) − F_m(w)),  z ← prox(z̄ − γ·(F(w) + Δ))     C unbiased
-    MASHA2   c_m = C(γ·(F_m(u) − F_m(w)) + e_m),  e_m ← what C held back,
+    MASHA2   c_m = C(γ·(F_m(u) − F_m(w)) + e_m),  e_m ← the error of C,
              z ← u − mean of c_m                                              C contractive, h = 0
     with probability p:   w ← z, and all send F_m(w) uncompressed
 
-Compressing the difference is the point: at the solution it is zero, so is the noise; F_m itself is not. Extragradient
-(Korpelevich, 1976) is the control, and with a codec the naive way that does not converge.
+The difference is compressed because it is zero at the solution, so its noise is too; F_m itself is not zero there. Extragradient
+(Korpelevich, 1976) is the control; with a codec it is the naive method, which does not converge.
 
-*Differs*: there is no server, hence no second compression on the way down and no residual of a server; the coin is drawn
-by all from the shared seed, so no bit announces it; a step in which anybody's values are not finite is refused by all.
+*Differs*: there is no server, so there is no second compression and no residual on a server. All replicas draw the coin from the
+shared seed, so it is not sent. All refuse a step in which the values of any replica are not finite.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from thinwire.version import __version__
 
 
 class Next(NamedTuple):
-    """Where an iteration ends; what the codec held back."""
+    """The next z, and the codec's error."""
 
     z: Tensor
     residual: Tensor
@@ -51,7 +51,7 @@ class Next(NamedTuple):
 
 @runtime_checkable
 class Saddling(Protocol):
-    """A method for saddle points, a frozen value whose text is its identity on the wire. `refresh`: p, 0 without a reference."""
+    """A method for saddle points, a frozen value. Its text identifies it on the wire. `refresh` is p, 0 without a reference."""
 
     @property
     def codec(self) -> Codec: ...
@@ -66,7 +66,7 @@ class Saddling(Protocol):
         """One iteration; None if it was refused."""
 
     def messages(self) -> int:
-        """Packets in `codec` that an iteration takes from each replica."""
+        """Number of packets in `codec` that a replica sends in an iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Masha1:
     Args:
         step: γ, the learning rate, about √p / (L·√(q/M + 1)) for a codec with E‖C(v)‖² ≤ q‖v‖².
         codec: unbiased.
-        refresh: p, the probability that w moves; about the share of the values that travels, in (0, 1].
+        refresh: p, the probability that w moves; about the share of the values that is sent, in (0, 1].
         prox: the projection onto the constraint.
         seed: of the shared random numbers; an integer number.
 
@@ -138,7 +138,7 @@ class Masha2:
         _check(self, self.step, self.refresh)
         if any(isinstance(c, RandomK) and c.density < 1 for c in nested(self.codec)):
             raise ConfigurationError(
-                f"Masha2 with {self.codec}: a contractive codec is needed, such as TopK; for RandomK take Masha1."
+                f"Masha2 with {self.codec}: a contractive codec is needed, such as TopK; for RandomK use Masha1."
             )
 
     def advance(self, at: Saddle) -> Next | None:
@@ -187,7 +187,7 @@ class Extragradient:
         ahead = self.prox(at.z - self.step * here.mean) if here else at.z
         told = at.mean_of(
             at.operator(ahead), part=1
-        )  # also after a refusal, which all have seen: messages keep in step
+        )  # also after a refusal, which all replicas see, so that messages match
         return here and told and Next(self.prox(at.z - self.step * told.mean), at.residual)
 
     def messages(self) -> int:
@@ -195,7 +195,7 @@ class Extragradient:
 
 
 def nbytes_sent(method: Saddling, numel: int, size: int, iterations: int) -> int:
-    """Bytes that one replica sends in packets, from the first meeting on: predicted = counted.
+    """Bytes that one replica sends in packets, including the first `meet`: predicted = counted.
 
     Args:
         method: the method, whose seed decides when w moves.
@@ -216,33 +216,33 @@ def coin(method: Saddling, iteration: int) -> bool:
     return derive(method.seed, "coin", iteration) < method.refresh * 2**63
 
 
-# ---- at work
+# ---- the method attached to a problem
 
 
 class Told(NamedTuple):
-    """The mean of what all sent, decoded; and what this replica's own packet decodes to."""
+    """The mean of all decoded packets, and the decoded packet of this replica."""
 
     mean: Tensor
     own: Tensor
 
 
 class Saddle(Participant):
-    """A method at work on one replica: `iterate()` moves `z`, which is the same on all replicas.
+    """A method on one replica: `iterate()` moves `z`, which is the same on all replicas.
 
-    The members of the group make up F: when they change, F(w) is made anew.
+    F is the mean over the members of the group: when they change, F(w) is computed again.
 
     Args:
         method: `Masha1`, `Masha2` or `Extragradient`.
         operator: this replica's F_m: takes z and returns as many values.
-        z: flat fp32, where all begin; replica 0's counts.
+        z: flat fp32, the start; all take replica 0's.
         group: the replicas that exchange.
         names: of the replicas, in rank order; None: their ranks.
-        observer: called with each event, as that of `Replica`.
+        observer: called with each event, as in `Replica`.
         clock: gives the time in seconds.
 
     Raises:
         ConfigurationError, ModelError: z or the group does not fit the method.
-        DisagreementError, LinkError: replicas differ, or one is gone.
+        DisagreementError, LinkError: replicas differ, or one was lost.
 
     >>> from thinwire import run_threads
     >>> from thinwire.methods import saddle
@@ -270,7 +270,7 @@ class Saddle(Participant):
         self.meet(group, self.names)
 
     def operator(self, z: Tensor) -> Tensor:
-        """F_m(z). Raises `ModelError` if it has another form than z."""
+        """F_m(z). Raises `ModelError` if its shape or dtype is not that of z."""
         value = self._operator(z)
         if not isinstance(value, Tensor) or value.shape != z.shape:
             given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -278,7 +278,7 @@ class Saddle(Participant):
         return value.detach().float()
 
     def iterate(self) -> bool:
-        """One iteration; whether it counted: false where a replica's values were not finite, then z and w stay.
+        """One iteration. Returns whether it counted; if a replica's values were not finite, it does not, and z and w stay.
 
         Raises `LinkError`, `PacketError`: then nothing has changed.
         """
@@ -295,7 +295,7 @@ class Saddle(Participant):
         return sound
 
     def mean_of(self, values: Tensor, part: int = 0) -> Told | None:
-        """The mean of all replicas' `values` through the codec; None, on all alike, where any are not finite."""
+        """The mean of all replicas' `values` through the codec; None on all replicas if any value is not finite."""
         return self._exchange(self.method.codec, values, 0, part)
 
     def _reference(self, w: Tensor) -> Told | None:
@@ -321,12 +321,12 @@ class Saddle(Participant):
         codec.decode_add(heard[group.rank][1], own, key)
         return Told(total / group.size, own)
 
-    # ---- with whom
+    # ---- the group
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
-        """Go on with the replicas of `group`; all of them call it at once. Whoever is behind takes over z and w.
+        """Continue with the replicas of `group`. Collective. A replica that is behind takes over z and w.
 
-        Raises `DisagreementError` where replicas went on apart, `NonFiniteError` if F(w) is not finite.
+        Raises `DisagreementError` if replicas continued separately, `NonFiniteError` if F(w) is not finite.
         """
         self.group, self.names = group, self._checked(names, group)
         facts = {"code version": __version__, "wire format": VERSION, "method": repr(self.method)}
@@ -356,22 +356,22 @@ class Saddle(Participant):
             self.mean_at_w, self.own_at_w = reference
 
     def _told(self) -> list[tuple[int, bytes]]:
-        """Everybody's step, and digest of z and w."""
+        """Step, and digest of z and w, of all replicas."""
         told = gather(self.group, self.step.to_bytes(8, "little") + digest([self.z, self.w]), 24, "resume")
         return [(int.from_bytes(text[:8], "little"), text[8:]) for text in told]
 
     def _put(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         if any(name not in tensors or tensors[name].shape != self.z.shape for name in ("z", "w")):
-            raise CheckpointError(f"z and w of {self.z.numel()} numbers are needed; this is of another problem.")
+            raise CheckpointError(f"z and w of {self.z.numel()} numbers are needed; the state is of another problem.")
         self.z, self.w, self.step = tensors["z"].clone(), tensors["w"].clone(), int(facts["step"])
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {"z": self.z, "w": self.w, "residual": self.residual}, {"step": self.step}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`; F(w) is exchanged anew. Raises `CheckpointError`, and as `meet`."""
+        """Resume from `state()`; F(w) is exchanged again. Raises `CheckpointError`, and the errors of `meet`."""
         self._put(tensors, facts)
         self.residual = tensors["residual"].clone()
         self.meet(self.group, self.names)

@@ -1,10 +1,10 @@
-"""The loss at x + s·z while x stays as it is.
+"""Computes the loss at x + s·z without changing x.
 
-A layer gets its weights x + s·z in a buffer when its forward begins and its x back when it ends. So nothing is added
-and taken off again, which would drift, and memory is the weights and the largest layer's once more.
+A layer gets x + s·z in a buffer when its forward pass begins, and x again when it ends. So nothing is added and subtracted, which
+would drift. The memory is that of the weights, and once more of the largest layer's weights.
 
-Some models read a weight outside the forward of the module that owns it. They are found by a trial, at the first loss:
-weights that are NaN outside their module must not change it. Those that do are held shifted from begin to end.
+Some models read a weight outside the forward pass of the module that owns it. A trial at the first loss finds such weights: each is
+set to NaN outside its module, and if the loss changes, the weight stays shifted during the whole pass.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from thinwire.errors import ModelError
 from thinwire.rng import normals
 
-Values = Callable[[int], Tensor]  # of a parameter, by its index
+Values = Callable[[int], Tensor]  # the value of a parameter, by its index
 
 
 class Shifted:
-    """Computes losses of `model` at shifted weights. `parameters` are those that are shifted."""
+    """Computes losses of `model` with shifted `parameters`."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._parameters = model, parameters
@@ -63,10 +63,10 @@ class Shifted:
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         clean = loss()
         if not math.isfinite(clean):
-            return every  # nothing can be learnt from this one; all is held shifted, which is right for any model
+            return every  # a loss that is not finite cannot show a change; shifting all is right for any model
 
         def changes(indices: Sequence[int]) -> bool:
-            def nan(p: Tensor) -> Tensor:  # no memory but one number
+            def nan(p: Tensor) -> Tensor:  # the memory of one number
                 return torch.full((), math.nan, dtype=p.dtype, device=p.device).expand(p.shape)
 
             with self._worn(lambda i: self._original[i], {i: nan(self._parameters[i]) for i in indices}):
@@ -80,7 +80,7 @@ class Shifted:
 
     @contextmanager
     def _worn(self, inside: Values, outside: Mapping[int, Tensor]) -> Iterator[None]:
-        """Within: a parameter is `inside` in its module's forward, else `outside`, or where that has none, itself."""
+        """A context in which a parameter has the value `inside` in its module's forward pass; elsewhere `outside`, or its own value."""
         self._original = [parameter.data for parameter in self._parameters]
         self._outside = [outside.get(i, kept) for i, kept in enumerate(self._original)]
         self._inside = inside
@@ -115,7 +115,7 @@ class Shifted:
 
 
 def begins(parameters: Sequence[Tensor]) -> list[int]:
-    """Where each parameter's part of a stream begins."""
+    """The index at which each parameter's part of a stream begins."""
     return [0, *accumulate(parameter.numel() for parameter in parameters)]
 
 

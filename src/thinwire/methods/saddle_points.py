@@ -1,4 +1,4 @@
-"""Saddle-point problems: the operator F of a replica, and constraints as proximal maps. minmax.py has the methods."""
+"""Saddle-point problems: a replica's operator F, and constraints as proximal maps. The methods are in minmax.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Simplexes:
 
     def __call__(self, z: Tensor) -> Tensor:
         if sum(self.sizes) != z.numel() or min(self.sizes, default=0) < 1:
-            raise ConfigurationError(f"{self} for {z.numel()} numbers: sizes above 0 with that sum are needed.")
+            raise ConfigurationError(f"{self} for {z.numel()} numbers: positive sizes with that sum are needed.")
         return torch.cat([_on_simplex(part) for part in torch.split(z, list(self.sizes))])
 
 

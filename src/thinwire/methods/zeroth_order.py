@@ -5,13 +5,13 @@
     one byte: the sign and 7 bits of ⌊8 ln |ρ|⌉, or zero, or "no value" where a loss was not finite
     x ← x − η/√n · Σ ρ·z                over the n values of all replicas, in one order, on every replica
 
-The `Log` holds what a run has done to x, a byte a value: the weights at the start, or any snapshot, and the log give the weights now,
-bit for bit. So a replica that joins needs the log only. It also repairs an iteration that failed between replicas: if one
-replica has applied it, the others take it from its log.
+The `Log` keeps all updates of x, one byte for each value: the first weights (or any snapshot) and the log give the present weights,
+bit for bit. So a replica that joins needs only the log. The log also repairs an iteration that failed on some replicas: if one
+replica has applied it, the others take it from that replica's log.
 
-*Differs* from the paper's code, which sends text: one byte travels; a replica uses its own value as all others decode it; an
-iteration counts exactly the replicas of the group, or has not happened; there is no backup and no hash of rounded weights,
-because x is never moved to and fro: where the loss is computed, a layer sees x ± εz in a buffer of its own.
+*Differs* from the paper's code: one byte is sent, not text. A replica decodes its own value as all others do. An iteration counts
+all replicas of the group, or changes nothing. No backup or hash of rounded weights is needed, because x itself is not shifted: for
+the loss, a layer reads x ± εz from a buffer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from thinwire.runtime.handshake import agree_on_start, digest
 from thinwire.types import Observer
 
 LOSSES = Callable[[int], Tensor]
-_CHUNK = 1 << 18  # elements whose update is made at once
-_LIMIT = 1 << 28  # bytes of a log that is taken over: as many values
+_CHUNK = 1 << 18  # elements that are updated at a time
+_LIMIT = 1 << 28  # most bytes (values) of a log that is accepted from another replica
 
 # ---- one value, one byte
 
-ZERO, INVALID = 0, 128  # codes 1 … 127 are e^(−63/8) … e^(63/8), and 128 more the same with a minus
+ZERO, INVALID = 0, 128  # codes 1 … 127 are e^(−63/8) … e^(63/8), adding 128 gives the negative value
 
 
 @lru_cache(maxsize=1)
@@ -56,7 +56,7 @@ def magnitudes() -> tuple[float, ...]:
 
 @lru_cache(maxsize=1)
 def _edges() -> list[float]:
-    """Where rounding goes up: half of the least magnitude (below is zero), then between neighbours, in the logarithm."""
+    """Bounds between rounded values: half of the least magnitude (below is zero), then the middle of neighbours in the logarithm."""
     levels = magnitudes()
     return [levels[0] / 2, *(math.sqrt(low * high) for low, high in pairwise(levels))]
 
@@ -81,11 +81,11 @@ def decode(code: int) -> float | None:
     return -magnitude if code & 128 else magnitude
 
 
-# ---- what a run has done
+# ---- the log of a run
 
 
 class Entry(NamedTuple):
-    """One iteration: the learning rate (fp32), who took part in rank order, and their bytes, one replica's after another's."""
+    """One iteration: the learning rate (fp32), the names of its replicas in rank order, and their bytes in the same order."""
 
     lr: float
     names: tuple[str, ...]
@@ -94,8 +94,8 @@ class Entry(NamedTuple):
 
 @dataclass
 class Log:
-    """All iterations of a run. Weights at the start + log = weights now, bit for bit.
-    A byte a value, and 8 an iteration: 16,000 values of the paper's run are less than 20 kB.
+    """All iterations of a run. First weights + log = present weights, bit for bit.
+    It takes a byte for each value and 8 for each iteration: the 16,000 values of the paper's run are less than 20 kB.
 
     Args:
         samples: number J of values of a replica in an iteration.
@@ -110,14 +110,14 @@ class Log:
     entries: list[Entry] = field(default_factory=list)
 
     def chain(self, upto: int | None = None) -> bytes:
-        """16 bytes that name the first `upto` iterations: equal only if all of them are."""
+        """A digest of the first `upto` iterations, 16 bytes."""
         state = blake2b(digest_size=16)
         for entry in self.entries[:upto]:
             state.update(repr(entry).encode())
         return state.digest()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors, and facts for JSON."""
+        """Tensors, and values for JSON."""
         members = list(dict.fromkeys(entry.names for entry in self.entries))
         place = {names: index for index, names in enumerate(members)}
         codes = b"".join(entry.codes for entry in self.entries)
@@ -130,7 +130,7 @@ class Log:
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Log:
-        """From `state()`. Raises `CheckpointError` if it is not one."""
+        """Read from `state()`. Raises `CheckpointError` if it is no such state."""
         try:
             members = [tuple(map(str, names)) for names in facts["members"]]
             codes, samples, begin, entries = bytes(tensors["codes"].numpy().tobytes()), int(facts["samples"]), 0, []
@@ -141,7 +141,7 @@ class Log:
                 entries.append(Entry(lr, members[index], codes[begin:end]))
                 begin = end
             if begin != len(codes) or any(not math.isfinite(entry.lr) for entry in entries):
-                raise ValueError(f"{len(codes)} bytes of values, {begin} are due")
+                raise ValueError(f"{len(codes)} bytes of values, {begin} are needed")
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise CheckpointError(
                 f"the log of a zeroth-order run cannot be read ({error}); run the same version on every replica."
@@ -151,8 +151,8 @@ class Log:
 
 @torch.no_grad()
 def apply(parameters: Sequence[Tensor], entry: Entry, seed: int, iteration: int) -> int:
-    """x ← x − η/√n · Σ ρ·z for one iteration; returns n. The same bits on every machine and device: each operation by itself
-    is IEEE's, in one order.
+    """x ← x − η/√n · Σ ρ·z for one iteration; returns n. The bits are the same on every machine and device, because each operation is
+    one of IEEE 754, in a fixed order.
     """
     samples = len(entry.codes) // len(entry.names)
     values = [
@@ -176,7 +176,7 @@ def apply(parameters: Sequence[Tensor], entry: Entry, seed: int, iteration: int)
 
 
 def direction(seed: int, iteration: int, name: str, sample: int) -> int:
-    """The stream of z: of this iteration, replica and sample, and of no other."""
+    """The random stream of z, unique to this iteration, replica and sample."""
     return derive(seed, f"direction of {name}", iteration, sample)
 
 
@@ -238,7 +238,7 @@ class ZerothOrder(Attached):
     """`JustOneByte` attached to a model: `iterate(losses)` is one iteration.
 
     The loss must depend on weights and batch only: without dropout (`model.eval()`), and the same data at both calls.
-    After a `LinkError` the iteration has not happened here; see `meet`.
+    An iteration that ends in a `LinkError` has changed nothing here; see `meet`.
 
     Args:
         method: the settings.
@@ -275,7 +275,7 @@ class ZerothOrder(Attached):
         return self.strategy.samples
 
     def iterate(self, losses: LOSSES) -> float:
-        """One iteration; the mean of this replica's losses. `losses(j)` is the loss of sample j.
+        """One iteration; returns the mean of this replica's losses. `losses(j)` is the loss of sample j.
 
         Raises `LinkError`, `PacketError`: then nothing has changed.
         """
@@ -297,7 +297,7 @@ class ZerothOrder(Attached):
         return sum(seen) / len(seen)
 
     def _take(self, entry: Entry) -> None:
-        """Apply and remember one iteration."""
+        """Apply one iteration, and append it to the log."""
         known = apply(self._tensors, entry, self.strategy.seed, self.step)
         if known < len(entry.codes):
             lost = [name for m, name in enumerate(entry.names) if INVALID in self._of(entry, m)]
@@ -310,13 +310,13 @@ class ZerothOrder(Attached):
     def _of(self, entry: Entry, place: int) -> bytes:
         return entry.codes[place * self.strategy.samples : (place + 1) * self.strategy.samples]
 
-    # ---- with whom
+    # ---- the group
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
-        """Go on with the replicas of `group`; all of them call it at once. Whoever is behind takes the log and catches up.
+        """Continue with the replicas of `group`. Collective. A replica that is behind takes the log and applies it.
 
-        `names` in rank order, without: the ranks. Raises `DisagreementError` where replicas began with other weights,
-        or continued separately: such a replica restarts from the first weights and takes the whole log.
+        `names` are in rank order; default: the ranks. Raises `DisagreementError` if replicas began with different weights, or continued
+        separately; such a replica must restart from the first weights and take the whole log.
         """
         self.group, self.names = group, self._checked(names, group)
         self.introduce({"names": list(self.names), "tables": _tables()})
@@ -327,7 +327,7 @@ class ZerothOrder(Attached):
             self._start = digest(self._tensors)
         elif stranger := next((n for n, (_, _, start) in zip(self.names, told) if start != told[0][2]), None):
             raise DisagreementError(
-                f"replica {stranger!r} began with other weights than {self.names[0]!r}; give it those of the start."
+                f"replica {stranger!r} began with other weights than {self.names[0]!r}; give it the first weights of the run."
             )
         ahead = max(step for step, _, _ in told)
         donor = next(rank for rank, (step, _, _) in enumerate(told) if step == ahead)
@@ -342,28 +342,28 @@ class ZerothOrder(Attached):
         self.same_weights()
 
     def _told(self) -> list[tuple[int, bytes, bytes]]:
-        """Everybody's step, chain, and digest of the first weights."""
+        """Step, digest of the log, and digest of the first weights of all replicas."""
         own = self.step.to_bytes(8, "little") + self.log.chain() + self._start
         told = gather(self.group, own, len(own), "resume")
         return [(int.from_bytes(text[:8], "little"), text[8:24], text[24:]) for text in told]
 
     def _catch_up(self, log: Log, donor: str) -> None:
-        """Apply what `log` has more than the own one. One that is no continuation is left, and found out by all."""
+        """Apply the iterations of `log` that this replica lacks, if `log` continues its own; if not, all replicas notice afterwards."""
         if log.samples != self.log.samples or log.chain(self.step) != self.log.chain():
             return
         for entry in log.entries[self.step :]:
             self._take(entry)
         self._observe("caught_up", self.step, round=self.step, donor=donor)
 
-    # ---- to be saved and to go on
+    # ---- save and resume
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What is needed beside the model: the log. It also makes the model again from the first weights."""
+        """The state beside the model: the log. The model can also be computed from the first weights and the log."""
         tensors, facts = self.log.state()
         return tensors, {"step": self.step, "log": facts, "start": self._start.hex()}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`; the model's weights are the caller's. Collective, as `meet`."""
+        """Resume from `state()`; the caller loads the model's weights. Collective, as `meet`."""
         self.log = Log.load(tensors, facts["log"])
         self._start, self.step = bytes.fromhex(facts["start"]), int(facts["step"])
         if self.step != len(self.log.entries):
@@ -384,17 +384,17 @@ _APART = "replicas continued separately, or one does not continue another"
 
 
 def _tables() -> str:
-    """A digest of what bytes and draws decode to: machines on which it differs are refused."""
+    """A digest of decoded bytes and random draws. Replicas on machines with another digest are refused."""
     return digest([torch.tensor(magnitudes()), quantiles()]).hex()
 
 
 def _check_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` is plain SGD with one learning rate: what the update is."""
+    """Raise `ModelError` unless `optimizer` is plain SGD with one learning rate, because the update is."""
     groups = optimizer.param_groups
     extras = {k: g[k] for g in groups for k in ("momentum", "weight_decay", "dampening", "nesterov") if g.get(k)}
     if type(optimizer) is not torch.optim.SGD or extras or len({group["lr"] for group in groups}) > 1:
         what = ", ".join(f"{k}={v}" for k, v in extras.items()) or f"{len(groups)} group(s)"
         raise ModelError(
             f"JustOneByte with {type(optimizer).__name__} ({what}): torch.optim.SGD with one learning rate and nothing "
-            "else is needed; the update is x − lr·g, and no state fits into a byte."
+            "else is needed; the update is x − lr·g, and a byte has no room for optimizer state."
         )

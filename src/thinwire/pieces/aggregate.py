@@ -1,4 +1,4 @@
-"""How the values that all replicas have sent become one estimate."""
+"""Aggregates: how the values of all replicas become one estimate."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class Values:
-    """One replica's encoded values of a range of `numel` elements. With `refused` it sent none, which counts as values that are not
-    finite.
-    """
+    """One replica's encoded values of a range of `numel` elements. If `refused`, the replica sent no values, and they count as not finite."""
 
     codec: Codec
     payload: Tensor
@@ -53,15 +51,15 @@ class Aggregate(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether sums may be taken on the way: the aggregate of parts, weighted by their replicas, is that of the whole. `AllReduce`, `Hierarchy`,
-        a `Membership` and `Feedback(kappa=1)` need it.
+        """Whether partial sums are possible: the aggregate of the aggregates of parts, weighted by their replicas, is that of the whole.
+        `AllReduce`, `Hierarchy`, a `Membership` and `Feedback(kappa=1)` need it.
         """
         return False
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round, as the end of a sentence that begins with the aggregate; empty: they may come
-        and go, and a delta may count more than another.
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the aggregate; empty: the membership
+        may change, and deltas may have different weights.
         """
         return "is no mean over all, where a delta may count more than another; Mean() is" if not self.linear else ""
 
@@ -71,7 +69,7 @@ class Aggregate(Protocol):
         return False
 
     def tolerates(self, size: int) -> int:
-        """Its breakdown point: for how many of `size` replicas the values may be anything, even not finite, and the estimate stays bounded."""
+        """Its breakdown point: the number of `size` replicas that may send any values, even not finite ones, while the estimate stays bounded."""
         return 0
 
     def check(self, size: int) -> None:
@@ -94,14 +92,14 @@ class Aggregate(Protocol):
 
     @abstractmethod
     def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
-        """Write the estimate into `out` (flat fp32 zeros). `weights` add up to 1; None: all count alike."""
+        """Write the estimate into `out` (flat fp32 zeros). The sum of `weights` is 1; None: equal weights."""
 
 
 @dataclass(frozen=True)
 class Mean(Aggregate):
-    """The weighted mean: x̂ = Σ_m w_m·c_m, with w_m = 1/M if all count alike. Added in fp32, in rank order.
+    """The weighted mean: x̂ = Σ_m w_m·c_m, with w_m = 1/M for equal weights. Added in fp32, in rank order.
 
-    Cost: one pass a packet, in which it is decoded too.
+    Cost: one pass a packet, which also decodes it.
 
     >>> from thinwire.codecs import Identity
     >>> packets = [Values(Identity(), torch.tensor([x, 8.0]).view(torch.uint8), Key(), 2) for x in (1.0, 3.0)]

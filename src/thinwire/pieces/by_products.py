@@ -1,4 +1,4 @@
-"""Robust rules that weigh whole replicas by the inner products of their values: x̂ = Σ_i w_i·x_i, and Bulyan, which selects so."""
+"""Robust rules that weigh whole replicas by the inner products of their values: x̂ = Σ_i w_i·x_i. Also Bulyan, which selects by them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.pieces.products import squared_distances, times
 from thinwire.pieces.robust import RobustRule, Stated, nearest
 from thinwire.rng import Key
 
-MOST_SUBSETS = 200_000  # that MDA looks at
+MOST_SUBSETS = 200_000  # most subsets that MDA compares
 
 
 def as_row(weights: Sequence[float]) -> Tensor:
@@ -30,8 +30,8 @@ def selected(ranks: Sequence[int], size: int) -> Tensor:
 
 
 def krum_scores(squared: Sequence[Sequence[float]], ranks: Sequence[int], liars: int) -> list[tuple[float, float]]:
-    """For each of `ranks` the sum of its |ranks| − f − 2 (at least one) smallest squared distances to the others, and the sum of all, which
-    decides between equal ones, such as two that are each other's nearest.
+    """For each of `ranks` the sum of its |ranks| − f − 2 (at least one) smallest squared distances to the others. The second value, the sum
+    of all distances, decides between equal scores, such as those of two that are each other's nearest.
     """
     count = max(1, len(ranks) - liars - 2)
     squares = [sorted(squared[i][j] for j in ranks if j != i) for i in ranks]
@@ -39,13 +39,13 @@ def krum_scores(squared: Sequence[Sequence[float]], ranks: Sequence[int], liars:
 
 
 class ByScores(Stated):
-    """A rule that selects by `krum_scores`, which need 3 replicas beside the liars' share."""
+    """A rule that selects by `krum_scores`, which need 3 replicas in addition to those for the liars."""
 
     needs_products: ClassVar[bool] = True
     beside: ClassVar[int] = 3
 
     def ranked(self, products: Tensor) -> list[int]:
-        """All replicas, those with the least scores first; of equal ones that of lower rank."""
+        """All replicas, those with the least scores first; in a tie the lower rank first."""
         ranks = range(len(products))
         scores = krum_scores(squared_distances(products), ranks, self.liars)
         return sorted(ranks, key=scores.__getitem__)
@@ -141,7 +141,7 @@ class MDA(Stated):
     """The mean of the M − f replicas that are nearest together: the subset with the smallest diameter, f = `liars`.
 
     Source: minimum diameter averaging (El Mhamdi et al., arXiv 1905.03853, §3). It needs 2f + 1 replicas, and looks at all subsets: more than
-    200,000 of them are refused. Of subsets with the same diameter, the one with the least sum of squared distances counts (byzfl: the first).
+    200,000 of them are refused. If subsets have the same diameter, the one with the least sum of squared distances counts (byzfl: the first).
 
     On the wire: as `Krum`.
 
@@ -162,7 +162,7 @@ class MDA(Stated):
         super().check(size)
         if math.comb(size, self.liars) > MOST_SUBSETS:
             raise ConfigurationError(
-                f"{self} among {size} replicas: {math.comb(size, self.liars):,} subsets, at most {MOST_SUBSETS:,} are looked at; choose "
+                f"{self} among {size} replicas: {math.comb(size, self.liars):,} subsets, at most {MOST_SUBSETS:,} are compared; choose "
                 f"MultiKrum({self.liars}) or GeometricMedian()."
             )
 
@@ -214,7 +214,7 @@ class GeometricMedian(RobustRule):
         square, middle = min((sorted(row)[most - 1], rank) for rank, row in enumerate(squared))
         majority = sorted(range(size), key=squared[middle].__getitem__)[:most]
         weights, smooth = selected(majority, size)[0], 1e-6 * math.sqrt(square)
-        if not smooth:  # they are one point
+        if not smooth:  # all values are equal
             return weights[None, :]
         for _ in range(1000):
             pulls = [1 / max(distance, smooth) for distance in distances_from(products, weights)]
@@ -230,8 +230,8 @@ class CenteredClipping(RobustRule):
     """Each replica pulls by at most `radius`:  v ← v + (1/M)·Σ_i (x_i − v)·min(1, τ/‖x_i − v‖), `iterations` times from v = 0.
 
     Source: Karimireddy et al. (arXiv 2012.10333, Algorithm 2), τ = `radius`. A liar moves the estimate by at most `iterations`·τ/M; fewer than
-    half are tolerated. *Differs*: v begins at 0, as in byzfl's first call, not at the estimate before, since deltas begin at anchors
-    that have moved; and without `radius` τ is the median of the distances, in each iteration anew, so that it fits deltas of any size.
+    half are tolerated. *Differs*: v begins at 0, as in byzfl's first call, not at the previous estimate, because deltas begin at anchors
+    that have moved. Without `radius` τ is the median of the distances in each iteration, so that it fits deltas of any size.
 
     On the wire and cost: as `Krum`.
 

@@ -17,7 +17,7 @@ class Feedback:
     """One recursion that covers almost every form of error feedback. For a delta s, with state h (reference) and e (residual):
 
         z = α·(s − h) + η·e      is encoded;  c is what it decodes to, on every replica
-        estimate = h + c         of s; receivers know the mean of all h, so they need c only
+        estimate = h + c         of s; receivers know the mean of all h, so they need only c
         e ← β·e + s − estimate
         h ← κ·estimate
 
@@ -29,8 +29,8 @@ class Feedback:
     | 1, in (0, 1), 1, 1| EControl (Gao, Islamov, Stich, ICLR 2024)                                  |
     | 1, 0, –, in (0, 1]| DIANA                                                                      |
 
-    Nothing is lost: with β = 1 and η > 0, Σ estimates + e = Σ deltas, whatever the codec. A refused round leaves the state as it
-    was. The codec must be contractive (not `RandomK`; `Sign("l2")` at one's own risk), else e can grow without bound.
+    Nothing is lost: with β = 1 and η > 0, Σ estimates + e = Σ deltas, whatever the codec. A refused round does not change the
+    state. The codec must be contractive (not `RandomK`; `Sign("l2")` at your own risk), otherwise e can grow without bound.
 
     State, in host memory: 4 bytes a parameter for e, if η > 0; 8 for h and the mean of all h, if κ = 1.
 
@@ -62,13 +62,13 @@ class Feedback:
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round; empty: they may come and go."""
+        """Why the same replicas are needed in every round; empty: the membership may change."""
         if not self.kappa:
             return ""
         return "keeps the mean of all references, and so needs the same replicas in every round; kappa=0 does not"
 
     def check(self, codec: Codec) -> None:
-        """Raise `ConfigurationError` if `codec` would let what is held back grow, or references and their mean drift apart."""
+        """Raise `ConfigurationError` if with `codec` the residual could grow, or references and their mean could drift apart."""
         if any(c.samples for c in nested(codec)):
             raise ConfigurationError(
                 f"{self} over {codec}: a contractive codec is needed, otherwise the residual grows; choose "
@@ -85,7 +85,7 @@ class Feedback:
         return {name: torch.zeros(numel) for name in names}
 
     def signal(self, delta: Tensor, state: State, out: Tensor | None = None) -> Tensor:
-        """z: what to encode for `delta`. Here and in `settle`, delta and state may also be the same range of each."""
+        """z, the values to encode for `delta`. Here and in `settle`, delta and state may also be the same range of each."""
         if self.kappa:
             z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
         else:

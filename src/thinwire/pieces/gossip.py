@@ -1,10 +1,10 @@
-"""What a replica makes of what its neighbours say: the rules of gossip.
+"""The rules of gossip: how a replica computes its next weights from its neighbours' vectors.
 
-A rule says in vectors (`says`), each coded by itself; every replica gets the mean of each over its neighbours and itself, weighted by the
-topology; and the rule makes of these the replica's next weights (`hears`). Nobody knows the mean over all replicas; what a rule keeps of
-it is its `conserved`, whose sum over all replicas no round changes but by rounding.
+A rule sends vectors (`says`), each encoded separately. Every replica gets the mean of each vector over its neighbours and itself,
+weighted by the topology, and the rule computes the replica's next weights from these (`hears`). No replica knows the mean over all
+replicas. A rule declares a `conserved` quantity; a round changes its sum over all replicas only by rounding.
 
-Symbols: x_i what replica i held after the round before (its anchor), θ_i what it has trained since, W the weights of the round,
+Symbols: x_i the weights of replica i after the previous round (its anchor), θ_i its weights now, W the mixing weights of the round,
 [v]_i = Σ_j w_ij·v_j the mean over the neighbours.
 """
 
@@ -26,58 +26,59 @@ from thinwire.topology import Topology, mixing, outgoing
 from thinwire.topology.base import Weights
 from thinwire.types import State
 
-Vector = tuple[Codec, int]  # a vector of so many elements, in this codec
+Vector = tuple[Codec, int]  # the codec and the number of elements of a vector
 
 
 @runtime_checkable
 class GossipRule(Protocol):
-    """A frozen dataclass with `says` and `hears`; what it remembers of a fragment is its state, made by `init`."""
+    """A frozen dataclass with `says` and `hears`. `init` makes its state for a fragment."""
 
     @property
     def tracks(self) -> bool:
-        """It replaces every gradient, by `tracked`, before the inner step: a round after every step, and none in the air meanwhile."""
+        """Whether it replaces every gradient, by `tracked`, before the inner step: then a round follows every step, and lands before the
+        next."""
         return False
 
     def check(self, topology: Topology, codec: Codec) -> None:
-        """Raise `ConfigurationError` if the rule is not sound on `topology`, or cannot carry what `codec` makes."""
+        """Raise `ConfigurationError` if the rule is not sound on `topology`, or with `codec`."""
         check_whole(self, codec)
 
     def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
-        """Of a round. Raises `ConfigurationError` if they cannot be as the rule needs them."""
+        """The mixing weights of a round. Raises `ConfigurationError` if they are not as the rule needs them."""
         return mixing(topology, size, number, fragment, seed)
 
     def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
-        """What is said in a round of a fragment of `numel` elements, whose codec is `codec`."""
+        """The vectors that a round of a fragment of `numel` elements sends, if the fragment's codec is `codec`."""
         return ((codec, numel),)
 
     def init(self, x: Tensor) -> State:
-        """What is remembered at first; flat, in fp32, on the CPU."""
+        """The first state; flat, in fp32, on the CPU."""
         return {}
 
     @abstractmethod
     def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
-        """The vectors. Nothing is changed; they are lent to the caller until `hears`."""
+        """The vectors to send. The caller must not change them, and may use them until `hears`."""
 
     @abstractmethod
     def hears(
         self, x: Tensor, theta: Tensor, state: State, heard: Sequence[Tensor], said: Sequence[Tensor]
     ) -> tuple[Tensor, State]:
-        """The next x and state, of what is heard, [v] of each vector, and what the own packets said, in new tensors."""
+        """The next x and state, in new tensors, from the mean [v] of each vector and the decoded own packets."""
 
     def tracked(self, gradient: Tensor, state: State) -> tuple[Tensor, State]:
-        """What the optimizer gets in place of `gradient`, and the next state."""
+        """The optimizer's gradient instead of `gradient`, and the next state."""
         return gradient, state
 
     def conserved(self, x: Tensor, state: State) -> Tensor:
-        """What adds up to the same over all replicas before and after a round in which nothing was trained."""
+        """The quantity whose sum over all replicas is the same before and after a round without training."""
         return x
 
 
 def check_whole(rule: object, codec: Codec) -> None:
-    """Raise `ConfigurationError` unless weights travel as they are: what a codec lost of them would be lost for good."""
+    """Raise `ConfigurationError` unless the codec is exact: the rule sends weights, and errors of a codec in them would be permanent."""
     if codec != Identity():
         raise ConfigurationError(
-            f"{rule} over {codec}: weights travel here, and what a codec loses of them no later round brings back; leave the codec at "
+            f"{rule} over {codec}: this rule sends weights, and a codec's errors in them are never corrected; leave the codec at "
             "Identity(), or choose choco, which sends differences in any codec."
         )
 
@@ -103,7 +104,7 @@ class AdaptThenCombine(GossipRule):
 
 @dataclass(frozen=True)
 class CombineThenAdapt(GossipRule):
-    """x_i ← Σ_j w_ij·x_j + (θ_i − x_i): mix the weights from before the inner steps, and take these steps on the mean (D-PSGD's own order).
+    """x_i ← Σ_j w_ij·x_j + (θ_i − x_i): mix the weights from before the inner steps, and take these steps on the mean (the order of D-PSGD).
 
     Says: x, 4 bytes per parameter. Conserves Σx.
 
@@ -197,21 +198,21 @@ class NoLoCo(GossipRule):
 
 
 def radius_of_pairs(momentum: float, pull: float, size: int = 2) -> float:
-    """Of NoLoCo in groups of `size` drawn anew in each round, in the mean: the spectral radius of what a round makes of the moments E φ²,
-    E φδ and E δ² of the distance φ from the mean. Below 1 is stable.
+    """The spectral radius of a round of NoLoCo in groups of `size` that are drawn in each round: of the linear map of the moments E φ²,
+    E φδ and E δ², with φ the distance from the mean. Below 1 it is stable.
 
     >>> [round(radius_of_pairs(alpha, 0.7), 3) for alpha in (0.0, 0.3, 0.5, 0.7, 0.9)]
     [0.545, 0.553, 0.7, 0.891, 1.098]
     """
     c = 1 - 1 / size
-    d = np.array([pull**2 * c, -2 * momentum * pull * c, momentum**2])  # of E φ², E φδ, E δ²
+    d = np.array([pull**2 * c, -2 * momentum * pull * c, momentum**2])  # coefficients of E φ², E φδ, E δ²
     x = np.array([-pull * c, momentum, 0.0])
     v = np.array([1.0, 0.0, 0.0])
     return float(np.abs(np.linalg.eigvals(np.stack([v + 2 * x + d, x + d, d]))).max())
 
 
 def largest_pull(momentum: float, size: int = 2) -> float:
-    """The γ of `NoLoCo` at which replicas in randomly drawn groups stop to approach each other.
+    """The γ of `NoLoCo` from which replicas in randomly drawn groups no longer approach each other.
 
     Args:
         momentum: α, in [0, 1).
@@ -228,7 +229,7 @@ def largest_pull(momentum: float, size: int = 2) -> float:
 
 
 def radius_of_rounds(momentum: float, pull: float, rounds: Sequence[Weights]) -> float:
-    """Of NoLoCo where the weights repeat after these `rounds`: how much the distance from the mean changes in a round, in the long run."""
+    """The factor by which a round of NoLoCo changes the distance from the mean, in the long run, if the weights repeat after `rounds`."""
     size = len(rounds[0])
     off = np.eye(size) - 1 / size
     product = np.kron(np.eye(2), off)

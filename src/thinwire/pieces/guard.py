@@ -1,4 +1,4 @@
-"""What a replica does with a delta of its own that is out of all proportion: a spike of the loss, a broken batch, a memory that forgot."""
+"""The guard: clips a replica's own delta if its norm is far too large, after a loss spike, a broken batch or a memory fault."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from thinwire.errors import ConfigurationError
 from thinwire.types import State
 
 _NEWEST = 0.2  # the least share of the newest norm in mean and variance: norms fall by a tenth in ten rounds
-_LEAST = 1 / 2  # of the mean, which the standard deviation counts at least: a few norms may be alike by chance
+_LEAST = 1 / 2  # the least standard deviation, as a share of the mean: a few norms may be equal by chance
 
 
 class Judged(NamedTuple):
-    """What a guard says of a delta: the `limit` for its norm, what to multiply it with, and the next state."""
+    """A guard's judgement of a delta: the `limit` for its norm, the factor to multiply it by, and the next state."""
 
     limit: float
     scale: float
@@ -28,23 +28,23 @@ class Judged(NamedTuple):
 class Guard:
     """Clip a replica's own delta if its norm is far above those of its rounds before, by a test of this replica's norms of the fragment:
 
-        limit = max(1, s/H)·(mean + z·max(standard deviation, mean/2))       s: inner steps behind the delta, H = `every`
+        limit = max(1, s/H)·(mean + z·max(standard deviation, mean/2))       s: inner steps of the delta, H = `every`
         Δ ← Δ·2^−k     for the smallest k that brings ‖Δ‖ below the mean, if ‖Δ‖ > limit; the parameters go back to anchor − Δ
 
-    Mean and variance are exponential moving ones (a fifth for the newest norm), so they follow a learning rate that decays. A delta that was
-    clipped counts in them as the limit, so that a lasting change is followed. Each replica judges itself, before feedback and codec: what
-    is clipped is in no packet, so all exchanges and codecs work, all replicas decode alike, and feedback holds nothing of it back. Since
-    the scale is a power of two, its bits do not depend on how a machine adds. While nothing is clipped nothing differs, by any bit. It is no
-    help against a replica that lies: `docs/robust.md` has rules for that. NaN and infinities are refused elsewhere.
+    Mean and variance are exponential moving ones (a fifth for the newest norm), so they follow a learning rate that decays. A clipped
+    delta counts in them as the limit, so that they follow a lasting change. Each replica judges itself, before feedback and codec. So the
+    clipped part is in no packet and in no feedback, all exchanges and codecs work, and all replicas decode the same. The scale is a power
+    of two, so its bits do not depend on a machine's order of additions. Without clipping all bits are unchanged. The guard does not help
+    against a replica that lies: see `docs/robust.md`. NaN and infinities are refused elsewhere.
 
     Source: the test is EDiT's (Cheng et al., arXiv 2412.07210, §3.3). *Differs*: there the threshold is 3 standard deviations, the newest norm
-    counts 0.02, after 100 rounds, and what is anomalous is left out by all, who know each other's norms. docs/log.md has the experiment.
+    counts 0.02, after 100 rounds, and all replicas, which know each other's norms, leave anomalous deltas out. docs/log.md has the experiment.
 
     On the wire: nothing. State: 24 bytes a fragment. Cost: one pass over a delta when it departs.
 
     Args:
-        z: standard deviations above the mean from which on a norm is out of all proportion.
-        warm_up: rounds of a fragment from which mean and deviation are learned first; none of these is clipped.
+        z: number of standard deviations above the mean from which a norm is clipped.
+        warm_up: first rounds of a fragment, from which mean and deviation are learned; none of these is clipped.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -66,11 +66,11 @@ class Guard:
             )
 
     def init(self) -> State:
-        """Nothing is known: rounds, mean, variance."""
+        """The first state: rounds, mean and variance of 0."""
         return {"norms": torch.zeros(3, dtype=torch.float64)}
 
     def judged(self, norm: float, periods: float, state: State) -> Judged:
-        """What to do with a delta of finite `norm`, trained for so many `periods` of H inner steps."""
+        """The judgement of a delta of finite `norm`, trained for so many `periods` of H inner steps."""
         rounds, mean, variance = state["norms"].tolist()
         periods = max(1.0, periods)
         limit = periods * (mean + self.z * max(math.sqrt(variance), mean * _LEAST))
@@ -83,6 +83,6 @@ class Guard:
 
 
 def norm_of(delta: Tensor) -> float:
-    """‖Δ‖ of flat fp32 `delta`; not finite where it is not."""
+    """‖Δ‖ of flat fp32 `delta`; not finite if `delta` is not."""
     square = float(torch.dot(delta, delta))
     return math.sqrt(square) if square < math.inf else float(torch.linalg.vector_norm(delta, dtype=torch.float64))

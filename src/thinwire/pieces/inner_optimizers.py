@@ -21,10 +21,11 @@ class Inner(Protocol):
     def lr_factor(self) -> float: ...
 
     def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        """For the trainable parameters of `model`, at lr · lr_factor. In a steady state weights shrink by lr · `weight_decay` a step."""
+        """Make the optimizer of `model`'s trainable parameters, with the rate lr · lr_factor. In a steady state weights shrink by
+        lr · `weight_decay` in a step."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `ConfigurationError` unless a replica may train with `optimizer` where the strategy asks for this."""
+        """Raise `ConfigurationError` unless a replica may train with `optimizer` if the strategy names this one."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class SGD:
         momenta = {group["momentum"] for group in optimizer.param_groups}
         if momenta != {self.momentum}:
             raise ConfigurationError(
-                f"the strategy's inner optimizer is {self}, the one that was given has momentum {', '.join(map(str, sorted(momenta)))}; "
+                f"the strategy's inner optimizer is {self}, the given one has momentum {', '.join(map(str, sorted(momenta)))}; "
                 f"give torch.optim.SGD(..., momentum={self.momentum})."
             )
 
@@ -122,7 +123,7 @@ class Muon:
 
     def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
         outside, *layers = [fragment.parameters for fragment in Strided(1).fragments(model)]
-        inside = layers[0] if layers else outside  # a model of nothing but layers has nothing outside
+        inside = layers[0] if layers else outside  # a model may consist of layers only
         matrices = [p for _, p in inside if p.dim() == 2]
         if not matrices:
             raise ModelError(
@@ -137,7 +138,7 @@ class Muon:
         parts: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr, weight_decay, self.momentum, adjust_lr_fn="match_rms_adamw")
         ]
-        if rest:  # adapters are matrices inside the layers, all of them
+        if rest:  # adapters are all matrices inside the layers
             parts.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay))
         return Both(*parts)
 
@@ -150,8 +151,8 @@ class Muon:
 
 
 class UnfusedSGD(torch.optim.SGD):
-    """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, whose state it has, with every product and sum rounded by
-    itself. torch's own rounds a product and its sum once or twice, as the processor has it, and replicas that step from one gradient drift apart.
+    """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, whose state it has, with every product and sum rounded
+    separately. torch's rounds a product and its sum once or twice, depending on the processor, so replicas with equal gradients drift apart.
     """
 
     @torch.no_grad()
@@ -203,7 +204,7 @@ class Both(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts see this optimizer's own groups and state, which loading replaces."""
+        """Give the parts this optimizer's groups and state, which loading replaces."""
         begin = 0
         for part, count in zip(self.parts, self._counts):
             part.param_groups, part.state = self.param_groups[begin : begin + count], self.state
@@ -211,7 +212,7 @@ class Both(torch.optim.Optimizer):
 
 
 def check_momentum(optimizer: torch.optim.Optimizer, owner: object) -> None:
-    """Raise `ConfigurationError` if `optimizer` has momentum beside that of `owner`."""
+    """Raise `ConfigurationError` if `optimizer` has momentum in addition to that of `owner`."""
     for group in optimizer.param_groups:
         if group.get("momentum") or any(group.get("betas", (0,))[:1]):
             raise ConfigurationError(

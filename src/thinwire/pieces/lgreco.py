@@ -1,6 +1,6 @@
-"""Which matrix gets how many bytes: the codec of each is chosen so that all together lose no more than one codec for all would.
+"""L-GreCo: chooses the codec of each matrix so that the total error is no more than that of one codec for all.
 
-Replica 0 measures, decides, and tells the others before the next round departs.
+Replica 0 measures, decides, and sends the choice to the others before the next round departs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.types import State
 
-BUCKETS = 10_000  # of the error, in the table
+BUCKETS = 10_000  # steps of the error in the table
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class LGreCo(Deciding):
         minimise Σ_l bytes(l, c_l)   subject to   Σ_l ‖z_l − q(z_l; c_l)‖ ≤ alpha · Σ_l ‖z_l − q(z_l; codec)‖
 
     by dynamic programming over 10,000 steps of error. z is what round n·window of the fragment encodes on replica 0, with
-    what its feedback adds; the choice is that of the next `window` rounds. Until the first, and wherever the choice would not be smaller
-    than one codec for all or would lose more, it is that codec: never worse than uniform, by the errors that were measured.
+    its feedback added; the choice holds for the next `window` rounds. Before the first choice, and if a choice would not be smaller than
+    one codec for all or would lose more, that codec is used. So by the measured errors it is never worse than one codec for all.
 
     Source: L-GreCo (Markov, Alimohammadi, Frantar, Alistarh, MLSys 2024, arXiv 2210.17357). *Differs*: z is one round's and not
     a mean of ten; candidates are any codecs, and their size is in bytes. Without `candidates` they are: TopK and ChunkedTopK with ten
     densities from a quarter to four times theirs; LowRank with half to twice the rank; Int with 2, 4 and 8 bits and blocks of a
     quarter and four times the size.
 
-    On the wire: what the chosen codecs weigh, and from replica 0 48 + 4 bytes a matrix to each other in a round that
-    decides ("policy" in the ledger). Predicted bytes are those of one codec for all: at most so many. State: the choices. Cost: each
+    On the wire: the packets of the chosen codecs, and from replica 0 48 + 4 bytes a matrix to each other in a round that
+    decides ("policy" in the ledger). Predicted bytes are those of one codec for all, an upper bound. State: the choices. Cost: each
     candidate's encoding and decoding once in `window` rounds, on replica 0's exchange thread.
 
     Args:
@@ -84,7 +84,7 @@ class LGreCo(Deciding):
         chosen = tuple(options[int(index)] for index in state["chosen"])
         return replace(_each(codec), chosen=chosen) if bool(state["chosen"].any()) else codec
 
-    # ---- what replica 0 decides
+    # ---- decisions of replica 0
 
     def tells(self, codec: Codec, number: int) -> int:
         """How many numbers replica 0 sends to the others in round `number`."""
@@ -109,12 +109,12 @@ class LGreCo(Deciding):
         most = len(self._options(_each(codec)))
         if not bool(((told >= 0) & (told < most) & (told == told.floor())).all()):
             raise PacketError(
-                f"replica 0 chose {told.tolist()[:8]}; whole numbers below {most} were due. Run the same strategy on every replica."
+                f"replica 0 chose {told.tolist()[:8]}; whole numbers below {most} are needed. Run the same strategy on every replica."
             )
         return {"chosen": told}
 
     def _options(self, codec: Each) -> tuple[Codec, ...]:
-        """What may be chosen; first the codec that all would have."""
+        """The options of each matrix; the first is the codec for all."""
         return (codec.codec, *(self.candidates or _around(codec.codec)))
 
 

@@ -1,7 +1,7 @@
-"""How a moved anchor reaches a replica's own parameters.
+"""Merges: how a landed anchor changes a replica's own parameters.
 
-Where a round takes a `whole_period` it lands when its fragment departs again, just before: first the new delta is formed, then the
-round before lands, then the new one leaves.
+If a round takes a `whole_period`, it lands just before its fragment departs again: the new delta is computed, the previous round
+lands, and the new one departs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Merge(Protocol):
 
     @property
     def eager(self) -> bool:
-        """With `whole_period`: whether the own delta counts at once, so that the outer step must be linear."""
+        """With `whole_period`: whether the own delta is applied at once, for which the outer step must be linear."""
         return False
 
     @property
     def forgets(self) -> bool:
-        """Whether a landing throws away what was trained during the flight."""
+        """Whether a landing drops the training during the flight."""
         return False
 
     @property
     def keeps_flight(self) -> bool:
-        """Whether a landing keeps all that was trained during the flight; then `into` is called only if nothing was."""
+        """Whether a landing keeps all training during the flight; then `into` is called only if there was none."""
         return False
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round; empty: they may come and go, and `alpha` is declared."""
+        """Why the same replicas are needed in every round; empty: the membership may change, and `alpha` is declared."""
         return "needs rounds that take a whole period, no more and no less" if self.whole_period else _NOT_SAID
 
     @property
@@ -100,11 +100,11 @@ class Mix(Merge):
 
 @dataclass(frozen=True)
 class Keep(Merge):
-    """θ ← anchor + (θ − what θ was at the departure): take the anchor, and on it the steps of the flight, whole.
+    """θ ← anchor + (θ − θ at the departure): take the anchor, and add all steps of the flight.
 
-    `Mix(0)` throws these steps away, which costs τ of every H; `Mix(½)` keeps half of them, and half of where the replica was apart
-    from the others. With `delay` 0 it is `Mix(0)`. For short flights: the steps were taken from another
-    point, so a long flight costs loss (docs/log.md, 2026-11-22). What departed is anchor − Δ, so it needs no memory.
+    `Mix(0)` drops these steps, which are τ of every H; `Mix(½)` keeps half of them, and half of the replica's distance from the others.
+    With `delay` 0 it is `Mix(0)`. Use it for short flights: the steps were taken from another point, so a long flight costs loss
+    (docs/log.md, 2026-11-22). It needs no memory, because θ at the departure is anchor − Δ.
 
     >>> Keep()
     Keep()
@@ -124,9 +124,9 @@ class Eager(Merge):
     2502.12996, §3).
 
     The exchange may take a whole period: `delay` must equal `every`. *Differs in form, not in result*: the outer
-    step is linear, so it is taken twice, on Δ̄ for the anchor, which therefore stays bit-identical on all replicas,
-    and on the rest for a `deviation` that is the replica's own; θ ← anchor + deviation is the paper's θ. Own deltas
-    are not passed through the codec before they count locally. State: anchor and momentum twice, and the last own
+    step is linear, so it is taken twice, on Δ̄ for the anchor, which stays bit-identical on all replicas,
+    and on the rest for the replica's own `deviation`; θ ← anchor + deviation is the paper's θ. Own deltas are applied
+    locally without passing through the codec. State: anchor and momentum twice, and the last own
     delta: 12 bytes per parameter more than `Mix`.
 
     >>> Eager()
@@ -145,8 +145,8 @@ class Reset(Merge):
         x_(t+1) = x_t − step(mean Δ_(t−1)),   Δ_t = x_t − θ after H steps from x_t
 
     `delay` must equal `every`. The outer step sees deltas that are exactly one round old, so it needs a small rate or momentum, or
-    `HeavyBall` with its penalty and clip. A round that is dropped departs again with the next. State: 4 bytes per parameter for
-    what is in the air.
+    `HeavyBall` with its penalty and clip. A dropped round departs again with the next one. State: 4 bytes per parameter for
+    the delta in flight.
 
     >>> Reset()
     Reset()

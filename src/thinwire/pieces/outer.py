@@ -1,7 +1,6 @@
-"""The outer step: how the agreed delta moves the anchor.
+"""Outer steps: how the agreed delta moves the anchor.
 
-Nothing is changed in place, so a round that fails half-way has changed nothing: results are new tensors, or are written
-into given ones.
+Nothing is changed in place: results are new tensors, or are written into given ones. So a round that fails half-way changes nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from thinwire.types import State
 
 @runtime_checkable
 class Outer(Protocol):
-    """A frozen dataclass with the outer step in `step`, or in `step_into` if it declares `elementwise`. The defaults of the other
-    declarations are those of a step without state that may not be split.
+    """A frozen dataclass with the method `step`, or `step_into` if it declares `elementwise`. The defaults of the other declarations
+    describe a step without state that cannot be split.
     """
 
     @property
@@ -33,9 +32,7 @@ class Outer(Protocol):
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element is stepped by itself: then `step_into` is called range by range, while a range is in the
-        cache.
-        """
+        """Whether elements are independent: then `step_into` is called range by range, while a range is in the cache."""
         return False
 
     @property
@@ -50,7 +47,7 @@ class Outer(Protocol):
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round; empty: its state may be handed to a replica that joins."""
+        """Why the same replicas are needed in every round; empty: a replica that joins may take over its state."""
         return ""
 
     def init(self, anchor: Tensor) -> State:
@@ -64,7 +61,7 @@ class Outer(Protocol):
         return moved, after
 
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
-        """As `step`, into `moved` and the tensors of `after`."""
+        """Like `step`, but writes into `moved` and the tensors of `after`."""
         raise unwritten(self, "no step of its own", "step_into")
 
 
@@ -81,7 +78,7 @@ class Average(Outer):
 
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
         torch.sub(anchor, delta, out=moved)
-        for name, kept in state.items():  # of the outer step whose `last` this is
+        for name, kept in state.items():  # state of the outer step whose `last` this is
             after[name].copy_(kept)
 
 
@@ -113,7 +110,7 @@ class Nesterov(Outer):
     def __post_init__(self) -> None:
         if not self.lr > 0 or not 0 <= self.momentum < 1:
             raise ConfigurationError(
-                f"Nesterov(lr={self.lr}, momentum={self.momentum}): lr > 0 and 0 <= momentum < 1 are needed; 0.4 and 0.9 are the paper's."
+                f"Nesterov(lr={self.lr}, momentum={self.momentum}): lr > 0 and 0 <= momentum < 1 are needed; the paper uses 0.4 and 0.9."
             )
 
     def init(self, anchor: Tensor) -> State:
@@ -141,7 +138,7 @@ class DelayedNesterov(Outer):
     Args:
         lr: η, the learning rate.
         momentum: μ, in [0, 1).
-        updates: N, of how many steps one moves the momentum; the number of replicas is usual.
+        updates: N, the number of steps for one change of the momentum; the number of replicas is usual.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -187,10 +184,10 @@ class HeavyBall(Outer):
 
         Λ = 1 + gap·‖anchor − the anchor that Δ is from‖ / ‖Δ‖      over the fragment
 
-    `lr` is η, `momentum` μ, `clip` φ, for each element. `gap` penalises deltas that are a round old (`Reset`) by how far the anchor
-    has moved meanwhile, which is η·‖m‖; 0 does not. *Differs*: the paper's Λ is measured in inner steps, whose length each replica
-    knows only of its own; here in what a round moves, which all know alike. (So it is larger where replicas pull apart,
-    and holds more: docs/log.md, 2026-11-21.) Their released code takes a constant for Λ, and its clip has no effect.
+    `lr` is η, `momentum` μ, `clip` φ, for each element. `gap` penalises deltas that are a round old (`Reset`) by the anchor's movement
+    meanwhile, which is η·‖m‖; 0 turns it off. *Differs*: the paper measures Λ in inner steps, whose length a replica knows only
+    for its own; here it is measured in the anchor's movement, which all replicas know. So it is larger if replicas move apart
+    (docs/log.md, 2026-11-21). Their released code uses a constant Λ, and its clip has no effect.
 
     State: 4 bytes per parameter, and twice that during the step.
 
@@ -228,7 +225,7 @@ class HeavyBall(Outer):
 
     @property
     def needs_whole_period(self) -> bool:
-        return self.gap > 0  # elsewhere the anchor has not moved meanwhile
+        return self.gap > 0  # without it the anchor has not moved meanwhile
 
     def init(self, anchor: Tensor) -> State:
         return {"momentum": torch.zeros_like(anchor)}
@@ -240,6 +237,6 @@ class HeavyBall(Outer):
         return torch.sub(anchor, torch.mul(momentum, self.lr)), {"momentum": momentum}
 
     def penalty(self, delta: Tensor, state: State) -> float:
-        """Λ, the same bits on every machine."""
+        """Λ, with the same bits on every machine."""
         moved = self.lr * math.sqrt(energy(state["momentum"])) if self.gap else 0.0
         return 1.0 + self.gap * moved / math.sqrt(energy(delta)) if moved and bool(delta.any()) else 1.0

@@ -1,8 +1,8 @@
-"""Files of the user's own: a job (`--job my_job.py`), and pieces (`my_file.py:Mine(3)`, wherever a piece is written as text).
+"""The user's own files: a job (`--job my_job.py`), and pieces (`my_file.py:Mine(3)` in any text of a piece).
 
-The file is imported because the user names it, on the command line or in a run file; what is read back from a peer, a packet or
-a record imports nothing. What a run file keeps is `/whole/path/my_file.py@DIGEST:Mine(3)`, with the BLAKE2b of the content: another
-content is refused. The file stands alone: it may import installed packages, not its neighbours.
+A file is imported only if the user names it, on the command line or in a run file; text from a peer, a packet or a record imports
+nothing. A run file keeps `/whole/path/my_file.py@DIGEST:Mine(3)` with the BLAKE2b of the content, and a file with other content is
+refused. The file may import installed packages, but not files beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMED = re.compile(
 
 
 def replaced(text: str, change: Callable[[Path, str | None, str], str]) -> str:
-    """`text` with `change(path, digest, name)` in place of each `path.py:name` outside string literals."""
+    """`text` in which each `path.py:name` outside string literals is replaced by `change(path, digest, name)`."""
 
     def each(found: re.Match[str]) -> str:
         if found["text"] is not None:
@@ -57,7 +57,7 @@ def shortened(text: str) -> str:
 
 
 def pinned_file(text: str) -> str:
-    """`path.py` as /whole/path.py@DIGEST; a digest that is there stays. Raises `ConfigurationError`."""
+    """`path.py` as /whole/path.py@DIGEST; an existing digest stays. Raises `ConfigurationError`."""
     path, digest = taken_apart(text)
     return f"{path.absolute()}@{digest or _digest(_read(path))}"
 
@@ -66,18 +66,18 @@ def taken_apart(text: str) -> tuple[Path, str | None]:
     """Path and digest of `path.py` or `path.py@DIGEST`. Raises `ConfigurationError`."""
     found = _FILE.fullmatch(text)
     if found is None:
-        raise ConfigurationError(f"{text!r}: a file that ends in .py is needed; write the path of yours.")
+        raise ConfigurationError(f"{text!r}: a path that ends in .py is needed; give the path of your file.")
     return Path(found["path"]), found["digest"]
 
 
 def file_of(text: str) -> ModuleType:
-    """The module of `path.py` or `path.py@DIGEST`, imported once for a content. Raises `ConfigurationError`."""
+    """The module of `path.py` or `path.py@DIGEST`, imported once for each content. Raises `ConfigurationError`."""
     path, digest = taken_apart(text)
     return _imported(path.absolute(), digest)
 
 
 def resolved(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
-    """`text` with a plain name in place of each `path.py:name`, and the objects of these names."""
+    """`text` with a plain name instead of each `path.py:name`, and the objects of these names."""
     names: dict[str, Callable[..., Any]] = {}
 
     def each(path: Path, digest: str | None, name: str) -> str:
@@ -88,7 +88,7 @@ def resolved(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
 
 
 def loaded(path: Path, digest: str | None, name: str) -> Any:
-    """`name` in the file at `path`, which is imported once for a content. Raises `ConfigurationError`."""
+    """`name` in the file at `path`, which is imported once for each content. Raises `ConfigurationError`."""
     module = _imported(path.absolute(), digest)
     made = None if name.startswith("_") else getattr(module, name, None)
     if not callable(made):
@@ -105,7 +105,7 @@ def loaded(path: Path, digest: str | None, name: str) -> Any:
             base.__name__ for base in made.__mro__[1:] if getattr(base, "_is_protocol", False) and base is not Protocol
         )
         raise ConfigurationError(
-            f"{path}: {name} lacks {', '.join(lacks)}, which a {kinds} has; write what is missing."
+            f"{path}: {name} lacks {', '.join(lacks)}, which a {kinds} needs; add what is missing."
         )
     return made
 
@@ -136,7 +136,7 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
     found = _digest(source)
     if digest not in (None, found):
         raise ConfigurationError(
-            f"{path} has changed since this run began: digest {digest} there, {found} now. Restore the file, or start a new run "
+            f"{path} has changed since this run began: its digest was {digest} and is {found}. Restore the file, or start a new run "
             "in another --out."
         )
     name = _name(path, found)
@@ -151,12 +151,12 @@ def _imported(path: Path, digest: str | None) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigurationError(f"{path} cannot be imported ({type(error).__name__}: {error}); mend it.") from error
+        raise ConfigurationError(f"{path} cannot be imported ({type(error).__name__}: {error}); correct it.") from error
     return module
 
 
 def _name(path: Path, digest: str) -> str:
-    """What the module is called. Two paths of one content are two modules."""
+    """The name of the module. Two paths with the same content are two modules."""
     return f"{path.stem}@{_digest(str(path).encode() + digest.encode())[:16]}"
 
 
@@ -165,7 +165,7 @@ def _read(path: Path) -> bytes:
         return contents(path).encode()
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to where you are."
+            f"{path} cannot be read as a Python file ({error}); check the path, which is relative to the current folder."
         ) from None
 
 
@@ -174,7 +174,7 @@ def _digest(source: bytes) -> str:
 
 
 class _Source(importlib.abc.SourceLoader):
-    """Runs the bytes whose digest was taken: no cache of compiled code, and no second look at the file."""
+    """Runs the bytes whose digest was computed, without a cache of compiled code, and without reading the file again."""
 
     def __init__(self, path: Path, source: bytes) -> None:
         self._path, self._source = path, source

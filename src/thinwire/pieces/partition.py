@@ -1,4 +1,4 @@
-"""Which parameters are exchanged together.
+"""Partitions: which parameters are exchanged together.
 
 Every trainable parameter is in exactly one fragment: tied weights once (where they first appear), frozen ones never.
 Buffers are never exchanged.
@@ -44,7 +44,7 @@ class Fragment:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the parameters' local parts, in the order in which they lie in a delta."""
+        """The shapes of the parameters' local parts, in their order in a delta."""
         return tuple(tuple(local(parameter).shape) for _, parameter in self.parameters)
 
 
@@ -57,18 +57,18 @@ class Partition(Protocol):
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor. This does not import DTensor's module, which takes over a second: before that there is none."""
+    """Whether `value` is a DTensor. Does not import DTensor's module, which takes over a second; if it was not imported, no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank holds: the shard of a DTensor, else the parameter itself."""
+    """The part of a parameter that this rank holds: the shard of a DTensor, otherwise the parameter itself."""
     return parameter.to_local() if is_sharded(parameter) else parameter
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that are trained, tied ones once; `torch.compile`'s prefix is taken off the names."""
+    """Names and parameters that are trained, tied ones once; `torch.compile`'s prefix is removed from the names."""
     named = [(name.replace("_orig_mod.", ""), p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ModelError(
@@ -83,11 +83,11 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` trains the trainable parameters of `model`, all and no others, and nothing else keeps them equal."""
+    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, and DistributedDataParallel does not wrap it."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ModelError(
             "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
-            "fully_shard within each replica, is needed. Take the wrapper off, or keep it and use thinwire.methods.ddp_hook (docs/own-loop.md)."
+            "fully_shard within each replica, is needed. Remove the wrapper, or keep it and use thinwire.methods.ddp_hook (docs/own-loop.md)."
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, parameter in trainable(model) if id(parameter) not in held]
@@ -101,8 +101,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in own]
     if foreign:
         raise ModelError(
-            f"the optimizer trains {len(foreign)} tensors that are not the model's (the first of shape {tuple(foreign[0].shape)}), and they "
-            "would be exchanged nowhere; make them parameters of a module around the model, and give that to the Replica."
+            f"the optimizer trains {len(foreign)} tensors that are not the model's (the first of shape {tuple(foreign[0].shape)}), which "
+            "would not be exchanged; make them parameters of a module around the model, and give that to the Replica."
         )
 
 
@@ -111,7 +111,7 @@ def check_sharding(model: nn.Module, whole_replica: bool) -> None:
     sharded = [name for name, p in trainable(model) if is_sharded(p) and p.device_mesh.size() > 1]
     if sharded and not whole_replica:
         raise ModelError(
-            f"{sharded[0]} is sharded and no site was given: the ranks of a replica must judge a round alike; "
+            f"{sharded[0]} is sharded and no site was given: the ranks of a replica must accept or refuse a round together; "
             "make the group with TorchGroup.from_world and pass site=group.site."
         )
 
@@ -135,7 +135,7 @@ class Strided:
     `count` is P, the fragments of layers. Without it a fragment has three layers, as in the paper, or fewer, so that
     none has more than `share` of them. All that is not in a layer (embeddings, final norm, head) is one more
     fragment, the first. `layers` is the path of the model's list of layers; without it, the
-    `ModuleList` or `Sequential` with most trainable parameters is taken, else the leaf modules in order.
+    `ModuleList` or `Sequential` with most trainable parameters is taken, otherwise the leaf modules in order.
 
     Args:
         count: P, the fragments of layers; None: see `Strided`.
@@ -240,7 +240,7 @@ def _layer_fragments(rest: Sequence[Named], layers: list[list[Named]], groups: l
 
 
 def _layers(model: nn.Module, path: str | None) -> tuple[list[Named], list[list[Named]]]:
-    """What is outside the layers, and each layer's parameters; layers without trainable parameters are left out."""
+    """The parameters outside the layers, and those of each layer; layers without trainable parameters are left out."""
     named = trainable(model)
     prefixes = _layer_prefixes(model, path)
     owner = {}
@@ -257,7 +257,7 @@ def _layer_prefixes(model: nn.Module, path: str | None) -> list[str]:
         if path not in modules or not list(modules[path].children()):
             lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
             raise ConfigurationError(
-                f"layers={path!r} is no list of modules of this model; it has: {', '.join(lists) or 'none'}."
+                f"layers={path!r} is not a list of modules of this model; it has: {', '.join(lists) or 'none'}."
             )
         return [f"{path}.{name}." if path else f"{name}." for name, _ in modules[path].named_children()]
 

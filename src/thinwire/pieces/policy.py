@@ -1,8 +1,7 @@
-"""Which codec a round uses: a codec's parameters over time, the same on all replicas.
+"""Policies: the codec of each round, the same on all replicas.
 
-A policy returns a codec when a round departs. Every packet's header identifies its codec, so replicas that use different
-ones find out. The unit of its time is a *round* of one fragment (`number`, from 0), which
-is an inner step where gradients are exchanged.
+A policy returns a codec when a round departs. Every packet's header identifies its codec, so replicas detect different codecs. The
+unit of time is a *round* of one fragment (`number`, from 0); with gradients this is an inner step.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class Policy(Protocol):
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round; empty: they may come and go."""
+        """Why the same replicas are needed in every round; empty: the membership may change."""
         return "" if self.constant else "counts rounds that all have seen"
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """The rounds from which on another codec is used, as far as these are known beforehand."""
+        """The rounds at which the codec changes, as far as they are known beforehand."""
         return ()
 
     @abstractmethod
@@ -52,23 +51,23 @@ class Policy(Protocol):
 
     @abstractmethod
     def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
-        """The codec of round `number` of a fragment of `numel` elements, in place of its fitted `codec`."""
+        """The codec of round `number` of a fragment of `numel` elements, instead of its fitted `codec`."""
 
 
 @runtime_checkable
 class Deciding(Policy, Protocol):
-    """A policy that learns from the values that are encoded. In some rounds replica 0 decides, and sends its decision with the round: all
-    know it before the fragment departs again, and a round that is dropped has changed nothing.
+    """A policy that learns from the values that are encoded. In some rounds replica 0 decides, and sends its decision with the round. So all
+    know it before the fragment departs again, and a dropped round changes nothing.
     """
 
     def tells(self, codec: Codec, number: int) -> int:
-        """How many numbers replica 0 sends to the others in round `number`."""
+        """Number of fp32 values that replica 0 sends to the others in round `number`."""
 
     def decide(self, codec: Codec, signal: Callable[[int, int], Tensor], numel: int, key: Key) -> Tensor:
-        """Those finite fp32 numbers, from the `signal` that round `key.round` of a fragment of `numel` elements encodes on replica 0."""
+        """These finite fp32 values, from the `signal` that round `key.round` of a fragment of `numel` elements encodes on replica 0."""
 
     def told(self, codec: Codec, told: Tensor) -> State:
-        """The next state, from the numbers that replica 0 `told`. Raises `PacketError` if it cannot have sent them."""
+        """The next state, from the values `told` by replica 0. Raises `PacketError` if it cannot have sent them."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ class DensityWarmup(Policy):
     """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then its own density, and never fewer values than that.
 
     Source: Deep Gradient Compression (Lin et al., arXiv 1712.01887, §3.3), whose list this is, for its last density of 0.1 %; there a
-    stage is an epoch. It goes for every TopK, ChunkedTopK and RandomK in the codec. Where the packet would not be smaller than
-    that of `dense`, it is in `dense`.
+    stage is an epoch. It changes every TopK, ChunkedTopK and RandomK in the codec. If a packet would not be smaller than in
+    `dense`, `dense` is used.
 
     Args:
         rounds: number of rounds of a fragment for each of `densities`.
@@ -171,7 +170,7 @@ class DensityWarmup(Policy):
 
 
 def _denser(codec: Codec, density: float) -> Codec:
-    """`codec` with at least this density, wherever it has one."""
+    """`codec` with at least this density in each part that has one."""
     return rebuilt(codec, lambda one: one.denser(density))
 
 

@@ -27,7 +27,7 @@ class Before(RobustRule):
     def __post_init__(self) -> None:
         if not isinstance(self.rule, RobustRule) or isinstance(self.rule, type):
             raise ConfigurationError(
-                f"{self}: a robust rule is needed to go on with, such as Median(); see `thinwire docs robust`."
+                f"{self}: a robust rule for the mixed values is needed, such as Median(); see `thinwire docs robust`."
             )
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Before(RobustRule):
 
 @dataclass(frozen=True)
 class BeforeStated(Stated, Before):
-    """A pre-aggregation for a stated number of liars; `rule` may have such a number of its own."""
+    """A pre-aggregation for a stated number of liars; `rule` may have its own number."""
 
     def __post_init__(self) -> None:
         Before.__post_init__(self)
@@ -75,13 +75,13 @@ class BeforeStated(Stated, Before):
 class NearestNeighbourMixing(BeforeStated):
     """Replace each replica's values by the mean of the M − f that are nearest to them (itself is one), then take `rule`.
 
-    Source: NNM (Allouah et al., arXiv 2302.01772, Algorithm 2), f = `liars`. It makes a rule near optimal where the replicas' data differ. Of
-    equally near ones those of lower rank count.
+    Source: NNM (Allouah et al., arXiv 2302.01772, Algorithm 2), f = `liars`. It makes a rule nearly optimal if the replicas' data differ. In a tie
+    the lower ranks count.
 
     On the wire and cost: as `Krum`, and with a rule by coordinates M² additions a value.
 
     Args:
-        rule: what takes the mixed values.
+        rule: the rule for the mixed values.
         liars: f, the number of replicas that may lie.
 
     Raises:
@@ -104,15 +104,15 @@ class NearestNeighbourMixing(BeforeStated):
 
 @dataclass(frozen=True)
 class Bucketing(Before):
-    """Put the replicas into buckets of `each` by chance, take the mean of each bucket, then `rule` of these ⌈M/each⌉.
+    """Put the replicas into random buckets of `each`, take the mean of each bucket, then `rule` of these ⌈M/each⌉ means.
 
-    Source: Karimireddy et al. (arXiv 2006.09365, Algorithm 1). Who is with whom is drawn from the run's seed in every round, alike on all
-    replicas. A liar spoils its bucket, so it tolerates what `rule` tolerates among ⌈M/each⌉.
+    Source: Karimireddy et al. (arXiv 2006.09365, Algorithm 1). Buckets are drawn from the run's seed in every round, the same on all
+    replicas. A liar spoils its bucket, so it tolerates as many liars as `rule` tolerates among ⌈M/each⌉.
 
     On the wire and cost: as `Krum`.
 
     Args:
-        rule: what takes the buckets.
+        rule: the rule for the means of the buckets.
         each: replicas of a bucket, 1 or more; the last may have fewer.
 
     Raises:
@@ -185,7 +185,7 @@ class StaticClipping(Before):
 class ARC(BeforeStated):
     """Clip the ⌊(2f/M)·(M − f)⌋ largest norms to the next largest, then take `rule`: adaptive robust clipping, f = `liars`.
 
-    Source: Allouah et al. (arXiv 2405.14432, Algorithm 2). What is clipped follows from the values, so no threshold is to be chosen.
+    Source: Allouah et al. (arXiv 2405.14432, Algorithm 2). The threshold follows from the values, so none must be chosen.
 
     Args:
         rule: what takes the clipped values.

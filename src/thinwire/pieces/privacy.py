@@ -1,4 +1,4 @@
-"""Differential privacy of what a replica sends: clip, add noise, and account for it."""
+"""Differential privacy of a replica's deltas: clip, add noise, and account for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError
 
-UNIT = "replica"  # what is protected: all that one replica has ever trained on
+UNIT = "replica"  # the unit of protection: all data that one replica has trained on
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,22 @@ class Privacy:
 
         s_m = Δ_m · min(1, C / ‖Δ_m‖) + N(0, z²C²/M · I)      is encoded and sent, so that Σ_m s_m has noise N(0, z²C² · I)
 
-    with C = `clip`, z = `noise`, M replicas. *The unit is a replica*: two runs are neighbours if one replica's delta is there or not
-    (a zero in its place), whatever it trained on and for how many inner steps. A fragment's round is one release; several
+    with C = `clip`, z = `noise`, M replicas. *The unit is a replica*: two runs are neighbours if they differ in one replica's deltas
+    (zero in one of them), for any data and number of inner steps. A fragment's round is one release; several
     compose. To protect single examples, each example's gradient would have to be clipped, which is not done here.
 
-    Who sees the sums alone (the anchors, the trained model) learns what `epsilon(rounds)` says. A peer sees a replica's packet by
-    itself, behind 1/M of the noise: `epsilon_of_packets(rounds, M)`. Both by Rényi divergence (extra `privacy`: Google's
-    dp-accounting), without any gain from sampling, since all replicas are in all rounds.
+    For an observer of the sums alone (the anchors, the trained model) the bound is `epsilon(rounds)`. A peer sees a replica's packet
+    with only 1/M of the noise: `epsilon_of_packets(rounds, M)`. Both use Rényi divergence (extra `privacy`: Google's dp-accounting),
+    without a gain from sampling, because all replicas are in all rounds.
 
-    The noise is drawn from the operating system's own entropy for every round, never from the run's seed and never twice: a run that goes
-    on from a checkpoint does not repeat itself, and rounds done again count again. *Order*: clip, noise, then the codec,
-    which as any later step tells nothing more. What a codec holds back would carry older deltas past the clip, so a strategy with
-    `Feedback` is refused. Not covered: floating-point numbers are not the reals that the proof is about (Mironov, 2012); logs and
-    checkpoints of a replica are not private; whether a delta was finite is told to all.
+    The noise of every round comes from the operating system's entropy, never from the run's seed, and is never reused: a resumed run
+    draws new noise, and repeated rounds count again. *Order*: clip, noise, then the codec, which like any later step reveals nothing
+    more. With error feedback older deltas would bypass the clip, so a strategy with `Feedback` is refused. Not covered: floating-point
+    numbers are not the reals of the proof (Mironov, 2012); logs and checkpoints of a replica are not private; all replicas learn
+    whether a delta was finite.
 
     Source: the mechanism of DP-FedAvg (McMahan et al., arXiv 1710.06963), on low-rank factors as DP-LoRA (arXiv 2312.17493).
-    *Differs* from the latter: the unit, and an accountant in place of its closed bound.
+    *Differs* from the latter: the unit, and an accountant instead of its closed bound.
 
     Args:
         clip: C, the norm to which each replica's delta is clipped.
@@ -67,7 +67,7 @@ class Privacy:
         """Flat fp32 `x` clipped, with this replica's share of the noise of `size`; in place. NaN and infinities become NaN."""
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
         if not norm <= self.clip:
-            x.copy_(x.double().mul_(self.clip / norm * (1 - 2.0**-20)))  # a little shorter, for it is rounded to fp32
+            x.copy_(x.double().mul_(self.clip / norm * (1 - 2.0**-20)))  # a little shorter, because fp32 rounds it
         share = self.noise * self.clip / math.sqrt(size)
         return x.add_(gaussian(x.numel()).mul_(share).to(x.device, torch.float32))
 
@@ -80,7 +80,7 @@ class Privacy:
         return _epsilon(self.noise / math.sqrt(size), rounds, self.delta)
 
     def spent(self, rounds: int, size: int) -> dict[str, Any]:
-        """For a summary: what was promised, of whom, after how many rounds."""
+        """Values for a summary: the bounds, the unit, and the number of rounds."""
         return {
             "unit": UNIT,
             "epsilon": self.epsilon(rounds),
@@ -93,8 +93,8 @@ class Privacy:
 
 
 def gaussian(count: int) -> Tensor:
-    """Standard normal numbers in fp64 from the operating system's entropy (Box and Muller), which earlier ones do not predict, unlike those
-    of a generator.
+    """Standard normal numbers in fp64 from the operating system's entropy (Box and Muller). Unlike those of a generator, they cannot be
+    predicted from earlier ones.
     """
     pairs = (count + 1) // 2
     words = torch.frombuffer(bytearray(secrets.token_bytes(16 * pairs) or b"\0" * 8), dtype=torch.int64)[: 2 * pairs]

@@ -1,4 +1,4 @@
-"""Inner products of replicas' values, the same bits on every machine, and what rules do with them."""
+"""Inner products of replicas' values with the same bits on every machine, and computations with them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from thinwire.codecs.exact import total
 
-_RUN = 1 << 12  # columns whose products of whole numbers are added without rounding
-_BITS = 20  # of each of the two whole numbers that make a value: 2·20 + 12 ≤ 53
-_RUNS = 16  # at once
+_RUN = 1 << 12  # columns whose integer products are added without rounding
+_BITS = 20  # bits of each of the two integers that represent a value: 2·20 + 12 ≤ 53
+_RUNS = 16  # runs at a time
 
 
 def inner_products(rows: Tensor) -> Tensor:
-    """rows·rowsᵀ in fp64 [M, M], of fp32 `rows` [M, n]. The row and column of one that is not finite are NaN.
+    """rows·rowsᵀ in fp64 [M, M], of fp32 `rows` [M, n]. The row and column of a replica with values that are not finite are NaN.
 
-    A row is split into runs of 2¹². Relative to its run's largest, each value is split into two whole numbers of 20 bits, so that a library may
-    add their products in any order and nothing is rounded. The error is below 2⁻⁴⁰ of a run's largest.
+    A row is split into runs of 2¹². Relative to the largest of its run, each value is split into two integers of 20 bits. So a library may
+    add their products in any order without rounding. The error is below 2⁻⁴⁰ of a run's largest.
     """
     size, numel = rows.shape
     sound = torch.isfinite(rows).all(1)

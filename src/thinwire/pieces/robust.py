@@ -1,8 +1,8 @@
-"""Estimates that liars cannot move far: what all robust rules share, and those that look at one coordinate at a time.
+"""Robust rules, whose estimates liars cannot move far: their common part, and the rules that treat each coordinate separately.
 
 A rule is two pure functions. `mixing` turns the inner products of all replicas' values into a matrix [K, M], whose rows mix the M replicas'
-values into K; `combine` turns K rows into one, coordinate by coordinate. A rule by coordinates mixes nothing, one by inner products makes one
-row, Bulyan and the rules behind a pre-aggregation (pieces/pre_aggregation.py) do both.
+values into K; `combine` turns K rows into one, coordinate by coordinate. A rule by coordinates does not mix, a rule by inner products makes
+one row, and Bulyan and rules after a pre-aggregation (pieces/pre_aggregation.py) do both.
 
 A liar is a replica that may send anything as its delta. Carriers and owners of shards are honest (docs/robust.md).
 """
@@ -20,14 +20,14 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.aggregate import Aggregate, Values
 from thinwire.rng import Key
 
-_COLUMNS = 1 << 15  # of a block that is sorted at once
+_COLUMNS = 1 << 15  # columns that are sorted at a time
 
 
 class RobustRule(Aggregate):
-    """A robust rule. All replicas count alike, because a liar could claim any weight.
+    """A robust rule. All replicas have the same weight, because a liar could claim any.
 
-    Values that are not finite count as a liar's: they are left out, and the rule for one liar and one replica fewer is used. If there
-    are more than it tolerates, the estimate is NaN and the round is refused.
+    A replica with values that are not finite counts as a liar: it is left out, and the rule for one liar and one replica fewer is used.
+    If more must be left out than the rule tolerates, the estimate is NaN and the round is refused.
     """
 
     def without(self, count: int) -> Self:
@@ -39,7 +39,7 @@ class RobustRule(Aggregate):
         return torch.eye(len(products), dtype=torch.float64)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """One estimate of `rows` [K, n], by coordinates, in the order of their values."""
+        """One estimate from `rows` [K, n], for each coordinate; values are added in sorted order."""
         return rows[0]
 
     def given(self, products: Tensor, key: Key) -> Aggregate:
@@ -94,13 +94,13 @@ def by_columns(combine: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor) -
 
 
 def middle(ordered: Tensor) -> Tensor:
-    """The median of sorted rows; of an even number the mean of the two in the middle."""
+    """The median of sorted rows; for an even number the mean of the middle two."""
     half, odd = divmod(len(ordered), 2)
     return ordered[half] if odd else ordered[half - 1] * 0.5 + ordered[half] * 0.5
 
 
 def mean_of(rows: Tensor) -> Tensor:
-    """The mean of the rows, added from first to last, so that its bits do not depend on the machine."""
+    """The mean of the rows, added from first to last, so that the bits do not depend on the machine."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -108,7 +108,7 @@ def mean_of(rows: Tensor) -> Tensor:
 
 
 def nearest(rows: Tensor, count: int) -> Tensor:
-    """The mean of the `count` values nearest to the median, by coordinates; of two equally near ones the smaller counts."""
+    """For each coordinate the mean of the `count` values nearest to the median; in a tie the smaller value counts."""
     ordered = rows.sort(0).values
     near = (ordered - middle(ordered)).abs().argsort(stable=True, dim=0)[:count].sort(0).values
     return mean_of(ordered.gather(0, near))
@@ -146,10 +146,10 @@ class Stated(RobustRule):
 
 @dataclass(frozen=True)
 class Median(RobustRule):
-    """The median of each coordinate: x̂_k = median_i x_ik; of an even number of replicas the mean of the two in the middle.
+    """The median of each coordinate: x̂_k = median_i x_ik; for an even number of replicas the mean of the middle two.
 
-    Source: Yin et al. (arXiv 1803.01498, §2). It tolerates fewer than half: ⌊(M − 1)/2⌋ liars. Mind that it is no mean: where a coordinate is
-    skewed over replicas, as with sparse codecs, it is biased, and with few replicas it is as noisy as few.
+    Source: Yin et al. (arXiv 1803.01498, §2). It tolerates fewer than half: ⌊(M − 1)/2⌋ liars. It is not a mean: if a coordinate is
+    skewed over replicas, as with sparse codecs, it is biased, and it averages little noise.
 
     On the wire: nothing more than a mean. Cost: a sort of M values a coordinate; 4·M bytes a value of a range.
 

@@ -1,6 +1,6 @@
-"""When fragments depart and when they land: pure functions of the inner step, or of the learning rate where a round begins.
+"""Schedules: when fragments depart and land, as pure functions of the inner step, or of the learning rate at the start of a round.
 
-Steps count from 1; both tests happen after inner step t. A round that departs at t lands at t + `delay`.
+Steps count from 1. Departures and landings happen after inner step t; a round that departs at t lands at t + `delay`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Schedule(Protocol):
 
 @runtime_checkable
 class Adaptive(Protocol):
-    """A schedule whose period follows the learning rate: all fragments together, at the end of every round. `every` is the least."""
+    """A schedule whose period follows the learning rate: all fragments depart together, at the end of every round. `every` is the least
+    period."""
 
     @property
     def every(self) -> int: ...
@@ -46,7 +47,7 @@ class Adaptive(Protocol):
         """Why the same replicas are needed in every round."""
 
     def length(self, lr: float, before: float | None) -> int:
-        """Inner steps of a round whose first one has the learning rate `lr`, where that of the round before had `before`."""
+        """Inner steps of a round whose first step has the learning rate `lr`; `before` is that of the previous round."""
 
 
 Rates = Callable[[int], float]
@@ -155,13 +156,13 @@ LONGEST = 1 << 31  # inner steps of a round: it ends with the training
 
 @dataclass(frozen=True)
 class Quadratic:
-    """H = max(`every`, ⌊(scale / η)^power⌋) for a round whose first inner step has the learning rate η: the less a replica moves
-    in a step, the longer it may train alone.
+    """H = max(`every`, ⌊(scale / η)^power⌋) for a round whose first inner step has the learning rate η: the smaller the steps of a
+    replica, the longer it may train alone.
 
     Source: the Quadratic Synchronization Rule (Gu, Lyu, Arora, Zhang, Huang, ICLR 2024), with `every` for H_base, `scale` for α,
-    `power` 2 (1 is the linear rule, 0 is `Every`). The last round is cut short by `Replica.finish`, so that training ends
-    agreed. In warm-up, that is in the first round and where η is higher than a round before, H is `every`; *differs*: in their
-    code the length of warm-up is a setting. Their theory covers averaging (`Average`).
+    `power` 2 (1 is the linear rule, 0 is `Every`). `Replica.finish` cuts the last round short, so that training ends
+    with agreed weights. In warm-up H is `every`: in the first round, and while η is higher than a round before. *Differs*: in their code
+    the length of warm-up is a setting. Their theory covers averaging (`Average`).
 
     On the wire: published settings exchange in 7 to 40 % of the rounds of data-parallel training, see docs/methods/qsr.md.
 
@@ -182,7 +183,7 @@ class Quadratic:
     power: float = 2.0
     delay: int = 0
 
-    needs_fixed_group: ClassVar[str] = "counts from the beginning of a round, which a new replica has not seen"
+    needs_fixed_group: ClassVar[str] = "counts from the beginning of a round, which a new replica does not know"
 
     def __post_init__(self) -> None:
         _check(self)
@@ -198,7 +199,7 @@ class Quadratic:
     def length(self, lr: float, before: float | None) -> int:
         if before is None or not lr <= before:  # warm-up; or NaN
             return self.every
-        if lr <= 0:  # nothing moves any more
+        if lr <= 0:  # the parameters no longer move
             return LONGEST
         share = min(self.scale / lr, float(LONGEST))
         return min(LONGEST, max(self.every, int(float(share**self.power))))
@@ -218,11 +219,11 @@ class Calendar:
         self._began, self._length = (
             0,
             0,
-        )  # the last inner step before this round; and its inner steps, once that is known
-        self._lr: float | None = None  # of its first step
+        )  # the last inner step before this round; and its number of inner steps, once it is known
+        self._lr: float | None = None  # the learning rate of its first step
 
     def departs(self, step: int) -> tuple[int, ...]:
-        """As `Schedule.departs`; call it once after every inner step."""
+        """Like `Schedule.departs`; call it once after every inner step."""
         if not isinstance(self.schedule, Adaptive):
             return self.schedule.departs(step, self.fragments)
         if step == self._began + 1:
@@ -234,11 +235,11 @@ class Calendar:
         return tuple(range(self.fragments))
 
     def facts(self) -> dict[str, Any]:
-        """For JSON: what to save."""
+        """The state to save, for JSON."""
         return {"began": self._began, "length": self._length, "lr": self._lr}
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Go on from `facts()`."""
+        """Resume from `facts()`."""
         self._began, self._length, self._lr = facts["began"], facts["length"], facts["lr"]
 
 

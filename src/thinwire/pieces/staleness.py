@@ -1,6 +1,6 @@
-"""What a delta counts that comes when it comes: weights by tokens and age, and a correction of those that look back.
+"""Asynchronous deltas: weights by tokens and age, and a correction of stale deltas.
 
-A delta is `stale` by as many rounds of its fragment as were held since its replica took over the anchor that it starts from.
+A delta is `stale` by the number of its fragment's rounds since its replica took over the anchor at which the delta starts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from thinwire.errors import ConfigurationError
 
 @runtime_checkable
 class Weigh(Protocol):
-    """What a delta counts: a frozen dataclass. A round's estimate is Σ w·Δ / Σ w over all replicas that are there."""
+    """The weight of a delta: a frozen dataclass. A round's estimate is Σ w·Δ / Σ w over all replicas present."""
 
     def weight(self, tokens: float, steps: int, stale: int) -> float:
-        """w ≥ 0 of a delta of so many `tokens` in so many inner `steps` that is `stale`."""
+        """w ≥ 0 of a delta from `tokens` in inner `steps`, which is `stale` by a number of rounds."""
 
 
 @dataclass(frozen=True)
 class ByTokens(Weigh):
-    """w = (tokens²/steps) · (1 + s)^−p: by tokens and their number in a step, less for each round of age s.
+    """w = (tokens²/steps) · (1 + s)^−p: by tokens and tokens per step, less for each round of age s.
 
     Source: c_tokens·(c_tokens/c_steps) is Decoupled DiLoCo's (arXiv 2604.21428); the age is ours, `power` 0 turns it off.
 
@@ -43,7 +43,7 @@ class ByTokens(Weigh):
 
     def __post_init__(self) -> None:
         if not 0 <= self.power < math.inf:
-            raise ConfigurationError(f"{self}: power >= 0 is needed; 0 lets age count for nothing.")
+            raise ConfigurationError(f"{self}: power >= 0 is needed; 0 ignores the age.")
 
     def weight(self, tokens: float, steps: int, stale: int) -> float:
         return float(tokens * tokens / max(1, steps) * (1 + stale) ** -self.power)
@@ -63,19 +63,19 @@ class Alike(Weigh):
 
 @runtime_checkable
 class Correct(Protocol):
-    """What is made of a stale delta before it counts: a frozen dataclass."""
+    """The correction of a stale delta before it counts: a frozen dataclass."""
 
     def corrected(self, delta: Tensor, momentum: Tensor | None, stale: int) -> Tensor:
-        """Flat fp32; `delta` itself stays. `momentum` is the outer step's, None if it keeps none."""
+        """The corrected delta, flat fp32; `delta` itself does not change. `momentum` is the outer step's; None if it has none."""
 
 
 @dataclass(frozen=True)
 class HeLoCo(Correct):
-    """Takes out of a stale delta what opposes the outer momentum:  Δ ← Δ − κ·min(0, ⟨Δ, v⟩)/⟨v, v⟩ · v,  κ = strength · s/(1 + s).
+    """Removes from a stale delta the part that opposes the outer momentum:  Δ ← Δ − κ·min(0, ⟨Δ, v⟩)/⟨v, v⟩ · v,  κ = strength · s/(1 + s).
 
-    Source: HeLoCo (arXiv 2606.00271) corrects stale deltas that oppose the outer momentum. *Differs*: only its abstract was at hand,
-    so the rule is ours: a projection, of the whole fragment, by the more the older the delta. A fresh delta, or one that looks
-    forward, stays as it is, bit for bit.
+    Source: HeLoCo (arXiv 2606.00271) corrects stale deltas that oppose the outer momentum. *Differs*: only its abstract was available,
+    so the rule is ours: a projection of the whole fragment, stronger for older deltas. A fresh delta, or one that does not oppose the
+    momentum, is unchanged, bit for bit.
 
     Args:
         strength: 0 to 1; 0 corrects nothing.
@@ -83,7 +83,7 @@ class HeLoCo(Correct):
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
 
-    >>> HeLoCo().corrected(torch.tensor([-2.0, 1.0]), torch.tensor([1.0, 0.0]), stale=1)  # half of −2 is taken out
+    >>> HeLoCo().corrected(torch.tensor([-2.0, 1.0]), torch.tensor([1.0, 0.0]), stale=1)  # half of −2 is removed
     tensor([-1.,  1.])
     """
 

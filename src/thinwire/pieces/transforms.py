@@ -1,4 +1,4 @@
-"""Filters change a replica's signal before it is coded, and the estimate after: momentum, clipping, Adam's moments, signs."""
+"""Filters change a replica's signal before it is encoded, and the estimate afterwards: momentum, clipping, Adam's moments, signs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Filter(Protocol):
 
     @property
     def momentum(self) -> bool:
-        """Whether it has momentum: then no other piece may have any."""
+        """Whether it has momentum; then no other piece may have momentum."""
         return False
 
     @property
     def needs_whole(self) -> bool:
-        """Whether it needs the whole of a replica's signal, so that a rank's shard, or a bucket, is not enough."""
+        """Whether it needs a replica's whole signal, and not only a rank's shard or a bucket."""
         return False
 
     @property
@@ -43,7 +43,7 @@ class Filter(Protocol):
 
     @property
     def full(self) -> int:
-        """The number of first rounds that travel in fp32, whatever the codec, as far as it is known beforehand (see `dense`)."""
+        """The number of first rounds that are sent in fp32 with any codec, as far as it is known beforehand (see `dense`)."""
         return 0
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Filter:
@@ -55,25 +55,24 @@ class Filter(Protocol):
         return {}
 
     def dense(self, state: State) -> bool:
-        """Whether a round that departs in this state travels in fp32, whatever the codec. Alike on all replicas."""
+        """Whether a round that departs in this state is sent in fp32 with any codec. The same on all replicas."""
         return False
 
     def signal(self, s: Tensor, state: State) -> Tensor:
-        """The signal to send in place of `s`."""
+        """The signal to send instead of `s`."""
         return s
 
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
-        """The estimate in place of the `mean` of all replicas, and the next state.
+        """The estimate instead of the `mean` of all replicas, and the next state.
 
-        `s` is what `signal` got, `sent` the own packet decoded. In `held`, the next state of feedback, values may be made
-        zero.
+        `s` is the input of `signal`, `sent` the decoded own packet. It may set values to zero in `held`, the next state of feedback.
         """
         return mean, {}
 
 
 @dataclass(frozen=True)
 class Clip(Filter):
-    """s ← s · min(1, c/‖s‖) with c = √M · `norm`: each replica's own signal, before any piece remembers it. `norm=0` does not clip.
+    """s ← s · min(1, c/‖s‖) with c = √M · `norm`: each replica's own signal, before any piece keeps it. `norm=0` does not clip.
 
     Source: Deep Gradient Compression (arXiv 1712.01887, §3.2). There a replica's gradient is its share of a sum, and the
     threshold N^(−1/2) times that of the sum; here it is one of M whose mean is taken, and so M times as long: √M. (The mean of M
@@ -115,10 +114,10 @@ class Momentum(Filter):
 
     With `Feedback()`, whose residual is v, and a sparse codec: Deep Gradient Compression's momentum correction (arXiv 1712.01887,
     §3.2: v ← v + u, what is large of v is sent). `clears="sent"` is its momentum factor masking (§3.3): u ← 0 where something
-    was sent, so that old directions do not go on. With a codec that sends everything that wipes u each time, and leaves plain SGD;
-    so what an `Each` codec sends as the rest, in full, is spared. `clears="nothing"` is momentum SGD, kept apart.
+    was sent, so that old directions do not continue. A codec that sends everything would clear u each time, which is plain SGD. So
+    the rest that an `Each` codec sends in full is spared. `clears="nothing"` is momentum SGD on each replica.
 
-    State: 4 bytes a parameter. Whoever takes the outer, or for gradients the inner, step must have no momentum.
+    State: 4 bytes a parameter. The outer step (for gradients the inner step) must have no momentum.
 
     Args:
         decay: the share of u that is kept per round, in (0, 1).
@@ -195,16 +194,16 @@ class Moments(Filter):
     """Adam's moments m and v, the same on all replicas; once v is frozen, m travels.
 
         first:    ḡ = mean of g_i (in fp32);   m ← β₁·m + (1−β₁)·ḡ;   v ← β₂·v + (1−β₂)·ḡ²
-        frozen:   m_i = β₁·m + (1−β₁)·g_i is said;   m ← the estimate of its mean
+        frozen:   m_i = β₁·m + (1−β₁)·g_i is sent;   m ← the estimate of its mean
         estimate: m / (√v + ε)
 
     Source: 1-bit Adam (Tang et al., arXiv 2102.02888, Algorithm 1), with `Sign("l2")`, `Feedback()` and `TwoShot(Feedback())`. Without
-    bias correction, as there. The step is the caller's: SGD with decoupled weight decay for gradients, the outer step for deltas.
-    Gradients themselves cannot be coded so: v is quadratic in them, and what is held back does not telescope.
+    bias correction, as there. The caller takes the step: SGD with decoupled weight decay for gradients, the outer step for deltas.
+    Gradients themselves cannot be encoded in this way: v is quadratic in them, and the codec's errors would not cancel.
 
-    `freeze` is a number of rounds that were not refused, or `Settled()`, a test of v. Where v is zero by then, there was no gradient
-    so far (rows of an embedding that no text has used): there nothing is sent, taken or kept for later, and nothing moves. A code of
-    one bit cannot represent zero, and its noise divided by ε would move them. State: 8 bytes a parameter.
+    `freeze` is a number of rounds that were not refused, or `Settled()`, a test of v. A parameter whose v is zero then has had no
+    gradient (a row of an embedding that no text has used). It is not sent, kept or moved, because a code of one bit cannot represent
+    zero, and its noise divided by ε would move the parameter. State: 8 bytes a parameter.
 
     Args:
         beta1, beta2: Adam's β₁ and β₂, decay per round, in [0, 1).
@@ -240,7 +239,7 @@ class Moments(Filter):
         return self.freeze if isinstance(self.freeze, int) else self.freeze.least
 
     def init(self, numel: int) -> State:
-        # rounds so far, the norm of v when it was last looked at, whether v is frozen
+        # rounds so far, the norm of v at the last test, whether v is frozen
         phase = torch.zeros(3, dtype=torch.float64)
         return {"average": torch.zeros(numel), "square": torch.zeros(numel), "phase": phase}
 
@@ -279,7 +278,7 @@ class Moments(Filter):
 
 
 def _blended(before: Tensor, now: Tensor, share: float) -> Tensor:
-    """share·before + (1 − share)·now, each product and the sum rounded by itself: torch's `add(alpha=)`, `addcmul` and `lerp` round once on
+    """share·before + (1 − share)·now, each product and the sum rounded separately: torch's `add(alpha=)`, `addcmul` and `lerp` round once on
     some processors and twice on others.
     """
     return torch.mul(before, share).add_(now * (1 - share))
@@ -312,7 +311,7 @@ def check_filters(filters: Sequence[Filter]) -> None:
 
 
 def said(filters: Sequence[Filter], states: Sequence[State], s: Tensor) -> list[Tensor]:
-    """The input of each filter, from the first to the last, and then the signal to be coded."""
+    """The input of each filter, from the first to the last, and then the signal to encode."""
     inputs = [s]
     for one, state in zip(filters, states, strict=True):
         inputs.append(one.signal(inputs[-1], state))
@@ -327,7 +326,7 @@ def settled(
     mean: Tensor,
     held: State,
 ) -> tuple[Tensor, tuple[State, ...]]:
-    """The estimate, after all filters from the last back to the first, and their next states."""
+    """The estimate after all filters, from the last to the first, and their next states."""
     after: list[State] = []
     for one, state, s in reversed(list(zip(filters, states, inputs[:-1], strict=True))):
         mean, following = one.settle(s, sent, mean, state, held)

@@ -1,4 +1,4 @@
-"""Rules that weigh replicas by directions: by the subspace that most share, or by how alike all is that two have sent so far."""
+"""Robust rules that weigh replicas by directions: by the subspace that most share, or by the similarity of their histories."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _EXACT = Context(prec=30)
 
 
 def eigen(matrix: Tensor) -> tuple[list[float], Tensor]:
-    """Eigenvalues from the largest on, and eigenvectors as columns, of a symmetric matrix in fp64, by Jacobi's rotations: sums and products in a
-    fixed order, so that the bits do not depend on the machine.
+    """Eigenvalues in descending order, and eigenvectors as columns, of a symmetric matrix in fp64, by Jacobi's rotations. Sums and products
+    have a fixed order, so the bits do not depend on the machine.
     """
     a, size = matrix.clone(), len(matrix)
     vectors = torch.eye(size, dtype=torch.float64)
@@ -61,7 +61,7 @@ class FlagAggregator(RobustRule):
 
     Source: Almasi et al. (arXiv 2302.05865, §3), without its pairwise term (λ = 0, its default), by its iterative weights
     (1 − v_i)^(−1/4), until the objective falls by less than 1e-10. *Differs*: the released code iterates once from a random Y, divides by the
-    columns of Y, and returns the mean of unit vectors; here the median norm gives it a scale. It is blind to signs: negated values lie in
+    columns of Y, and returns the mean of unit vectors; here the median norm gives it a scale. It is blind to signs: negated values are in
     the same subspace. Its scale bounds how far fewer than half of the replicas can move it.
 
     On the wire and cost: as `Krum`.
@@ -110,15 +110,15 @@ def _column(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FoolsGold(RobustRule):
-    """Give less weight to replicas that resemble each other in all they have sent: against many replicas of one liar (Sybils), not one.
+    """Give less weight to replicas that resemble each other in all they have sent: a defence against many replicas of one liar (Sybils), not one.
 
         h_i ← h_i + x_i;   c_ij = cos(h_i, h_j), c_ii = 0;   m_i = max_j c_ij + 1e-5;   c_ij ← c_ij·m_i/m_j where m_i < m_j
         w_i = clip(1 − max_j c_ij, 0, 1), divided by the largest, at most 0.99;   w_i ← clip(ln(w_i/(1 − w_i) + 1e-5) + ½, 0, 1)
         x̂ = Σ_i w_i·x_i / Σ_i w_i
 
     Source: Fung et al. (arXiv 1808.04866, Algorithm 1; the released code's constants). *Differs*: the released code does not divide by the sum of
-    the weights; without that the outer step's rate would depend on likeness. *Only where the replicas' data differ*: on similar data honest replicas
-    resemble each other and lose all weight, and a liar keeps its own. It tolerates no lone liar, so NaN is refused as with a mean.
+    the weights; without that the outer step's rate would depend on similarity. *Only if the replicas' data differ*: on similar data honest replicas
+    resemble each other and lose all weight, and a liar keeps its weight. It does not tolerate a single liar, so NaN is refused as with a mean.
 
     On the wire: as `Krum`. State: 4·M bytes a value that is aggregated here: all with `Direct`, a shard with `TwoShot`.
 
@@ -147,7 +147,7 @@ class FoolsGold(RobustRule):
 
 
 def foolsgold(products: Tensor) -> list[float]:
-    """The weights that follow from the inner products of histories, not divided by their sum."""
+    """The weights from the inner products of histories, not divided by their sum."""
     size, norms = len(products), [math.sqrt(max(0.0, square)) for square in products.diagonal().tolist()]
     likeness = [
         [
@@ -168,5 +168,5 @@ def foolsgold(products: Tensor) -> list[float]:
 
 
 def _logarithm(x: float) -> float:
-    """ln x, rounded alike on all machines."""
+    """ln x, with the same rounding on all machines."""
     return float(Decimal(x).ln(_EXACT))

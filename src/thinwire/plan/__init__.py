@@ -1,1 +1,1 @@
-"""Before a run: what links and machines carry (probe), what a setting will cost, and which one is best."""
+"""Planning before a run: measure links and machines (probe), predict the cost of a setting, and find the best one."""

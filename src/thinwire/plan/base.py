@@ -1,6 +1,6 @@
-"""What a replica's process holds before it has a model: Python, torch and the kernels of a round. *Measured*, in a process of its own.
+"""Memory of a replica's process without its model: Python, torch and the kernels of a round. *Measured* in a separate process.
 
-`python -m thinwire.plan.base` is that process: it trains the smallest model for a few steps and prints its resident bytes.
+`python -m thinwire.plan.base` runs that process: it trains the smallest model for a few steps and prints its resident bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-import thinwire.lm.launch  # noqa: F401  # all that a replica imports
+import thinwire.lm.launch  # noqa: F401  # loads all that a replica imports
 from thinwire.comm import Group, run_threads
 from thinwire.errors import ConfigurationError
 from thinwire.lm.settings import ModelSpec
@@ -24,7 +24,7 @@ from thinwire.replica import Replica
 
 
 def resident_nbytes() -> int | None:
-    """Of this process; None where the system does not tell."""
+    """Resident bytes of this process; None if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # not Linux
@@ -33,12 +33,12 @@ def resident_nbytes() -> int | None:
 
 @lru_cache(maxsize=1)
 def base_nbytes() -> int:
-    """Of a replica on this machine. Raises `ConfigurationError` if none can train here."""
+    """Resident bytes of a replica without its model, on this machine. Raises `ConfigurationError` if a replica cannot train here."""
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigurationError(
-            f"the smallest model cannot be trained here ({why}); `thinwire doctor` says what this machine lacks."
+            f"the smallest model cannot be trained here ({why}); `thinwire doctor` reports what this machine lacks."
         )
     return int(done.stdout)
 

@@ -30,12 +30,12 @@ from thinwire.plan.outline import Outline, Shape, outline_of, outline_of_job
 from thinwire.rng import Key
 
 CODECS: tuple[Codec, ...] = (E3M0(), Sign(block=512), Cast("bf16"), Identity())
-FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # parameters that codecs are timed with: caches hold the first, not the last
+FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # sizes of the timed fragments: caches hold the first, not the last
 _DISK_NBYTES = 64 << 20
 
 
 def vocabulary(data: DataSpec) -> int:
-    """Of the tokenizer, without its text."""
+    """Size of the tokenizer's vocabulary, without reading the text."""
     kind, _, what = (data.tokenizer or "bytes").partition(":")
     if kind == "bytes":
         return 256
@@ -47,8 +47,8 @@ def vocabulary(data: DataSpec) -> int:
 
 
 def shape_of(run: Run) -> Shape:
-    """The shape of the run's model: exact for Thinwire's own, an outline of a Hugging Face one or a job's. Raises `ConfigurationError`,
-    `JobError`."""
+    """The shape of the run's model: exact for Thinwire's models, an outline for a Hugging Face model or a job's. Raises
+    `ConfigurationError`, `JobError`."""
     if run.model.job:
         return _job_outline(run.model.job, run.seed)
     if run.model.model.startswith("hf:"):
@@ -67,8 +67,8 @@ def _job_outline(job: str, seed: int) -> Outline:
 
 
 def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
-    """The run's model without storage, for a vocabulary of so many `tokens` (without: `vocabulary(run.data)`), and without reading its
-    text; of a Hugging Face one no weights are fetched. A job's model has values."""
+    """The run's model without storage, with a vocabulary of `tokens` (default: `vocabulary(run.data)`). Reads no text, and fetches no
+    weights of a Hugging Face model. A job's model has values."""
     if run.model.job:
         return OwnJob(run.model.job, run.seed).make_model()
     tokens = vocabulary(run.data) if tokens is None else tokens
@@ -79,8 +79,8 @@ def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
 
 
 def timed(run: Run, tokens: int, device: torch.device) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
-    """The run's model on `device`, and the loss of a micro-batch of so many sequences, whatever stands in them; `tokens` is its
-    vocabulary."""
+    """The run's model on `device`, and a function from a number of sequences to the loss of such a micro-batch (of arbitrary tokens).
+    `tokens` is the size of the vocabulary."""
     if run.model.job:
         job = OwnJob(run.model.job, run.seed)
         model = job.make_model().to(device)
@@ -96,10 +96,10 @@ def timed(run: Run, tokens: int, device: torch.device) -> tuple[nn.Module, Calla
 
 
 def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:
-    """Time `run`'s model in micro-batches of 1, 2, 4, … as long as one takes less than `seconds` and fits, then the rest.
+    """Time the steps of `run`'s model, then the optimizer, the codecs and the disk.
 
-    A figure is the median of at least three. Two threads would compete with what trains beside: torch's own number is
-    kept. `place` is where the disk is tried.
+    Micro-batches have 1, 2, 4, … sequences, as long as one takes less than `seconds` and fits. Each figure is the median of at least
+    three calls. torch's number of threads is not changed. `place` is the folder in which the disk is timed.
     """
     if not seconds > 0:
         raise ConfigurationError(f"seconds={seconds}: more than 0 is needed.")
@@ -134,7 +134,7 @@ def _steps(
     limit: int,
     most: int,
 ) -> Iterator[Step]:
-    """Forward and backward in doubling micro-batches."""
+    """Time forward and backward passes of micro-batches that double in size."""
     batch, peak = 1, 0
     while True:
 
@@ -142,7 +142,7 @@ def _steps(
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 loss = loss_of(batch)
             torch.autograd.backward(loss)
-            loss.item()  # a GPU has finished only now
+            loss.item()  # waits until the GPU has finished
 
         forget_peak()
         try:
@@ -159,7 +159,7 @@ def _steps(
 
 
 def codec_speed(codec: Codec, seconds: float = 0.1, numel: int = 1 << 22) -> machine.CodecSpeed:
-    """Parameters a second, encoding and decoding a fragment of `numel`."""
+    """Parameters a second when a fragment of `numel` is encoded, and when it is decoded."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     payload, out = torch.empty(codec.nbytes(numel), dtype=torch.uint8), torch.zeros(numel)
     key = Key(0, 0, 0, 0)
@@ -169,7 +169,7 @@ def codec_speed(codec: Codec, seconds: float = 0.1, numel: int = 1 << 22) -> mac
 
 
 def disk_speed(place: Path) -> float:
-    """Bytes a second to a file of 64 MiB, flushed to the disk: what a checkpoint gets."""
+    """Bytes a second that a checkpoint is written with: a file of 64 MiB, flushed to the disk."""
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=place) as file:
         began = time.perf_counter()
@@ -181,7 +181,7 @@ def disk_speed(place: Path) -> float:
 
 
 def _median(call: Callable[[], object], seconds: float) -> float:
-    """Of at least three calls, after one that does not count, and of as many as `seconds` allow."""
+    """Median seconds of a call: at least three calls, more if `seconds` allow, after one call that does not count."""
     call()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds and len(times) < 100):
@@ -192,16 +192,16 @@ def _median(call: Callable[[], object], seconds: float) -> float:
 
 
 def forget_peak() -> None:
-    """Let `peak_nbytes` begin anew, where the system can."""
+    """Reset `peak_nbytes`, if the system can."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return
-    with suppress(OSError):  # not Linux, or not allowed: the peak is that of the whole process
+    with suppress(OSError):  # not Linux, or not allowed: the peak covers the whole life of the process
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_nbytes() -> int | None:
-    """Most bytes in use since `forget_peak`: allocated on a GPU, resident on a CPU; None where the system does not tell."""
+    """Most bytes in use since `forget_peak`: allocated on a GPU, resident on a CPU; None if the system does not report it."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     try:

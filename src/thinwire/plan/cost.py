@@ -1,8 +1,8 @@
-"""What a strategy costs in time on given links: utilisation by following one period, and what cannot work. *Predicted*.
+"""The time that a strategy costs on given links: the utilisation of a period, and methods that cannot work. *Predicted*.
 
-All replicas take their steps together, at the pace of the slowest, and the slowest wire carries one round after the
-other. That is a closed form only while no flight is late; so departures and landings of a few periods are followed
-in order, which takes microseconds. `thinwire simulate` has jitter, stragglers, outages and shared wires beside.
+All replicas take their steps together, at the pace of the slowest one. The slowest wire carries one round after the
+other. A closed form exists only while no flight is late, so departures and landings of a few periods are followed in
+order, which takes microseconds. `thinwire simulate` also models jitter, stragglers, outages and shared wires.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from thinwire.plan.outline import Shape
 from thinwire.records.units import text_of_seconds
 from thinwire.strategy import Strategy
 
-_PERIODS = 12  # followed; the first half does not count (long flights take some to settle)
+_PERIODS = 12  # that are followed; the first half does not count, because long flights need some periods to settle
 
 
 @dataclass(frozen=True)
 class FragmentSeconds:
-    """How long one fragment keeps what busy: the exchange thread before and after, the slowest wire, and the way."""
+    """Seconds of one fragment's exchange: encoding, the slowest wire, the delay of the way, and decoding."""
 
     encode_seconds: float
     wire_seconds: float
@@ -33,13 +33,13 @@ class FragmentSeconds:
 
     @property
     def flight_seconds(self) -> float:
-        """On an idle wire."""
+        """Seconds from departure to arrival on an idle wire."""
         return self.encode_seconds + self.wire_seconds + self.way_seconds + self.decode_seconds
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Where the time goes in the long run."""
+    """How the time of a long run is spent."""
 
     utilization: float
     stall_seconds: float  # of an inner step, on average
@@ -48,10 +48,10 @@ class Pace:
 
 
 def wire_seconds(links: Links, nbytes: float, places: Sequence[int] | None = None) -> float:
-    """How long it takes until each of `places` (without: of all) has sent `nbytes` to each of the others, all at once.
+    """Seconds until each of `places` (default: all) has sent `nbytes` to each of the others, all at once.
 
-    The fullest of three: a link by itself (at its rate `together` while all are there, where that was measured), a
-    replica's way up, and its way down, which carry what goes to and what comes from all others.
+    The longest of three times: of the slowest link (at its rate `together`, if that was measured and all take part), of a replica's
+    uplink, which carries what it sends to all others, and of its downlink, which carries what it receives.
     """
     chosen = np.arange(len(links)) if places is None else np.array(places)
     others = len(chosen) - 1
@@ -70,7 +70,7 @@ def way_seconds(links: Links, places: Sequence[int] | None = None) -> float:
 
 
 def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[FragmentSeconds]) -> Pace:
-    """Follow departures and landings, as `Replica` orders them, through a few periods.
+    """Follow the departures and landings of a few periods, in the order of `Replica`.
 
     >>> from thinwire import diloco
     >>> follow(diloco(every=9), 1.0, [FragmentSeconds(0.0, 0.9, 0.1, 0.0)]).utilization
@@ -113,7 +113,8 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Fragment
 
 @lru_cache(maxsize=1024)
 def _events(schedule: Schedule, fragments: int, eager: bool) -> tuple[tuple[int, int, int], ...]:
-    """(step, what, fragment) of some periods in which all depart, in order. What: 1 departs, 2 lands, 0 lands before it departs."""
+    """(step, event, fragment) in order, of `_PERIODS` periods in which all fragments depart. The event is 1 for a departure, 2 for a
+    landing, and 0 for a landing that comes before a departure at the same step."""
     first = 2 * schedule.every
     steps = range(first + 1, first + schedule.every + 1)
     departures = [(step - first, p) for step in steps for p in schedule.departs(step, fragments)]
@@ -127,7 +128,7 @@ def _events(schedule: Schedule, fragments: int, eager: bool) -> tuple[tuple[int,
 
 @dataclass(frozen=True)
 class Refusal:
-    """What cannot work over these links, with the number."""
+    """A method that cannot work over these links, and its predicted utilisation."""
 
     what: str
     because: str
@@ -135,9 +136,9 @@ class Refusal:
 
 
 def tensor_parallel(links: Links, shape: Shape, sequence: int, micro_batch: int, micro_seconds: float) -> Refusal:
-    """Every layer split over two sites: 4 all-reduces of its activations a layer and micro-batch, none of which can wait.
+    """Refuses to split each layer over two sites: every layer needs 4 blocking all-reduces of its activations in each micro-batch.
 
-    Each takes at least the way and 4·batch·sequence·D bytes (fp32) over the better pair's slower direction; computing halves.
+    Each takes at least the link's delay and 4·batch·sequence·D bytes (fp32) over the slower direction of the best pair; compute halves.
     """
     ways = links.delays + 8 * 4 * micro_batch * sequence * shape.width / links.rates
     both = np.maximum(ways, ways.T) + np.diag([np.inf] * len(links))

@@ -1,4 +1,4 @@
-"""The delay that fits a link: the one with which a run ends lowest after the same time. *Predicted*."""
+"""Chooses the delay for a link: the one with the lowest loss after the same time. *Predicted*."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from thinwire.plan.expected import cost_of_delay
 from thinwire.records.units import text_of_seconds
 from thinwire.strategy import Strategy
 
-MOST = 10  # inner steps in the air
+MOST = 10  # inner steps of a flight that are tried
 _OF_TOKENS = (
     -0.118
 )  # d ln(loss) / d ln(tokens) of data-parallel training, 500 to 2,000 steps: family.json, quality.json
 
 
 def follows_link(run: Run) -> bool:
-    """Whether the run's delay is open, and the link known: the default method without a delay of its own, on an emulated link."""
+    """Whether the delay is chosen by the link: the run has the default method, gives no delay, and emulates a link."""
     named = recipe_name(run.method.strategy) == "streaming_sign" and run.method.delay is None
     return named and run.placement.replicas > 1 and parse_link(run.placement.link) is not None
 
 
 def with_delay(run: Run, model: nn.Module, step_seconds: float) -> tuple[Run, str]:
-    """`run`, which `follows_link`, with the delay for inner steps of `step_seconds`; and a line about it."""
+    """`run`, of which `follows_link` is true, with the best delay for inner steps of `step_seconds`; and one line that explains it."""
     link = parse_link(run.placement.link)
     assert link
     tried, every = [], run.make_strategy().schedule.every
@@ -49,7 +49,7 @@ def with_delay(run: Run, model: nn.Module, step_seconds: float) -> tuple[Run, st
 
 
 def _traffic(strategy: Strategy, fragments: Sequence[Fragment], replicas: int, link: Link) -> list[FragmentSeconds]:
-    """Of each fragment."""
+    """Wire and way of each fragment; the seconds of the codec are not counted."""
     found = []
     for fragment in fragments:
         codec, numel = strategy.coded(fragment.shapes)

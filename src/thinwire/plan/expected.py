@@ -1,8 +1,8 @@
-"""What loss a setting should reach, and what that is worth: the laws of `scaling`, corrected for H, overlap and tokens. *Predicted*.
+"""The loss that a setting should reach: the laws of `scaling`, corrected for H, overlap and tokens. *Predicted*.
 
-Corrections are from the published tables: Streaming DiLoCo (arXiv 2501.18512, tables 5 to 7 and figure 8) for H, M and
-delay; Eager Updates (arXiv 2502.12996, table 2) for a whole period in the air. They are ratios of losses, so that they
-carry over to another text; the loss itself is of C4 with a vocabulary of 32,000 and does not.
+Corrections are from published tables: Streaming DiLoCo (arXiv 2501.18512, tables 5 to 7 and figure 8) for H, M and delay; Eager
+Updates (arXiv 2502.12996, table 2) for flights of a whole period. Corrections are ratios of losses, so they apply to other texts
+too. The loss itself is that of C4 with a vocabulary of 32,000, and applies to no other text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from thinwire.plan.scaling import LAWS, TOKENS_PER_PARAMETER, Outside, Prediction, outside, predict
 
-_H = (30, 100)  # what the tables have
+_H = (30, 100)  # the values of H in the tables
 _H_COST = {2: 0.0068, 4: 0.0112}  # loss(H=100)/loss(H=30) − 1, mean over 35 M to 1 B
-# loss(eager)/loss(one step in the air) − 1, by parameters: at H = 30, and at H = 100, where both have the cost of H and eager
-# updates less of their own (eager itself loses 0, 0 and 0.8 % from 30 to 100)
+# loss(eager) / loss(a flight of one step) − 1, by parameters: at H = 30, and at H = 100. At H = 100 both sides include the cost
+# of H, so the additional cost of eager updates is smaller (eager itself loses 0, 0 and 0.8 % from H = 30 to 100)
 _EAGER = (
     ((35e6, 0.0255), (100e6, 0.0187), (200e6, 0.0168), (300e6, 0.0178), (500e6, 0.0150), (1e9, 0.0081)),
     ((35e6, 0.0169), (500e6, 0.0074), (1e9, 0.0080)),
 )
-_DELAY = 10  # steps in the air that cost less than 0.2 %
-# streaming_sign: the share of DiLoCo's distance to data-parallel training that is left, and what a step in the air beyond the first costs, as a
-# share of H; measured with 0.18 M parameters, 500 steps and two replicas (docs/log.md, 2026-11-22)
+_DELAY = 10  # a flight of up to so many steps costs less than 0.2 %
+# streaming_sign: its distance to data-parallel training as a share of DiLoCo's, and the cost of each step of a flight after the
+# first, as a share of H; measured with 0.18 M parameters, 500 steps and two replicas (docs/log.md, 2026-11-22)
 _SIGN, _SIGN_DELAY = 0.73, 0.085
 _RATIO = (0.9 * TOKENS_PER_PARAMETER, 250.0)  # tokens per parameter: the laws, and 1 B on Dolma
 _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
@@ -34,8 +34,8 @@ _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
 def loss(method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float) -> Prediction:
     """Evaluation loss of `method` (a recipe's name) at its best learning rates, in nats per token.
 
-    `sparse_loco` and `local_sgd` have no published law: they are taken for DiLoCo, with a warning by name. Nor has `streaming_sign`: our
-    own measurement with a small model is taken beside DiLoCo's law.
+    `sparse_loco`, `local_sgd` and `streaming_sign` have no published law. DiLoCo's law is used for them, with a named warning; that of
+    `streaming_sign` is corrected by our measurement with a small model.
 
     >>> round(loss("streaming_diloco", 1e9, 2, every=100, delay=5, tokens=20e9).value, 3)
     2.537
@@ -54,8 +54,8 @@ def loss(method: str, parameters: float, replicas: int, every: int, delay: int, 
 def density(method: str, parameters: float, replicas: int, every: int, delay: int) -> float:
     """The compute with which data-parallel training reaches the same loss, over the compute spent.
 
-    1 for data-parallel; below 1 where low communication costs loss. One number that makes H, τ and M comparable:
-    tokens per second times density is the speed in tokens that data-parallel training would be worth.
+    It is 1 for data-parallel training, and below 1 if low communication costs loss. It makes H, τ and M comparable: tokens per second
+    times density is the speed of a data-parallel training that would learn as much.
     ρ = (L / L_DP)^(2/a), with a the data-parallel law's exponent and D = 20·N.
 
     >>> [round(density("streaming_diloco", 1e9, 2, every, 1), 2) for every in (30, 100)]
@@ -69,7 +69,7 @@ def density(method: str, parameters: float, replicas: int, every: int, delay: in
 def _of_period(
     method: str, parameters: float, replicas: int, every: int, delay: int
 ) -> tuple[float, tuple[Outside, ...]]:
-    """The factor for H and for what is in the air, and what is outside the tables."""
+    """The factor on the loss for H and the length of a flight, and warnings for what is outside the tables."""
     if method == "streaming_sign":
         return _of_signs(parameters, replicas, every, delay)
     cost = _H_COST[2] + (_H_COST[4] - _H_COST[2]) * min(2.0, max(0.0, math.log2(replicas / 2)))
@@ -83,23 +83,23 @@ def _of_period(
         factor *= 1 + 0.002 * delay / _DELAY
         warnings += outside("delay", delay, 0, _DELAY)
     if method in ("sparse_loco", "local_sgd"):
-        warnings += (Outside(f"{method}-unfitted", "no published law; that of DiLoCo is taken"),)
+        warnings += (Outside(f"{method}-unfitted", "no published law; DiLoCo's is used"),)
     return factor, warnings
 
 
 def cost_of_delay(every: int, delay: int) -> float:
-    """The factor on the loss of `streaming_sign` for steps in the air."""
+    """The factor on the loss of `streaming_sign` for a flight of `delay` steps."""
     return 1 + _SIGN_DELAY * max(0, delay - 1) / every
 
 
 def _of_signs(parameters: float, replicas: int, every: int, delay: int) -> tuple[float, tuple[Outside, ...]]:
     control = predict("loss", parameters, None).value / predict("loss", parameters, replicas).value
-    says = "no published law; DiLoCo's is taken, with what was measured of signs on 0.18 million parameters"
+    says = "no published law; DiLoCo's is used, corrected by a measurement of signs on 0.18 million parameters"
     factor = control + _SIGN * (1 - control)
     return factor * cost_of_delay(every, delay), (Outside("streaming_sign-unfitted", says),)
 
 
 def _interpolated(parameters: float, table: Sequence[tuple[float, float]]) -> float:
-    """`table` between its sizes, in log N; the nearest one outside."""
+    """The value of `table` at `parameters`, interpolated in log N; outside its sizes the nearest value."""
     sizes, costs = zip(*table, strict=True)
     return float(np.interp(math.log(parameters), [math.log(size) for size in sizes], costs))

@@ -1,4 +1,4 @@
-"""A plan in words: why a setting stands where it does, and what was refused."""
+"""Explains a plan in words: the rank of each setting, and the methods that were refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from thinwire.plan.sharding import FP32, Shards, traffic
 from thinwire.records.units import text_of_rate, text_of_seconds, text_of_share
 from thinwire.simulate.pipeline import pipeline_seconds
 
-FEW = 5  # of a kind, that are named
+FEW = 5  # of one kind are named
 USELESS = 0.5  # utilisation below which something is refused outright
 
 
 def sentence(setting: Setting, best: Setting) -> str:
-    """Why this row stands where it stands, in one sentence."""
+    """One sentence that explains the rank of a setting."""
     run, pace = setting.run, setting.pace
     if run.placement.replicas == 1:
-        return "One replica alone: nothing is sent, and an outer step on its own deltas is a gain; but nobody shares the work."
+        return "One replica alone: nothing is sent, and an outer step on its own deltas is a gain; but the work is not shared."
     schedule = run.make_strategy().schedule
     flight, window = text_of_seconds(setting.flight_seconds), text_of_seconds(schedule.delay * setting.step_seconds)
     if schedule.every == 1:
@@ -30,7 +30,7 @@ def sentence(setting: Setting, best: Setting) -> str:
             f"every {schedule.every} steps all wait {text_of_seconds(schedule.every * pace.stall_seconds)} for a round"
         )
     elif pace.latest_seconds <= 1e-3 * setting.step_seconds:
-        why = f"a fragment flies {flight} and has {window}, so nobody waits"
+        why = f"a fragment flies {flight} and has {window}, so no replica waits"
     elif pace.wire_use > 0.97:
         why = "the slowest wire is busy all the time: no overlap can hide more"
     else:
@@ -51,8 +51,8 @@ def sentence(setting: Setting, best: Setting) -> str:
 
 
 def refused(task: Task, best: Setting) -> list[cost.Refusal]:
-    """What is not even tried over these links, with its numbers."""
-    if len(task.links) < 2 or task.base.model.job:  # of whose layers nothing is known
+    """Methods that are not tried over these links, with the numbers that say why."""
+    if len(task.links) < 2 or task.base.model.job:  # the layers of a job's model are not known
         return []
     shape, run = shape_of(task.base), best.run
     machine = task.machine(best.places[0])
@@ -64,7 +64,7 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
     share = micros * micro / stages / step
     path = " → ".join(task.links.names[place] for place in order) if order else f"through {stages} sites"
-    best_of = "the best of all orders takes" if order else "each of all orders takes at least"
+    best_of = "the best of all orders takes" if order else "every order takes at least"
     found.append(
         cost.Refusal(
             f"a pipeline {path}",
@@ -77,7 +77,7 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
 
 
 def warnings(task: Task, best: Setting) -> list[str]:
-    """What to know before believing the best row: named, one line each."""
+    """Warnings about the best setting: each has a name and one line."""
     links = task.links
     said = [str(warning) for warning in dict.fromkeys((*best.loss.warnings, *best.warnings))]
     chosen = set(best.places)
@@ -90,7 +90,9 @@ def warnings(task: Task, best: Setting) -> list[str]:
                 "every replica sends as much as it receives, so the slower way counts"
             )
     said += (
-        [f"sizes-vary: {best.strategy.bound}, and so are times and memory that follow"] if best.strategy.bound else []
+        [f"sizes-vary: {best.strategy.bound}, and so are the times and memory that follow from it"]
+        if best.strategy.bound
+        else []
     )
     out = [name for place, name in enumerate(links.names) if place not in chosen]
     if out:
@@ -120,7 +122,8 @@ def few(names: Sequence[str]) -> str:
 def shards(
     task: Task, best: Setting, asked: Shards | None, levels: Sequence[int]
 ) -> list[tuple[Shards, int, list[float]]]:
-    """Ways of sharding over a replica's ranks: what a rank keeps (weights, gradients, moments), and sends on each level in an inner step."""
+    """Ways to shard over a replica's ranks: the bytes that a rank keeps (weights, gradients, moments), and those that it sends on each
+    level in an inner step."""
     ranks, parameters = task.ranks, shape_of(task.base).parameters()
     known = [(1, 1, 1), (1, 1, ranks), (1, ranks, ranks), (ranks, ranks, ranks)]
     found = []

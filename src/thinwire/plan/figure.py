@@ -1,6 +1,6 @@
-"""Figures of a plan: expected loss against bytes, and training's share of the time against the rate of the links. *Predicted*.
+"""Figures of a plan: expected loss over bytes, and the share of time in training over the rate of the links. *Predicted*.
 
-The second is also drawn of runs that are over (`rates_of_runs`): what another link would have given them, with a dot where they were.
+`rates_of_runs` draws the second for finished runs: a curve over other rates, and a dot for the run itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from thinwire.simulate.replicas import delays
 from thinwire.strategy import Gradients
 
 POINTS = 60  # of a curve of rates
-DECADES = 2.0  # of rates, on both sides of what is there
+DECADES = 2.0  # of rates, on both sides of the present rate
 DRAWN = 10  # runs
 
 
 def frontier_chart(found: Sequence[Setting], best: Setting) -> Chart:
-    """A dot for every setting, by method; the dashed line joins those that nothing with fewer bytes comes up to."""
+    """A dot for every setting, by method. The dashed line joins those of which no setting with fewer bytes has a lower loss."""
     sending = [setting for setting in found if setting.bits_per_second > 0]
     data = [
         _dots([setting for setting in sending if setting.method == method], method, SEARCHED.index(method))
@@ -64,7 +64,7 @@ def frontier_chart(found: Sequence[Setting], best: Setting) -> Chart:
 
 
 def _dots(settings: Sequence[Setting], name: str, number: int) -> Json:
-    """DiLoCo's are rings: where streaming with the same H and codec costs and gives the same, both are seen."""
+    """Dots of some settings. DiLoCo's are rings, so that both show where streaming with the same H and codec has the same values."""
     texts = [f"{s.label}, M = {s.replicas}: {s.loss.value:.3f}, {text_of_nbytes(_sent(s))}" for s in settings]
     ring = {"symbol": "circle-open", "size": 13} if name == "diloco" else {"size": 8}
     return {
@@ -75,7 +75,7 @@ def _dots(settings: Sequence[Setting], name: str, number: int) -> Json:
 
 
 def _sent(setting: Setting) -> float:
-    """Bytes of one replica over the whole training."""
+    """Bytes that one replica sends during the whole training."""
     return setting.bits_per_second / 8 * setting.seconds
 
 
@@ -88,7 +88,7 @@ def _nbytes_ticks(settings: Sequence[Setting]) -> Json:
 
 
 def rates_chart(rows: Sequence[Setting], task: Task) -> Chart:
-    """A curve for each row of the table: all its links faster or slower by the same factor. The dots are the links as they are."""
+    """A curve for each row of the table, with all links faster or slower by the same factor. The dots show the given links."""
     data: list[Json] = []
     factors = np.geomspace(10**-DECADES, 10**DECADES, POINTS)
     for number, setting in enumerate([row for row in rows if len(row.places) > 1]):
@@ -98,7 +98,7 @@ def rates_chart(rows: Sequence[Setting], task: Task) -> Chart:
         line = curve(slowest * factors / 1e6, shares, name, number, _HOVER, dashed=number % 2 == 1)
         data += _with_dot(line, slowest / 1e6, setting.pace.utilization)
     x: Json = {"title": {"text": "slowest link, Mbit/s"}, "type": "log"}
-    return chart(data, x, share_axis("time in training (predicted)"), "dots: the links as they are")
+    return chart(data, x, share_axis("time in training (predicted)"), "dots: the given links")
 
 
 def _share(setting: Setting, factor: float) -> float:
@@ -107,27 +107,27 @@ def _share(setting: Setting, factor: float) -> float:
 
 
 def rates_of_runs(records: Sequence[RunRecord]) -> Chart | None:
-    """What other rates would have given these runs, from each one's strategy, fragments and time of a step; None where that is
-    not known of any. A dot is the run itself. Encoding and decoding are not counted, so dots may lie below.
+    """The share of time in training that finished runs would have had at other rates; None if no run's strategy, fragments and step
+    time are known. A dot shows the run itself. The curves do not count encoding and decoding, so dots may be below them.
     """
     data: list[Json] = []
     for number, record in enumerate(records[:DRAWN]):
         with suppress(
             ThinwireError, ArithmeticError, LookupError, TypeError, ValueError
-        ):  # of another version, or damaged
+        ):  # the record is of another version, or damaged
             data += _of_run(record, number)
     if not data:
         return None
     x: Json = {"title": {"text": "uplink of a replica, Mbit/s"}, "type": "log"}
     remark = (
-        "Lines: predicted, for as many steps and the exchange at the end, without encoding, decoding and jitter. "
+        "Lines: predicted, for the same number of steps and the exchange at the end, without encoding, decoding and jitter. "
         "Dots: the runs themselves, where the rate of their link is known."
     )
     return chart(data, x, share_axis("time in inner steps"), remark)
 
 
 def _of_run(record: RunRecord, number: int) -> list[Json]:
-    """From a tenth of the rate that is least needed, or of the link's, to thirty times it."""
+    """The curve and the dot of a run: from a tenth of the least rate that it needs, or of its link's rate, to thirty times that."""
     given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in record.settings.items()
@@ -143,7 +143,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         return []
     coded = [strategy.coded(((numel,),)) for numel in numels]
     sent = [strategy.exchange.nbytes_sent(codec, numel, size) for codec, numel in coded]
-    if any(inner.needs_shapes for inner in nested(strategy.codec)):  # a log has no shapes: what was counted
+    if any(inner.needs_shapes for inner in nested(strategy.codec)):  # a log has no shapes: use the counted bytes
         first = record.replicas[0]
         if any(not first.departed.get(p) for p in range(len(numels))):
             return []
@@ -156,7 +156,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
     rates = np.geomspace(min(floor, there or floor) / 10, max(floor, there or floor) * 30, POINTS)
 
     def share(rate: float) -> float:
-        """Of all its steps, and the exchange of everything at its end."""
+        """The share of time in training, over all steps and the exchange of all fragments at the end."""
         traffic = [
             cost.FragmentSeconds(0.0, 8 * nbytes / rate, delay, 0.0) for nbytes, delay in zip(sent, ways, strict=True)
         ]
@@ -173,7 +173,7 @@ _HOVER = "%{y:.1%} at %{x:.3~g} Mbit/s"
 
 
 def _with_dot(line: Json, x: float | None, y: float) -> list[Json]:
-    """The curve, and where it stands today."""
+    """The curve, and a dot for the present value."""
     if x is None or not np.isfinite(y):
         return [line]
     dot = {

@@ -1,7 +1,7 @@
-"""Scaling laws from a user's own ladder of runs: exponents with intervals, joint laws, training density.
+"""Fits scaling laws to a user's ladder of runs: exponents with intervals, joint laws, training density.
 
 Everything is fitted in log space with the Huber loss (a run that went wrong counts less), as the scaling-law paper
-does (arXiv 2503.09799, §4); the laws here are linear in the logs but for the constant C, so the best fit is found
+does (arXiv 2503.09799, §4); the laws here are linear in the logs except for the constant C, so the best fit is found
 directly: reweighted least squares, and a search over C alone. *Differs*: no 256 random starts are needed.
 
     power       L = A·N^a·M^b…            one exponent for every variable given
@@ -28,14 +28,14 @@ from thinwire.records.files import contents, parsed
 
 Form = Literal["power", "constant", "mixed"]
 Floats = NDArray[np.float64]
-HUBER = 1e-3  # of ln(loss): beyond it a residual counts by its size, not its square
+HUBER = 1e-3  # of ln(loss): a larger residual counts linearly, not by its square
 _ROUNDS = 60
 NEEDED = ("loss", "parameters")
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Runs: a column for each variable, all positive, of one length; and what is no number, such as a method's name."""
+    """A table of runs: columns of positive numbers, all of one length, and columns of text such as a method's name."""
 
     columns: Mapping[str, Floats]
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Ladder:
         return Ladder({name: values[kept] for name, values in self.columns.items()}, labels)
 
     def where(self, label: str) -> Ladder:
-        """The runs of which some column says `label`."""
+        """The runs that have `label` in some column."""
         rows = [row for row in range(len(self)) if any(texts[row] == label for texts in self.labels.values())]
         if not rows:
             known = sorted({text for texts in self.labels.values() for text in texts})
@@ -65,7 +65,7 @@ class Ladder:
 
     @classmethod
     def load(cls, path: Path) -> Ladder:
-        """CSV with a header, or JSON: a list of objects. Numbers in `loss` and `parameters` must be there."""
+        """Read a CSV with a header, or a JSON list of objects. The columns `loss` and `parameters` must have numbers."""
         try:
             text = contents(path)
             rows = parsed(json.loads, text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
@@ -108,7 +108,7 @@ class Fitted:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the exponents; in the mixed form the last is that of M·ln N."""
+        """Names of the exponents; in the mixed form the last one belongs to M·ln N."""
         return (
             self.variables if self.form != "mixed" else (self.variables[0], f"{self.variables[0]}^{self.variables[1]}")
         )
@@ -125,7 +125,7 @@ class Fitted:
 
 
 def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str = "loss") -> Fitted:
-    """The law of `of` in `variables` (the mixed form takes two: the size, and what bends its exponent).
+    """Fit the law of the column `of` in `variables`. The mixed form takes two: the size, and the variable that changes its exponent.
 
     >>> n = np.array([1e6, 1e7, 1e8, 1e9])
     >>> str(fit(Ladder({"parameters": n, "loss": 18.0 * n**-0.095}), ["parameters"]))
@@ -136,7 +136,9 @@ def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str 
         if name not in ladder.columns:
             raise DataError(f"no column {name!r} in the ladder; it has {', '.join(ladder.columns)}.")
         if len(set(ladder.columns[name])) < 2:
-            raise DataError(f"{name!r} is the same in all runs: its exponent cannot be told. Leave it out, or vary it.")
+            raise DataError(
+                f"{name!r} is the same in all runs: its exponent cannot be determined. Leave it out, or vary it."
+            )
     if len(ladder) < needed:
         raise DataError(f"{len(ladder)} runs: at least {needed} are needed for {form} in {', '.join(variables)}.")
     if form == "mixed" and len(variables) != 2:
@@ -144,7 +146,7 @@ def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str 
     values, features = ladder.columns[of], _features(form, tuple(variables), ladder.columns)
     if np.linalg.matrix_rank(np.column_stack([np.ones(len(values)), features])) < features.shape[1] + 1:
         raise DataError(
-            f"{', '.join(variables)} vary only together: their exponents cannot be told apart. Leave one out."
+            f"{', '.join(variables)} vary only together: their exponents cannot be distinguished. Leave one out."
         )
 
     def at(constant: float) -> tuple[float, Floats]:
@@ -168,9 +170,9 @@ def intervals(
     seed: int = 0,
     of: str = "loss",
 ) -> dict[str, tuple[float, float]]:
-    """Bootstrap intervals of the exponents at `level`: runs are drawn again with replacement, and the law fitted anew.
+    """Bootstrap intervals of the exponents at `level`: runs are drawn with replacement, and the law is fitted to each draw.
 
-    Draws that cannot be fitted (one size only) are drawn again.
+    A draw that cannot be fitted (one size only) is replaced by another.
     """
     random = np.random.default_rng(seed)
     found: list[tuple[float, ...]] = []
@@ -191,7 +193,7 @@ def intervals(
 
 
 def hold_out(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str = "loss") -> float | None:
-    """Mean |ln(predicted / given)| at the largest size, of a law fitted to the others; None where too few are left."""
+    """Mean |ln(predicted / given)| at the largest size, of a law fitted to the other sizes; None if too few runs are left."""
     size = ladder.columns["parameters"]
     largest = size == size.max()
     try:
@@ -203,28 +205,30 @@ def hold_out(ladder: Ladder, variables: Sequence[str], form: Form = "power", of:
 
 
 def density(reference: Ladder, runs: Ladder) -> Floats:
-    """Training density: the compute with which a data-parallel reference reaches a run's loss, over what the run spent.
+    """Training density: the compute with which a data-parallel reference reaches a run's loss, over the compute that the run spent.
 
     L = A·C^a + L₀ is fitted to `reference` (compute = 6·parameters·tokens, unless the column `compute` is there; with
-    fewer than four runs L₀ = 0) and inverted. 1 on the reference's own curve. NaN outside of the losses that the
-    reference reached: nothing is extrapolated. A loss a thousandth lower is worth some two per cent of compute, so a
-    density is as good as the loss is known.
+    fewer than four runs L₀ = 0) and inverted. The density is 1 on the reference's curve. It is NaN outside of the losses that the
+    reference reached, because nothing is extrapolated. A loss a thousandth lower is worth about two per cent of compute, so a
+    density is only as exact as the loss.
     """
     ladder = Ladder({"compute": compute(reference), "loss": reference.columns["loss"]})
     law = fit(ladder, ["compute"], "constant" if len(ladder) >= 4 else "power")
     losses = reference.columns["loss"]
     inside = (runs.columns["loss"] >= losses.min()) & (runs.columns["loss"] <= losses.max())
-    above = np.maximum(runs.columns["loss"] - law.constant, 1e-12)  # where it is inside, it is above
+    above = np.maximum(runs.columns["loss"] - law.constant, 1e-12)  # inside the reference's range it is positive
     worth = (above / law.coefficient) ** (1 / law.exponents[0])
     return np.where(inside, worth / compute(runs), np.nan)
 
 
 def compute(ladder: Ladder) -> Floats:
-    """Operations of each run."""
+    """Floating-point operations of each run."""
     if "compute" in ladder.columns:
         return ladder.columns["compute"]
     if "tokens" not in ladder.columns:
-        raise DataError("neither compute nor tokens in the ladder: what a run spent is not known. Add a column tokens.")
+        raise DataError(
+            "neither compute nor tokens in the ladder: the compute of a run is not known. Add a column tokens."
+        )
     return 6 * ladder.columns["parameters"] * ladder.columns["tokens"]
 
 
@@ -253,7 +257,7 @@ def _huber(features: Floats, target: Floats, scale: Floats) -> tuple[float, Floa
 
 
 def _golden(f: Callable[[float], float], low: float, high: float) -> float:
-    """Where `f` is least between `low` and `high`: a coarse grid, then golden sections around its best point."""
+    """The minimum of `f` between `low` and `high`: a coarse grid, then golden sections around its best point."""
 
     grid = np.linspace(low, high, 41)
     best = int(np.argmin([f(c) for c in grid]))

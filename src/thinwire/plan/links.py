@@ -1,16 +1,16 @@
-"""What links carry: facts that a person can read and edit, in `links.toml`.
+"""Rates and delays of links, in a file `links.toml` that a person can read and edit.
 
     names = ["oslo", "lyon"]
     [[link]]
     from = "oslo"                      # or: between = ["oslo", "lyon"], for both directions
     to = "lyon"
-    alone = "95.2mbit,21.3ms"          # rate, and one-way delay (half a round trip), with nothing else on it
-    together = "48mbit"                # while everybody sends to everybody; optional
+    alone = "95.2mbit,21.3ms"          # rate and one-way delay (half a round trip) of the idle link
+    together = "48mbit"                # the rate while every replica sends to every other; optional
 
-In place of a file, one link that all replicas have: `50mbit,30ms`.
+One link for all replicas can be given instead of a file: `50mbit,30ms`.
 
-A site's links share its way up and its way down. What these carry is the sum of its rates `together` where all of them were
-measured, else the fastest of its rates `alone`.
+A site's links share its uplink and its downlink. The rate of each of these is the sum of the site's rates `together` if all were
+measured, otherwise the fastest of its rates `alone`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _KEYS = {"from", "to", "between", "alone", "together"}
 
 @dataclass(frozen=True)
 class Links:
-    """Directed links between replicas, by their places in `names`. `together` is empty where it was not measured.
+    """Directed links between replicas, by their indices in `names`. `together` is empty if it was not measured.
 
-    `up` and `down` are bits per second that each replica can send and receive in all; without: from `alone` and `together`.
+    `up` and `down` are the bits per second that each replica can send and receive in total; default: from `alone` and `together`.
     """
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Links:
         missing = [pair for pair in pairs if pair not in self.alone]
         if missing:
             a, b = missing[0]
-            back = "; the way back is there, but the two directions may differ" if (b, a) in self.alone else ""
+            back = "; the opposite direction is given, but the two may differ" if (b, a) in self.alone else ""
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise ConfigurationError(
                 f"the link {self.names[a]} → {self.names[b]}{more} is missing{back}; every replica sends to every other. Add it, or "
@@ -88,15 +88,15 @@ class Links:
         return table
 
     def _capacities(self, alone: NDArray[np.float64], together: NDArray[np.float64]) -> tuple[float, ...]:
-        """Of each row's replica."""
+        """Bits per second that the replica of each row can send (or receive) in total."""
         others = ~np.eye(len(self), dtype=bool)
         fastest = np.where(others, alone, 0.0).max(axis=1)
-        summed = np.where(others, together, 0.0).sum(axis=1)  # not a number where one was not measured
+        summed = np.where(others, together, 0.0).sum(axis=1)  # NaN if one rate was not measured
         return tuple(float(c) if c > 0 else np.inf for c in np.where(np.isnan(summed), fastest, summed))
 
     @classmethod
     def uniform(cls, link: Link, replicas: int) -> Links:
-        """All links alike."""
+        """`replicas` with the same link between any two."""
         pairs = {(a, b): link for a in range(replicas) for b in range(replicas) if a != b}
         return cls(tuple(f"replica-{rank}" for rank in range(replicas)), pairs)
 
@@ -104,7 +104,7 @@ class Links:
         return len(self.names)
 
     def among(self, places: Sequence[int]) -> Links:
-        """Only these replicas, in this order. What was measured together holds only while all are there."""
+        """The links between these replicas, in this order. Rates `together` are kept only if all replicas stay."""
         pairs = {(a, b): (places[a], places[b]) for a in range(len(places)) for b in range(len(places)) if a != b}
         every = len(places) == len(self)
         return Links(
@@ -117,7 +117,7 @@ class Links:
         )
 
     def asymmetric(self, factor: float = 2.0) -> list[Pair]:
-        """Pairs (slower direction first) whose two directions differ by more than `factor` in rate."""
+        """Pairs, slower direction first, whose two directions differ in rate by more than `factor`."""
         return [(int(a), int(b)) for a, b in zip(*np.nonzero(factor * self.rates < self.rates.T))]
 
     def save(self, path: Path, comment: str = "") -> None:
@@ -148,7 +148,7 @@ class Links:
             where = f"{path}, link {number}"
             for pair in _pairs(row, names, where):
                 if pair in alone:
-                    raise ConfigurationError(f"{where}: {names[pair[0]]} → {names[pair[1]]} is there twice; keep one.")
+                    raise ConfigurationError(f"{where}: {names[pair[0]]} → {names[pair[1]]} is given twice; keep one.")
                 try:
                     alone[pair] = Link.parse(str(row.get("alone", "")))
                     if "together" in row:
@@ -178,7 +178,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def _pairs(row: Any, names: Sequence[str], where: str) -> list[Pair]:
-    """The directions that a [[link]] speaks of."""
+    """The directions that a [[link]] describes."""
     unknown = sorted(set(row) - _KEYS) if isinstance(row, dict) else ["it"]
     both = row.get("between") if isinstance(row, dict) else None
     ends = both if both is not None else [row.get("from"), row.get("to")] if isinstance(row, dict) else []

@@ -1,10 +1,10 @@
-"""What a machine does: facts that a person can read and edit, in `machine.toml`.
+"""Speed and memory of a machine, in a file `machine.toml` that a person can read and edit.
 
     name = "oslo"
     memory = "16GB"                    # that a replica may use
-    flops_per_second = 2.1e10          # sustained in training; these three are enough when written by hand
+    flops_per_second = 2.1e10          # sustained in training; a file written by hand needs only these three
 
-`thinwire probe` adds the step times and peaks it saw, codecs and disk.
+`thinwire probe` adds measured step times and memory peaks, and the speed of codecs and disk.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from thinwire.plan.links import read, replace
 from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import Outside
 
-FREE = 0.9  # of the memory: predictions are within a tenth
-BASE_NBYTES = 500_000_000  # of a process with torch and its kernels, where it was not measured
+FREE = 0.9  # share of the memory that a plan may use, because predictions are within a tenth
+BASE_NBYTES = 500_000_000  # resident bytes of a process with torch and its kernels, if not measured
 DEVICES = ("cpu", "cuda")
 
 
@@ -37,7 +37,7 @@ def _check(what: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """Forward and backward of one micro-batch of `batch` sequences; `peak_nbytes` of the whole process above its start."""
+    """Forward and backward of one micro-batch of `batch` sequences. `peak_nbytes` is the growth of the process's memory since its start."""
 
     batch: int
     seconds: float
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Parameters a second on one core: into packets, and out of one; of a fragment of so many `parameters`."""
+    """Parameters a second on one core, encoding and decoding a fragment of `parameters`."""
 
     encode: float
     decode: float
@@ -59,9 +59,9 @@ class CodecSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """One replica's machine. `steps` are of `model` at `sequence` tokens; another model's are scaled by operations. `codecs` are
-    by name, in the order of the parameters they were timed with; `base_nbytes` is what a replica's process holds before it has a
-    model."""
+    """The machine of one replica. `steps` were measured with `model` at `sequence` tokens; those of other models are scaled by
+    operations. `codecs` are by name, the smallest timed fragment first. `base_nbytes` is the memory of a replica's process without
+    its model."""
 
     name: str
     memory_nbytes: int
@@ -99,7 +99,7 @@ class Machine:
                 _check(f"{self.name}: {what} of the measured steps", getattr(self, what))
 
     def micro_seconds(self, shape: Shape, sequence: int, batch: int) -> float:
-        """Forward and backward of `batch` sequences: as measured, between two that were, or by operations."""
+        """Seconds of forward and backward of `batch` sequences: measured, interpolated between two measured sizes, or from operations."""
         own = self._is_own(shape, sequence)
         for step in self.steps:
             if own and step.batch == batch:
@@ -107,14 +107,14 @@ class Machine:
         return batch * sequence * shape.flops_per_token(sequence) / self._rate(batch * sequence)
 
     def inner_seconds(self, shape: Shape, sequence: int, batch: int, accumulate: int = 1, ranks: int = 1) -> float:
-        """An inner step: `accumulate` micro-batches, each divided among `ranks`, and the optimizer's update."""
+        """Seconds of an inner step: `accumulate` micro-batches, each divided among `ranks`, and the optimizer's update."""
         share = max(1, -(-batch // ranks))
         update = self.update_seconds * shape.parameters() / self.parameters if self.parameters else 0.0
         return accumulate * self.micro_seconds(shape, sequence, share) + update / ranks
 
     def codec_seconds(self, names: Sequence[str], parameters: int, packets: int) -> float:
-        """To encode a fragment and to decode `packets` of it, at the speed between those of the sizes that were timed. `names`: of the
-        codec and of those inside it; the first that was timed stands for all, and where none was it is nothing."""
+        """Seconds to encode a fragment and to decode `packets` of it, at a speed interpolated between the timed sizes. `names` are those of
+        the codec and of the codecs inside it; the first that was timed counts for all. 0 if none was timed."""
         timed = next((self.codecs[name] for name in names if name in self.codecs), ())
         if not timed or not parameters:
             return 0.0
@@ -126,7 +126,7 @@ class Machine:
         return parameters / encode + packets * parameters / decode
 
     def warnings(self, shape: Shape, sequence: int) -> tuple[Outside, ...]:
-        """Whether step times are scaled from another model's."""
+        """A warning if step times are scaled from another model's."""
         if self._is_own(shape, sequence):
             return ()
         of = (
@@ -140,7 +140,7 @@ class Machine:
         return (self.parameters, self.sequence) == (shape.parameters(), sequence)
 
     def _rate(self, tokens: int) -> float:
-        """Operations a second with a micro-batch of about `tokens`: of the measured one that is nearest from below."""
+        """Operations a second of the largest measured micro-batch of at most `tokens`."""
         below = [step for step in self.steps if step.batch * self.sequence <= tokens] or list(self.steps[:1])
         if not below:
             return self.flops_per_second
@@ -186,7 +186,7 @@ class Machine:
         missing = [name for name in ("memory", "flops_per_second") if name not in facts]
         if missing:
             raise ConfigurationError(
-                f'{path}: {", ".join(missing)} missing; memory = "16GB" and flops_per_second = 2e10 are the least that is needed.'
+                f'{path}: {", ".join(missing)} missing; memory = "16GB" and flops_per_second = 2e10 are needed at least.'
             )
         try:
             of, disk = facts.get("steps", {}), facts.get("disk")
@@ -220,7 +220,7 @@ class Machine:
 
 
 def _codecs(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[CodecSpeed, ...]]:
-    """By name, the smallest fragment first."""
+    """Speeds by the codec's name, the smallest fragment first."""
     found: dict[str, list[CodecSpeed]] = {}
     for row in rows:
         speed = CodecSpeed(float(row["encode"]), float(row["decode"]), int(row.get("parameters", 1)))

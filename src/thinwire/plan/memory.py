@@ -1,11 +1,11 @@
-"""What one replica needs of memory, before it is started. *Predicted*; benchmarks/memory.py measures how well.
+"""Predicts the memory of one replica before it is started. *Predicted*; benchmarks/memory.py measures the error.
 
-Some is kept all the time (weights, moments, anchors); the rest comes and goes, and what counts is the worst moment:
-the start of a backward pass, a landing, an evaluation, the end. Activations are those of `lm.model.Transformer`, by
-the tensors that autograd saves on a CPU; another model's are counted by `outline`.
+Weights, moments and anchors are kept all the time. The rest is temporary, so its largest moment counts: the start of a backward
+pass, a landing, an evaluation, or the end. Activations of `lm.model.Transformer` are counted by the tensors that autograd saves on
+a CPU; `outline` counts those of other models.
 
-These are bytes that are in use. A process on a CPU holds more (`Memory.process_nbytes`): what its libraries take, and
-freed bytes, which glibc keeps for later unless MALLOC_MMAP_THRESHOLD_=65536 is set before the start.
+These are bytes in use. A process on a CPU holds more (`Memory.process_nbytes`): its libraries, and freed bytes, which glibc keeps
+for later use unless MALLOC_MMAP_THRESHOLD_=65536 is set before the start.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from thinwire.plan.sharding import FP32, Shards
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host"]
-FREED = 0.5  # of what comes and goes, kept by glibc when it has gone: measured 0.1 to 1.0
+FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: what is `kept`, and what each phase adds to it. Keys are (where, what)."""
+    """Bytes of one rank: those `kept` all the time, and those that each phase adds. Keys are (place, purpose)."""
 
     kept: Mapping[tuple[Place, str], int]
     phases: Mapping[str, Mapping[Place, int]]
@@ -39,11 +39,11 @@ class Memory:
     word: ClassVar[str] = "predicted"
 
     def peak(self, *places: Place) -> int:
-        """The worst moment on these places together (without: on all, as where the device is the CPU)."""
+        """Most bytes at one moment on these places together (default: on all, as when the device is the CPU)."""
         return self.worst(*places)[1]
 
     def worst(self, *places: Place) -> tuple[str, int]:
-        """The phase of the worst moment, and its bytes."""
+        """The phase with most bytes, and these bytes."""
         wanted = places or ("device", "host")
         kept = sum(nbytes for (where, _), nbytes in self.kept.items() if where in wanted)
         added = {phase: sum(parts.get(where, 0) for where in wanted) for phase, parts in self.phases.items()}
@@ -51,12 +51,12 @@ class Memory:
         return phase, kept + added[phase]
 
     def process_nbytes(self, base: int) -> int:
-        """Most that a process on a CPU holds (its resident bytes), where `base` is what it holds before it has a model."""
+        """Most resident bytes of a process on a CPU. `base` are its resident bytes without a model."""
         return base + round((1 + FREED) * self.peak() - FREED * sum(self.kept.values()))
 
 
 def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
-    """What autograd saves of a forward pass of `tokens` = batch · sequence tokens; of our own models exactly.
+    """Bytes that autograd saves in a forward pass of `tokens` = batch · sequence tokens; exact for Thinwire's models.
 
     fp32: tokens · (layers · (88·D + 12·heads + 8) + 12·D + 4·V + 24) bytes. Under bf16 autocast 64·D a layer and 10·D, and
     the cast matrices, 2·(12·layers·D² + V·D).
@@ -70,7 +70,7 @@ def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
         saved = a.saved_nbytes + (-(-tokens // a.sequence) - 1) * a.more_nbytes
         return (
             3 * saved // 4 + 2 * a.numel if bf16 else saved
-        )  # of our own, autocast saves three quarters and the cast matrices
+        )  # as with Thinwire's models, autocast saves three quarters, and the cast matrices
     layer = (64 if bf16 else 88) * a.width + 12 * a.heads + 8
     head = (10 if bf16 else 12) * a.width + 4 * a.vocabulary + 24
     cast = 2 * (12 * a.layers * a.width**2 + a.vocabulary * a.width) if bf16 else 0
@@ -78,8 +78,8 @@ def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
 
 
 def activation_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
-    """At the start of the backward pass: what was saved, and four times the logits, or the last layer's gradients if they
-    are larger."""
+    """Bytes at the start of the backward pass: the saved tensors, and the larger of four times the logits and the last layer's
+    gradients."""
     return saved_nbytes(shape, tokens, bf16) + tokens * max(16 * shape.vocabulary, (13 if bf16 else 24) * shape.width)
 
 
@@ -95,9 +95,9 @@ def replica_memory(
     bf16: bool = False,
     ranks: int = 1,
 ) -> Memory:
-    """One rank of a replica of `ranks` (FSDP2), training `shape` in micro-batches of `batch` sequences of the replica.
+    """Memory of one rank of a replica of `ranks` (FSDP2) that trains `shape` in micro-batches of `batch` sequences.
 
-    `numels` are the whole fragments'. Raises `ConfigurationError` if `ranks` does not divide the batch.
+    `numels` are the sizes of the whole fragments, not of a rank's part. Raises `ConfigurationError` if `ranks` does not divide the batch.
     """
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence
@@ -105,8 +105,8 @@ def replica_memory(
     kept = {("device" if name in ("parameters", "AdamW") else _home(strategy), name): nbytes
             for name, nbytes in kept_nbytes(-(-parameters // ranks), strategy, own, replicas).items()}  # fmt: skip
     gradients = 4 * -(-parameters // ranks)
-    gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 has a layer and the next one whole
-    flights = _flights(strategy, own, replicas)  # their buffers are kept for the next ones
+    gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 gathers a layer and the next one
+    flights = _flights(strategy, own, replicas)  # the buffers of a flight are kept for the next one
     logits = tokens * max(12 * shape.vocabulary, (22 if bf16 else 40) * shape.width)
     signal = _gradient_exchange(strategy, own, replicas)
     before = gradients if accumulate > 1 else 0
@@ -123,8 +123,8 @@ def replica_memory(
 
 
 def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], replicas: int = 1) -> dict[str, int]:
-    """What a replica of `replicas` keeps between two inner steps, in fp32: 4 bytes a parameter for each of its values. Of what
-    an exchange remembers it is the first replica's share, which no other's passes.
+    """Bytes that a replica of `replicas` keeps between two inner steps, in fp32: 4 bytes for each value of a parameter. The exchange's
+    state is that of the first replica, which has the largest share.
 
     >>> from thinwire import streaming_diloco
     >>> kept_nbytes(1000, streaming_diloco(), [600, 400])
@@ -155,14 +155,14 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
 
 @lru_cache(maxsize=1 << 12)
 def _exchange_nbytes(exchange: Exchange, codec: Codec, numel: int, replicas: int) -> int:
-    """What the exchange remembers of a fragment: an owner's residual."""
+    """Bytes of the exchange's state for a fragment: the residual of its owner."""
     with torch.device("meta"):  # sizes alone
         state = exchange.init(codec, numel, 0, replicas)
     return sum(tensor.nbytes for tensor in state.values())
 
 
 def _aggregate_nbytes(strategy: Strategy, numel: int, replicas: int) -> int:
-    """What the aggregate remembers of a fragment, or of the shard of it that is aggregated here."""
+    """Bytes of the aggregate's state for a fragment, or for the shard of it that is aggregated here."""
     with torch.device("meta"):
         state = strategy.aggregate.init(strategy.exchange.owns(strategy.codec, numel, 0, replicas), replicas)
     return sum(tensor.nbytes for tensor in state.values())
@@ -170,12 +170,12 @@ def _aggregate_nbytes(strategy: Strategy, numel: int, replicas: int) -> int:
 
 @lru_cache
 def _states(outer: Outer) -> int:
-    """Values that an outer step remembers of a parameter."""
+    """Number of values that an outer step keeps for each parameter."""
     return len(outer.init(torch.empty(0)))
 
 
 def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:
-    """Elements in the air at the worst moment of a period."""
+    """Most elements that are in flight at one step of a period."""
     if isinstance(strategy.signal, Gradients):
         return sum(numels)
     return _most_at_once(busiest(strategy.schedule), tuple(numels))  # type: ignore[arg-type]  # frozen values hash
@@ -194,7 +194,7 @@ def _most_at_once(schedule: Schedule, numels: tuple[int, ...]) -> int:
 
 
 def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
-    """Deltas, packets from everybody, and what has come out of them and waits for its landing."""
+    """Bytes of flights: deltas, packets of all replicas, and decoded results that wait for their landing."""
     if isinstance(strategy.signal, Gradients):
         return 0
     at_once = most_at_once(strategy, numels)
@@ -204,12 +204,12 @@ def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
 
 
 def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
-    """Data-parallel: all gradients flat, their packets, and the mean."""
+    """Bytes of a data-parallel exchange: all gradients in a flat buffer, their packets, and the mean."""
     if not isinstance(strategy.signal, Gradients):
         return 0
     filters = (
         4 * (len(strategy.filters) + 2) if strategy.filters else 0
-    )  # what each said, what was sent, the next state
+    )  # what each replica's packet decodes to, what was sent, and the next state
     return (8 + filters) * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
 
 
@@ -218,6 +218,6 @@ def _home(strategy: Strategy) -> Place:
 
 
 def _largest_gather(shape: Shape) -> int:
-    """Parameters of a layer, or of what is outside the layers, whichever is more: what FSDP2 gathers at a time."""
+    """Most parameters that FSDP2 gathers at a time: those of a layer, or those outside the layers, whichever are more."""
     outside = 2 * shape.vocabulary * shape.width
     return max(outside, (shape.parameters() - outside) // shape.layers)

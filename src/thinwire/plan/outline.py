@@ -1,8 +1,8 @@
-"""A model that is not our own, as far as a plan needs it, from its configuration alone: nothing is downloaded but that.
+"""What a plan needs to know of a model that is not Thinwire's, from its configuration; nothing else is downloaded.
 
-Parameters are counted on a model without storage. What autograd saves of a forward pass is counted on tensors without
-storage too (torch's fake tensors), for one and for two sequences. *Differs* from what a CPU saves by 0 to 8 % in five
-families that were tried: a fake mask is always kept.
+Parameters are counted on a model without storage. The bytes that autograd saves in a forward pass are also counted without
+storage (torch's fake tensors), for one and for two sequences. The count *differs* from the bytes on a CPU by 0 to 8 % in five
+families that were tried, because a fake mask is always kept.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from thinwire.lm.model import Architecture
 
 @dataclass(frozen=True)
 class Outline:
-    """What `lm.model.Architecture` says of our own models: counts, operations, and what autograd saves.
+    """Counts, operations and saved bytes of a model, like `lm.model.Architecture` for Thinwire's models.
 
-    `looked_up` are parameters of tables that nothing multiplies with; `saved_nbytes` is for one sequence of `sequence`
+    `looked_up` are parameters of tables that take no part in a multiplication; `saved_nbytes` is for one sequence of `sequence`
     tokens in fp32, and `more_nbytes` for each further one.
     """
 
@@ -42,7 +42,7 @@ class Outline:
         return self.numel
 
     def flops_per_token(self, sequence: int | None = None) -> int:
-        """6·N + 12·layers·D·T, as for our own; of a mixture of experts all are counted, which is too many."""
+        """6·N + 12·layers·D·T, as for Thinwire's models. All experts of a mixture are counted, which is too many."""
         return 6 * (self.numel - self.looked_up) + 12 * self.layers * self.width * (sequence or self.sequence)
 
 
@@ -50,8 +50,8 @@ Shape = Architecture | Outline
 
 
 def outline_of_job(job: OwnJob) -> Outline:
-    """The outline of a job in a file: a sample is a sequence of one token, and nothing is known of layers. Its model is made, and
-    takes two steps."""
+    """The outline of a job in a file: a sample counts as a sequence of one token, and its layers are not known. Builds the model and
+    runs two steps of it."""
     model, cpu = job.make_model(), torch.device("cpu")
     one, two = (kept_by_autograd(model, lambda: job.trial(model, batch, cpu)) for batch in (1, 2))  # noqa: B023  # called at once
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -62,12 +62,12 @@ def outline_of_job(job: OwnJob) -> Outline:
 def outline_of(source: str, vocabulary: int, sequence: int) -> Outline:
     """The outline of the Hugging Face model that `source` names, for sequences of `sequence` tokens.
 
-    Raises `ConfigurationError` without transformers, for an unknown name, and where the configuration does not say what is needed.
+    Raises `ConfigurationError` without transformers, for an unknown name, and if the configuration lacks a value that is needed.
     """
     model = outline(source, vocabulary)
     if sequence > model.context:
         raise ConfigurationError(f"sequence={sequence}: hf:{source} takes at most {model.context} tokens.")
-    config = getattr(model.model, "config").get_text_config()  # noqa: B009  # of no type that is known here
+    config = getattr(model.model, "config").get_text_config()  # noqa: B009  # its type is not known here
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     values = [getattr(config, name, None) for name in names]
     missing = [name for name, value in zip(names, values, strict=True) if not isinstance(value, int) or value < 1]
@@ -85,14 +85,14 @@ def outline_of(source: str, vocabulary: int, sequence: int) -> Outline:
 
 
 def _looked_up(model: nn.Module) -> int:
-    """Parameters of embeddings that are not the output head too."""
+    """Parameters of embeddings that are not also the output head."""
     heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
     return sum(numel for weight, numel in tables.items() if weight not in heads)
 
 
 def _saved_nbytes(source: str, vocabulary: int, sequence: int) -> tuple[int, int]:
-    """Of one sequence and of two, in fp32."""
+    """Bytes that autograd saves for one sequence and for two, in fp32."""
     with FakeTensorMode():
         model = outline(source, vocabulary, device=torch.device("cpu"))
         one, two = (torch.zeros(batch, sequence, dtype=torch.long) for batch in (1, 2))
@@ -110,9 +110,9 @@ def _saved_nbytes(source: str, vocabulary: int, sequence: int) -> tuple[int, int
 
 
 def kept_by_autograd(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes of what autograd keeps of one `forward` pass of `model`, each storage once, parameters not."""
+    """Bytes that autograd keeps of one `forward` pass of `model`: each storage once, without parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, Tensor] = {}  # alive, so that no storage comes twice under one address
+    kept: dict[int, Tensor] = {}  # kept alive, so that no two storages have the same address
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -1,16 +1,16 @@
-"""Sequences of mixed lengths onto ranks, so that all finish an optimizer step together. *Predicted* by operations.
+"""Distributes sequences of mixed lengths over ranks, so that all ranks finish an optimizer step together. *Predicted* by operations.
 
-ByteScale (arXiv 2502.21231): ranks are one pool; at a time a rank holds at most `capacity` tokens, a longer sequence
-takes D = ⌈length / capacity⌉ ranks, short ones are packed. Attention is quadratic, so equal tokens are not equal time:
-what is balanced is cost(l) = 24·l·h² + 2·l²·h operations forward in a layer (causal: half of 4·l²·h).
+ByteScale (arXiv 2502.21231): ranks form one pool, and a rank holds at most `capacity` tokens at a time. A longer sequence takes
+D = ⌈length / capacity⌉ ranks; short ones are packed. Attention is quadratic, so equal tokens do not take equal time. Therefore
+operations are balanced: cost(l) = 24·l·h² + 2·l²·h in the forward pass of a layer (causal: half of 4·l²·h).
 
-*Here*: the sequences of one optimizer step are given, and ranks run on from one micro-batch to the next without waiting
-for each other; only the ranks of one sequence begin it together. So the whole step is balanced, not each micro-batch:
-long sequences first, each onto the ranks that are free first, then the others, longest first onto the rank with the
-least cost (LPT: within 4/3 of the best). What a rank has of short ones fills the time in which it would wait for a long
-one. Gradients are right only if the loss is a sum over tokens divided by the tokens of *all* ranks, and packed
-sequences do not see each other. Ranks have unlike numbers of micro-batches: where something joins them in every one, such as
-gathers of weights that are sharded over these ranks, they would wait after all.
+*Differs*: the sequences of one optimizer step are given. A rank continues with its next micro-batch without waiting for others;
+only the ranks of one sequence begin it together. So the whole step is balanced, not each micro-batch. Long sequences come first,
+each on the ranks that are free first. The others follow, the longest first, each on the rank with the least cost (LPT: within 4/3
+of the best). A rank's short sequences fill the time in which it would wait for a long one. Gradients are right only if the loss is
+a sum over tokens divided by the tokens of *all* ranks, and if packed sequences do not attend to each other. Ranks have different
+numbers of micro-batches, so they would wait if every micro-batch had a collective, such as a gather of weights that are sharded
+over these ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from heapq import heapify, heapreplace
 from thinwire.data_ledger.packs import Cost
 from thinwire.errors import ConfigurationError, DataError
 
-MicroBatch = tuple[int, ...]  # indices of sequences; one that is on several ranks is divided evenly among them
+MicroBatch = tuple[int, ...]  # indices of sequences; a sequence on several ranks is divided evenly among them
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Of each rank its micro-batches of one optimizer step, in order."""
+    """The micro-batches of each rank in one optimizer step, in order."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     lengths: tuple[int, ...]
@@ -37,7 +37,7 @@ class Packing:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank has finished. Ranks run on; those of one sequence begin its micro-batch together."""
+        """The time at which the last rank has finished. Only the ranks of one sequence wait for each other, to begin it together."""
         clock, at = [0.0] * len(self.ranks), [0] * len(self.ranks)
         wide = [wide_of(length, self.capacity) for length in self.lengths]
         waiting: dict[MicroBatch, list[int]] = {}
@@ -59,12 +59,12 @@ class Packing:
 
     @property
     def imbalance(self) -> float:
-        """Busiest over mean, in all: 1 is perfect."""
+        """Cost of the busiest rank over the mean cost: 1 is perfect."""
         return self.makespan * len(self.ranks) / sum(self.cost(length) for length in self.lengths)
 
 
 def wide_of(length: int, capacity: int) -> int:
-    """Ranks that a sequence needs."""
+    """Number of ranks that a sequence needs."""
     return -(-length // capacity)
 
 
@@ -100,14 +100,14 @@ class _Rank:
     long: list[tuple[int, float, float]] = field(default_factory=list)  # index, begin, end
     short: list[int] = field(default_factory=list)  # the longest first
     work: float = 0.0
-    free: float = 0.0  # after the last long one
+    free: float = 0.0  # the end of its last long sequence
 
     def take_long(self, index: int, begin: float, share: float) -> None:
         self.long.append((index, begin, begin + share))
         self.work, self.free = self.work + share, begin + share
 
     def micro_batches(self, lengths: Sequence[int], capacity: int, cost: Cost) -> list[MicroBatch]:
-        """Before each long one the short ones that have time until it begins; the others after the last."""
+        """Micro-batches in order: before each long sequence the short ones that fit in the time until it begins; the others at the end."""
         found: list[MicroBatch] = []
         left, free = self.short, 0.0
         for index, begin, end in self.long:
@@ -123,7 +123,7 @@ class _Rank:
 
 
 def _cut(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> list[MicroBatch]:
-    """Into as few micro-batches as first fit decreasing finds."""
+    """Pack sequences into micro-batches by first fit decreasing."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in indices:
@@ -137,7 +137,7 @@ def _cut(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> list[
 
 
 def in_order(lengths: Sequence[int], ranks: int, capacity: int, cost: Cost) -> Packing:
-    """What a plain loader does: sequences as they come, onto the ranks in turn, as many as fit; the thing to beat."""
+    """The baseline, a plain loader: sequences in their given order, on the ranks in turn, as many as fit."""
     _check(lengths, ranks, capacity)
     done: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     held: list[list[int]] = [[] for _ in range(ranks)]

@@ -1,7 +1,7 @@
-"""Which site takes which stage of a pipeline, by measured links. *Predicted*.
+"""Assigns the stages of a pipeline to sites by measured links. *Predicted*.
 
-Pipette (arXiv 2405.18093): in asynchronous 1F1B only p micro-batches are in flight, so every p of them the chain of hops is
-paid again. What a step takes then is `simulate.pipeline.pipeline_seconds`.
+Pipette (arXiv 2405.18093): in asynchronous 1F1B only p micro-batches are in flight, so the time of the chain of hops is added once
+for every p micro-batches. `simulate.pipeline.pipeline_seconds` predicts the time of a step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ EXACT = 7  # places: 5,040 orders
 
 
 def best_chain(links: Links, places: Sequence[int], nbytes: float) -> tuple[Order | None, float]:
-    """The order of sites along a pipeline with the shortest chain: an activation through all stages and its gradient back, each
-    hop at its own direction's rate and delay. Of more than `EXACT` sites no order, and what any takes at least: every site
-    but the last has a hop to another, which is no cheaper than its cheapest.
+    """The order of sites with the shortest chain, and its seconds: an activation through all stages and its gradient back, each hop at
+    the rate and delay of its direction. For more than `EXACT` sites the order is None, and the seconds are a lower bound for every
+    order: each site except the last has a hop to another, which takes at least as long as its cheapest hop.
     """
     among = np.ix_(places, places)
     hops = links.delays[among] + 8 * nbytes / links.rates[among]

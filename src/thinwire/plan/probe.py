@@ -1,14 +1,14 @@
-"""Measure the links of a group: delay and rate of every direction, apart and all together, and what a round costs.
+"""Measures the links of a group: delay and rate of every direction, alone and all together, and the cost of a round.
 
-Every replica calls `probe_links` at the same point; all come back with the same result. Whatever carries the group's
-bytes is measured as it is: on a `LinkedGroup` the emulated link, under torch.distributed the real one.
+Every replica calls `probe_links` at the same point, and all get the same result. The group's carrier is measured: on a
+`LinkedGroup` the emulated link, under torch.distributed the real one.
 
-Apart: in rounds of disjoint pairs (the circle method: every pair meets once, in M − 1 rounds, or M if M is odd). A pair
-takes round trips, then three trains of blocks one way, then the other. The receiver notes when each block is whole; the
-rate is what came after the first block over the time that took, so neither the delay nor a slow start counts.
-Delay is half the shortest round trip, so that what else a machine does counts little; the others are in the samples.
-Clocks of two machines are not compared, so what the two ways have apart cannot be told. Together: everybody sends to
-everybody at once. Rounds: what `Direct` does, at three sizes, with a straight line through them.
+Alone: rounds of disjoint pairs (the circle method: every pair meets once, in M − 1 rounds, or M if M is odd). A pair measures
+round trips, then three trains of blocks in each direction. The receiver notes when each block is complete. The rate is the bytes
+after the first block over the time that they took, so neither the delay nor a slow start counts. The delay is half of the shortest
+round trip, so other load on a machine counts little; all round trips are in the samples. The clocks of two machines are not
+compared, so a difference between the delays of the two directions is not seen. Together: every replica sends to every other at
+once. Rounds: the traffic of `Direct` at three sizes, and a straight line through them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from thinwire.comm import Group, Link, gather
 from thinwire.errors import ConfigurationError
 from thinwire.plan.links import Links, Pair
 
-BLOCKS = 16  # in a train; the first is not counted
+BLOCKS = 16  # in a train; the first one is not counted
 TRAINS = 3  # each way; the median counts
 _FIRST_NBYTES = 1024  # of a block, in the first train
 _LIMIT_NBYTES = 64 << 20  # of a block
@@ -41,7 +41,7 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a round costs when everybody sends a packet to everybody: latency + (M−1)·8·nbytes / rate."""
+    """Seconds of a round in which every replica sends a packet to every other: latency + (M−1)·8·nbytes / rate."""
 
     latency_seconds: float
     bits_per_second: float
@@ -50,7 +50,7 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found, and all that was seen."""
+    """The result of a probe, and all samples."""
 
     links: Links
     round: RoundCost | None
@@ -83,11 +83,11 @@ def pairings(size: int) -> list[list[Pair]]:
 
 
 def probe_links(group: Group, name: str, seconds: float = 0.5, trips: int = 20) -> Probe:
-    """Measure every link of `group`. `seconds` is how long a train of blocks lasts, about; `trips` are round trips a pair.
+    """Measure every link of `group`. A train of blocks lasts about `seconds`; a pair measures `trips` round trips.
 
-    About (M−1)·(7·`seconds` + `trips` round trips), then `seconds` for all together and `seconds` for the rounds. With fewer than 0.2 s
-    a figure is worth little. `name` is this replica's in the result; names that meet twice get their rank.
-    Collective. Raises `LinkError`.
+    Takes about (M−1)·(7·`seconds` + `trips` round trips), then `seconds` for all together and `seconds` for the rounds. Figures from
+    trains shorter than 0.2 s are not reliable. `name` is this replica's name in the result; replicas of the same name get their rank
+    appended. Collective. Raises `LinkError`.
     """
     if not seconds > 0 or trips < 1:
         raise ConfigurationError(
@@ -132,7 +132,7 @@ def probe_links(group: Group, name: str, seconds: float = 0.5, trips: int = 20) 
 
 
 def _apart(group: Group, first: int, second: int, seconds: float, trips: int, own: dict[str, Any]) -> None:
-    """Round trips, then a train each way. The one who receives keeps what it saw."""
+    """Measure round trips, then a train in each direction. The receiver keeps the measurement."""
     peer = second if group.rank == first else first
     round_trips = _round_trips(group, peer, trips, leads=group.rank == first)
     if group.rank == first:
@@ -145,7 +145,7 @@ def _apart(group: Group, first: int, second: int, seconds: float, trips: int, ow
 
 
 def _round_trips(group: Group, peer: int, count: int, leads: bool) -> list[float]:
-    """Seconds of `count` round trips of a byte, after one that is not counted. Receives are posted before the byte leaves."""
+    """Seconds of `count` round trips of a byte, after one that is not counted. Receives are posted before the byte is sent."""
     found = []
     byte = torch.zeros(1, dtype=torch.uint8)
     arriving = group.post(_TAG, {}, {peer: torch.zeros_like(byte)}, _PURPOSE)
@@ -161,7 +161,7 @@ def _round_trips(group: Group, peer: int, count: int, leads: bool) -> list[float
 
 
 def _send_trains(group: Group, peer: int) -> None:
-    """Trains of the size that the receiver asks for, until it asks for none."""
+    """Send trains of the size that the receiver asks for, until it asks for none."""
     while nbytes := _hear(group, peer):
         block = torch.zeros(nbytes, dtype=torch.uint8)
         for transfer in [group.post(_TAG + 1, {peer: block}, {}, _PURPOSE) for _ in range(BLOCKS)]:
@@ -169,7 +169,7 @@ def _send_trains(group: Group, peer: int) -> None:
 
 
 def _receive_trains(group: Group, peer: int, seconds: float) -> list[_Train]:
-    """Ask for larger and larger trains, until they last long enough; the last `TRAINS`, of one size, count."""
+    """Ask for larger and larger trains until they last long enough. The last `TRAINS`, of one size, count."""
     nbytes, trains = _FIRST_NBYTES, list[_Train]()
     while len(trains) < TRAINS:
         due = [
@@ -205,11 +205,11 @@ def _hear(group: Group, peer: int) -> int:
     return min(_LIMIT_NBYTES, int(_NUMBER.unpack(bytes(message.tolist()))[0]))
 
 
-# ---- everybody
+# ---- all replicas together
 
 
 def _together(group: Group, rates: dict[Pair, float], seconds: float) -> dict[str, _Train]:
-    """Everybody sends a train to everybody; a block of each in turn, as the links share them."""
+    """Every replica sends a train to every other, one block of each in turn."""
     others = [peer for peer in range(group.size) if peer != group.rank]
 
     def block(a: int, b: int) -> int:
@@ -249,7 +249,7 @@ def _together(group: Group, rates: dict[Pair, float], seconds: float) -> dict[st
 
 
 def _rounds(group: Group, bits_per_second: float, seconds: float) -> RoundCost:
-    """The slowest replica's time of a round at three sizes, three times each, and the line through them."""
+    """Time rounds of three sizes, three times each, by the slowest replica, and fit a line through them."""
     others = [peer for peer in range(group.size) if peer != group.rank]
     largest = max(3, min(_LIMIT_NBYTES, int(bits_per_second * seconds / 8 / 2)))
     samples = []
@@ -279,7 +279,7 @@ def line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _meet(group: Group) -> None:
-    """Nobody leaves before all are here."""
+    """A barrier: wait until all replicas are here."""
     gather(group, b"", 0, _PURPOSE)
 
 

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them, read into bytes, bits per second and seconds."""
+"""Reads sizes, rates and times with units into bytes, bits per second and seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def nbytes(text: str | int) -> int:
-    """`nbytes("16GB") == 16_000_000_000`, `nbytes("2GiB") == 2_147_483_648`; a number alone is in bytes."""
+    """`nbytes("16GB") == 16_000_000_000`, `nbytes("2GiB") == 2_147_483_648`; a number without a unit is in bytes."""
     return int(_read(str(text), _NBYTES, "a size", "16GB, 900MB or 2GiB"))
 
 
@@ -46,7 +46,7 @@ def rate(text: str) -> float:
 
 
 def rounded(link: Link) -> Link:
-    """To four significant digits: what a measurement is worth, and what a person can read.
+    """Round to four significant digits, because a measurement is no more exact.
 
     >>> str(rounded(Link(49_876_543.21, 0.03012345)))
     '49.88mbit,30.12ms'

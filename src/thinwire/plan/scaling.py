@@ -1,12 +1,11 @@
-"""The published scaling laws of DiLoCo: learning rate, batch and loss from parameters N and replicas M. *Predicted*.
+"""The published scaling laws of DiLoCo: learning rate, batch and loss by parameters N and replicas M. *Predicted*.
 
 Source: Scaling Laws for DiLoCo (Charles et al., arXiv 2503.09799): AdamW, C4, D = 20·N tokens, H = 30, sizes from 35 M
 to 2.4 B fitted, 4 B and 10 B trained as a check. Every law is A·N^a (one fit for data-parallel and each M), or
-A·N^a·M^b (joint over M). Outside of what was fitted a prediction names the quantity that is outside; it is given all
-the same, since an extrapolation with its name is better than none.
+A·N^a·M^b (joint over M). A prediction outside of the fitted range is returned with a warning that names the quantity.
 
-*Differs*: between the replica counts that were fitted, the independent laws are interpolated in log M; above 8 the
-joint law's exponent carries them on.
+*Differs*: between the fitted numbers of replicas, the independent laws are interpolated in log M; above 8 they are extrapolated
+with the joint law's exponent.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FITTED = (35e6, 2.4e9)  # parameters
 REPLICAS = (1, 2, 4, 8)
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}  # best of 0.2 … 1.0 for large N at H = 30 (figure 7)
 
-# Evaluation loss at the best settings: data-parallel, then DiLoCo with M = 1, 2, 4, 8. The last two rows are not in the fits.
+# Evaluation loss at the best settings: data-parallel, then DiLoCo with M = 1, 2, 4, 8. The last two rows were not used in the fits.
 MEASURED: Mapping[float, tuple[float | None, ...]] = {
     35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
     90e6: (3.167, 3.162, 3.182, 3.213, 3.265),
@@ -88,7 +87,7 @@ JOINT: Mapping[Quantity, Law] = {
 
 @dataclass(frozen=True)
 class Outside:
-    """A warning with a name: a prediction leaves what was fitted."""
+    """A named warning: a prediction is outside of the fitted range."""
 
     name: str
     says: str
@@ -98,7 +97,7 @@ class Outside:
 
 
 def outside(what: str, given: float, low: float, high: float) -> tuple[Outside, ...]:
-    """The warning where there is one; half a percent beyond a range is still within.
+    """A warning if `given` is outside of `low` to `high`; half a percent beyond still counts as inside.
 
     >>> [str(warning) for warning in outside("every", 500, 30, 100)]
     ['every-outside-fit: 500 given, 30 to 100 fitted']
@@ -111,7 +110,7 @@ def outside(what: str, given: float, low: float, high: float) -> tuple[Outside, 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted number, the law it is from, and what is outside of that law's range."""
+    """A predicted number, the law that it is from, and warnings for the quantities outside of that law's range."""
 
     value: float
     law: str
@@ -154,7 +153,7 @@ def outer_lr(replicas: int) -> Prediction:
 
 
 def residuals(fit: Fit = "independent") -> dict[float, float]:
-    """By size, the largest |predicted loss / measured loss − 1| over DiLoCo's M: what the law is worth there.
+    """The error of the law at each size: the largest |predicted loss / measured loss − 1| over DiLoCo's M.
 
     >>> {f"{n:.3g}": f"{r:.1%}" for n, r in residuals().items() if n >= 2e9}
     {'2.4e+09': '0.7%', '4e+09': '1.1%', '1e+10': '4.0%'}
@@ -167,7 +166,7 @@ def residuals(fit: Fit = "independent") -> dict[float, float]:
 
 
 def _between(laws: Mapping[int, Law], parameters: float, replicas: int) -> float:
-    """The independent laws, interpolated in log M (geometric mean for M half-way)."""
+    """The independent laws, interpolated in log M (the geometric mean for M half-way)."""
     low = max(m for m in REPLICAS if m <= replicas)
     high = min((m for m in REPLICAS if m >= replicas), default=low)
     if low == high:

@@ -1,10 +1,10 @@
-"""Every setting worth a look on given links and machines, with what it should cost and give. *Predicted*.
+"""Searches the settings for given links and machines, and predicts their cost and loss. *Predicted*.
 
-Settings are methods × sets of sites × H × τ × codec × micro-batch. The best is the one with most useful tokens a second:
-tokens a second times `expected.density`, that is, counted in the tokens with which data-parallel training would come as
-far. So a setting that is faster and learns less from each token is compared fairly with one that is slower.
+Settings are methods × sets of sites × H × τ × codec × micro-batch. The best one has most useful tokens a second: tokens a second
+times `expected.density`, which converts them to the tokens with which data-parallel training would reach the same loss. So a setting
+that is faster but learns less from each token is compared fairly with a slower one.
 
-A composition is made and checked once, whatever the number of sites.
+A composition is made and checked once for all numbers of sites.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ CODECS: dict[str, tuple[str | None, ...]] = {
     "data_parallel": (None, "Cast('bf16')"),
     "diloco": ("Cast('bf16')", "E3M0()"),
     "streaming_diloco": (None, "Cast('bf16')"),
-}  # None: the recipe's own
+}  # None: the recipe's codec
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
-SIGNS = {"every": (7,), "delay": (1, 2, 3)}  # what of streaming_sign was measured
-BY_LAW = ("diloco", "streaming_diloco")  # whose outer learning rate goes by the number of replicas
+SIGNS = {"every": (7,), "delay": (1, 2, 3)}  # the settings of streaming_sign that were measured
+BY_LAW = ("diloco", "streaming_diloco")  # recipes whose outer learning rate depends on the number of replicas
 
 
 def settings(task: Task) -> list[Setting]:
-    """All of them, the most useful first; those that do not fit the memory too, at the end."""
+    """All settings, the most useful first; those that do not fit the memory are at the end."""
     if found := sorted(_priced(_Search(task)), key=_rank):
         return found
     raise ConfigurationError(
-        f"exchange={task.base.method.exchange}: it is for none of 1 to {len(task.links)} replicas; give the sites of these, or leave it out."
+        f"exchange={task.base.method.exchange}: it fits no number of replicas from 1 to {len(task.links)}; give the sites of these, or leave it out."
     )
 
 
@@ -61,7 +61,7 @@ def fits(task: Task) -> bool:
 
 
 def _priced(search: _Search) -> Iterator[Setting]:
-    """One set of sites after the other."""
+    """Price the candidates on each set of sites."""
     for places in search.sets():
         group = _Group(search, places)
         for candidate in search.candidates(len(places)):
@@ -69,7 +69,7 @@ def _priced(search: _Search) -> Iterator[Setting]:
 
 
 def _rank(setting: Setting) -> tuple[object, ...]:
-    """Within half a percent: what the laws cover, what sends less, what has time to spare in the air, the shorter delay."""
+    """Key to sort by. Ties within half a percent are broken: covered by the laws, fewer bytes, spare time in flight, shorter delay."""
     useful = round(math.log(setting.useful_tokens_per_second) * 200)
     sent = round(math.log(1 + setting.bits_per_second) * 20)
     delay = setting.candidate.run.method.delay or 0
@@ -78,7 +78,7 @@ def _rank(setting: Setting) -> tuple[object, ...]:
 
 
 def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
-    """The base run with every method's settings; of its own method with its own codec too."""
+    """The base run with the settings of every method; its own method also with its own codec."""
     for method in methods:
         periods = SIGNS if method == "streaming_sign" else {"every": EVERY, "delay": DELAY}
         taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
@@ -92,7 +92,7 @@ def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | No
 
 
 class _Search:
-    """What does not depend on the sites but by their number."""
+    """Values that depend only on the number of sites."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.shape = task, shape_of(task.base)
@@ -100,7 +100,7 @@ class _Search:
         self.divisible = not job or "collate" in functions(job)
         self.within = (
             not job and FITTED[0] * 0.8 <= self.shape.parameters() <= 10e9 * 1.2
-        )  # fitted, or at least checked
+        )  # the law was fitted, or at least checked, at this size
         self.kinds: list[Machine] = []
         for machine in task.machines:
             if machine not in self.kinds:
@@ -122,11 +122,11 @@ class _Search:
         self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
 
     def candidates(self, replicas: int) -> list[Candidate]:
-        """Those that so many replicas can run; one has nothing to exchange but its own outer step."""
+        """The candidates that so many replicas can run; one replica alone has only its outer step."""
         return [c for c in (self._of_many if replicas > 1 else self._of_one) if self._joins(c, replicas)]
 
     def _joins(self, candidate: Candidate, replicas: int) -> bool:
-        """Whether the exchange is for so many replicas: one with sites names its own."""
+        """Whether the exchange fits this number of replicas: an exchange with sites determines its number."""
         exchange, codec, _ = candidate.sends
         if (key := (exchange, codec, replicas)) not in self._joining:
             try:
@@ -138,18 +138,18 @@ class _Search:
         return self._joining[key]
 
     def has_room(self) -> list[bool]:
-        """Whether anything fits on each kind of machine."""
+        """For each kind of machine, whether any setting fits."""
         return [group.has_room_for(self._of_many or self._of_one) for group in self._alone]
 
     def sets(self) -> list[Places]:
-        """Which sites are tried together. One on which nothing fits takes part only where there is no other."""
+        """The sets of sites that are tried. A site on which nothing fits takes part only if there is no other."""
         everybody, room = tuple(range(len(self.kind_of))), self.has_room()
         able = tuple(place for place in everybody if room[self.kind_of[place]]) or everybody
         seconds = np.array([group.sequence_seconds() for group in self._alone])[self.kind_of]
         return Sites(self.task.links, seconds, self.kind_of).sets(able, self._worth)
 
     def _worth(self, replicas: int, machine: Floats, wire: Floats, way: Floats) -> Floats:
-        """The best candidate's useful tokens a second, were a round never in another's way: `sites.Worth`."""
+        """Useful tokens a second of the best candidate, if rounds did not delay each other: `sites.Worth`."""
         chosen = self.candidates(replicas)
         if not chosen:
             return np.zeros_like(machine)
@@ -162,7 +162,7 @@ class _Search:
         return found
 
     def batch(self, candidate: Candidate, replicas: int) -> tuple[int, tuple[Outside, ...]]:
-        """Sequences of one replica in an inner step."""
+        """Number of sequences of one replica in an inner step, and warnings."""
         task = self.task
         if task.batch_tokens:
             wanted: float = task.batch_tokens
@@ -177,14 +177,14 @@ class _Search:
         return max(task.ranks, round(wanted / replicas / task.base.data.sequence)), warnings
 
     def learning_rate(self, candidate: Candidate, replicas: int) -> float:
-        """The joint law's where it was fitted or checked; else the base run's."""
+        """The joint law's learning rate if the law was fitted or checked there; otherwise the base run's."""
         if not self.within:
             return self.task.base.lr
         law = scaling.predict("learning_rate", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
         return float(f"{law.value:.3g}")
 
     def outer_lr(self, candidate: Candidate, replicas: int) -> float | None:
-        """The law's for DiLoCo; else the base run's, where the method takes one."""
+        """The law's outer learning rate for DiLoCo; otherwise the base run's, if the method takes one."""
         if candidate.run.method.strategy not in BY_LAW:
             return candidate.run.method.outer_lr
         return scaling.outer_lr(replicas).value if self.within else None
@@ -201,7 +201,7 @@ class _Search:
         return loss, density
 
     def sent(self, candidate: Candidate, replicas: int) -> tuple[tuple[int, int], ...]:
-        """Of each fragment: bytes that a replica sends, and delays one after the other."""
+        """For each fragment: the bytes that a replica sends, and the number of successive delays."""
         if (key := (candidate.sends, replicas)) not in self._sent:
             exchange = candidate.strategy.exchange
             alike = {
@@ -222,12 +222,12 @@ def _expected(
 
 
 def _law_replicas(candidate: Candidate, replicas: int) -> int:
-    """Joint laws are DiLoCo's; data-parallel training on any number of replicas is nearest to M = 1."""
+    """The number of replicas for DiLoCo's joint laws; data-parallel training is nearest to M = 1, whatever its replicas."""
     return 1 if candidate.run.method.strategy == "data_parallel" else replicas
 
 
 class _Group:
-    """A set of sites, with what they have in common."""
+    """A set of sites, and the values that they share."""
 
     def __init__(self, search: _Search, places: Places) -> None:
         task = search.task
@@ -236,7 +236,7 @@ class _Group:
         self.gpu = all(machine.device == "cuda" for machine in self.machines)
         self.base = max(machine.base_nbytes for machine in self.machines)
         self.limit = task.limit_nbytes(self.machines)
-        self.wire_seconds = cost.wire_seconds(task.links, 1.0, places)  # of a byte to each
+        self.wire_seconds = cost.wire_seconds(task.links, 1.0, places)  # for a byte to each other site
         self.way_seconds = cost.way_seconds(task.links, places)
         given = [machine.warnings(search.shape, task.base.data.sequence) for machine in self.machines]
         self.warnings = tuple(dict.fromkeys(warning for one in given for warning in one))
@@ -244,7 +244,7 @@ class _Group:
         self._ways: dict[int, list[tuple[int, int, float]]] = {}
 
     def price(self, candidate: Candidate) -> Setting:
-        """With its batch, micro-batch and learning rate."""
+        """The setting of a candidate, with its batch, micro-batch and learning rate."""
         search, strategy = self.search, candidate.strategy
         batch, warnings = search.batch(candidate, self.size)
         micro, accumulate, memory = self._micro_batch(candidate, batch)
@@ -261,11 +261,11 @@ class _Group:
         )  # fmt: skip
 
     def has_room_for(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether one of them fits at all."""
+        """Whether one of the candidates fits the memory."""
         return any(self._needed(self._memory(c, self.task.ranks, 1)) <= self.limit for c in candidates)
 
     def sequence_seconds(self) -> float:
-        """For one sequence, in the best of a few micro-batches."""
+        """Seconds for one sequence, in the best of a few micro-batches."""
         sizes = [self.task.ranks << i for i in range(7)]
         return min(self._inner_seconds(micro, 1) / micro for micro in sizes)
 
@@ -282,19 +282,19 @@ class _Group:
         )  # fmt: skip
 
     def _needed(self, memory: Memory) -> int:
-        """On a GPU its own; anchors may then lie in host memory, which is not limited here."""
+        """Bytes that count against the limit: on a GPU those of the GPU; anchors may be in host memory, which is not limited here."""
         return memory.peak("device") if self.gpu else memory.process_nbytes(self.base)
 
     def _micro_batch(self, candidate: Candidate, batch: int) -> tuple[int, int, Memory]:
-        """The fastest of 1, 2, 4, … and `batch` itself that fits, and how many of it; the smallest if none does."""
+        """The fastest micro-batch of 1, 2, 4, … and `batch` that fits, how many of it make a step, and its memory; the smallest one if none fits."""
         if batch not in self._ways:
             sizes = sorted({min(batch, self.task.ranks << i) for i in range(12)} | {batch})
             sizes = sizes if self.search.divisible else [1]
             of = [(micro, max(1, round(batch / micro))) for micro in sizes]
-            # `batch` over what rounding has made of it
+            # corrects for the rounding of `batch` to whole micro-batches
             self._ways[batch] = [(m, a, self._inner_seconds(m, a) * batch / (m * a)) for m, a in of]
         ways = self._ways[batch]
-        gain = 0.99 if all(machine.steps for machine in self.machines) else 1.01  # not measured: the largest
+        gain = 0.99 if all(machine.steps for machine in self.machines) else 1.01  # not measured: take the largest
         while True:
             best = 0
             for index, (_, _, seconds) in enumerate(ways):
@@ -306,7 +306,7 @@ class _Group:
             ways = ways[:best]
 
     def _traffic_of(self, candidate: Candidate) -> tuple[cost.FragmentSeconds, ...]:
-        """Of each fragment: packets as the exchange counts them, codecs as they were measured."""
+        """Seconds of each fragment: bytes from the exchange, codec times from the measured speeds."""
         if self.size < 2:
             return (cost.FragmentSeconds(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
         if candidate.sends not in self._traffic:

@@ -1,4 +1,4 @@
-"""What is asked of a plan, and what it says of one setting. *Predicted*."""
+"""The task of a plan, and what it predicts for one setting. *Predicted*."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from thinwire.plan.sites import Places
 from thinwire.strategy import Strategy
 
 SEARCHED = ("data_parallel", "diloco", "streaming_diloco", "streaming_sign", "eager_diloco", "sparse_loco")
-RANKS = 1024  # of a replica, at most
+RANKS = 1024  # most ranks of a replica
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, and where: `ranks` of each site form one replica (FSDP2)."""
+    """The training to plan, and its sites: `ranks` of each site form one replica (FSDP2)."""
 
     base: Run
     links: Links
     machines: tuple[Machine, ...]
     tokens: float
     ranks: int = 1
-    batch_tokens: int | None = None  # of all replicas together; without: the scaling law's, or the base's
-    memory_nbytes: int | None = None  # of each rank; without: FREE of the machine's
+    batch_tokens: int | None = None  # of all replicas together; default: the scaling law's, or the base's
+    memory_nbytes: int | None = None  # of each rank; default: FREE of the machine's
     methods: tuple[str, ...] = SEARCHED
 
     def __post_init__(self) -> None:
@@ -57,13 +57,13 @@ class Task:
         return self.machines[place if len(self.machines) > 1 else 0]
 
     def limit_nbytes(self, machines: Sequence[Machine]) -> int:
-        """What a rank may use on the smallest of these machines."""
+        """Bytes that a rank may use on the smallest of these machines."""
         return self.memory_nbytes or int(FREE * min(machine.memory_nbytes for machine in machines))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with its H, τ and codec, whatever the sites; the outer learning rate goes by their number."""
+    """A method with its H, τ and codec, for any sites. The outer learning rate depends on the number of sites."""
 
     run: Run
     strategy: Strategy
@@ -71,27 +71,27 @@ class Candidate:
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        """Of the fragments."""
+        """Number of elements of each fragment."""
         return tuple(sum(map(math.prod, shapes)) for shapes in self.shapes)
 
     @cached_property
     def sends(self) -> tuple[str, str, tuple[Shapes, ...]]:
-        """Candidates that have this alike send alike."""
+        """A key: candidates with equal keys send the same bytes."""
         return repr(self.strategy.exchange), repr(self.strategy.codec), self.shapes
 
     @cached_property
     def codecs(self) -> tuple[str, ...]:
-        """The codec and those inside it, as a machine.toml may name them."""
+        """Names of the codec and of the codecs inside it, as in a machine.toml."""
         return tuple(map(repr, nested(self.strategy.codec)))
 
     @cached_property
     def coded(self) -> tuple[tuple[Codec, int], ...]:
-        """What each fragment is coded in, and its elements."""
+        """The codec of each fragment, and its number of elements."""
         return tuple(map(self.strategy.coded, self.shapes))
 
     @cached_property
     def timing(self) -> tuple[int, int, int, int]:
-        """Of a period: inner steps, steps that a flight may take, flights one after the other, and bytes for one peer."""
+        """For a period: inner steps, steps that a flight may take, flights one after the other, and bytes for one peer."""
         schedule, nbytes = self.strategy.schedule, sum(codec.nbytes(numel) for codec, numel in self.coded)
         return schedule.every, schedule.delay, len(self.numels) if schedule.delay else 1, nbytes
 
@@ -124,7 +124,7 @@ class Setting:
 
     @cached_property
     def run(self) -> Run:
-        """Made and checked when it is asked for: most settings are only compared."""
+        """The run, made and checked at the first access, because most settings are only compared."""
         run = self.candidate.run
         steps = max(1, math.ceil(self.tokens / (self.replicas * self.batch * self.accumulate * run.data.sequence)))
         return run.changed(replicas=self.replicas, least=min(run.placement.least, self.replicas), batch=self.batch, accumulate=self.accumulate,
@@ -141,7 +141,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Without the outer learning rate, which goes by the number of replicas."""
+        """Name of the method and its values, without the outer learning rate, which depends on the number of replicas."""
         return self.candidate.label
 
     @property
@@ -150,7 +150,7 @@ class Setting:
 
     @property
     def flight_seconds(self) -> float:
-        """Of the largest fragment."""
+        """Seconds of a flight of the largest fragment."""
         return max(traffic.flight_seconds for traffic in self.traffic)
 
     @property
@@ -164,7 +164,7 @@ class Setting:
 
     @property
     def seconds(self) -> float:
-        """Of the whole training."""
+        """Seconds of the whole training."""
         return self.tokens / self.tokens_per_second
 
     @property
@@ -173,5 +173,5 @@ class Setting:
 
     @property
     def bits_per_second(self) -> float:
-        """Sent by one replica, on average."""
+        """Bits a second that one replica sends, on average."""
         return 8 * self.period_nbytes / (self.strategy.schedule.every * self.step_seconds) * self.pace.utilization

@@ -1,4 +1,4 @@
-"""Sharding inside a replica: who holds which part of weights, gradients and optimizer state, and what that sends. *Predicted*.
+"""Sharding inside a replica: the share of weights, gradients and optimizer state on a rank, and the bytes sent. *Predicted*.
 
 Three degrees s_w ≤ s_g ≤ s_o, nested (Frontier's levels, arXiv 2501.04266; ZeRO, arXiv 1910.02054):
 
@@ -36,7 +36,7 @@ class Precision:
     optimizer: int
 
 
-FP32 = Precision(4, 4, 8)  # `thinwire train`: AdamW's two moments; bf16 is autocast's own business
+FP32 = Precision(4, 4, 8)  # `thinwire train`: AdamW's two moments; bf16 autocast changes none of these
 MIXED = Precision(2, 2, 12)  # the papers': bf16 with an fp32 master copy
 
 
@@ -81,7 +81,7 @@ class Shards:
 
     @property
     def name(self) -> str:
-        """What it is called where it has a name."""
+        """The usual name of these degrees, or the degrees."""
         match (self.weights, self.gradients, self.optimizer):
             case (1, 1, 1):
                 return "DDP"
@@ -94,7 +94,7 @@ class Shards:
         return "three levels"
 
     def nbytes(self, parameters: int, precision: Precision = FP32) -> int:
-        """That one rank keeps, rounded up to whole parameters."""
+        """Bytes that one rank keeps, rounded up to whole parameters."""
         parts = (
             (self.weights, precision.weight),
             (self.gradients, precision.gradient),
@@ -104,7 +104,7 @@ class Shards:
 
 
 class Traffic(NamedTuple):
-    """What leaves one rank in one phase of an inner step.
+    """Bytes that one rank sends in one phase of an inner step.
 
     Args:
         phase: what is sent.
@@ -130,10 +130,10 @@ def traffic(
     precision: Precision = FP32,
     micro_batches: int = 1,
 ) -> list[Traffic]:
-    """What one rank of a replica sends in an inner step, phase by phase. *Predicted*.
+    """Bytes that one rank of a replica sends in an inner step, phase by phase. *Predicted*.
 
-    Gathers before forward and backward, and the reduce-scatter inside s_g, are paid for every micro-batch; what crosses
-    s_g once a step. What is not sharded over all ranks is all-reduced over the others (2(n−1)/n).
+    Gathers before forward and backward, and the reduce-scatter inside s_g, are needed in every micro-batch; traffic across s_g once a
+    step. Gradients that are not sharded over all ranks are all-reduced over the others (2(n−1)/n).
 
     Args:
         shards: over how many ranks each part is spread.

@@ -1,9 +1,9 @@
-"""Which sites take part: of few sites all subsets are priced, of many those that two greedy searches come through.
+"""Selects the sites that take part: all subsets of few sites are priced, and of many sites only those that two greedy searches visit.
 
-All wait for the slowest machine and the slowest wire, so of a set of sites four numbers count: how many they are, their
-slowest machine, their slowest wire and their longest way. What a setting is worth on them has a closed form, which is
-near enough to rank sets by. One search begins with the fastest machine and adds the site with which the set is worth
-most; the other begins with all and leaves one out. The sets that are worth most are priced, and one of each power of two.
+All sites wait for the slowest machine and the slowest wire, so four numbers of a set count: its size, its slowest machine, its
+slowest wire and its longest delay. A closed form of these ranks the sets well enough. One search begins with the fastest machine
+and adds the best site again and again; the other begins with all sites and leaves one out each time. The best sets are priced, and
+one set of each power of two.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from numpy.typing import NDArray
 from thinwire.plan.links import Links
 
 ALL_SUBSETS = 6  # sites
-MOST = 16  # sets of many sites that are priced, beside the powers of two
+MOST = 16  # most sets of many sites that are priced, without the powers of two
 Floats = NDArray[np.float64]
 Places = tuple[int, ...]
 
 
 class Worth(Protocol):
-    """Useful tokens a second of sets [K] of so many replicas, with seconds [K] for a sequence on the slowest machine, for a byte from
-    each to each other, and on the longest way."""
+    """Useful tokens a second of K sets of `replicas` sites. `machine`, `wire` and `way` have shape [K] and are the seconds of a sequence
+    on the slowest machine, of a byte from each site to each other, and of the longest delay."""
 
     def __call__(self, replicas: int, machine: Floats, wire: Floats, way: Floats) -> Floats: ...
 
 
 @dataclass(frozen=True)
 class Sites:
-    """What each site brings: `seconds` for a sequence, and the number of its kind of machine."""
+    """The sites: `seconds` for a sequence on each, and the number of its kind of machine."""
 
     links: Links
     seconds: Floats
     machines: Sequence[int]
 
     def sets(self, able: Places, worth: Worth) -> list[Places]:
-        """Sets of the sites that are `able`, large ones first; of those of which the same is predicted, one."""
+        """Sets of the sites that are `able`, large ones first; one of several sets with the same prediction."""
         if len(able) <= ALL_SUBSETS:
             unlike: dict[object, Places] = {}
             for places in (places for count in range(len(able), 0, -1) for places in combinations(able, count)):
@@ -72,7 +72,8 @@ class Sites:
         return not any(float(np.ptp(fact)) for fact in facts)
 
     def _tables(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds for a byte between two sites, whichever direction is slower; the longer delay; and a site's own slower way."""
+        """Seconds for a byte between two sites in the slower direction; the longer delay; and seconds for a byte on a site's slower of
+        uplink and downlink."""
         rates, delays = self.links.rates, self.links.delays
         return (
             8 / np.minimum(rates, rates.T),
@@ -81,7 +82,7 @@ class Sites:
         )
 
     def _first(self, able: Places, worth: Worth) -> Iterator[tuple[Places, float]]:
-        """All are alike, so only their number counts."""
+        """One set of each size, because all sites are alike."""
         between, delays, own = self._tables()
         one, two = able[:2]
         for count in range(1, len(able) + 1):
@@ -93,7 +94,7 @@ class Sites:
         between, delays, own = self._tables()
         left = np.array(able)
         chosen: list[int] = []
-        wire, way = np.zeros((2, len(self.seconds)))  # of the chosen with each site
+        wire, way = np.zeros((2, len(self.seconds)))  # the chosen set's values with each site added
         machine, through = self.seconds, own
         while len(left):
             wires = np.maximum(wire, len(chosen) * through)[left]
@@ -107,7 +108,8 @@ class Sites:
             way = np.maximum(np.maximum(way, way[one]), delays[one])
 
     def _leaving(self, able: Places, worth: Worth) -> Iterator[tuple[Places, float]]:
-        """Only who holds the others up can help by leaving: the slowest machine and way, the ends of the slowest link and longest way."""
+        """Leave out one site after the other. Only sites that delay the others are tried: those with the slowest machine and slowest
+        uplink or downlink, and the ends of the slowest link and of the longest delay."""
         between, delays, own = self._tables()
         outside = np.setdiff1d(np.arange(len(own)), able)
         for table in (between, delays):
@@ -131,7 +133,7 @@ class Sites:
 
 
 def _without(table: Floats, one: int) -> float:
-    """The largest that is not in this row and column of a symmetric table."""
+    """The largest value outside of row and column `one` of a symmetric table."""
     row = table[one].copy()
     table[one] = table[:, one] = 0.0
     most = float(table.max())

@@ -3,8 +3,8 @@
     mesh = init_device_mesh("cuda", (replicas, ranks), mesh_dim_names=("replica", "shard"))["shard"]
     plan = split(model, mesh)                 # then the optimizer, then the Replica with site=group.site
 
-Every rank of the mesh has the same weights before (one seed, or one checkpoint), reads the same batches, and seeds torch alike.
-Split parameters are DTensors afterwards; `full_tensor()` gives them whole, in the model's own layout.
+All ranks of the mesh must start from the same weights (one seed, or one checkpoint), read the same batches, and use the same torch
+seed. Split parameters become DTensors; `full_tensor()` returns a whole parameter in the model's layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from thinwire.plan.tensor_parallel import Layer, LayersAlike, TensorParallel, derive
 
 _HEAD_WIDTHS = ("head_dim", "head_width", "key_value_proj_dim", "attention_head_size")
-_COUNTED = (  # what an attention that has some of the heads has fewer of
+_COUNTED = (  # attributes that count heads, and shrink with the heads of a rank
     "num_heads",
     "n_heads",
     "n_head",
@@ -35,7 +35,7 @@ _COUNTED = (  # what an attention that has some of the heads has fewer of
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> TensorParallel:
-    """Split `model` over the ranks of `mesh`, by a plan that is derived from its layers.
+    """Split `model` over the ranks of `mesh` by a plan derived from its layers.
 
     Args:
         model: with the same weights on every rank; its large parameters are DTensors afterwards.
@@ -80,7 +80,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def _layers(model: nn.Module) -> Iterator[Layer]:
-    first: dict[int, str] = {}  # by weight: the layer that has it
+    first: dict[int, str] = {}  # by weight: the first layer with it
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if (kind := _kind(module)) is None:
@@ -95,7 +95,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
 
 
 def _kind(module: nn.Module) -> str | None:
-    """By what its forward pass is: a subclass may only draw its weights otherwise."""
+    """The kind of a module by its forward pass, so that a subclass that only initializes its weights differently counts too."""
     forward: Any = type(module).forward
     if forward is nn.Linear.forward:
         return "linear"
@@ -105,7 +105,7 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def _head_width(model: nn.Module, path: str) -> int:
-    """Of the nearest module around that says it; 0 where none does."""
+    """Head width from the nearest enclosing module that declares it; 0 if none does."""
     while path:
         path = path.rpartition(".")[0]
         for name in _HEAD_WIDTHS:
@@ -126,7 +126,7 @@ def _style(module: nn.Module, row: LayersAlike) -> ParallelStyle:
 
 
 class _Local(ParallelStyle):
-    """For layers that torch's styles do not know: transposed weights, and fused ones, each part of which is split by itself."""
+    """A style for layers that torch's styles do not support: transposed weights, and fused ones, whose parts are split separately."""
 
     def __init__(self, row: LayersAlike) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Local(ParallelStyle):
 
 
 class _Inputs:
-    """Of layers side by side that read the same tensor: one DTensor for it, so that its gradient is summed over ranks once."""
+    """Shares one DTensor among parallel layers that read the same tensor, so that its gradient is summed over ranks only once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.known = mesh, list[tuple[Tensor, DTensor]]()
@@ -187,7 +187,7 @@ def _share_inputs(model: nn.Module, rows: Mapping[str, LayersAlike], mesh: Devic
 
 
 def _count_own_heads(model: nn.Module, path: str, rows: Mapping[str, LayersAlike], ranks: int) -> None:
-    """Let an attention count the heads of this rank only."""
+    """Set the head counts of an attention to the heads of this rank."""
     parents = {name.rpartition(".")[0] for name, row in rows.items() if row.why.startswith("attention")}
     for parent in parents:
         module = model.get_submodule(parent)

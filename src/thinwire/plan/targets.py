@@ -1,4 +1,4 @@
-"""What a plan must meet, and what to say when nothing does: which wishes contradict each other, what would fit."""
+"""Targets of a plan, and the message if no setting meets them: the targets that contradict each other, and what would fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.records.units import text_of_count, text_of_loss, text_of_nbytes, 
 
 @dataclass(frozen=True)
 class Targets:
-    """None is no wish. The memory's limit is always one."""
+    """Bounds on a setting; None is no bound. The memory limit always applies."""
 
     utilization: float | None = None  # at least
     deadline_seconds: float | None = None  # for all tokens, at most
@@ -34,7 +34,7 @@ class Targets:
                 raise ConfigurationError(f"{field.name}={value}: more than 0 is needed.")
 
     def tests(self) -> dict[str, Callable[[Setting], bool]]:
-        """For each wish whether a setting meets it."""
+        """For each target, a function that tests whether a setting meets it."""
         utilization, deadline, loss = self.utilization or 0.0, self.deadline_seconds or inf, self.loss or inf
         given = {"memory": True, "utilization": self.utilization, "deadline": self.deadline_seconds, "loss": self.loss}
         tests: dict[str, Callable[[Setting], bool]] = {
@@ -47,7 +47,7 @@ class Targets:
 
 
 def meeting(found: Sequence[Setting], targets: Targets, task: Task) -> list[Setting]:
-    """Those of `found` that meet all targets. Raises `ConfigurationError` with what contradicts what, if none does."""
+    """The settings that meet all targets. Raises `ConfigurationError`, which names the contradicting targets, if none does."""
     tests = targets.tests()
     met = [setting for setting in found if all(test(setting) for test in tests.values())]
     if met:
@@ -62,7 +62,7 @@ def meeting(found: Sequence[Setting], targets: Targets, task: Task) -> list[Sett
 
 
 def too_large(found: Sequence[Setting], task: Task) -> str:
-    """Nothing fits: what is needed, how many ranks would do, and which size would fit."""
+    """The message if nothing fits: the memory that is needed, the number of ranks that would suffice, and the sizes that would fit."""
     leanest = min(found, key=lambda s: s.memory_nbytes)
     limit = leanest.memory_limit
     says = (
@@ -88,13 +88,13 @@ def too_large(found: Sequence[Setting], task: Task) -> str:
         if shape_of(smaller.base).parameters() < own and fits(smaller):
             advice.append(f"--model {model} ({text_of_count(shape_of(smaller.base).parameters())} parameters)")
             break
-    return f"{says}. What would fit: {'; or '.join(advice) or 'nothing that is known here; give more --memory'}."
+    return f"{says}. What would fit: {'; or '.join(advice) or 'nothing that was tried; give more --memory'}."
 
 
 def _contradiction(
     found: Sequence[Setting], tests: dict[str, Callable[[Setting], bool]], names: Sequence[str], targets: Targets
 ) -> str:
-    """Which wishes no setting meets together, and how near one comes."""
+    """The message that names the targets which no setting meets together, and the nearest setting."""
     asked = [f"{name} {_wish(targets, name)}" for name in names]
     last = names[-1]
     others = [setting for setting in found if all(tests[name](setting) for name in names[:-1])]

@@ -1,14 +1,15 @@
-"""Tensor parallelism inside a site: a plan derived from the names and shapes of layers, with a reason for each. Pure; `split.py` applies it.
+"""Derives a tensor-parallel plan for a site from the names and shapes of layers, with a reason for each. Pure; `split.py` applies it.
 
-Redco's two rules (arXiv 2310.16355), which need nothing from the user:
+The two rules of Redco (arXiv 2310.16355), which need no input from the user:
 
     attention    q, k, v are split by their outputs, whole heads each, and o by its inputs
-    all else     a layer that widens is split by its outputs, the one that narrows again by its inputs; of equal width: in turn
+    other        a layer that widens is split by its outputs, the one that narrows again by its inputs; layers of equal width in turn
 
-A split by inputs ends in an all-reduce; so does the gradient of what goes into a split by outputs: two forward and two backward
-in a block. Tables of tokens are split by rows, the head by outputs, which are gathered; tied, they are split alike. Norms, positions
-and all for which no rule is sure stay whole, on every rank. *Differs*: a group of layers is split together or not at all; a
-fused qkv is split within each of its three parts; what is not divisible in one layer stays whole in all of that name.
+A split by inputs ends in an all-reduce. So does the gradient of the input of a split by outputs: two all-reduces forward and two
+backward in a block. Token embeddings are split by rows, the output head by outputs, which are gathered; tied ones are split alike.
+Norms, positions and layers to which no rule surely applies stay whole on every rank. *Differs*: a group of layers is split
+together or not at all; a fused qkv is split within each of its three parts; if one layer is not divisible, all layers of its name
+stay whole.
 
 >>> up, down = Layer("mlp.up", "linear", (64, 256)), Layer("mlp.down", "linear", (256, 64))
 >>> [(row.pattern, row.split) for row in derive([up, down], ranks=4).rows]
@@ -36,12 +37,12 @@ _POSITIONS = {"pos", "position", "positions", "wpe"}
 
 
 class Layer(NamedTuple):
-    """What a rule sees of a layer, or of a parameter that belongs to none.
+    """The facts of a layer, or of a parameter outside of layers, that the rules use.
 
-    shape        inputs, outputs; of an embedding rows, width; of anything else the parameter's own
-    bias         whether it has one, of its outputs
-    tied         the name of the layer before whose weight is also this one's
-    head_width   what the attention around it says of itself; 0: nothing
+    shape        inputs, outputs; for an embedding rows, width; otherwise the parameter's shape
+    bias         whether it has a bias of its outputs
+    tied         the name of an earlier layer that has the same weight
+    head_width   the head width that the enclosing attention declares; 0: none
     """
 
     name: str
@@ -53,7 +54,7 @@ class Layer(NamedTuple):
 
     @property
     def words(self) -> set[str]:
-        """Whole words of its own name: "linear_1" has no "in"."""
+        """The whole words in its name: "linear_1" does not contain "in"."""
         own = self.name.rpartition(".")[2].lower()
         return {own, *own.split("_")}
 
@@ -63,7 +64,7 @@ class Layer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a layer is split, in how many fused parts each by itself, and why."""
+    """How a layer is split, why, and in how many fused parts, each split separately."""
 
     split: Split
     why: str
@@ -72,7 +73,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class LayersAlike:
-    """Layers of one name, in blocks that are alike."""
+    """Layers with the same name in equal blocks, and their common split."""
 
     pattern: str  # with * for the number of a block
     layers: tuple[Layer, ...]
@@ -95,7 +96,7 @@ class LayersAlike:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A plan: what `derive` found. `groups` are attentions and pairs that are split, by the path around them."""
+    """The plan that `derive` makes. `groups` are the attentions and pairs that are split, by the path of the module around them."""
 
     ranks: int
     rows: tuple[LayersAlike, ...]
@@ -107,24 +108,24 @@ class TensorParallel:
 
     @property
     def kept(self) -> int:
-        """Parameters that one rank keeps: split ones divided by the ranks, and whole ones."""
+        """Parameters that one rank keeps: its share of split ones, and all whole ones."""
         return sum(row.kept(self.ranks) for row in self.rows)
 
     @property
     def all_reduces(self) -> tuple[int, ...]:
-        """Numbers in each token's activations that every all-reduce of a forward and a backward pass sums, one after the other."""
+        """Numbers per token in each all-reduce of a forward and a backward pass, in order."""
         by = {split: [one for row in self.rows if row.split == split for one in row.layers] for split in SPLITS}
         forward = [one.shape[1] for one in by["rows"] + by["inputs"]]
         backward = [one.shape[1] for one in by["inputs"]] + [one.shape[0] for one in by["gathered"]]
         return tuple(forward + backward)
 
     def choices(self) -> dict[str, tuple[Layer, LayersAlike]]:
-        """By the names of layers."""
+        """Each layer and its split, by the layer's name."""
         return {one.name: (one, row) for row in self.rows for one in row.layers}
 
 
 class Waiting(NamedTuple):
-    """What all-reduces over a link cost in one micro-batch: predicted seconds of waiting and of work."""
+    """Predicted seconds of one micro-batch with all-reduces over a link: waiting, and work."""
 
     waiting: float
     work: float
@@ -135,8 +136,9 @@ class Waiting(NamedTuple):
 
 
 def waiting(plan: TensorParallel, link: Link, tokens: int, flops_per_second: float) -> Waiting:
-    """All-reduces of `plan` over `link` with `tokens` in a micro-batch, none of which can be hidden. A bound from below: each takes the
-    way once and 2·(n−1)/n of its fp32 activations; the work is 6 operations for each parameter that multiplies and token.
+    """Time of a micro-batch of `tokens` with the all-reduces of `plan` over `link`, none of which can be overlapped. It is a lower bound:
+    each all-reduce takes the link's delay once and sends 2·(n−1)/n of its fp32 activations; the work is 6 operations for each token
+    and each parameter that multiplies.
     """
     n = plan.ranks
     nbytes = sum(4 * tokens * width * 2 * (n - 1) / n for width in plan.all_reduces)
@@ -179,7 +181,7 @@ def derive(layers: Sequence[Layer], ranks: int) -> TensorParallel:
                 split_groups[path] = tuple(choices)
     for one in layers:
         chosen.setdefault(one.name, _alone(one, ranks, one.name in heads))
-    for one in layers:  # tied: alike, or whole
+    for one in layers:  # tied layers are split alike, or stay whole
         both = chosen[one.name], chosen.get(one.tied, chosen[one.name])
         if one.tied and {choice.split for choice in both} - {"rows", "gathered"}:
             clash = Choice("whole", f"{one.name} and {one.tied} are one weight, and cannot be split alike")
@@ -196,7 +198,7 @@ def derive(layers: Sequence[Layer], ranks: int) -> TensorParallel:
 
 
 def _pattern(name: str) -> str:
-    """Blocks have numbers inside a path; a number at its end is a layer's own name."""
+    """The name with * for numbers of blocks, which are inside a path; a number at its end is the layer's name."""
     return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
 
 
@@ -217,18 +219,18 @@ def _attention(name: str) -> str:
 
 
 def _groups(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
-    """By path: all that an attention has, and layers side by side."""
+    """Groups of layers by path: all layers of an attention, or parallel layers of one module."""
     groups: dict[str, list[Layer]] = {}
     for one in layers:
         around = _attention(one.name) or one.name.rpartition(".")[0]
         groups.setdefault(around, []).append(one)
-        if one.kind == "other" and not _attention(one.name):  # of a norm beside the layers the name is one longer
+        if one.kind == "other" and not _attention(one.name):  # the name of a norm beside the layers is one part longer
             groups.setdefault(around.rpartition(".")[0], []).append(one)
     return groups
 
 
 def _choose(path: str, members: Sequence[Layer], ranks: int) -> dict[str, Choice] | str:
-    """For the layers of a group that multiply, and what else is split with them; or why it stays whole."""
+    """A choice for each layer of a group that is split; or the reason why the group stays whole."""
     if _attention(f"{path}.x"):
         return _of_attention(members, ranks)
     found = _of_pair([one for one in members if one.multiplies and not one.tied], ranks)
@@ -247,14 +249,14 @@ def _of_attention(members: Sequence[Layer], ranks: int) -> dict[str, Choice] | s
         return "an attention without q, k, v (or qkv) and one o, by their names"
     inner, head = out[0].shape[0], out[0].head_width
     if not head or inner % head:
-        return "an attention that does not say how wide a head is"
+        return "an attention that does not declare its head width"
     if any(one.tied for one in linear):
-        return "an attention whose weights are another's too"
+        return "an attention that shares weights with other layers"
     chosen = {out[0].name: Choice("inputs", "attention: o by inputs; an all-reduce sums it")}
     for one in into:
         parts = 3 if one.words & _FUSED else 1
         if len(one.words & _QKV) > 1 or one.shape[1] % (parts * head) or (parts == 3 and one.shape[1] != 3 * inner):
-            return f"{one.name}: fused in an order that its name does not tell"
+            return f"{one.name}: fused in an unknown order"
         if (heads := one.shape[1] // parts // head) % ranks:
             return f"{one.name}: {heads} heads are not divisible by {ranks} ranks"
         fused = f"attention: each of {parts} fused parts by outputs" if parts > 1 else "attention: q, k, v by outputs"
@@ -265,14 +267,14 @@ def _of_attention(members: Sequence[Layer], ranks: int) -> dict[str, Choice] | s
         elif one.kind == "other" and prod(one.shape) in ({head, 2 * head} - {inner, into[0].shape[0]}):
             chosen[one.name] = Choice("summed", "attention: whole, for every head; its gradient is summed over ranks")
         elif not one.multiplies:
-            return f"{one.name} in the attention: it is not known how it uses heads"
+            return f"{one.name} in the attention: its use of the heads is not known"
     return chosen
 
 
 def _of_pair(linear: Sequence[Layer], ranks: int) -> dict[str, Choice] | str:
-    """Layers side by side: those that widen, and one that narrows again."""
+    """Choices for parallel layers: those that widen, and one that narrows again."""
     if len(linear) < 2:
-        return "no layer beside it that would narrow (or widen) again"
+        return "no layer beside it narrows (or widens) again"
     chosen: dict[str, Choice] = {}
     turn: Split = "inputs"
     for one in sorted(linear, key=lambda one: one.name):
@@ -288,7 +290,7 @@ def _of_pair(linear: Sequence[Layer], ranks: int) -> dict[str, Choice] | str:
     narrow = [one for one in linear if chosen[one.name].split == "inputs"]
     ends = {one.shape for one in wide} | {one.shape[::-1] for one in narrow}
     if len(narrow) != 1 or not wide or len(ends) != 1:
-        return "the layers beside it do not widen and narrow as a pair does"
+        return "the layers beside it do not form a pair that widens and narrows"
     if narrow[0].shape[0] % ranks:
         return f"{narrow[0].shape[0]} inputs of {narrow[0].name} are not divisible by {ranks} ranks"
     return {one.name: chosen[one.name] for one in (*wide, *narrow)}
@@ -299,9 +301,9 @@ def _is_head(one: Layer, vocabularies: set[int]) -> bool:
 
 
 def _alone(one: Layer, ranks: int, is_head: bool) -> Choice:
-    """For what is in no group."""
+    """The choice for a layer outside of groups."""
     if one.kind == "other":
-        return Choice("whole", "a norm, or a parameter of its own")
+        return Choice("whole", "a norm, or a parameter outside of layers")
     if one.kind == "embedding" and (one.words & _POSITIONS or _attention(one.name)):
         return Choice("whole", "a table of positions")
     if one.kind != "embedding" and not is_head:
@@ -310,4 +312,4 @@ def _alone(one: Layer, ranks: int, is_head: bool) -> Choice:
         return Choice("whole", f"{tokens} tokens are not divisible by {ranks} ranks")
     if is_head:
         return Choice("gathered", "the head by outputs; logits are gathered")
-    return Choice("rows", "a table by rows; an all-reduce sums what is found")
+    return Choice("rows", "a table by rows; an all-reduce sums the rows that were found")

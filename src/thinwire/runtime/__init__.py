@@ -1,1 +1,1 @@
-"""One replica at work: the state of a fragment, the update that a round computes, and the pipeline beside training."""
+"""The runtime of a replica: the state of a fragment, the update that a round computes, and the pipeline beside training."""

@@ -1,4 +1,4 @@
-"""What replicas that hear neighbours only do at the end: all take their mean, once."""
+"""The end of a gossip run: all replicas take the mean of their weights, once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.rng import Key
 
 
 def mean_of_all(group: Group, own: Tensor, key: Key) -> Tensor:
-    """The mean of everybody's flat fp32 `own`, the same bits on all: 8·(M−1)/M bytes per element. Raises `NonFiniteError`, `LinkError`."""
+    """The mean of all replicas' flat fp32 `own`, with the same bits on all; 8·(M−1)/M bytes per element. Raises `NonFiniteError`, `LinkError`."""
     context = SendContext(_CountedAsMean(group))
     mean, _ = once(TwoShot(), context, Identity(), own, key, {})
     context.close(wait=True)
@@ -25,7 +25,7 @@ def mean_of_all(group: Group, own: Tensor, key: Key) -> Tensor:
 
 
 class _CountedAsMean(WrappedGroup):
-    """The same group, over which the replicas take their mean at the end: the ledger has a purpose for these messages."""
+    """The same group; its messages have their own purpose in the ledger."""
 
     def post(
         self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None

@@ -1,22 +1,22 @@
-"""How much of a round arrives before it is to land, by what the rounds before have taken."""
+"""Predicts how much of a round can arrive before it must land, from the times of earlier rounds."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_PAIRS = 8  # of rounds of unlike size, by which the time that does not depend on bytes is known
-_UNLIKE = 1.5  # times as many bytes
-_MARGIN = 0.9  # of the time that is left
+_PAIRS = 8  # last pairs of rounds of different sizes, which give the time that does not depend on bytes
+_UNLIKE = 1.5  # sizes differ if one is so many times the other
+_MARGIN = 0.9  # share of the remaining time that is used
 
 
 class Deadlines:
-    """Of one replica: a round of n bytes takes `fixed` + n·`per_byte` seconds, and waits for those of its own before it.
+    """Times of one replica's rounds: a round of n bytes takes `fixed` + n·`per_byte` seconds, after its earlier rounds have left.
 
-    `per_byte` is that of the last round that has landed. `fixed` is the least that two neighbouring rounds of unlike size speak for, in
-    the last few pairs: a rate that falls makes it too large, so the least is the safe one.
+    `per_byte` is that of the last landed round. `fixed` is computed from two consecutive rounds of different sizes. The least value of
+    the last few pairs is used, because a falling rate makes it too large.
 
     >>> known = Deadlines()
-    >>> known.share(now=0.0, nbytes=1000, deadline=1.0)  # nothing is known
+    >>> known.share(now=0.0, nbytes=1000, deadline=1.0)  # no round has landed yet
     1.0
     >>> known.landed(nbytes=1000, seconds=4.0)
     >>> known.share(now=4.0, nbytes=1000, deadline=6.0)
@@ -26,10 +26,10 @@ class Deadlines:
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
         self._fixed: deque[float] = deque(maxlen=_PAIRS)
-        self._free_at = 0.0  # when what has departed will have left
+        self._free_at = 0.0  # the time at which all departed bytes will have left
 
     def share(self, now: float, nbytes: int, deadline: float) -> float:
-        """The share of `nbytes` that can depart `now` and arrive until `deadline`; 0 or more."""
+        """The share of `nbytes` that can depart `now` and arrive before `deadline`; 0 or more."""
         if self._last is None or not nbytes:
             return 1.0
         fixed, per_byte = self._taken()
@@ -37,12 +37,12 @@ class Deadlines:
         return max(0.0, left / (per_byte * nbytes)) if per_byte > 0 else float(left >= 0)
 
     def departed(self, now: float, nbytes: int) -> None:
-        """A round of `nbytes` has departed."""
+        """Record that a round of `nbytes` has departed."""
         if self._last is not None:
             self._free_at = max(now, self._free_at) + nbytes * self._taken()[1]
 
     def landed(self, nbytes: int, seconds: float) -> None:
-        """A round of `nbytes` has taken so many `seconds` to arrive. None of 0 bytes."""
+        """Record that a round of `nbytes`, more than 0, took `seconds` to arrive."""
         if not nbytes:
             return
         if self._last is not None:

@@ -1,7 +1,7 @@
-"""Deltas in a fixed group: the order of things around an inner step.
+"""The driver for deltas in a fixed group: the order of operations around an inner step.
 
-After inner step t the fragments that are due depart (delta, then a round in the air), and the rounds that departed `delay` steps before
-land (the next anchor, then the merge). What happens between is in `runtime/pipeline.py`, beside training.
+After inner step t the fragments that are due depart (the delta is computed, and its round begins), and the rounds that departed `delay`
+steps before land (the next anchor, then the merge). `runtime/pipeline.py` carries the rounds beside training.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class DeltaDriver(Driver):
         self._ended, self._by_tokens = False, training.tokens is not None
         s = training.strategy
         plain = (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
-        # One replica that averages with itself is the inner optimizer alone, exactly (law 2): anchor − (anchor − θ) would round.
+        # One replica that averages with itself must equal the inner optimizer alone (law 2); anchor − (anchor − θ) would round.
         self._alone = plain and group.size == 1 and s.schedule.delay == 0 and not s.merge.whole_period
 
     def after_inner_step(self) -> None:
         training = self.training
         if (training.tokens is not None) != self._by_tokens:
             raise ConfigurationError(
-                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas in one way from the first round "
+                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas alike from the first round "
                 "on. Give Replica(tokens=...) at the start."
             )
         if self._by_tokens:
@@ -53,13 +53,14 @@ class DeltaDriver(Driver):
                 self._land(fragment, fragment.flight)
 
     def finish(self, keep_seconds: float) -> bool:
-        """A fragment of which nothing was trained since its last round has none: all replicas know, who take the same steps."""
+        """See `Driver`. A fragment that was not trained since its last round has no round; all replicas know, because they take the same
+        steps."""
         training, strategy = self.training, self.training.strategy
         self._ended = True
         self._flights.finish()
         for fragment in training.fragments:
             trained = fragment.since < training.step
-            if fragment.flight and not (trained and strategy.merge.whole_period):  # there the departure lands it
+            if fragment.flight and not (trained and strategy.merge.whole_period):  # otherwise its departure lands it
                 self._land(fragment, fragment.flight)
         for fragment in training.fragments:
             if fragment.since < training.step:
@@ -70,15 +71,15 @@ class DeltaDriver(Driver):
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Flights in the air are kept as deltas that departed; when loaded they depart again, with the same bytes."""
+        """See `Driver`. Flights are saved as the deltas that departed; after loading they depart again, with the same bytes."""
         return self.training.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
         if ("tokens" in facts) != self._by_tokens:
-            ways = {True: "the tokens behind it", False: "1"}
+            ways = {True: "the number of its tokens", False: "1"}
             raise CheckpointError(
-                f"the checkpoint is of a run in which a delta counts {ways[not self._by_tokens]}, here it counts {ways[self._by_tokens]}; resume "
+                f"in the checkpoint's run the weight of a delta is {ways[not self._by_tokens]}, here it is {ways[self._by_tokens]}; resume "
                 "with the run's own setting."
             )
         training.load_state(tensors, facts)
@@ -86,7 +87,7 @@ class DeltaDriver(Driver):
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
         for departed, index, number in flights:
             fragment = training.fragments[index]
-            delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor where a round takes a whole period
+            delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor if a round takes a whole period
             assert delta is not None
             delta, outer = delta.to(fragment.anchor.device), training.strategy.outer
             update = fragment.begin_round(
@@ -104,13 +105,13 @@ class DeltaDriver(Driver):
 
     @torch.no_grad()
     def _depart(self, fragment: FragmentState, outer: Outer) -> None:
-        """Form the fragment's delta and let it fly."""
+        """Compute the fragment's delta, and begin its round."""
         training, buffers, strategy = self.training, self._flights.buffers, self.training.strategy
         began = training.clock()
         delta = fragment.delta(buffers.like(fragment.anchor))
         if (
             strategy.guards and fragment.since != DROPPED and not self._alone
-        ):  # else the delta is of nobody knows how many steps
+        ):  # otherwise the number of steps of the delta is unknown
             training.guard(fragment, delta, training.step - fragment.since)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
@@ -124,8 +125,8 @@ class DeltaDriver(Driver):
 
     @torch.no_grad()
     def _land(self, fragment: FragmentState, update: RoundUpdate) -> None:
-        """Take over what the round brought. A refused round changes nothing: the delta is still in the parameters. Where an aggregate has
-        left out this replica's delta, which was not finite, the others' round is good all the same.
+        """Commit or discard the round. A refused round changes nothing: the delta is still in the parameters. If an aggregate left out this
+        replica's delta because it was not finite, the round of the others is still good.
         """
         training, merge = self.training, self.training.strategy.merge
         landed = self._flights.land(update)
@@ -133,7 +134,7 @@ class DeltaDriver(Driver):
         if update.good:
             kept = merge.keeps_flight and update.departed < training.step and not left_out
             departed = fragment.anchor - update.delta if kept else None
-            if left_out:  # before the merge, which would hide what is not finite
+            if left_out:  # before the merge, which would hide values that are not finite
                 start_again(training, self._site)
             update.commit()
             fragment.counted = update.trained
@@ -151,7 +152,7 @@ class DeltaDriver(Driver):
         landed()
 
     def _turn_over(self, fragment: FragmentState, delta: Tensor) -> None:
-        """Where a round takes a whole period: land the one before, and let the parameters begin the next (see `Eager`, `Reset`)."""
+        """If a round takes a whole period: land the previous one, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if fragment.flight:
             self._land(fragment, fragment.flight)
         if fragment.rounds:

@@ -1,9 +1,8 @@
-"""What drives a replica: one driver a kind of group and signal, chosen once (`replica.choose`).
+"""The drivers of a replica: one for each kind of group and signal, chosen once (`replica.choose`).
 
-A driver decides what happens around an inner step. There are four: `DeltaDriver` (deltas in a fixed group), `GradientDriver`
-(gradients in a fixed group), `GossipDriver` (weights among neighbours in a fixed group) and `ElasticDriver` (deltas among replicas that
-come and go). No driver tests for another, and none imports another.
-A new one (asynchronous) is a class with the methods of `Driver` in a file of its own, and one line in `choose`.
+A driver acts around an inner step. There are four: `DeltaDriver` (deltas in a fixed group), `GradientDriver` (gradients in a fixed
+group), `GossipDriver` (weights among neighbours in a fixed group) and `ElasticDriver` (deltas in an elastic run). No driver tests for
+another, and none imports another. A new driver is a class with the methods of `Driver` in its own file, and one line in `choose`.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from thinwire.types import Observer
 
 @dataclass
 class Training:
-    """What a replica trains and how far it is. `Replica` and its driver share it; only the main thread changes it.
+    """The training of a replica: its model and its progress. `Replica` and its driver share it; only the main thread changes it.
 
     strategy, model, optimizer   as the caller gave them
-    observe, clock               who hears events; seconds, from any beginning
-    calendar                     which fragments depart after which inner step
-    tokens                       of an inner step, for a delta's weight; None: all deltas count alike
-    fragments                    what the replica holds for each fragment; filled in by the driver
+    observe, clock               called with events; seconds, from any origin
+    calendar                     the fragments that depart after each inner step
+    tokens                       tokens of an inner step, for the weight of a delta; None: all deltas weigh 1
+    fragments                    the state of each fragment; the driver fills it in
     step                         inner steps taken
     stopping                     all replicas stop at this step
-    reader                       where an elastic replica is in its data; None: it sees to its data itself
-    stall_seconds                how long the main thread has waited for landings
-    trained                      tokens in all, if they are counted
-    clipped                      deltas that the guard has clipped
+    reader                       the position of an elastic replica in its data; None: the loop chooses its data itself
+    stall_seconds                seconds that the main thread has waited for landings
+    trained                      number of tokens so far, if they are counted
+    clipped                      number of deltas that the guard has clipped
     """
 
     strategy: Strategy
@@ -70,7 +69,7 @@ class Training:
         tokens: float | None,
         sharded: bool,
     ) -> tuple[Training, list[Fragment]]:
-        """With the fragments that the strategy makes of the model, for the driver to hold. Raises `ModelError`, `ConfigurationError`."""
+        """Make a `Training`, and the fragments of the model, whose states the driver makes. Raises `ModelError`, `ConfigurationError`."""
         check_optimizer(model, optimizer)
         strategy.check_inner(optimizer, sharded=sharded)
         check_sharding(model, whole_replica=sharded)
@@ -78,7 +77,7 @@ class Training:
         calendar = Calendar(
             strategy.schedule, len(fragments), lambda _: float(max(group["lr"] for group in optimizer.param_groups))
         )
-        calendar.departs(0)  # offsets for another number of fragments are refused here
+        calendar.departs(0)  # refuses offsets for another number of fragments
         strategy.warm_up()
         return cls(strategy, model, optimizer, observe, clock, calendar, tokens), fragments
 
@@ -86,8 +85,8 @@ class Training:
         self.observe("warning", self.step, message=message)
 
     def guard(self, fragment: FragmentState, delta: Tensor, steps: float) -> None:
-        """Clip `delta`, which is about to depart with what so many inner steps have trained, if the strategy's guard finds it out of all
-        proportion; the first time this is said, and every time it is counted.
+        """Clip `delta`, which departs after so many inner `steps`, if the strategy's guard finds its norm too large. Every time is counted;
+        the first time gives a warning.
         """
         guard = self.strategy.guard
         clipped = fragment.guarded(guard, delta, steps / self.strategy.schedule.every) if guard else None
@@ -96,8 +95,8 @@ class Training:
         norm, judged = clipped
         if not self.clipped:
             message = (
-                f"a delta of this replica had the norm {norm:.3g}, where {judged.limit:.3g} was the most to expect after those before: it is "
-                "clipped, as others like it will be (events `clipped`). Look at batch, learning rate and machine; guard=None does not clip"
+                f"a delta of this replica had the norm {norm:.3g}, where {judged.limit:.3g} was the most to expect from earlier ones: it is "
+                "clipped, and so are later ones (events `clipped`). Check batch, learning rate and machine; guard=None does not clip"
             )
             (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
         self.clipped += 1
@@ -106,7 +105,7 @@ class Training:
         )
 
     def weights(self) -> list[Tensor]:
-        """Each trained parameter, this rank's part of it, in the order of the fragments."""
+        """This rank's part of each trained parameter, in the order of the fragments."""
         return [part for fragment in self.fragments for part, _ in fragment.slices(fragment.anchor)]
 
     def load_anchors(self) -> None:
@@ -115,7 +114,7 @@ class Training:
             fragment.load_into_parameters(fragment.anchor)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What every driver saves: tensors of all fragments, and facts for JSON."""
+        """The state that every driver saves: tensors of all fragments, and values for JSON."""
         facts = {
             "step": self.step,
             "rounds": [fragment.rounds for fragment in self.fragments],
@@ -129,7 +128,7 @@ class Training:
         return saved(self.fragments), facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`, but for flights. Raises `CheckpointError`."""
+        """Resume from `state()`, without flights. Raises `CheckpointError`."""
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
         restore(self.fragments, tensors, facts, self.strategy.outer)
@@ -139,46 +138,49 @@ class Training:
 
 
 class Driver(Protocol):
-    """What `Replica` asks of its driver, all on the main thread.
+    """The interface of a driver. `Replica` calls it on the main thread.
 
-    A driver that has been made has met the others, and the model holds the weights that training starts from. It owns whatever threads and
-    buffers its rounds need, and reads and changes `training`. It hears of an inner step after `training.step` has counted it.
+    When a driver has been made, it has met the others, and the model holds the first weights of the training. The driver owns the
+    threads and buffers of its rounds, and reads and changes `training`. It is called for an inner step after `training.step` has
+    counted it.
     """
 
     training: Training
 
     def before_inner_step(self, closure: bool) -> None:
-        """The gradients are there and the optimizer has not stepped; `closure`: it was given one. May be called twice before one step.
+        """Called when the gradients are computed and the optimizer has not stepped, perhaps twice for one step. `closure`: whether the
+        optimizer was given one.
 
-        Does nothing, unless a driver exchanges gradients: what counts is the parameters after the step.
+        Does nothing, unless the driver exchanges gradients; other drivers use the parameters after the step.
         """
         return
 
     def after_inner_step(self) -> None:
-        """The optimizer has stepped. May set `training.step` ahead, where others are."""
+        """Called when the optimizer has stepped. May move `training.step` ahead, to the step of others."""
 
     def finish(self, keep_seconds: float) -> bool:
-        """Land what is in the air, and exchange what was trained since. The face loads the anchors after it.
+        """Land all flights, and exchange the training since then. `Replica` loads the anchors afterwards.
 
-        False: this replica goes on giving the final state to others, `keep_seconds` at most, until `close`. Raises `LinkError`.
+        Returns False if this replica continues to give the final state to others, for `keep_seconds` at most, until `close`. Raises
+        `LinkError`.
         """
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that is needed beside model and inner optimizer to go on bit for bit: tensors, and facts for JSON. Does not wait."""
+        """The state that is needed, beside model and inner optimizer, to resume bit for bit: tensors, and values for JSON. Does not wait."""
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Collective in a fixed group. Raises `CheckpointError`, `DisagreementError`."""
+        """Resume from `state()`. Collective in a fixed group. Raises `CheckpointError`, `DisagreementError`."""
 
     def anchors(self) -> Sequence[Tensor]:
-        """The agreed weights, flat and in fp32, a copy for each fragment."""
+        """Copies of the agreed weights, flat and in fp32, one for each fragment."""
         return [fragment.anchor.clone() for fragment in self.training.fragments]
 
     def load_anchors(self) -> None:
-        """Overwrite the model's parameters with the agreed weights, where these may differ."""
+        """Overwrite the model's parameters with the agreed weights, if these may differ."""
         self.training.load_anchors()
 
     def request_stop(self) -> None:
-        """Have all replicas stop at one step: `training.stopping` becomes true then."""
+        """Stop all replicas at the same step: `training.stopping` becomes true there."""
 
     def close(self) -> None:
         """End the driver's threads. Idempotent. A fixed group stays open."""
@@ -186,7 +188,7 @@ class Driver(Protocol):
 
 @contextmanager
 def anchored(driver: Driver) -> Iterator[None]:
-    """Within: the model holds the agreed weights. After: the replica's own again, bit for bit."""
+    """A context in which the model holds the agreed weights; afterwards the replica's own again, bit for bit."""
     training = driver.training
     own = [(part, part.clone()) for part in training.weights()]
     reshard(training.model)

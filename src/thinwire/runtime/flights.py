@@ -1,4 +1,4 @@
-"""Rounds in the air among a fixed group, seen from the main thread: what the drivers of deltas and of gradients share."""
+"""Rounds in flight in a fixed group, seen from the main thread: the common part of the drivers of deltas and of gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thinwire.runtime.weighing import check_weighing
 
 
 class Flights:
-    """Rounds that depart from and land in `training`.
+    """The rounds of a `training`: departures and landings.
 
-    To make it is collective: the replicas compare code, strategy and model, and all start from replica 0's weights. `site` joins the
-    ranks of one sharded replica. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`.
+    Making it is collective: the replicas compare code, strategy and model, and all start from replica 0's weights. `site` is the group
+    of the ranks of one sharded replica. Raises `ConfigurationError`, `DisagreementError`, `ModelError`, `LinkError`.
     """
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
@@ -38,14 +38,15 @@ class Flights:
         training.load_anchors()
 
     def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
-        """Let `update` fly. `began`: when work for this departure began; `scheduled`: see `RoundPipeline.launch`."""
+        """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
+        `RoundPipeline.launch`."""
         training = self.training
         self.pipeline.launch(update, training.stall_seconds, scheduled)
         fields = {"fragment": update.of.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
 
     def land(self, update: RoundUpdate) -> Callable[[], None]:
-        """Wait for `update` and report it; call what comes back when it is committed or discarded, to report that."""
+        """Wait for `update`, and report its arrival. Returns a function that reports the landing; call it after commit or discard."""
         training = self.training
         began = training.clock()
         update.wait()
@@ -64,7 +65,7 @@ class Flights:
         return partial(self._landed, fields, began, stall)
 
     def heard(self, update: RoundUpdate) -> None:
-        """All have heard in the same round who wants to stop."""
+        """Take over the request to stop; all replicas learn of it in the same round."""
         self.training.stopping |= update.stop
 
     def _landed(self, fields: dict[str, int], began: float, stall: float) -> None:
@@ -72,11 +73,11 @@ class Flights:
         training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
     def request_stop(self) -> None:
-        """Ask all to stop: they hear it with the next round that departs."""
+        """Ask all replicas to stop, with the next round that departs."""
         self.pipeline.stop_requested = True
 
     def finish(self) -> None:
-        """Tell the others after how many steps this replica has finished. Waits for nobody."""
+        """Tell the others after how many steps this replica has finished. Does not wait."""
         self.pipeline.finished.tell(self.training.step)
 
     def close(self) -> None:

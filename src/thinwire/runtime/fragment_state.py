@@ -1,7 +1,7 @@
-"""Two records of a fragment: what is (`FragmentState`), and what a round may make of it (`RoundUpdate`).
+"""Two records of a fragment: its present state (`FragmentState`), and the update that a round computes (`RoundUpdate`).
 
-A round writes the next anchor, outer state and feedback range by range, while a range is in the cache, into spare buffers; the
-fragment keeps its own until `commit`. Only what a `FragmentState` offers for it touches the model.
+A round writes the next anchor, outer state and feedback into spare buffers, range by range, while a range is in the cache. The
+fragment's own buffers stay until `commit`. Only methods of `FragmentState` touch the model.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ DROPPED = -1
 
 @dataclass
 class FragmentState:
-    """A fragment and what this replica remembers of it."""
+    """A fragment, and this replica's state of it."""
 
     fragment: Fragment
     index: int
-    anchor: Tensor  # flat fp32; what takes its place is written elsewhere, but then its room may be used again
+    anchor: Tensor  # flat fp32; the next anchor is written to another buffer, after which this one may be reused
     state: State
-    feedback: State  # what the codec held back; on the CPU
+    feedback: State  # errors of the codec, kept for the next delta; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
-    exchange: State = field(default_factory=dict)  # what the exchange remembers; on the CPU
+    exchange: State = field(default_factory=dict)  # the exchange's state; on the CPU
     aggregate: State = field(
         default_factory=dict
-    )  # what the aggregate remembers of what is aggregated here; on the CPU
-    policy: State = field(default_factory=dict)  # what the strategy's policy knows of this fragment; on the CPU
-    filters: tuple[Filter, ...] = ()  # as well
-    filtered: tuple[State, ...] = ()  # what each remembers; on the CPU
-    guard: State = field(default_factory=dict)  # what the strategy's guard knows of this replica's norms; on the CPU
+    )  # the aggregate's state for the part that is aggregated here; on the CPU
+    policy: State = field(default_factory=dict)  # the policy's state for this fragment; on the CPU
+    filters: tuple[Filter, ...] = ()  # the strategy's, fitted to this fragment
+    filtered: tuple[State, ...] = ()  # the state of each filter; on the CPU
+    guard: State = field(default_factory=dict)  # the guard's state: this replica's norms; on the CPU
     rounds: int = 0
-    since: int = 0  # the inner step after which nothing trained has departed; DROPPED if what departed was dropped
-    counted: float = 0.0  # tokens trained when the last delta departed that counted, if they are counted
+    since: int = 0  # the inner step of the last departure; DROPPED if that delta was dropped
+    counted: float = 0.0  # tokens trained before the last counted delta departed, if they are counted
     flight: RoundUpdate | None = None
-    own: Tensor | None = None  # where a round takes a whole period: the own delta that is in the air
-    # eager updates only: what this replica is ahead of the anchor
+    own: Tensor | None = None  # if a round takes a whole period: the own delta in flight
+    # eager updates only: the difference between this replica and the anchor
     deviation: Tensor | None = None
     deviation_state: State = field(default_factory=dict)
 
     @property
     def base(self) -> Tensor:
-        """Where the fragment's inner steps started."""
+        """The values at which the fragment's inner steps started."""
         return self.anchor if self.deviation is None else self.anchor + self.deviation
 
     def due(self, policy: Policy, number: int) -> Codec:
-        """What round `number`, which departs now, is coded in."""
+        """The codec of round `number`, which departs now."""
         if any(one.dense(state) for one, state in zip(self.filters, self.filtered)):
             return in_full(self.codec)
         return policy.at(self.codec, self.anchor.numel(), number, self.policy)
 
     def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter's local part, detached, with its slice of `flat`, in the same shape."""
+        """Each parameter's local part, detached, with its slice of `flat` in the same shape."""
         begin = 0
         for _, parameter in self.fragment.parameters:
             part = local(parameter.detach())
@@ -75,24 +75,24 @@ class FragmentState:
             begin += part.numel()
 
     def snapshot(self, into: Tensor) -> Tensor:
-        """The replica's own parameters, flat, in fp32, where the anchor lives."""
+        """Copy the replica's own parameters, flat and in fp32, to the anchor's device."""
         for part, slice_ in self.slices(into):
             slice_.copy_(part)
         return into
 
     def delta(self, into: Tensor) -> Tensor:
-        """base − parameters, in one pass."""
+        """Compute base − parameters, in one pass."""
         for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
             torch.sub(base, part.to(base.device), out=slice_)
         return into
 
     @torch.no_grad()
     def guarded(self, guard: Guard, delta: Tensor, periods: float) -> tuple[float, Judged] | None:
-        """Have `guard` judge `delta`, trained for so many `periods`. If it clips, `delta` is shorter now and the parameters have gone back along
-        it; returns the norm that it had, and what the guard said.
+        """Let `guard` judge `delta`, which was trained for so many `periods`. If the guard clips, scale down `delta`, move the parameters back
+        accordingly, and return the earlier norm and the judgement.
         """
         norm = norm_of(delta)
-        if not math.isfinite(norm):  # refused elsewhere
+        if not math.isfinite(norm):  # it is refused later
             return None
         judged = guard.judged(norm, periods, self.guard)
         self.guard = judged.state
@@ -102,7 +102,7 @@ class FragmentState:
         return norm, judged
 
     def finite(self) -> bool:
-        """Whether all of the replica's own parameters are."""
+        """Whether all of the replica's own parameters are finite."""
         return all(bool(torch.isfinite(part).all()) for part, _ in self.slices(self.anchor))
 
     def begin_round(
@@ -117,8 +117,8 @@ class FragmentState:
         number: int | None = None,
         codec: Codec | None = None,
     ) -> RoundUpdate:
-        """The round in which `delta` departs after inner step `step`: the next one, or `number` once more, in the codec that is due, or
-        `codec`. It is in the air until it is committed or discarded. See `RoundUpdate`.
+        """Begin the round in which `delta` departs after inner step `step`: the next one, or `number` again; with the codec that is due, or
+        `codec`. It is in flight until it is committed or discarded. See `RoundUpdate`.
         """
         number = self.rounds if number is None else number
         self.flight = RoundUpdate(
@@ -142,13 +142,13 @@ class FragmentState:
             part.copy_(values)
 
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
-        """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed), where the parameters were `departed` when a round left."""
+        """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed); `departed` are the parameters at the departure of a round."""
         rest = torch.lerp(self.anchor, departed, alpha) - kept * departed
         for part, values in self.slices(rest):
             part.copy_(kept * part.to(values) + values)
 
     def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
-        """Where a round takes a whole period and `delta` is about to depart: from where the next inner steps go on."""
+        """If a round takes a whole period: set the parameters at which the next inner steps start, before `delta` departs."""
         if strategy.merge.eager:
             self._step_aside(delta, strategy.outer, share, buffers)
         else:
@@ -157,7 +157,7 @@ class FragmentState:
         self.load_into_parameters(self.base)
 
     def _step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
-        """Eager updates: what is new in `delta` since the last counts at once, as this replica's share of the mean."""
+        """Eager updates: apply the change of `delta` since the last one at once, as this replica's share of the mean."""
         if self.deviation is None or self.own is None:
             self.deviation = torch.zeros_like(self.anchor)
             self.deviation_state, self.own = outer.init(self.deviation), torch.zeros_like(self.anchor)
@@ -174,7 +174,7 @@ class FragmentState:
 
 
 def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
-    """What a replica holds for `fragment` at first."""
+    """A replica's first state of `fragment`."""
     parts = [local(p.detach()) for _, p in fragment.parameters]
     device = torch.device("cpu") if strategy.anchors == "host" else parts[0].device
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
@@ -193,17 +193,18 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
 
 
 class RoundUpdate:
-    """A round of the fragment `of`, which stays as it is until `commit` or `discard`; then the round is over.
+    """A round of the fragment `of`. It does not change the fragment before `commit`; `commit` or `discard` ends the round.
 
-    Which round: `delta` departs after inner step `departed` as round `number`, coded by `codec`, and is to land after step `lands`.
+    Departure: `delta` departs after inner step `departed` as round `number`, encoded by `codec`, and must land after step `lands`.
 
-    What it makes, written beside training: `anchor` (next, stepped by `outer`; without, the estimate itself), `outer` and `feedback`
-    (their next states), `filtered`, `exchange`, `aggregate` and `policy`. Flat and fp32; all but anchor and outer state on the CPU.
+    Results, written beside training: the next `anchor`, stepped by `outer` (without an outer step the estimate itself), and the next
+    states of `outer`, `feedback`, `filtered`, `exchange`, `aggregate` and `policy`. Flat fp32; all except anchor and outer state are on
+    the CPU.
 
-    What was said and when, known once `wait` returns: `good` (else it is to be discarded), `refused_by` (replicas whose delta was not
-    finite), `stop` (some replica asked to stop), `nbytes` that this replica foresees to send and `nbytes_sent`, and times on the replica's clock.
+    Known after `wait`: `good` (if false, it must be discarded), `refused_by` (replicas whose delta was not finite), `stop` (a replica
+    asked to stop), `nbytes` that this replica expects to send and `nbytes_sent`, and times on the replica's clock.
 
-    `given` is the next anchor where that is known beforehand (one replica alone).
+    `given` is the next anchor if it is known beforehand (one replica alone).
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class RoundUpdate:
     ) -> None:
         self.of, self.delta = of, delta
         self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or of.codec
-        self.trained, self.share = 0.0, 1.0  # tokens when it departed, if they are counted; by what the delta is scaled
+        self.trained, self.share = 0.0, 1.0  # tokens at its departure, if they are counted; the factor of the delta
         self.anchor = given
         self.outer: State = {}
         self.feedback: State = {}
@@ -232,17 +233,17 @@ class RoundUpdate:
         self.refused_by: tuple[int, ...] = ()
         self.nbytes = self.nbytes_sent = 0
         self.begin = self.end = self.queued_seconds = self.transfer_seconds = 0.0
-        self.arrival: Future[None] = Future()  # done when all this is known
+        self.arrival: Future[None] = Future()  # done when all results are known
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
-        remembers = feedback is not None or bool(of.filters)  # and that in host memory
-        self._inputs = [delta.cpu() if remembers else delta]  # what each filter gets; last what is coded
+        remembers = feedback is not None or bool(of.filters)  # these keep state in host memory
+        self._inputs = [delta.cpu() if remembers else delta]  # the input of each filter, and last that of the codec
         self._signal: Tensor | None = None
-        self._whole: Tensor | None = None  # the estimate, for filters or an outer step that need all of it
-        self._sent: Tensor | None = None  # what the own packet says, for filters
+        self._whole: Tensor | None = None  # the whole estimate, for filters or an outer step that need it
+        self._sent: Tensor | None = None  # the decoded own packet, for filters
         self._finite = True
 
     def signal(self, begin: int, end: int) -> Tensor:
-        """What to encode for a range; lent until the next call."""
+        """The values to encode for a range; valid until the next call."""
         coded = self._coded()[begin:end]
         if self._feedback is None:
             return coded
@@ -252,7 +253,7 @@ class RoundUpdate:
         return self._feedback.signal(coded, _range(self.of.feedback, begin, end), self._signal[: end - begin])
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-        """Take the mean of a range."""
+        """Take the mean of a range, and compute its results."""
         end, filters = begin + mean.numel(), self.of.filters
         if filters:
             self._sent = self._room(self._sent)
@@ -272,7 +273,7 @@ class RoundUpdate:
             self._whole[begin:end].copy_(mean)
 
     def finish(self) -> bool:
-        """After the last range: whether the anchor is finite."""
+        """Called after the last range. Returns whether the anchor is finite."""
         if self._whole is not None:
             estimate, of = self._whole, self.of
             if self._sent is not None:
@@ -288,17 +289,17 @@ class RoundUpdate:
         return self._finite and self.anchor is not None
 
     def close(self) -> None:
-        """Give back what was for the way only."""
+        """Release the buffers that only the exchange needed."""
         for room in (self._signal, self._whole, self._sent):
             self._buffers.give(*self._tensors(room))
         self._signal = self._whole = self._sent = None
 
     def wait(self) -> None:
-        """Return when the round has arrived. Raises what went wrong on the way."""
+        """Wait until the round has arrived. Raises the error of the exchange."""
         self.arrival.result()
 
     def commit(self) -> None:
-        """Make the fragment what the round has made of it. Without an outer step its anchor stays, and the estimate is given back."""
+        """Replace the fragment's state by the round's results. Without an outer step the anchor stays, and the estimate is released."""
         of, swap = self.of, self._buffers.swap
         assert self.anchor is not None
         if self._step is None:
@@ -314,7 +315,7 @@ class RoundUpdate:
         self._over()
 
     def discard(self) -> None:
-        """Leave the fragment as it is: nobody needs what the round made."""
+        """Leave the fragment unchanged, and release the round's results."""
         self._buffers.swap(
             [
                 *(*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values()),
@@ -328,12 +329,12 @@ class RoundUpdate:
         self._over()
 
     def _over(self) -> None:
-        if self.delta is not self.of.own:  # where a round takes a whole period the delta is needed longer
+        if self.delta is not self.of.own:  # if a round takes a whole period, the delta is needed longer
             self._buffers.give(self.delta)
         self.of.flight = None
 
     def _coded(self) -> Tensor:
-        """What is to be coded, before feedback: the delta, or what the filters make of it, once."""
+        """The values to encode, before feedback: the delta, or the output of the filters, which run once."""
         if len(self._inputs) == 1 and self.of.filters:
             self._inputs = said(self.of.filters, self.of.filtered, self._inputs[0])
         return self._inputs[-1]
@@ -350,7 +351,7 @@ class RoundUpdate:
         self._check(moved)
 
     def _check(self, moved: Tensor) -> None:
-        # A sum of squares may overflow for finite values: only then each is looked at.
+        # A sum of squares may overflow for finite values; only then each value is checked.
         if not bool(torch.isfinite(torch.dot(moved, moved))):
             self._finite &= bool(torch.isfinite(moved).all())
 

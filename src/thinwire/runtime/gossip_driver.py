@@ -1,7 +1,8 @@
-"""Weights among neighbours in a fixed group: each replica keeps weights of its own, which its neighbours' draw near.
+"""The gossip driver: weights among neighbours in a fixed group. Each replica keeps its own weights, mixed with its neighbours'.
 
-The order around an inner step is that of `runtime/delta_driver.py`. What differs: a round lands on this replica's own anchor, by the rule of the
-`Gossip` exchange; a stop spreads from neighbour to neighbour, and all heed it after the same round; and at the end all take their mean.
+The order around an inner step is that of `runtime/delta_driver.py`, with three differences: a round lands on this replica's own
+anchor, by the rule of the `Gossip` exchange; a request to stop spreads from neighbour to neighbour, and all stop after the same round;
+and at the end all replicas take the mean of their weights.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from thinwire.types import State
 
 
 class GossipUpdate(RoundUpdate):
-    """A round of gossip, in which the parameters were `theta` at the departure; that is what is saved of it."""
+    """A gossip round. `theta` are the parameters at its departure, which a checkpoint saves for it."""
 
     def __init__(
         self,
@@ -61,12 +62,12 @@ class GossipUpdate(RoundUpdate):
         self._sent_own[begin : begin + mean.numel()] = sent()
 
     def finish(self) -> bool:
-        """Raises `NonFiniteError`: the others go on with what this replica has said."""
+        """Raises `NonFiniteError`, because the others continue with this replica's packet."""
         heard, said = ([flat[begin:end] for begin, end in self._spans] for flat in (self._heard, self._sent_own))
         self.anchor, self._after = self._rule.hears(self.of.anchor, self.delta, self.of.exchange, heard, said)
         if not all(bool(torch.isfinite(one).all()) for one in (self.anchor, *self._after.values())):
             raise NonFiniteError(
-                f"round {self.number} of fragment {self.of.fragment.name!r} makes NaN or infinity of {self._rule}: training diverges. "
+                f"round {self.number} of fragment {self.of.fragment.name!r} gives NaN or infinity in {self._rule}: training diverges. "
                 "Resume from the last checkpoint with a smaller learning rate, or a smaller momentum or step of the rule."
             )
         return True
@@ -82,10 +83,11 @@ class GossipUpdate(RoundUpdate):
 
 
 class GossipFlights(Flights):
-    """As `Flights`, but a stop takes some rounds to reach all.
+    """Like `Flights`, but a request to stop takes some rounds to reach all replicas.
 
-    The rounds of the first fragment are cut into windows, each as long as what one replica knows takes to reach all. Who wants to stop says
-    so from the beginning of a window on; who hears it says it too; all stop at the window's end.
+    The rounds of the first fragment are divided into windows; in the rounds of one window a message reaches all replicas. A replica that
+    wants to stop sends the request from the beginning of a window; a replica that receives it passes it on; all stop at the window's
+    end.
     """
 
     window = (0, 0)  # the first round, and the first of the next window
@@ -98,7 +100,7 @@ class GossipFlights(Flights):
         self._asked = True
 
     def begins(self, number: int) -> None:
-        """Round `number` of the first fragment departs next."""
+        """Called before round `number` of the first fragment departs."""
         if number >= self.window[1]:
             rounds = spread(self._gossip.topology, self.group.size, number, 0, self.training.strategy.seed)
             self.window = number, number + max(1, rounds)
@@ -112,25 +114,25 @@ class GossipFlights(Flights):
 
 
 class GossipDriver:
-    """Every replica takes the same inner steps, and hears its neighbours only. See `Driver`, `GossipFlights`."""
+    """Every replica takes the same inner steps, and exchanges only with its neighbours. See `Driver`, `GossipFlights`."""
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         gossip = training.strategy.exchange
         assert isinstance(gossip, Gossip)
         if site is not None:
             raise ConfigurationError(
-                f"{gossip} on replicas of {site.size} ranks: a replica's weights are its own there, and must be whole; start one process a replica."
+                f"{gossip} on replicas of {site.size} ranks: its weights must be whole; start one process for each replica."
             )
         self.training, self._group, self._gossip, self._rule = training, group, gossip, gossip.rule
         self._flights = GossipFlights(training, fragments, group, gossip)
         for fragment in training.fragments:
             fragment.exchange = self._rule.init(fragment.anchor)
-        self._tracked = False  # for the step that comes
-        self._met = False  # the anchors are the mean over all replicas
+        self._tracked = False  # whether the gradients of the next step are replaced
+        self._met = False  # whether the anchors are the mean over all replicas
 
     @torch.no_grad()
     def before_inner_step(self, closure: bool) -> None:
-        """Where the rule tracks gradients, replace each. Raises `ModelError` if the optimizer was given a closure then."""
+        """Replace each gradient if the rule tracks gradients. Raises `ModelError` if the optimizer was given a closure then."""
         if not self._rule.tracks or self._tracked:
             return
         if closure:
@@ -157,7 +159,7 @@ class GossipDriver:
                 self._land(fragment, fragment.flight)
 
     def finish(self, keep_seconds: float) -> bool:
-        """Land what is in the air; then all take the mean of all replicas' weights, in fp32: 8·(M−1)/M bytes per parameter, once."""
+        """Land all flights; then take the mean of all replicas' weights, in fp32: 8·(M−1)/M bytes per parameter, once."""
         self._flights.finish()
         for fragment in self.training.fragments:
             if fragment.flight:
@@ -168,7 +170,7 @@ class GossipDriver:
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Flights in the air are kept as the weights that departed; when loaded they depart again, with the same bytes."""
+        """See `Driver`. Flights are saved as the weights that departed; after loading they depart again, with the same bytes."""
         tensors, facts = self.training.state()
         return tensors, facts | {"window": list(self._flights.window)}
 
@@ -188,7 +190,7 @@ class GossipDriver:
         return [one.snapshot(torch.empty_like(one.anchor)) for one in self.training.fragments]
 
     def load_anchors(self) -> None:
-        """Nothing before `finish`: the model holds this replica's own weights."""
+        """Does nothing before `finish`, because the model holds this replica's own weights."""
         if self._met:
             self.training.load_anchors()
 
@@ -201,7 +203,7 @@ class GossipDriver:
     @torch.no_grad()
     def _depart(self, fragment: FragmentState) -> None:
         training, began = self.training, self.training.clock()
-        if not fragment.finite():  # nothing of it may leave
+        if not fragment.finite():  # such weights must not be sent
             start_again(training)
         if fragment.index == 0:
             self._flights.begins(fragment.rounds)
@@ -236,7 +238,7 @@ class GossipDriver:
 
     @torch.no_grad()
     def _meet(self, fragment: FragmentState) -> None:
-        """Take the mean of what all replicas hold, the same bits on all."""
+        """Take the mean of all replicas' weights, with the same bits on all."""
         key = Key(self.training.strategy.seed, fragment.index, fragment.rounds, self._group.rank)
         own = self._rule.conserved(fragment.snapshot(torch.empty_like(fragment.anchor)), fragment.exchange)
         fragment.anchor = mean_of_all(self._group, own, key)

@@ -1,4 +1,4 @@
-"""Gradients in a fixed group: before every inner step the replicas exchange them, so that their parameters stay equal."""
+"""The driver for gradients in a fixed group: replicas exchange them before every inner step, so their parameters stay equal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
 from thinwire.runtime.module_state import gradient, put_gradient, reshard
 
-COMPARED = 100  # steps from one look at weights that should be equal to the next
+COMPARED = 100  # steps between two comparisons of the weights, which should be equal
 _DRIFTED = (
     "the weights of the replicas have drifted apart: their processors, or their optimizers, round differently. All take replica 0's now, "
-    f"and wherever it is found again, every {COMPARED} steps; thinwire.pieces.inner_optimizers.SGD(...).make(...) steps alike on all processors."
+    f"and again if they differ (compared every {COMPARED} steps); thinwire.pieces.inner_optimizers.SGD(...).make(...) steps alike on all processors."
 )
 
 
@@ -34,12 +34,12 @@ class GradientDriver(Driver):
         self.training, self._group = training, group
         self._flights = Flights(training, fragments, group, site)
         self._stepped = Stepped(training.model, training.weights, group, training.warn)
-        self._exchanged = False  # for the step that comes
+        self._exchanged = False  # whether the gradients of the next step are exchanged
 
     @torch.no_grad()
     def before_inner_step(self, closure: bool) -> None:
         """Raises `ModelError` if the optimizer was given a closure, `NonFiniteError` if own weights are not finite."""
-        if closure:  # it would compute new gradients after the exchange, and the replicas would drift apart
+        if closure:  # a closure would compute new gradients after the exchange
             raise ModelError(
                 "step(closure) with Gradients(): gradients are exchanged before the step; call the closure first, then step() without it."
             )
@@ -63,10 +63,10 @@ class GradientDriver(Driver):
             self._stepped.check()
 
     def _take(self, update: RoundUpdate, refused: bool) -> None:
-        """Write the mean into the gradients; if any round of this step was `refused`, there is none."""
+        """Write the mean into the gradients, or None if a round of this step was `refused`."""
         mean = update.of.anchor if update.anchor is None else update.anchor
         for (_, parameter), (_, values) in zip(update.of.fragment.parameters, update.of.slices(mean)):
-            # Exactly zero everywhere is what parameters without a gradient send: they are skipped, on all replicas alike.
+            # Parameters without a gradient send zeros; if the mean is exactly zero, all replicas skip them.
             if refused or not bool(values.any()):
                 parameter.grad = None
             else:
@@ -81,7 +81,7 @@ class GradientDriver(Driver):
         self._stepped.after(self.training.step)
 
     def finish(self, keep_seconds: float) -> bool:
-        """Nothing is in the air, and all hold the same weights."""
+        """Does nothing: there are no flights, and all replicas hold the same weights."""
         self._flights.finish()
         return True
 
@@ -94,11 +94,11 @@ class GradientDriver(Driver):
         agree_on_resume(self._group, self.training.step, self._stepped.resume(facts.get("weights", {})))
 
     def anchors(self) -> list[Tensor]:
-        """The parameters, which are equal everywhere."""
+        """The parameters, which are equal on all replicas."""
         return [one.snapshot(torch.empty_like(one.anchor)) for one in self.training.fragments]
 
     def load_anchors(self) -> None:
-        """Nothing: the model holds them."""
+        """Does nothing, because the model holds the anchors."""
 
     def request_stop(self) -> None:
         self._flights.request_stop()
@@ -108,25 +108,25 @@ class GradientDriver(Driver):
 
 
 class Stepped:
-    """The weights of replicas that step by themselves, each with its own optimizer, from equal gradients. Not every processor rounds
-    alike, so they are compared now and then, and where they have drifted apart all take replica 0's; `say` hears of it once.
+    """Compares the weights of replicas that step with their own optimizers, from equal gradients. Processors may round differently. So
+    the weights are compared regularly, and if they differ, all replicas take replica 0's; `say` is called the first time.
     """
 
     def __init__(
         self, model: nn.Module, weights: Callable[[], Sequence[Tensor]], group: Group, say: Callable[[str], None]
     ) -> None:
         self._model, self._weights, self._group, self._say = model, weights, group, say
-        self._alike = digest(weights())  # of what all held when that was known last
+        self._alike = digest(weights())  # digest of the weights at the last comparison
         self._drifted = False
 
     def after(self, step: int) -> None:
-        """All have taken inner step `step`."""
+        """Called when all replicas have taken inner step `step`."""
         if step % COMPARED == 0:
             self.compare()
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Collective. 24 bytes to each other replica; where they differ the weights besides, from replica 0 to each."""
+        """Compare the weights. Collective. 24 bytes to each other replica; if they differ, also the weights, from replica 0 to each."""
         self._alike, differ = agree_on_weights(self._group, self._weights(), "comparison")
         if differ:
             reshard(self._model)
@@ -135,7 +135,7 @@ class Stepped:
             self._drifted = True
 
     def check(self) -> None:
-        """Raise `NonFiniteError` where the own weights are not finite: there is no anchor to start again from."""
+        """Raise `NonFiniteError` if this replica's weights are not finite, because there is no anchor to restart from."""
         if not all(bool(torch.isfinite(weight).all()) for weight in self._weights()):
             raise NonFiniteError(
                 f"the weights of replica {self._group.rank} hold NaN or infinity, and data-parallel training keeps no "
@@ -143,11 +143,12 @@ class Stepped:
             )
 
     def facts(self) -> dict[str, str]:
-        """What to save, for JSON."""
+        """The state to save, for JSON."""
         return {"alike": self._alike.hex(), "own": digest(self._weights()).hex()}
 
     def resume(self, facts: Mapping[str, str]) -> bytes:
-        """Go on from `facts`. What must be equal on all who do so: `alike`, or the digest of weights that are not those that were saved."""
+        """Resume from `facts`. Returns the digest that must be equal on all replicas: `alike`, or that of the weights if they are not the
+        saved ones."""
         own = digest(self._weights())
         self._alike = bytes.fromhex(facts["alike"]) if facts.get("own") == own.hex() else own
         return self._alike

@@ -1,4 +1,4 @@
-"""First contact: replicas that do not fit together find out before anything is trained."""
+"""The handshake: replicas compare code, model and settings before they train."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
 from thinwire.version import __version__
 
-_LIMIT = 1 << 24  # bytes of one replica's introduction; a million tensors' names
+_LIMIT = 1 << 24  # bytes of one replica's introduction, enough for the names of a million tensors
 
 
 def introduce(
     group: Group, strategy: Strategy, fragments: Sequence[Fragment], more: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Compare code version, strategy, model and what `more` there is with every other replica: about 60 bytes a tensor, once. Raises as `agree`."""
+    """Compare code version, strategy, model and the facts in `more` with every other replica: about 60 bytes a tensor, once. Raises like
+    `compare_settings`."""
     if max(group.size, len(fragments)) > MOST:
         raise ConfigurationError(
             f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each fit into a packet's fields; use fewer."
@@ -43,7 +44,7 @@ def introduce(
 
 
 def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """The same in a few words, for a `Membership`, which compares the rest."""
+    """The strategy and a digest of the model, as facts of a `Membership`, which compares the rest."""
     tensors = _tensors(fragments)
     told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
     numel = sum(fragment.numel for fragment in fragments)
@@ -62,8 +63,7 @@ def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:
 def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
     """Compare `facts` (JSON) with every other replica's.
 
-    Raises `DisagreementError`, on every replica, naming the first that differs from replica 0, in what, and both
-    values.
+    Raises `DisagreementError` on every replica; it names the first replica that differs from replica 0, the setting, and both values.
     """
     introductions = gather(group, json.dumps(facts).encode(), _LIMIT, "introduction")
     first: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
 
 
 def digest(tensors: Sequence[Tensor]) -> bytes:
-    """BLAKE2b over the bytes of `tensors`, 16 bytes: equal weights, equal digest."""
+    """BLAKE2b over the bytes of `tensors`, 16 bytes. Equal weights have equal digests."""
     state = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         state.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -90,14 +90,14 @@ def digest(tensors: Sequence[Tensor]) -> bytes:
 
 
 def agree_on_start(group: Group, anchors: Sequence[Tensor]) -> bool:
-    """Make all replicas start from replica 0's weights, as `agree_on_weights`. Returns whether any differed."""
+    """Make all replicas start from replica 0's weights, by `agree_on_weights`. Returns whether any differed."""
     return agree_on_weights(group, anchors, "start")[1]
 
 
 def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> tuple[bytes, bool]:
-    """Make `tensors` those of replica 0 everywhere: overwritten where any replica differs. Their digest now, and whether any did.
+    """Give all replicas the `tensors` of replica 0, if any replica differs. Returns their digest, and whether any differed.
 
-    24 bytes to each other replica if all are equal already, else the tensors besides, from replica 0 to each.
+    Sends 24 bytes to each other replica; if they differ, also the tensors, from replica 0 to each.
     """
     digests = gather(group, digest(tensors), 16, purpose)
     if len(set(digests)) == 1:
@@ -114,7 +114,8 @@ def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> t
 
 
 def agree_on_resume(group: Group, step: int, alike: bytes) -> None:
-    """Raises `DisagreementError`, on every replica, unless all go on from the same step and `alike`, the digest of what they share. 24 bytes each."""
+    """Raises `DisagreementError` on every replica, unless all resume at the same step and have the same digest `alike` of their shared
+    state. 24 bytes each."""
     told = gather(group, step.to_bytes(8, "little") + alike, 24, "resume")
     for rank, text in enumerate(told):
         if text != told[0]:
@@ -125,9 +126,9 @@ def agree_on_resume(group: Group, step: int, alike: bytes) -> None:
 
 
 class Finished:
-    """After how many inner steps others have finished: a replica that has no round left tells those who would wait for it.
+    """The numbers of inner steps after which other replicas finished. A replica that has no round left sends its number.
 
-    It waits for nobody: 8 bytes to each, which all expect from the beginning on.
+    It does not wait: it sends 8 bytes to each, for which all have posted a receive at the start.
     """
 
     def __init__(self, group: Group) -> None:
@@ -137,11 +138,11 @@ class Finished:
 
     def tell(self, step: int) -> None:
         own = torch.tensor(list(step.to_bytes(8, "little")), dtype=torch.uint8)
-        with suppress(LinkError):  # the group was closed: nobody waits
+        with suppress(LinkError):  # the group was closed, so no replica waits
             self._group.post(FINISH, dict.fromkeys(self._counts, own), {}, "finish")
 
     def explained(self, error: LinkError, step: int) -> PeerError:
-        """`error`; or what is behind it, if the replica that has left had finished before `step`, this replica's own."""
+        """`error`, or its cause, if the replica that left had finished before `step`, this replica's step."""
         peer = error.peer
         if peer not in self._told:
             return error
@@ -154,7 +155,7 @@ class Finished:
 
 
 def check_start(fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:
-    """Raise `ModelError` if what all start from is not finite."""
+    """Raise `ModelError` if the first weights are not finite."""
     for fragment, anchor in zip(fragments, anchors):
         if not bool(torch.isfinite(anchor).all()):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""When an inner step of the user's loop has been taken, heard from hooks on its optimizers; and what would go past the exchange."""
+"""Detects the inner steps of the user's loop by hooks on its optimizers, and refuses steps that would bypass the exchange."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers that the loop steps, seen as one: all groups, all state, one state dict. Each keeps what is its own."""
+    """Several optimizers as one: all groups, all state, one state dict. Each keeps its own groups and state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = parts
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # live: loading replaces those of a part
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # not a copy, because loading replaces the groups of a part
         return [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the losses of closures would be several
-        """Each once, in their order."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures would return several losses
+        """Step each once, in order."""
         for part in self.parts:
             part.step(closure)
 
@@ -49,7 +49,7 @@ class Several(torch.optim.Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As one optimizer's: parameters are numbered through."""
+        """As of one optimizer: parameters are numbered over all parts."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for part, first in self._numbered():
@@ -73,7 +73,7 @@ class Several(torch.optim.Optimizer):
             )
 
     def _numbered(self) -> Iterator[tuple[torch.optim.Optimizer, int]]:
-        """Each part with the number of its first parameter."""
+        """Each part, with the number of its first parameter."""
         first = 0
         for part in self.parts:
             yield part, first
@@ -81,52 +81,53 @@ class Several(torch.optim.Optimizer):
 
 
 def as_one(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """One optimizer: itself, or a view of several."""
+    """The only optimizer, or a view of several as one."""
     return several[0] if len(several) == 1 else Several(several)
 
 
 class InnerSteps:
-    """Has `driver` act around each inner step of the loop that steps `optimizers`, and counts it in `training`.
+    """Calls `driver` around each inner step of the loop that steps `optimizers`, and counts the step in `training`.
 
-    One step of the optimizer is one inner step; of several, one step of each, in any order. A step that a `GradScaler` skips is none.
+    One step of the optimizer is one inner step; with several optimizers, one step of each in any order. A step that a `GradScaler` skips
+    does not count.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], training: Training, driver: Driver) -> None:
-        self.seconds = 0.0  # of the main thread in departures and landings, stalls included
+        self.seconds = 0.0  # of the main thread in departures and landings, with stalls
         self._training, self._driver = training, driver
-        self._exchanged = False  # for the step that comes
+        self._exchanged = False  # whether the gradients of the next step are exchanged
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._all = frozenset(map(id, optimizers))
-        self._due = set(self._all)  # those that have not stepped since the last inner step
+        self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = {id(p) for fragment in training.fragments for _, p in fragment.fragment.parameters}
         self._frozen = [p for p in _held(optimizers) if id(p) not in exchanged]
         self._hooks = [one.register_step_pre_hook(self._steps) for one in optimizers]
         self._hooks += [one.register_step_post_hook(self._stepped) for one in optimizers]
 
     def exchange_gradients(self, closure: bool = False) -> None:
-        """What the driver does before the optimizer steps, now; not again in the step."""
+        """Run the driver's work before the optimizer's step now, and not again in the step."""
         began = self._training.clock()
         self._exchanged = True
         self._driver.before_inner_step(closure)
         self.seconds += self._training.clock() - began
 
     def close(self) -> None:
-        """Hear no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def check(self) -> None:
-        """Raise `ModelError` if the optimizer would train what is not exchanged."""
+        """Raise `ModelError` if the optimizer would train parameters that are not exchanged."""
         if _count(self._optimizers) != self._count:
             raise ModelError(
-                f"the optimizer held {self._count} tensors when the Replica was attached and holds {_count(self._optimizers)} now; those that "
-                f"were added would be trained here and exchanged nowhere. {_ANEW}"
+                f"the optimizer held {self._count} tensors when the Replica was attached and holds {_count(self._optimizers)} now; the "
+                f"added ones would be trained but not exchanged. {_ANEW}"
             )
         if any(parameter.requires_grad for parameter in self._frozen):
             shape = next(tuple(p.shape) for p in self._frozen if p.requires_grad)
             raise ModelError(
-                f"a parameter of shape {shape} was frozen when the Replica was attached and is trained now; it would be exchanged nowhere. "
+                f"a parameter of shape {shape} was frozen when the Replica was attached and is trained now; it would not be exchanged. "
                 + _ANEW
             )
 
@@ -162,7 +163,7 @@ class InnerSteps:
         self.seconds += self._training.clock() - began
 
     def _skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this step changed nothing here, at a GradScaler's word; where gradients are exchanged all have refused it and count it."""
+        """Whether a `GradScaler` skipped this step. If gradients are exchanged, all replicas have refused the step, and count it."""
         found = getattr(optimizer, "found_inf", None)
         return found is not None and not self._gradients and bool(found.item())
 
@@ -172,5 +173,5 @@ def _held(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
 
 
 def _count(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """How many tensors they hold; asked at every step."""
+    """Number of tensors that they hold; called at every step."""
     return sum(len(group["params"]) for one in optimizers for group in one.param_groups)

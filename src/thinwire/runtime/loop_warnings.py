@@ -1,4 +1,4 @@
-"""What a Replica cannot mend in the loop around it, and says once."""
+"""Warnings about the loop around a Replica; each is given once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from torch.nn.modules.batchnorm import _NormBase
 from thinwire.codecs.base import Codec
 from thinwire.rng import Key
 
-PROBED = 256  # values of a delta, of which one is not zero
+PROBED = 256  # values of a delta with one that is not zero
 _UNFINISHED = (
-    "a Replica was neither finished nor closed: what was trained since the last round stays with this replica alone. "
+    "a Replica was neither finished nor closed: the training since the last round is not exchanged. "
     "Write `with Replica(...):` around the loop, or call finish() at its end"
 )
-_UNCOUNTED = "finished before the first inner step: the optimizer that was given has taken none; give the one that the loop steps"
+_UNCOUNTED = (
+    "finished before the first inner step: the given optimizer has taken none; give the one that the loop steps"
+)
 
 
 def silent(event: str, step: int, **fields: Any) -> None:
-    """Observe nothing. What is said here goes to Python's `warnings` then."""
+    """An observer that does nothing; warnings go to Python's `warnings` then."""
 
 
 def warned(event: str, step: int, message: str) -> None:
-    """Say it by Python's `warnings`, in place of an observer."""
+    """Give the warning by Python's `warnings` instead of an observer."""
     warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 class LoopWarnings:
-    """Of one Replica, the `owner`."""
+    """The warnings of one Replica, the `owner`."""
 
     def __init__(
         self, owner: object, model: nn.Module, observe: Callable[..., None], codec: Codec, local: bool
@@ -53,7 +55,7 @@ class LoopWarnings:
 
 
 def _moved_untouched(model: nn.Module, codec: Codec) -> str:
-    """Of sparse embeddings under a codec that has no zero; empty if there are none."""
+    """The warning about sparse embeddings with a codec that has no zero; empty if there are none."""
     tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if not tables:
         return ""
@@ -66,17 +68,17 @@ def _moved_untouched(model: nn.Module, codec: Codec) -> str:
     if not back[1:].any():
         return ""
     return (
-        f"{len(tables)} embeddings have sparse gradients ({tables[0]}, ...) and {codec} has no zero: rows that nobody looked up move a "
-        "little in every round, if their block holds others that were. A codec with a zero leaves them, such as E3M0(32)"
+        f"{len(tables)} embeddings have sparse gradients ({tables[0]}, ...) and {codec} has no zero: rows that were not looked up move a "
+        "little in every round if their block has rows that were. A codec with a zero, such as E3M0(32), does not move them"
     )
 
 
 def _kept_apart(model: nn.Module) -> str:
-    """Of running statistics; empty if there are none."""
+    """The warning about running statistics; empty if there are none."""
     normed = [name for name, m in model.named_modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     if not normed:
         return ""
     return (
         f"{len(normed)} layers keep running statistics ({normed[0]}, ...) that stay local, so each replica evaluates and exports with its own. "
-        "Take a norm without them (LayerNorm, GroupNorm), or a fixed group with buffers='mean'"
+        "Use a norm without them (LayerNorm, GroupNorm), or a fixed group with buffers='mean'"
     )

@@ -1,4 +1,4 @@
-"""What a model holds beside its parameters: running statistics, averages of weights. No gradient trains them, so no round carries them."""
+"""Buffers of a model: running statistics, averages of weights. Gradients do not train them, so rounds do not exchange them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from thinwire.runtime.handshake import digest
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """The persistent buffers of `model` that are floating, this rank's part of each; tied ones once."""
+    """The persistent floating-point buffers of `model`: this rank's part of each, tied ones once."""
     persistent = model.state_dict().keys()
     return [local(b) for name, b in model.named_buffers() if name in persistent and b.is_floating_point()]
 
 
 def average(model: nn.Module, group: Group) -> None:
-    """Make each floating buffer the mean of all replicas', in fp32 and in rank order, so in the same bits on all. Collective.
+    """Set each floating-point buffer to the mean of all replicas', in fp32 and in rank order, with the same bits on all. Collective.
 
-    A mean of running means is that of all samples; a mean of averages of weights is the average of the mean weights. What all
-    hold alike, such as a table, stays as it is. On the wire: 24 bytes to each other replica, and where any differs 4 bytes a value.
+    A mean of running means is that of all samples; a mean of averages of weights is the average of the mean weights. Buffers that are
+    equal on all replicas, such as tables, do not change. On the wire: 24 bytes to each other replica, and if any differ 4 bytes a value.
     """
     buffers = floating(model)
     if group.size == 1 or not buffers or len(set(gather(group, digest(buffers), 16, "buffers"))) == 1:
@@ -35,7 +35,7 @@ def average(model: nn.Module, group: Group) -> None:
     for rank, said in enumerate(gather(group, own.numpy().tobytes(), own.nbytes, "buffers")):
         if len(said) != own.nbytes:
             raise DisagreementError(
-                f"replica {rank} sent {len(said)} bytes of buffers, {own.nbytes} are needed; its model is another."
+                f"replica {rank} sent {len(said)} bytes of buffers, {own.nbytes} are needed; its model differs."
             )
         theirs = torch.frombuffer(bytearray(said), dtype=torch.float32)
         mean += theirs
@@ -47,7 +47,7 @@ def average(model: nn.Module, group: Group) -> None:
 
 
 class SharedBuffers:
-    """What a Replica does with the buffers of its model, by the policy `mean` or `local`. Raises `ConfigurationError` for another."""
+    """The policy of a Replica for the buffers of its model: `mean` or `local`. Raises `ConfigurationError` for another."""
 
     def __init__(self, policy: str, model: nn.Module, group: Group | Membership) -> None:
         if policy not in ("mean", "local"):
@@ -57,13 +57,13 @@ class SharedBuffers:
         self.local = self._among is None
 
     def average(self) -> None:
-        """Make them the mean, if that is the policy. Collective then."""
+        """Set them to the mean, if that is the policy. Collective then."""
         if self._among:
             average(self._model, self._among)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within: as after `average`. After: this replica's own again, bit for bit. Collective on entry."""
+        """A context with the buffers as after `average`; afterwards this replica's own again, bit for bit. Collective on entry."""
         kept = [] if self.local else [(one, one.clone()) for one in floating(self._model)]
         self.average()
         try:

@@ -1,4 +1,4 @@
-"""A model's own tensors, as PyTorch keeps them."""
+"""Access to a model's weights and gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def exported(model: nn.Module) -> dict[str, Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP forget whole parameters that it has gathered: a forward pass without backward keeps the root's, stale."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it, nothing is wrapped by it
+    """Let FSDP release the parameters that it has gathered, because after a forward pass without backward it keeps stale ones of the root."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was not imported, no module is wrapped by it
     for module in model.modules():
         if fsdp and isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient, dense; one that is missing is made, as zeros."""
+    """This rank's part of the gradient, dense; zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     found = local(parameter.grad)
@@ -39,7 +39,7 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def put_gradient(parameter: nn.Parameter, values: Tensor) -> None:
-    """Make `values` the gradient; where it was sparse, of the rows that are not zero: an optimizer for sparse gradients takes no other."""
+    """Set the gradient to `values`. A sparse gradient stays sparse, with the rows that are not zero, because its optimizer takes no other."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = values.view_as(parameter).to(parameter).to_sparse(1)
     else:
@@ -47,12 +47,12 @@ def put_gradient(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def has_sparse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether any gradient is sparse, as of an embedding of which few rows were looked up."""
+    """Whether any gradient is sparse, such as that of a sparse embedding."""
     return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
 
 
 def _values(parameter: nn.Parameter) -> Tensor:
-    """All of a gradient that is not known to be zero; it shares memory with it."""
+    """The stored values of a gradient, as a view."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad
@@ -61,8 +61,8 @@ def _values(parameter: nn.Parameter) -> Tensor:
 
 
 def clip_alike(parameters: Iterable[nn.Parameter], most: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_`, sparse gradients too; those that are equal on all replicas stay so, in the same bits on any
-    processor.
+    """Like `torch.nn.utils.clip_grad_norm_`, also for sparse gradients. Gradients that are equal on all replicas stay equal, with the same
+    bits on any processor.
     """
     gradients = [_values(parameter) for parameter in parameters if parameter.grad is not None]
     square = 0.0
@@ -75,15 +75,15 @@ def clip_alike(parameters: Iterable[nn.Parameter], most: float) -> float:
 
 
 def clip(parameters: Sequence[nn.Parameter], most: float, alike: bool) -> float:
-    """The norm of all gradients, which is `most` at most afterwards; `alike`: they are equal on all replicas, and stay so."""
-    if alike or has_sparse(parameters):  # of those torch takes no norm
+    """Clip the gradients to the norm `most`, and return their earlier norm. `alike`: they are equal on all replicas, and stay equal."""
+    if alike or has_sparse(parameters):  # torch cannot take the norm of sparse gradients
         return clip_alike(parameters, most)
     norm = torch.nn.utils.clip_grad_norm_(parameters, most)
     return float(getattr(norm, "full_tensor", lambda: norm)())
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make what is not finite zero in the optimizer's state, and begin anew with running statistics that are not."""
+    """Set values that are not finite to zero in the optimizer's state, and reset running statistics that are not finite."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.is_floating_point():

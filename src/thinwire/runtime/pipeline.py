@@ -1,8 +1,8 @@
-"""Rounds in progress: what happens to a delta beside training, between snapshot and landing.
+"""The pipeline of rounds: the work beside training, between the snapshot of a delta and its landing.
 
-Two threads: one encodes and sends, the round first that lands first (`SendQueue`), so that a departure never waits for an
-earlier flight's bytes to arrive; the other, first in first out, waits, decodes, takes the outer step and hears the
-site's vote. Nothing here touches the model.
+There are two threads. One encodes and sends; the round that lands first is sent first (`SendQueue`), so a departure never waits until
+the bytes of an earlier flight have arrived. The other takes rounds in order: it waits, decodes, takes the outer step and votes with the
+site. Neither touches the model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Observe = Callable[..., None]
 
 
 class PolicyMessage:
-    """What replica 0 tells all others with a round, for the policy: a message of its own, of `numel` numbers.
+    """A message of `numel` numbers from replica 0 to all others, for the policy of a round.
 
-    `decide` makes them, on replica 0.
+    `decide` computes them on replica 0.
     """
 
     def __init__(self, round_: Round, decide: Callable[[], Tensor]) -> None:
@@ -47,7 +47,7 @@ class PolicyMessage:
         self._stage = Stage(round_, round_.codec, MOST_STAGES - 1, purpose="policy")
         (message,) = cut(round_.codec, 0, round_.numel)
         self._own: Outgoing | None = None
-        if round_.rank == 0:  # after the round's own messages, which do not wait for it
+        if round_.rank == 0:  # sent after the round's other messages, which do not wait for it
             self._own = self._stage.send(0, message, round_.peers, lambda begin, end: decide()[begin:end], round_.key)
         else:
             self._stage.expect({0: (message,)})
@@ -63,9 +63,10 @@ class PolicyMessage:
 
 
 class RoundPipeline:
-    """Flies a replica's rounds over `group`; `site` joins the ranks of one sharded replica, which must judge a round alike.
+    """Runs a replica's rounds over `group`. `site` is the group of the ranks of one sharded replica, which must accept or refuse a round
+    together.
 
-    `observe("wire", step, ...)` hears, on the inbound thread, what became of a round's messages (diagnosis/records.py).
+    `observe("wire", step, ...)` is called on the inbound thread with the record of a round's messages (diagnosis/records.py).
     """
 
     def __init__(
@@ -80,17 +81,17 @@ class RoundPipeline:
         self.policy, self._aggregate = strategy.policy, strategy.aggregate
         self.context, self._observe = SendContext(group), observe
         self.finished = Finished(group)
-        self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient is of the step that comes
+        self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
         self.stop_requested = False
         self._step_timer, self._deadlines = StepTimer(), Deadlines()
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
     def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True) -> None:
-        """Send the delta of `update`, and let the mean of all settle there; its `arrival` is done when it may land.
+        """Send the delta of `update`, and write the results there; its `arrival` is done when it may land.
 
-        `stalled`: seconds that the main thread has waited for landings until now. Not `scheduled` is a round that departs with others at
-        once: training has ended, or goes on from a checkpoint.
+        `stalled` are the seconds that the main thread has waited for landings so far. `scheduled` is false if several rounds depart at
+        once, when training has ended or resumes from a checkpoint.
         """
         begin, group = self.clock(), self.context.group
         update.begin = begin
@@ -107,7 +108,7 @@ class RoundPipeline:
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
 
     def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
-        """Of a codec with levels, take the finest with which `update` arrives within `seconds`; 0: there is no deadline."""
+        """If the codec has levels, choose the finest one with which `update` arrives within `seconds`; 0: there is no deadline."""
         codec, numel = update.codec, update.delta.numel()
         if not numel or codec.within(0.0, numel) is codec:
             return
@@ -117,11 +118,11 @@ class RoundPipeline:
         self._deadlines.departed(now, round(update.nbytes * nbytes / codec.nbytes(numel)))
 
     def landed(self, update: RoundUpdate) -> None:
-        """Learn from what `update` has taken: on the link where that is known, else in all."""
+        """Record the time of `update`: that on the link if it is known, otherwise its total."""
         self._deadlines.landed(update.nbytes_sent, update.transfer_seconds or update.end - update.begin)
 
     def close(self) -> None:
-        """Forget what has not been started; flights in progress end with the group."""
+        """Drop rounds that have not started; rounds in progress end with the group."""
         self.context.close()
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
@@ -202,7 +203,7 @@ class RoundPipeline:
 
 
 class StepTimer:
-    """How fast a replica trains by itself.
+    """Measures the speed of a replica's own training.
 
     >>> timer = StepTimer()
     >>> [timer.departs(step, seconds) for step, seconds in ((10, 3.0), (20, 8.0))]
@@ -213,16 +214,16 @@ class StepTimer:
         self._last: tuple[int, float] | None = None
 
     def departs(self, step: int, own: float) -> float:
-        """Seconds an inner step since the departure before, from `own` seconds until now; 0: unknown."""
+        """Seconds of an inner step since the previous departure, from the total of `own` seconds so far; 0: unknown."""
         before, self._last = self._last, (step, own)
         return (own - before[1]) / (step - before[0]) if before and step > before[0] else 0.0
 
 
-ROUNDS, WEIGHTS = 0, 1  # what is voted on: the votes of two threads must not mix
+ROUNDS, WEIGHTS = 0, 1  # the subjects of votes, so that the votes of two threads do not mix
 
 
 def or_flags(site: Group | None, flags: tuple[int, ...], about: int) -> tuple[int, ...]:
-    """The union of the flags that the ranks of a site have seen: what a shard finds counts for all shards."""
+    """The union of the flags that the ranks of a site have seen, because a flag of one shard counts for all."""
     if site is None:
         return flags
     own = torch.tensor(flags, dtype=torch.uint8)

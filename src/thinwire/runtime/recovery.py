@@ -1,4 +1,4 @@
-"""The way back to the anchors, where a replica's own weights have become NaN or infinite."""
+"""Recovery: a replica whose weights have become NaN or infinite goes back to the anchors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from thinwire.runtime.pipeline import WEIGHTS, or_flags
 
 
 def start_again(training: Training, site: Group | None = None) -> None:
-    """Go back to the anchors if own weights are not finite, and clear what is not finite in optimizer and buffers.
+    """Go back to the anchors if this replica's weights are not finite, and clear such values in optimizer and buffers.
 
-    `site` joins the ranks of a sharded replica: all go back, or none. Weights that are finite stay: the delta that was refused is from
-    before the last new start.
+    `site` is the group of the ranks of a sharded replica: all go back, or none. Finite weights stay; then the refused delta is older
+    than the last restart.
     """
     bad = not all(fragment.finite() for fragment in training.fragments)
     if or_flags(site, (int(bad),), WEIGHTS) == (0,):
         return
-    training.warn("this replica's weights were not finite; it starts again from the anchors")
+    training.warn("this replica's weights were not finite; it restarts from the anchors")
     for fragment in training.fragments:
         fragment.deviation = fragment.own = None
     training.load_anchors()

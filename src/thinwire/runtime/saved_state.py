@@ -1,4 +1,4 @@
-"""How the states of all fragments are saved and read back: names of tensors, and what must fit."""
+"""Saves and restores the states of all fragments: names of tensors, and checks of their sizes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import State
 
 _OUTER, _DEVIATION_OUTER, _FEEDBACK, _EXCHANGE = "outer.", "deviation_outer.", "feedback.", "exchange."
-_AGGREGATE, _FILTER, _POLICY, _GUARD = "aggregate.", "filter.", "policy.", "guard."  # the second with its place
+_AGGREGATE, _FILTER, _POLICY, _GUARD = "aggregate.", "filter.", "policy.", "guard."  # a filter's index follows
 
 _PASSING = ("delta", "own", "deviation", _DEVIATION_OUTER.rstrip("."), _GUARD.rstrip("."))
 
 
 def saved(fragments: Sequence[FragmentState]) -> dict[str, Tensor]:
-    """What to save of all fragments."""
+    """The tensors of all fragments to save."""
     return {f"{one.index}.{name}": value for one in fragments for name, value in _tensors(one).items()}
 
 
 def restore(
     fragments: Sequence[FragmentState], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer
 ) -> None:
-    """Take over what was `saved`, how many rounds each fragment has seen, and since when it was trained. Raises `CheckpointError`."""
+    """Restore the `saved` tensors, the number of rounds of each fragment, and the step of its last departure. Raises `CheckpointError`."""
     rounds = facts["rounds"]
     if len(rounds) != len(fragments):
         raise CheckpointError(
@@ -38,7 +38,7 @@ def restore(
 
 
 def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
-    """What to save. A flight is kept as the delta that departed."""
+    """The tensors of a fragment to save. A flight is saved as the delta that departed."""
     named = {"anchor": fragment.anchor, "deviation": fragment.deviation, "own": fragment.own}
     named |= {_OUTER + name: value for name, value in fragment.state.items()}
     named |= {_DEVIATION_OUTER + name: value for name, value in fragment.deviation_state.items()}
@@ -49,13 +49,13 @@ def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
         named |= {f"{_FILTER}{number}.{name}": value for name, value in state.items()}
     named |= {_POLICY + name: value for name, value in fragment.policy.items()}
     named |= {_GUARD + name: value for name, value in fragment.guard.items()}
-    if fragment.flight and fragment.flight.delta is not fragment.own:  # one tensor is saved once, as `own`
+    if fragment.flight and fragment.flight.delta is not fragment.own:  # the same tensor is saved only once, as `own`
         named |= {"delta": fragment.flight.delta}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) -> None:
-    """Take over what was saved, but for the flight. Raises `CheckpointError` if it is for another model or `outer`."""
+    """Restore a fragment, without its flight. Raises `CheckpointError` if the state belongs to another model or `outer`."""
     saved = named["anchor"].numel() if "anchor" in named else 0
     if saved != fragment.anchor.numel():
         raise CheckpointError(
@@ -75,7 +75,7 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
         _check(fragment, "memory of a filter", one, saved_state, due)
     _check(fragment, "choices of the policy", "this strategy", policy, fragment.policy)
     guard = _under(_GUARD, named)
-    if guard:  # a checkpoint from before there were guards has none: this one begins to learn
+    if guard:  # older checkpoints have no guard; then it starts without norms
         _check(fragment, "norms of the guard", "this strategy", guard, fragment.guard)
         fragment.guard = {name: value.cpu() for name, value in guard.items()}
     fragment.feedback, fragment.exchange, fragment.aggregate, fragment.policy, *filtered = (
@@ -89,7 +89,7 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
 
 
 def _check(fragment: FragmentState, what: str, whose: object, saved: State, due: State) -> None:
-    """Names and sizes. Raises `CheckpointError`."""
+    """Compare names and sizes. Raises `CheckpointError`."""
     if {n: t.numel() for n, t in saved.items()} != {n: t.numel() for n, t in due.items()}:
         raise CheckpointError(
             f"fragment {fragment.fragment.name!r} has the {what} {_sizes(saved)} in the checkpoint, {whose} keeps "
@@ -98,7 +98,7 @@ def _check(fragment: FragmentState, what: str, whose: object, saved: State, due:
 
 
 def passing(name: str) -> bool:
-    """Whether a tensor of this name in `saved` is there at times only."""
+    """Whether a tensor of this name in `saved` exists only at times."""
     return name.split(".")[1] in _PASSING
 
 

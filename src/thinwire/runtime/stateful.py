@@ -1,8 +1,8 @@
-"""A replica's state in the form of torch.distributed.checkpoint: what it holds when a load begins must have the keys and sizes of what was saved.
+"""A replica's state for torch.distributed.checkpoint, which needs the same keys and sizes when it loads as when it saved.
 
 {"replica-1": {                  or "replica-1.shard-0", or the name of a member: many replicas may share one checkpoint
-    "0.anchor": Tensor, ...      what a fragment always has, tensor by tensor
-    "passing": bytes             safetensors: what it has at times, as deltas in the air
+    "0.anchor": Tensor, ...      tensors that a fragment always has
+    "passing": bytes             safetensors: tensors that exist only at times, such as deltas in flight
     "facts": str                 JSON
     "strategy": str}}
 """
@@ -27,7 +27,7 @@ _BESIDE = ("passing", "facts", "strategy")
 
 
 def owner(group: Group | Membership, site: Group | None) -> str:
-    """Whose state it is: of a rank in a fixed group, or of a member by its name."""
+    """The owner of a state: a rank in a fixed group, or a member by its name."""
     name = group.name if isinstance(group, Membership) else f"replica-{group.rank}"
     return f"{name}.shard-{site.rank}" if site else name
 
@@ -41,11 +41,12 @@ def packed(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[st
 
 
 def unpacked(owner: str, strategy: object, saved: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The other way. Raises `CheckpointError` if there is none of `owner`, or it is of another strategy, or unreadable."""
+    """The inverse of `packed`. Raises `CheckpointError` if there is no state of `owner`, or it belongs to another strategy, or is
+    damaged."""
     if owner not in saved:
         raise CheckpointError(
             f"the checkpoint has a state of {', '.join(map(str, saved)) or 'no replica'}, none of {owner}; resume with as many replicas as "
-            "before, each in its own place."
+            "before, each with its own rank or name."
         )
     own = dict(saved[owner])
     at_times, facts, saved_strategy = (own.pop(name, None) for name in _BESIDE)

@@ -1,9 +1,9 @@
-"""Deltas that count the tokens behind them: what each replica sends is scaled, so that the mean of all is the mean over tokens.
+"""Weighs deltas by their tokens: each replica scales its delta, so that the mean over replicas is the mean over tokens.
 
     Σ_m T_m·Δ_m / Σ_m T_m = 1/M · Σ_m (M·T_m / Σ_n T_n)·Δ_m
 
-T_m is what replica m trained since its last delta of the fragment. Where steps have unlike numbers of tokens, as packed documents do, the
-plain mean of deltas weighs a token more, the fewer others are beside it.
+T_m is the number of tokens that replica m trained since its last delta of the fragment. If steps have different numbers of tokens, as
+with packed documents, the plain mean of deltas gives a token of a small step more weight.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
 _COUNT = struct.Struct("<d")
-_MOST_TOKENS = 1e12  # in a step: more is no number of tokens
+_MOST_TOKENS = 1e12  # most tokens in a step
 
 
 def tokens_of_step(tokens: object) -> float:
-    """Raises `ConfigurationError` for what cannot be a number of tokens."""
+    """Check a number of tokens. Raises `ConfigurationError`."""
     if isinstance(tokens, bool) or not isinstance(tokens, int | float) or not 0 < tokens <= _MOST_TOKENS:
         raise ConfigurationError(
             f"tokens={tokens!r}: the number of tokens per inner step is needed, above 0 and at most {_MOST_TOKENS:.0e}."
@@ -34,13 +34,13 @@ def tokens_of_step(tokens: object) -> float:
 
 
 def cannot_weigh(strategy: Strategy) -> str:
-    """What of `strategy` cannot weigh deltas in a fixed group; else ""."""
+    """The part of `strategy` that cannot weigh deltas in a fixed group; else ""."""
     refused = {
-        "Gradients(), whose replicas take one step together": isinstance(strategy.signal, Gradients),
+        "Gradients(), whose replicas step together": isinstance(strategy.signal, Gradients),
         f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
-        f"{strategy.merge}, which counts an own delta as one of M": strategy.merge.eager,
-        f"{strategy.aggregate}, which is no mean": not strategy.aggregate.linear,
-        f"{strategy.privacy}, which bounds what a delta counts": strategy.privacy is not None,
+        f"{strategy.merge}, which counts its own delta as one of M": strategy.merge.eager,
+        f"{strategy.aggregate}, which is not a mean": not strategy.aggregate.linear,
+        f"{strategy.privacy}, which bounds the weight of a delta": strategy.privacy is not None,
     }
     return next((what for what, asked in refused.items() if asked), "")
 
@@ -52,7 +52,7 @@ def check_weighing(strategy: Strategy) -> None:
 
 
 class TokenCount:
-    """The tokens behind the delta of each replica in a round: 8 bytes to each other, posted when the delta departs."""
+    """The numbers of tokens of all replicas' deltas in a round: 8 bytes to each other, sent when the delta departs."""
 
     def __init__(self, group: Group, tag: int, tokens: float) -> None:
         self._group = group
@@ -63,19 +63,21 @@ class TokenCount:
         self._own = tokens
 
     def share(self) -> float:
-        """By how much the own delta is to be scaled; waits for the others. Raises `LinkError`, `PacketError`."""
+        """The factor of this replica's delta; waits for the others. Raises `LinkError`, `PacketError`."""
         self._transfer.wait()
         counts = {peer: float(_COUNT.unpack(bytes(count.tolist()))[0]) for peer, count in self._counts.items()}
         for peer, count in counts.items():
             if not 0 < count < math.inf:
-                raise PacketError(f"replica {peer} says that {count} tokens are behind its delta; check that replica.")
+                raise PacketError(
+                    f"replica {peer} sent {count} as the number of tokens of its delta; check that replica."
+                )
         return self._own * self._group.size / math.fsum((self._own, *counts.values()))
 
 
 def weighed(
     update: RoundUpdate, share: float
 ) -> tuple[Callable[[int, int], Tensor], Callable[[int, Tensor, Callable[[], Tensor]], None]]:
-    """`signal` and `settle` of `update`, whose delta is sent times `share`."""
+    """`signal` and `settle` of `update`; the delta is multiplied by `share`."""
 
     def signal(begin: int, end: int) -> Tensor:
         values = update.signal(begin, end)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from thinwire.errors import ConfigurationError
 
-Edges = NDArray[np.bool_]  # [size, size]; [i, j]: replica i sends to replica j; nobody sends to itself
-Weights = NDArray[np.float64]  # [size, size]; [i, j]: how much what j sends counts at i; the diagonal is one's own
+Edges = NDArray[np.bool_]  # [size, size]; [i, j]: replica i sends to replica j; no replica sends to itself
+Weights = NDArray[np.float64]  # [size, size]; [i, j]: the weight of j's vector at i; the diagonal is a replica's own
 
-DRAWN = 64  # rounds that are looked at where a topology is drawn anew in each
+DRAWN = 64  # rounds that are checked if a topology is drawn again in each
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ class Topology(Protocol):
 
     @property
     def drawn(self) -> int:
-        """The size of the groups into which the replicas are drawn anew in every round, in which all send to all; 0: there are none."""
+        """The size of the random groups of every round, in which all send to all; 0: there are none."""
         return 0
 
     @property
@@ -43,12 +43,12 @@ class Topology(Protocol):
         """The edges of round `number` of `fragment` among `size` replicas. Raises `ConfigurationError` if `size` does not fit."""
 
     def rounds(self, size: int) -> int:
-        """The number of rounds after which the edges repeat; 0 if they are drawn anew in every round."""
+        """The number of rounds after which the edges repeat; 0 if they are drawn again in every round."""
         return 1
 
 
 def check_size(topology: Topology, size: int, seed: int = 0) -> None:
-    """Check that what one of `size` replicas knows reaches all others in the course of a period.
+    """Check that a message of any of `size` replicas reaches all others within a period.
 
     Args:
         topology: who sends to whom.
@@ -98,7 +98,7 @@ def parts(edges: Edges) -> list[list[int]]:
 
 
 def spread(topology: Topology, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> int:
-    """The number of rounds, starting with round `number`, after which what any replica knew has reached all.
+    """The number of rounds, starting with round `number`, after which a message of any replica has reached all.
 
     Args:
         topology: who sends to whom.

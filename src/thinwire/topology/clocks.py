@@ -1,4 +1,4 @@
-"""When two neighbours meet: a Poisson clock on every edge, and what its rate says of how fast all come together."""
+"""Meetings of neighbours: a Poisson clock on every edge, and the speed of agreement that follows from its rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.topology.base import Topology, Weights, check_size
 
 @dataclass(frozen=True)
 class PairEvent:
-    """Two replicas meet over a fragment: `at` that time, which is of `unit`, where it is the `number`-th of all meetings.
+    """A meeting of two replicas over a fragment: at time `at`, which is in `unit`, as the `number`-th meeting of that unit.
 
     Args:
         at: time, a number of units.
@@ -36,7 +36,7 @@ class PairEvent:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Independent Poisson clocks on the edges, anew for each of `fragments`; a pure function of `seed`.
+    """Independent Poisson clocks on the edges, separate for each of `fragments`; a pure function of `seed`.
 
     Args:
         rates: [size, size], symmetric: [i, j] is how often i and j meet in a unit of time, on average.
@@ -86,7 +86,7 @@ def meeting_rates(topology: Topology, size: int, rate: float) -> Weights:
     """
     if not topology.fixed:
         raise ConfigurationError(
-            f"{topology}: neighbours that are the same all the time are needed, two of which meet by chance; choose Ring(), Complete(), "
+            f"{topology}: a graph with the same edges in every round is needed; choose Ring(), Complete(), "
             "RandomRegular(3) or another fixed graph."
         )
     check_size(topology, size)
@@ -94,7 +94,7 @@ def meeting_rates(topology: Topology, size: int, rate: float) -> Weights:
     if (edges != edges.T).any():
         one, other = (int(index) for index in np.argwhere(edges & ~edges.T)[0])
         raise ConfigurationError(
-            f"{topology}: replica {one} sends to {other}, which does not send to {one}; two that meet both send, so edges that go both ways "
+            f"{topology}: replica {one} sends to {other}, which does not send to {one}; both replicas of a meeting send, so edges in both directions "
             "are needed; choose Ring(), RandomRegular(3) or the method sgp."
         )
     return np.asarray(edges * (rate * size / max(1, edges.sum())), dtype=np.float64)
@@ -105,7 +105,7 @@ def resistances(rates: Weights) -> tuple[float, float]:
 
         Λ = Σ λ_ij·(e_i − e_j)(e_i − e_j)ᵀ,   χ₁ = 1 / λ₂(Λ),   χ₂ = ½·max over edges of (e_i − e_j)ᵀ·Λ⁺·(e_i − e_j)
 
-    1 / χ₁ is how fast plain averaging brings all together; χ₂ is half of the largest resistance between neighbours.
+    1 / χ₁ is the rate at which plain averaging converges; χ₂ is half of the largest resistance between neighbours.
 
     Args:
         rates: [size, size], symmetric: how often two replicas meet in a unit of time.

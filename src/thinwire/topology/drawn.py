@@ -53,7 +53,7 @@ class RandomPairs(Topology):
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
         if size % 2 and size > 1:
             raise ConfigurationError(
-                f"{self} among {size} replicas: an even number is needed, else one has no partner; give {size + 1} or {size - 1} replicas, "
+                f"{self} among {size} replicas: an even number is needed, otherwise one has no partner; give {size + 1} or {size - 1} replicas, "
                 "or choose another topology, such as Ring()."
             )
         order = np.random.default_rng(derive(seed, "pairs", fragment, number)).permutation(size)
@@ -76,7 +76,7 @@ class RandomGroups(Topology):
         group: number of replicas in a group, at least 2; the number of replicas must divide by it.
 
     Raises:
-        ConfigurationError: a group of that size is none.
+        ConfigurationError: a group has fewer than 2 replicas.
 
     >>> RandomGroups(4).edges(8).sum(1)
     array([3, 3, 3, 3, 3, 3, 3, 3])
@@ -149,7 +149,7 @@ class ErdosRenyi(Topology):
         probability: of an edge, in (0, 1]. Below ln M / M the graph is most often not connected, and refused.
 
     Raises:
-        ConfigurationError: that is no probability.
+        ConfigurationError: the probability is out of range.
 
     >>> int(ErdosRenyi(1.0).edges(4).sum())
     12
@@ -169,15 +169,15 @@ class ErdosRenyi(Topology):
 
 @dataclass(frozen=True)
 class BarabasiAlbert(Topology):
-    """Replicas come one after another, and each joins `attach` that are there, with chances as many as these have neighbours: few hubs.
+    """Replicas are added one after another; each joins `attach` earlier ones, with probabilities proportional to their neighbours: few hubs.
 
     The first `attach` + 1 are a star (Barabási, Albert, Science 286, 1999). Always connected; drawn once for a run.
 
     Args:
-        attach: neighbours that each one brings, at least 1.
+        attach: number of neighbours of each added replica, at least 1.
 
     Raises:
-        ConfigurationError: that is no number of neighbours.
+        ConfigurationError: attach is less than 1.
 
     >>> int(BarabasiAlbert(2).edges(10).sum()) // 2
     16
@@ -187,7 +187,7 @@ class BarabasiAlbert(Topology):
 
     def __post_init__(self) -> None:
         if type(self.attach) is not int or self.attach < 1:
-            raise ConfigurationError(f"{self}: at least 1 neighbour for each that comes is needed.")
+            raise ConfigurationError(f"{self}: at least 1 neighbour for each added replica is needed.")
 
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
         if size <= self.attach:
@@ -195,7 +195,7 @@ class BarabasiAlbert(Topology):
         rng, edges = np.random.default_rng(derive(seed, "barabasi-albert")), np.zeros((size, size), dtype=bool)
         edges[0, 1 : self.attach + 1] = edges[1 : self.attach + 1, 0] = True
         for newcomer in range(self.attach + 1, size):
-            ends = np.repeat(np.arange(newcomer), edges[:newcomer].sum(1))  # each as often as it has neighbours
+            ends = np.repeat(np.arange(newcomer), edges[:newcomer].sum(1))  # each once for each of its neighbours
             chosen: set[int] = set()
             while len(chosen) < self.attach:
                 chosen.add(int(ends[rng.integers(len(ends))]))

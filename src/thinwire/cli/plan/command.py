@@ -55,7 +55,7 @@ class Options:
     model: str | None = None
     """The model, if not the run file's."""
     job: str | None = None
-    """A job file of your own, if not the run file's; then tokens are its samples, or its batches where it collates none."""
+    """A job file of your own, if not the run file's; then tokens are its samples, or its batches if it collates none."""
     sequence: int | None = None
     """Tokens per sequence, if not the run file's."""
     text: tuple[str, ...] | None = None
@@ -163,7 +163,7 @@ def _task(asked: Options) -> Task:
 
 
 def _enough(run: Run) -> float:
-    """The scaling laws' tokens; of a job what the run has."""
+    """The tokens of the scaling laws; for a job those of the run."""
     if run.model.job:
         return float(run.optimizer.steps * run.data.tokens * run.placement.replicas)
     return TOKENS_PER_PARAMETER * shape_of(run).parameters()
@@ -205,7 +205,7 @@ def _table(rows: Sequence[Setting], task: Task) -> Table:
 
 
 def _loss(setting: Setting) -> str:
-    """In parentheses where something is outside of what was fitted."""
+    """A prediction as text, in parentheses if it is outside of the fitted range."""
     return f"({setting.loss.value:.3f})" if setting.loss.warnings else f"{setting.loss.value:.3f}"
 
 
@@ -222,7 +222,7 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
 
 
 def _sharding(asked: Options, task: Task, best: Setting) -> Table:
-    """What a rank keeps and sends inside its site, for the ways that have names and for the one that was asked for."""
+    """The bytes that a rank keeps and sends inside its site, for the named ways of sharding and for the given one."""
     levels = asked.levels if asked.levels and asked.levels[-1] == task.ranks else (*asked.levels, task.ranks)
     degrees = Shards.parse(asked.degrees) if asked.degrees else None
     table = Table(
@@ -246,7 +246,7 @@ def _who(setting: Setting, task: Task) -> str:
 
 
 def _write(path: Path, best: Setting, task: Task) -> None:
-    """The run file, with what was predicted above it."""
+    """The run file, with the predictions as a comment at its top."""
     run = best.run
     if task.links.word == "emulated" and len(best.places) > 1:
         slowest = min(task.links.among(best.places).alone.values(), key=lambda link: link.bits_per_second)
@@ -276,7 +276,7 @@ def _command(path: Path, best: Setting, task: Task) -> str:
 
 
 def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> dict[str, Any]:
-    """For programs."""
+    """The plan as JSON, for programs."""
     return {
         "word": "predicted",
         "links": task.links.word,

@@ -1,4 +1,4 @@
-"""`thinwire plan topology`: who would talk to whom, how fast that brings replicas together, and what it costs on the busiest link."""
+"""`thinwire plan topology`: the neighbours of a graph, its speed of agreement, and its load on the busiest link."""
 
 from __future__ import annotations
 

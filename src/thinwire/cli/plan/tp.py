@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _over(asked: Options, plan: TensorParallel, say: Any) -> float:
-    """The share of the time in training over the link. Raises `ConfigurationError` where it is a thin one."""
+    """The share of the time in training over the link. Raises `ConfigurationError` if the link is thin."""
     assert asked.link is not None
     flops = Machine.load(asked.machine).flops_per_second if asked.machine else FLOPS_PER_SECOND
     found = waiting(plan, Link.parse(asked.link), asked.batch * asked.sequence, flops)

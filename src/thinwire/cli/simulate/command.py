@@ -12,9 +12,9 @@ STUDIES = {
     "run": "a run file, or any strategy: replicas, links, stragglers and failures, step by step",
     "pipeline": "stages joined by slow hops: one step of 1F1B, and what closed forms make of it",
     "fabric": "flows through leaves and spines: chance (ECMP), splitting, spraying, spines that fail",
-    "overlap": "a reduce-scatter that begins while what it reduces is still computed (T3)",
+    "overlap": "a reduce-scatter that begins while its input is still computed (T3)",
     "stragglers": "replicas that are late now and then: waiting, ignoring them, gradient codes, sequential codes",
-    "disrupted": "hubs of a gossip graph drop out: its largest part, isolated replicas, and what they still learn",
+    "disrupted": "replicas of a gossip graph drop out: its largest part, isolated replicas, and the accuracy of the rest",
 }
 
 _USAGE = "\n".join(

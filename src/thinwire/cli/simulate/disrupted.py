@@ -1,4 +1,4 @@
-"""`thinwire simulate disrupted`: replicas of a gossip graph drop out all at once; what is left of it, and what the others still learn."""
+"""`thinwire simulate disrupted`: replicas of a gossip graph drop out at once; shows the rest of the graph, and its accuracy."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Options:
     shares: tuple[float, ...] = (0.1, 0.2, 0.3)
     """Shares of the replicas that are hit; a row for each."""
     data: Data = "everywhere"
-    """Who has data: everybody, only those who will be hit (hit), or only those who will be left (others)."""
+    """The replicas with data: all, only those that drop out (hit), or only the others (others)."""
     at_round: int = 30
-    """After which round they drop out."""
+    """The round after which they drop out."""
     rounds: int = 60
     """Rounds in all."""
     graphs: int = 30
-    """Graphs that are drawn; what is left of them is a mean."""
+    """Number of random graphs; figures are means over them."""
     runs: int = 3
-    """How many of these are trained on. Accuracies are means."""
+    """Number of these that are trained on. Accuracies are means."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

@@ -38,7 +38,7 @@ class Options:
     send_seconds: float = 1e-3
     """Seconds of a ring step: one chunk to the next rank."""
     nbytes: str | None = None
-    """In place of --send-seconds, with --link: bytes of the whole product, such as 64MB."""
+    """Instead of --send-seconds, with --link: bytes of the whole product, such as 64MB."""
     link: str | None = None
     """With --nbytes: the link between two ranks, such as 100gbit,5us."""
     contention: float = 0.0
@@ -50,7 +50,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    description = "A ring reduce-scatter beside the computing of what it reduces: T3's schedule (simulated)."
+    description = "A ring reduce-scatter that overlaps the computation of its input: T3's schedule (simulated)."
     asked = options.read(Options, "simulate overlap", arguments, description)
     figures.check(asked.plot)
     ring = RingReduction(asked.ranks, asked.produce_seconds, _send_seconds(asked), asked.contention)
@@ -79,7 +79,7 @@ def _send_seconds(asked: Options) -> float:
     if asked.nbytes is None or asked.link is None:
         return asked.send_seconds
     if asked.send_seconds != Options.send_seconds:
-        raise ConfigurationError("--send-seconds and --link: both say how long a ring step takes; leave one out.")
+        raise ConfigurationError("--send-seconds and --link: both give the time of a ring step; leave one out.")
     return Link.parse(asked.link).seconds(-(-quantities.nbytes(asked.nbytes) // max(asked.ranks, 1)))
 
 
@@ -105,7 +105,7 @@ def _facts(ring: RingReduction) -> dict[str, Any]:
 _SAYS = {
     "serial": "nothing is sent before all is computed",
     "same": "all ranks compute the same chunk first: most may not send it yet",
-    "staggered": "each rank computes first what it sends first (T3)",
+    "staggered": "each rank computes first the part that it sends first (T3)",
 }
 
 

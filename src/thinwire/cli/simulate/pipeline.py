@@ -42,7 +42,7 @@ class Options:
     hop_seconds: tuple[float, ...] = (0.05,)
     """Seconds from one stage to the next, and back: one value for all hops, or one for each (the list is repeated)."""
     links: tuple[str, ...] = ()
-    """In place of --hop-seconds: links between the stages, such as 1gbit,20ms; the list is repeated."""
+    """Instead of --hop-seconds: links between the stages, such as 1gbit,20ms; the list is repeated."""
     activation: str = "16MB"
     """With --links: bytes of one hop: micro-batch x sequence x width x bytes per value."""
     slower: tuple[float, ...] = (1.0,)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 def _hops(asked: Options) -> Sequence[float]:
     nbytes = quantities.nbytes(asked.activation)
     if asked.links and asked.hop_seconds != Options.hop_seconds:
-        raise ConfigurationError("--hop-seconds and --links: both say how long a hop takes; leave one out.")
+        raise ConfigurationError("--hop-seconds and --links: both give the time of a hop; leave one out.")
     return [Link.parse(link).seconds(nbytes) for link in asked.links] or asked.hop_seconds
 
 

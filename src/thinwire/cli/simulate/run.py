@@ -1,4 +1,4 @@
-"""`thinwire simulate run`: what a run would do on given machines and links."""
+"""`thinwire simulate run`: simulates a run on given machines and links."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ class Options:
     burst_steps: float = 2.0
     """Steps of a burst, on average."""
     recorded: Path | None = None
-    """In place of these: a run folder, whose replicas' own compute times are taken step by step."""
+    """Instead of these: a run folder, whose compute times are taken step by step."""
     stragglers: int | None = None
     """Replicas that gradient coding, and ignoring, do without. Default: those of the fastest gradient code in the probed steps."""
     patience: float = PATIENCE
-    """With sequential codes: who takes more than 1 + this times as long as the first is late."""
+    """With sequential codes: a replica that takes more than 1 + this times as long as the first is late."""
     probe: int = 50
     """Steps in which parameters are searched for; all figures are of the steps after them."""
     steps: int = 200
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _delays(asked: Options) -> tuple[Delays, str]:
-    """And what they are, in words."""
+    """The compute times, and a description."""
     if not 0 <= asked.compute_share <= 1:
         raise ConfigurationError(f"compute_share={asked.compute_share}: a share, from 0 to 1, is needed.")
     if asked.recorded is not None:
@@ -159,7 +159,7 @@ def _row(name: str, outcome: CodedRun, control: CodedRun) -> dict[str, Any]:
 
 
 def _parameters(scheme: Scheme) -> dict[str, int]:
-    """By the letters of the papers."""
+    """Settings by the letters of the papers."""
     found = {"s": scheme.code.stragglers} if isinstance(scheme, Coded | SelectiveRepeat) else {}
     if isinstance(scheme, SelectiveRepeat | Multiplexed):
         found |= {"B": scheme.burst, "W": scheme.window, "λ": scheme.stragglers}

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _row(study: Study, method: str, grid: str) -> dict[str, Any]:
-    """One method's thresholds, and what they follow from."""
+    """The thresholds of a method, and the values that they follow from."""
     rates = study.paper_rates(method) if grid == "paper" else study.rates(method)
     schedule = study.strategy(method).schedule
     return {

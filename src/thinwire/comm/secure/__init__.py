@@ -1,9 +1,9 @@
-"""Replicas on networks that nobody owns: mutual TLS over gRPC, through a hub that all dial, with one token to join.
+"""The secure carrier for open networks: mutual TLS over gRPC, through a hub that all dial, with one token to join.
 
     with thinwire.comm.secure.join(token, name="oslo", size=2) as group:
         ...                                # a `Group`, as any other
 
-`thinwire hub` starts the hub and prints the token. docs/secure.md says what a stranger, a member and the hub can do. The
+`thinwire hub` starts the hub and prints the token. docs/secure.md describes the rights of a stranger, a member and the hub. The
 names are loaded at their first use: a hub's own process needs no torch.
 """
 

@@ -41,7 +41,7 @@ class AuditLog:
         self._say(line)
 
     def stranger(self, event: str, who: object, why: object = "") -> None:
-        """Log what somebody unknown did. Strangers may come often, so few lines are written and the rest is counted."""
+        """Log an action of a stranger. Strangers may come often, so few lines are written and the rest is counted."""
         now = time.monotonic()
         if now - self._since > STRANGERS_SECONDS:
             left_out, self._since, self._lines, self._left_out = self._left_out, now, 0, 0

@@ -1,4 +1,4 @@
-"""How gRPC is set up at both ends: mutual TLS with keys of the hub's authority, and bounds for what strangers send."""
+"""The set-up of gRPC at both ends: mutual TLS with keys of the hub's authority, and bounds for messages of strangers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOIN, CONTROL, BULK, MEET, FOLLOW = (f"/{SERVICE}/{name}" for name in ("Join", "
 TLS = "TLSv1.3"
 JOIN_NBYTES = 8192  # of a request to join
 ADMITTED_NBYTES = 1 << 20  # of the answer, with a run file
-ANSWER_NBYTES = 1 << 23  # of an answer to a member: what all members say of themselves
+ANSWER_NBYTES = 1 << 23  # bytes of a response to a member: the presences of all members
 _NO_COMPRESSION = 1  # the bit of `identity`
 
 Options = Sequence[tuple[str, int | str]]
@@ -35,8 +35,8 @@ _PATIENT: Options = (  # gRPC gives a connection up after a minute, if the kerne
 
 
 def _impatient(seconds: float) -> Options:
-    """Give a connection up well within `seconds`. A ping is sent only when nothing has come for a fifth of that; its answer may take
-    half, which `Timeouts.of` makes long enough for bulk that stands in buffers before it.
+    """Options that end a silent connection well within `seconds`. A ping is sent only after a silence of a fifth of that; its response may take
+    half, which `Timeouts.of` makes long enough for bulk data queued before it.
     """
     answer = int(1000 * seconds / 2)
     return (
@@ -60,8 +60,8 @@ OF_JOINERS: Options = (*_SERVER, ("grpc.max_receive_message_length", JOIN_NBYTES
 
 
 def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
-    """The hub's end, with the key that `own` gives at each handshake. With `members_only`, who shows no certificate of the
-    authority gets no further than that.
+    """The hub's end, with the key that `own` gives at each handshake. With `members_only`, a client without a certificate of
+    the authority is refused there.
     """
 
     def configured(own: Credentials) -> grpc.ServerCertificateConfiguration:
@@ -73,7 +73,7 @@ def server_credentials(own: Callable[[], Credentials], members_only: bool) -> gr
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal now
         if (due := own()) is now:
-            return None  # the one that is in use
+            return None  # the one in use
         now = due
         return configured(due)
 
@@ -88,8 +88,8 @@ def dialled(
     most_nbytes: int = LIMIT_NBYTES,
     silent: float | None = None,
 ) -> grpc.aio.Channel:
-    """A connection of its own to the hub, which must show a certificate of `authorities`. With `silent` it ends within so many seconds
-    when nothing reaches the hub any more, although no connection was closed.
+    """A separate connection to the hub, which must show a certificate of `authorities`. With `silent` it ends within so many seconds
+    if nothing reaches the hub, although no connection was closed.
     """
     credentials = (
         grpc.ssl_channel_credentials(authorities, own.key, own.certificate)

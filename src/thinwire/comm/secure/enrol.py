@@ -1,7 +1,7 @@
-"""How a machine joins: it makes a key, learns the hub's authority by its fingerprint, and gets a certificate for its name.
+"""Enrolment of a machine: it makes a key, checks the hub's authority by its fingerprint, and gets a certificate for its name.
 
 The token pins the authority before anything is trusted: the certificate that the hub shows at its join port is compared
-with the fingerprint, over a connection on which nothing is said. Only then a second one is made, which must be the
+with the fingerprint, over a connection on which nothing else is sent. Only then a second one is made, which must be the
 authority's by TLS itself, and the secret goes over that. From then on the authority is known, and the key renews its
 certificate without a secret for as long as the hub has not revoked the name.
 """
@@ -102,10 +102,10 @@ class Enrolment:
                 raw = await channel.unary_unary(JOIN)(head + self.name.encode() + asked, timeout=ANSWER_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                    raise Refused(f"{error.details()}. Ask whoever keeps the hub for a new token.") from None
+                    raise Refused(f"{error.details()}. Ask the hub's owner for a new token.") from None
                 raise LinkError(
                     f"the hub at {token.host}:{token.join_port} does not answer ({error.details()}). If its authority was "
-                    "rotated while this machine was away, ask whoever keeps the hub for a new token"
+                    "rotated while this machine was away, ask the hub's owner for a new token"
                 ) from None
         admitted = self._opened(bytes(raw))
         if admitted.credentials.authorities != authority:
@@ -113,7 +113,7 @@ class Enrolment:
         return admitted
 
     def _learn(self, authorities: bytes) -> None:
-        """The hub, which has shown who it is, has another authority, or one more: it is known by that, too, from now on."""
+        """Store another authority of the authenticated hub, by which it is known from now on, too."""
         found = {fingerprint(one).hex() for one in x509.load_pem_x509_certificates(authorities)}
         known = self._pins.read_text().split()
         write_private(self._pins, "".join(f"{one}\n" for one in [*known, *sorted(found.difference(known))]).encode())
@@ -136,7 +136,7 @@ class Enrolment:
         return Admitted(own, told, elastic, (time.time() + end) / 2)
 
     async def _authority(self) -> bytes:
-        """The authority's certificate as PEM: what was kept, or what the hub shows, if it is the one of the token."""
+        """The authority's certificate as PEM: the stored one, or the hub's, if it has the token's fingerprint."""
         try:
             return self._kept.read_bytes()
         except FileNotFoundError:

@@ -40,7 +40,7 @@ class Published(Protocol):
 
 
 async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
-    """The hub's answer. Raises `PacketError` for what is no question, `DataError` for what is gone."""
+    """The hub's response. Raises `PacketError` for an invalid request, `DataError` for a deleted object."""
     if question[:1] == LIST and len(question) == 33:
         text = await asyncio.to_thread(published.newest) or b""
         if hashlib.sha256(text).digest() != question[1:]:
@@ -125,7 +125,7 @@ async def _next(call: Any) -> bytes | None:
     try:
         chunk = await asyncio.wait_for(call.read(), ANSWER_SECONDS)
     except TimeoutError:
-        raise DataError(f"the hub did not go on for {ANSWER_SECONDS:g} s") from None
+        raise DataError(f"the hub sent nothing for {ANSWER_SECONDS:g} s") from None
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.NOT_FOUND:
             raise DataError(f"the hub says: {error.details()}") from None

@@ -10,8 +10,8 @@ A frame begins with
 | 8     | sequence | 0, 1, 2, ... of all frames of this stream in this direction               |
 
 The fields of its kind follow. Control frames and messages of at most `SMALL_NBYTES` bytes travel on the control stream, the
-chunks of longer messages on bulk streams. A receiver asks for each message (PULL) when its buffer is ready. Nothing is sent
-that was not asked for, so nobody has to store it.
+chunks of longer messages on bulk streams. A receiver asks for each message (PULL) when its buffer is ready. Only
+messages that were asked for are sent, so none must be stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEMBERS = 64  # of one group
 LIMIT_NBYTES = CHUNK_NBYTES + 2048  # of one frame
 
 HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER = range(15)
-PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # from member to member, as they are
+PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # from member to member, unchanged
 
 LEFT, REVOKED, REPLACED, LOST = range(4)  # why a member is gone
 REASONS = {
@@ -45,7 +45,7 @@ _FIELDS = {
     BACK: struct.Struct("<Q"),  # the member's connection
     AWAY: struct.Struct("<"),
     GONE: struct.Struct("<B"),  # why
-    SYNC: struct.Struct("<QI"),  # of the member it is for, its connection; how many PULLs follow
+    SYNC: struct.Struct("<QI"),  # the member that it is about, and its connection; the number of PULLs that follow
     PULL: struct.Struct("<QIQQ"),  # receive, tag, bytes, offset
     ACK: struct.Struct("<QQ"),  # receive, bytes that are there
     REFUSE: struct.Struct("<QQ"),  # receive, bytes of the message that was posted
@@ -55,7 +55,7 @@ _FIELDS = {
         "<16s64s"
     ),  # of this process; name of the run, filled up with zeros; questions and answers follow, as JSON
 }
-_WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and who is there
+_WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and whether each is connected
 _DATA_UP = struct.Struct("<QH")  # offset, receivers; then each, then the chunk
 _RECEIVER = struct.Struct("<HQ")  # rank, receive
 _DATA_DOWN = struct.Struct("<QQ")  # receive, offset; then the chunk

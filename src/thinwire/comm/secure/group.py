@@ -29,7 +29,7 @@ class _SecureTransfer:
     def __init__(self, group: SecureGroup, tag: int, due: list[tuple[str, int]]) -> None:
         self._group, self._tag = group, tag
         self._lock, self._over = threading.Lock(), threading.Event()
-        self._due = set(due)  # what is still on the way: "to" or "from", and the peer
+        self._due = set(due)  # transfers in progress: "to" or "from", and the peer
         self._errors: list[ThinwireError] = []
         self.receives: list[Receive] = []
         self.arrivals: dict[int, float] = {}
@@ -60,7 +60,7 @@ class _SecureTransfer:
             who = ", ".join(f"{way} replica {peer}" for way, peer in due)
             error = LinkError(
                 f"a message {who} (tag {self._tag}) did not arrive within {self._group.timeout:g} s; this replica "
-                f"{self._group.state}. See what the others are doing, or allow a longer timeout."
+                f"{self._group.state}. Check the other replicas, or allow a longer timeout."
             )
             error.peer = due[0][1]
             self._group._give_up(error)
@@ -70,9 +70,9 @@ class _SecureTransfer:
 class SecureGroup:
     """A `Group` whose replicas meet at a hub: each dials out over mutual TLS, so it may be behind any NAT. `join` makes one.
 
-    A connection that breaks is made again, and a hub that was killed is waited for: messages go on where they were. Only a
-    replica that has left, was revoked or has restarted ends a transfer, or `timeout`. After a time-out the group cannot
-    be used any more: leave it and resume from a checkpoint.
+    A connection that breaks is made again, and a killed hub is waited for; messages continue where they were. A transfer
+    ends only if its replica has left, was revoked or has restarted, or after `timeout`. After a time-out the group cannot be used:
+    leave it and resume from a checkpoint.
 
     Args:
         link: the connection to the hub, which has a place in the group.
@@ -139,7 +139,7 @@ class SecureGroup:
         self.timeout = seconds
 
     def close(self) -> None:
-        """See `Group.close`. Returns when those who asked for a message of this replica have it, if they can be reached."""
+        """See `Group.close`. Returns when all replicas that asked for a message of this one have it, if they can be reached."""
         with self._lock:
             if self._closed:
                 return

@@ -1,4 +1,4 @@
-"""Which members form which group at a hub, who waits for the others, and who is absent for too long. No I/O except the hub's state."""
+"""The groups at a hub: their members, those that wait for others, and those absent for too long. No I/O except the hub's state."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class HubGroups:
         self._remove(frames.REVOKED, lambda relay, rank: relay.group.members[rank][0] in names)
 
     def remove_absent(self, now: float) -> None:
-        """Remove for good who has been disconnected for longer than `patience`."""
+        """Remove members that have been disconnected for longer than `patience`; they cannot come back."""
         self._remove(frames.LOST, lambda relay, rank: now - relay.away.get(rank, now) > self._patience)
 
     def _remove(self, reason: int, who: Callable[[Relay, int], bool]) -> None:

@@ -1,8 +1,8 @@
-"""The hub: where all members dial in. It admits them, forms groups, and passes on what they send each other.
+"""The hub, which all members dial. It admits them, forms groups, and passes on their messages.
 
-Two ports: at the one, who joins shows the secret of an invitation and gets a certificate; at the other nobody is heard
-who has none. A hub that was killed goes on where it was: what it must not forget is in its folder (`HubState`), and what
-was on the way is sent again by the members.
+It has two ports. At the first a new member shows the secret of an invitation and gets a certificate; the second accepts only members
+with a certificate. A killed hub continues where it was: its state is in its folder (`HubState`), and members send messages that were in
+flight again.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ LIFETIME = timedelta(hours=1)  # of a member's certificate
 OWN_LIFETIME = timedelta(days=7)  # of the hub's
 STREAMS = 8  # of bulk, for each connection
 STRANGER_SECONDS = 20.0  # in which a connection authenticates, or joins
-LOOK_SECONDS = 0.5  # between two looks at what the commands have changed
+LOOK_SECONDS = 0.5  # between two checks for changes by commands
 PATIENCE = 60.0  # seconds that a member may be away before it counts as gone
-ELASTIC_PATIENCE = 2.0  # where it may come back, and little is lost
+ELASTIC_PATIENCE = 2.0  # after which it may come back, and little is lost
 
 
 class Hub:
@@ -184,7 +184,7 @@ class Hub:
         self._as_authority, self._made = authorities.own.own_credentials(), time.monotonic()
 
     def _look_at_authorities(self) -> None:
-        """Let all connect anew, if they have changed: `_identify` asks those for a fresh certificate who have none."""
+        """If the authorities have changed, close all connections; `_identify` asks members without a new certificate to get one."""
         found = Authorities(self.folder)
         if found.trusted != self._authorities.trusted:
             self._use(found)
@@ -233,7 +233,7 @@ class Hub:
                         registry.gone(name, requester.incarnation, "its connections have ended")
 
     async def _follow(self, question: bytes, context: Any) -> None:
-        """What a follower asks; it is heard anew each time, so one that was revoked gets nothing more."""
+        """Answer a follower. It is identified for each request, so a revoked one gets nothing."""
         async with Refusing(self._audit, context, self._proxies[0]):
             _name, expires = self._identify(context)
             if self._published is None or expires < time.time():
@@ -245,7 +245,7 @@ class Hub:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
 
     def _trainer(self, context: Any) -> tuple[str, float]:
-        """As `_identify`, for what followers must not do."""
+        """Like `_identify`, for requests that followers must not make."""
         name, expires = self._identify(context)
         if name.startswith(FOLLOWER):
             raise LinkError(f"{name} is a follower, which receives only")
@@ -253,7 +253,7 @@ class Hub:
 
     @contextmanager
     def _connected(self, name: str, process: bytes, expires: float, run: str | None = None) -> Iterator[Connection]:
-        """Within: this one is known. Raises `LinkError` at the end, if it was put out."""
+        """A context in which this connection is registered. Raises `LinkError` at the end if it was revoked."""
         connection = Connection(randbits(64), name, process, expires, run)
         self._connections[connection.number] = connection
         try:
@@ -265,7 +265,7 @@ class Hub:
             raise LinkError(connection.refusal)
 
     def _lost(self, name: str, incarnation: str) -> None:
-        """A registry has not heard it for too long: its connections are cut, though nobody has said so."""
+        """Cut the connections of a member that has been silent for too long."""
         for connection in self._connections.values():
             if (connection.name, connection.process) == (name, incarnation.encode()):
                 connection.end.set()
@@ -316,7 +316,7 @@ class Hub:
                 self._audit("lost a stream of", connection.name, repr(error))
 
     async def _look(self) -> None:
-        """Put out who was revoked, and end the connections whose certificates have expired."""
+        """End the connections of members that were revoked, or whose certificates have expired."""
         version = -1
         while True:
             await asyncio.sleep(LOOK_SECONDS)

@@ -44,9 +44,10 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
 
 
 def rotate(folder: Path, now: bool = False) -> tuple[bool, list[str]]:
-    """Begin to replace the authority of the hub in `folder`, or end it; whether it has ended, and who has no certificate of the new one.
+    """Begin or end the replacement of the authority of the hub in `folder`. Returns whether it has ended, and the members without a
+    certificate of the new one.
 
-    Members that are connected get one at once. The end waits for the others, unless `now`. Raises `ConfigurationError`: no hub.
+    Connected members get one at once. The end waits for the others, unless `now`. Raises `ConfigurationError` if there is no hub.
     """
     with opened_state(folder) as state:
         authorities = Authorities(folder)

@@ -1,8 +1,8 @@
-"""Keys and certificates: the hub's authority, and what it signs for the members.
+"""Keys and certificates: the hub's authority, and the certificates that it signs for members.
 
 All keys are P-256: gRPC's TLS does not take Ed25519. A private key is made where it is used and never leaves that
-machine. The subject of a certificate says what its holder is: a member's name, or `hub`. The two are told apart by the
-DNS name beside it, `NAME.member.thinwire` or `hub.thinwire`; a member can therefore not pass for the hub.
+machine. The subject of a certificate is a member's name, or `hub`. The DNS name in it, `NAME.member.thinwire` or
+`hub.thinwire`, distinguishes the two, so a member cannot pass for the hub.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Authority:
         return Credentials(key, certificate, trusted)
 
     def own_credentials(self) -> Credentials:
-        """The authority's own certificate as that of a server: a member that has its fingerprint can check the server."""
+        """The authority's certificate as that of a server, so that a member with its fingerprint can check the server."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -170,9 +170,9 @@ class Authority:
 
 
 class Authorities:
-    """Those of a hub: the one in force, and while that is being replaced the next one, which signs for members already.
+    """The authorities of a hub: the one in force, and during a replacement the next one, which already signs for members.
 
-    Members get both. The hub shows the one in force, which those know who were away; `replaced` ends it.
+    Members get both. The hub shows the one in force, which members that were away know; `replaced` ends it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -184,21 +184,21 @@ class Authorities:
 
     @property
     def issuer(self) -> Authority:
-        """The one that signs for members."""
+        """The authority that signs for members."""
         return self.next or self.own
 
     @property
     def trusted(self) -> bytes:
-        """All of them, as PEM."""
+        """All authorities, as PEM."""
         return self.own.pem + (self.next.pem if self.next else b"")
 
     def begun(self) -> Authorities:
-        """With a next one."""
+        """The authorities with a new next one."""
         Authority(self._folder, NEXT)
         return Authorities(self._folder)
 
     def replaced(self) -> Authorities:
-        """The next one is in force, and the one before is no more."""
+        """The authorities with the next one in force, and without the previous one."""
         for kind in ("key", "pem"):
             (self._folder / f"{NEXT}.{kind}").replace(self._folder / f"{IN_FORCE}.{kind}")
         return Authorities(self._folder)
@@ -229,7 +229,7 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
 def private_folder(folder: Path) -> Path:
     """Make `folder`, which only its owner can read, if it is missing; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # somebody else's: the files in it are private by themselves
+    with suppress(PermissionError):  # owned by another user; the files in it are private
         folder.chmod(0o700)
     return folder
 

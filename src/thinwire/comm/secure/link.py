@@ -1,6 +1,6 @@
 """A member's connection to the hub. It is made again whenever it breaks, and no message is lost.
 
-One channel carries control and small messages, others the chunks of long messages. Each is a TCP connection of its own, so
+One channel carries control and small messages, others the chunks of long messages. Each is a separate TCP connection, so
 control never waits behind bulk in a socket's buffers. Everything runs in one thread (`LoopThread`).
 """
 
@@ -122,7 +122,7 @@ class HubLink:
                 if self._place and self._task and self._going:
                     self._leaving = True
                     self._say(frames.LEAVE, 0)
-                    await asyncio.wait([self._task])  # the hub ends the streams when it has heard
+                    await asyncio.wait([self._task])  # the hub ends the streams when it has received this
         except TimeoutError:
             pass
         if self._task:
@@ -155,7 +155,7 @@ class HubLink:
         self._say_to(frames.REFUSE, peer, receive, nbytes)
 
     def _say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
-        if peer in self._connections:  # otherwise it is told when it is back
+        if peer in self._connections:  # otherwise it gets this when it is back
             self._say(kind, peer, *fields)
 
     def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
@@ -169,7 +169,7 @@ class HubLink:
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
         of_hub = token.host, token.port, own.authorities, own
-        # Control alone notices soon for all: in its own buffers no bulk stands before a ping.
+        # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dialled(*of_hub, silent=self._silent), *(dialled(*of_hub) for _ in range(CHANNELS))]
         try:
             control = channels[0].stream_stream(CONTROL)()
@@ -270,7 +270,7 @@ class HubLink:
         return self._place.names[peer] if self._place else str(peer)
 
     async def _speak(self, control: Any, bulk: list[Any]) -> None:
-        """Write what is to be sent: control first, then chunks, round robin over the bulk streams."""
+        """Write the queued frames: control first, then chunks, round robin over the bulk streams."""
         sequence, sequences, turn = 1, [1] * len(bulk), 0
         late_at: float | None = None
         while True:

@@ -1,4 +1,4 @@
-"""The one thread of a process in which all of its gRPC runs, while somebody needs it."""
+"""The thread of a process in which all of its gRPC runs, while it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread of its own; `shared` gives the one of this process, `release` ends it after its last user."""
+    """An event loop in a separate thread; `shared` returns that of this process, `release` ends it after its last user."""
 
     _lock = threading.Lock()
     _one: LoopThread | None = None

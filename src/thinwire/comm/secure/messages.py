@@ -2,11 +2,11 @@
 
 A receiver numbers its receives 0, 1, 2, ... and asks each sender for its messages by these numbers (`Pull`). A sender pairs the
 pulls of a receiver under one tag with its own messages for it under that tag, both in the order of posting. It sends chunks from
-the offset that was asked for, to all receivers of a message that are at the same offset at once: a packet travels to the hub
-once, whatever the number of its receivers.
+the requested offset, to all receivers of a message that are at the same offset at once: a packet is sent to the hub
+once, for any number of receivers.
 
-When a connection breaks, what was in flight is lost. Then each side says again what it waits for: a `sync` lists all receives that
-are open. The sender resumes at the offsets in it; messages that are not in it have arrived.
+When a connection breaks, frames in flight are lost. Then each side sends again which messages it waits for: a `sync` lists all open
+receives. The sender resumes at the offsets in it; messages that are not in it have arrived.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
 
 @dataclass(eq=False)
 class Receive:
-    """A buffer that waits for its message. `buffer` is None when nobody wants it any more. With `sized` the message may be shorter;
+    """A buffer that waits for its message. `buffer` is None when the message is not wanted any more. With `sized` the message may be shorter;
     `sized` tells its bytes when its first chunk is there.
     """
 
@@ -88,7 +88,7 @@ class Receive:
         self.prefix = len(self.here) if missing < 0 else missing
 
     def _end_at(self, nbytes: int, first: int) -> None:
-        """The message has `nbytes`, by what it says in its first chunk of `first` bytes. Raises `PacketError`."""
+        """Set the message's length of `nbytes`, which its first chunk of `first` bytes declares. Raises `PacketError`."""
         if first != min(CHUNK_NBYTES, nbytes):
             raise PacketError(f"{first} bytes at the beginning of a message of {nbytes}")
         self.nbytes = nbytes
@@ -97,7 +97,7 @@ class Receive:
 
 @dataclass(eq=False)
 class Cursor:
-    """How much of a message one receiver has been sent and has acknowledged."""
+    """The offsets to which a message was sent to one receiver, and acknowledged by it."""
 
     receive: int | None = None  # None: it has not asked
     sent: int = 0
@@ -111,7 +111,7 @@ class Posted:
     tag: int
     data: memoryview
     settled: Callable[[int, ThinwireError | None], None]
-    cursors: dict[int, Cursor]  # by rank: those who do not have it yet
+    cursors: dict[int, Cursor]  # by rank: the receivers that do not have it yet
     nbytes: int = field(init=False)
     begin: int = 0  # where `data` begins in the message
     copied: bool = False  # all of it has been sent, what may have to be sent again is a copy, and all are settled
@@ -130,7 +130,7 @@ class Posted:
             self.settled(peer, error)
 
     def copy(self) -> None:
-        """Copy what is not acknowledged, which may be asked for again, and give the buffer back to its poster."""
+        """Copy the part that is not acknowledged, which may be requested again, and return the buffer to its poster."""
         begin = min((cursor.acknowledged for cursor in self.cursors.values()), default=self.nbytes)
         self.data, self.begin = memoryview(bytes(self.data[begin:])), begin
         for peer in self.cursors:

@@ -17,7 +17,7 @@ STRANGERS = 256  # connections at once without authentication: 64 members reconn
 CLOSING = 64  # more connections: those that this proxy is closing
 _READ_NBYTES = 1 << 16
 _BACKLOG = 1024
-_ENDED = "it ended without showing who it is"
+_ENDED = "it ended without authentication"
 
 
 class _Proxied:
@@ -41,7 +41,7 @@ class TcpProxy:
         self._by_port: dict[int, _Proxied] = {}  # by the local port that gRPC sees
         self._strangers: dict[_Proxied, None] = {}  # not authenticated yet, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
-        self._authenticated = 0  # how many tasks serve authenticated connections
+        self._authenticated = 0  # the number of tasks that serve authenticated connections
 
     async def open(self, host: str, port: int) -> int:
         """Begin to listen, and return the port. Raises `LinkError` if it is taken."""
@@ -89,7 +89,7 @@ class TcpProxy:
             return
         self._tasks.add(task)
         if len(self._strangers) >= STRANGERS:
-            self._evict(next(iter(self._strangers)), f"{STRANGERS} others came, and it did not show who it is")
+            self._evict(next(iter(self._strangers)), f"{STRANGERS} others came, and it did not authenticate")
         self._strangers[connection] = None
         timer = asyncio.get_running_loop().call_later(self._seconds, self._late, connection)
         try:
@@ -134,7 +134,7 @@ class TcpProxy:
 
     def _late(self, connection: _Proxied) -> None:
         if not (connection.authenticated and self._stays):
-            self._evict(connection, f"it did not show who it is in {self._seconds:g} s")
+            self._evict(connection, f"it did not authenticate in {self._seconds:g} s")
 
     def _evict(self, connection: _Proxied, why: str) -> None:
         connection.reason = why

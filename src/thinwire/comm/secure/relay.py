@@ -1,7 +1,7 @@
 """One group at the hub: which members are connected, and the frames that they send each other. No I/O.
 
-The hub reads only the header of what it passes on, and stores nothing that no receiver asked for. A member's frames for another wait
-until that one has taken them, and there may be no more of them than an honest member ever has in flight.
+The hub reads only the header of frames that it passes on, and stores only frames that a receiver asked for. A member's frames wait until
+the receiver has taken them; at most as many may wait as an honest member has in flight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pipe:
         return self._waiting.total()
 
     def forget(self, rank: int) -> None:
-        """Drop what the member `rank` sent: its connection broke, and it will send it again."""
+        """Drop the waiting frames of member `rank`: its connection broke, and it will send them again."""
         self._frames = deque(frame for frame in self._frames if frame.rank != rank or frame.kind not in _SAID_AGAIN)
         self._waiting[rank] = sum(len(frame.body) + frames.HEADER.size for frame in self._frames if frame.rank == rank)
 

@@ -1,6 +1,6 @@
 """Requests of members of elastic runs to the hub, and its responses: JSON, one at a time on a gRPC stream for them alone.
 
-The hub passes them to a `MemberRegistry` (membership/registry.py), which knows the members and keeps what they write for each other.
+The hub passes them to a `MemberRegistry` (membership/registry.py), which keeps the members and their shared keys.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class RequestHandler(Protocol):
         """Whether no replica is alive or expected."""
 
     def remember(self, kept: KeptRun) -> None:
-        """Load what the hub's state holds, and write changes to it."""
+        """Load the hub's state, and write changes to it."""
 
     def tick(self) -> None:
         """Called regularly."""
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
-        """All streams of what `name` says is its incarnation have ended."""
+        """Called when all streams of an incarnation of `name` have ended."""
 
     async def answer(self, requester: HubRequester, said: dict[str, Any]) -> dict[str, Any]:
         """The response. Raises `PacketError` for a request that is not allowed."""

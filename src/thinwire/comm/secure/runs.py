@@ -1,4 +1,4 @@
-"""The elastic runs that meet at one hub: each has a name, and a registry of its own, which knows nothing of the others."""
+"""The elastic runs at one hub: each has a name, and a separate registry."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
 
 TICK = 0.05  # seconds between two ticks of a registry
-RUNS = 64  # that go on at one hub
+RUNS = 64  # most runs in progress at one hub
 
 
 class HubRuns:
-    """The registries of the runs in which somebody is, or was when the hub's process before this one ended.
+    """The registries of runs with members, now or at the end of the hub's previous process.
 
     Args:
         make: makes the registry of a run.
@@ -41,7 +41,7 @@ class HubRuns:
 
     @contextmanager
     def used(self, run: str, member: str) -> Iterator[RequestHandler]:
-        """Within: the registry of `run`, which begins if nobody was in it. Raises `LinkError`: there are too many runs."""
+        """A context with the registry of `run`, which is made if needed. Raises `LinkError` if there are too many runs."""
         if run not in self._registries:
             if len(self._registries) >= RUNS:
                 raise LinkError(f"{len(self._registries)} runs go on at this hub, at most {RUNS} are possible")
@@ -55,7 +55,7 @@ class HubRuns:
             self._streams[run] -= 1
 
     async def ticking(self) -> None:
-        """Call `tick` of each registry regularly, and drop those of runs in which nobody is any more."""
+        """Call `tick` of each registry regularly, and drop those of runs without members."""
         while True:
             for registry in self._registries.values():
                 registry.tick()

@@ -62,12 +62,12 @@ class Grouped:
 
 @dataclass(frozen=True)
 class KnownRun:
-    """An elastic run that the hub knows, and what its registry keeps of who is there (`KeptRun`)."""
+    """An elastic run that the hub knows, and its registry's live members (`KeptRun`)."""
 
     name: str
     begun_by: str
     used: float
-    present: str  # "": nobody is there; else JSON, which begins with the names by their incarnations
+    present: str  # "": there are no members; otherwise JSON, which begins with the names by their incarnations
 
     @property
     def names(self) -> list[str]:
@@ -87,7 +87,7 @@ class KeptRun:
         return str(found[0]) if found else ""
 
     def keep(self, present: str) -> None:
-        """Write who is there."""
+        """Write the live members."""
         self._base.execute("update run set present = ? where name = ?", (present, self._name))
 
     def note(self, key: str) -> None:
@@ -200,7 +200,7 @@ class HubState:
         return None if row is None else Known(row[0], row[1], bool(row[2]), row[3])
 
     def members(self) -> list[Known]:
-        """All that ever joined."""
+        """All members that ever joined."""
         rows = self._base.execute("select name, key, revoked, joined from member order by joined")
         return [Known(name, key, bool(revoked), joined) for name, key, revoked, joined in rows]
 
@@ -222,7 +222,7 @@ class HubState:
     # Elastic runs.
 
     def runs(self) -> list[KnownRun]:
-        """Those that are kept, the one that was begun or begun again last at the end."""
+        """The runs that are kept; the one that began last is at the end."""
         rows = self._base.execute("select name, begun_by, used, present from run order by used")
         return [KnownRun(name, begun_by, used, present) for name, begun_by, used, present in rows]
 

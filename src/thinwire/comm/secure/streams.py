@@ -30,7 +30,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 
 
 class Refusing:
-    """Within: a `PacketError` or `LinkError` is written to the audit log and ends the call with its text."""
+    """A context in which a `PacketError` or `LinkError` is written to the audit log, and ends the call with its text."""
 
     def __init__(self, audit: AuditLog, context: Any, proxy: TcpProxy) -> None:
         self._audit, self._context, self._proxy = audit, context, proxy

@@ -1,4 +1,4 @@
-"""A simulated cluster in virtual time: the real protocol, replicas as threads, faults on order."""
+"""A simulated cluster in virtual time: the real protocol, replicas as threads, and injected faults."""
 
 from thinwire.membership.testing.cluster import SimulatedCluster
 

@@ -1,7 +1,7 @@
-"""A time of its own for threads: it stands still while anybody is busy, and jumps when all wait.
+"""Virtual time for threads: it stands still while any thread is busy, and jumps when all wait.
 
-So nothing depends on how fast a machine is, and a grace window of a minute costs no time. What several threads do at
-one instant of it happens in any order.
+So results do not depend on the speed of the machine, and a grace of a minute takes no time. Actions of several threads at the same
+virtual time happen in any order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _Wait(NamedTuple):
 
 
 class VirtualTime:
-    """`now` in seconds, a lock, and waiting. Everything but `now` is called with the lock held (`with time:`).
+    """`now` in seconds, a lock, and waits. Hold the lock (`with time:`) for everything except `now`.
 
-    Those who `enter` are waited for: time passes only while each of them (one of its threads) waits here. What is to
-    happen later is put on the agenda.
+    Time passes only while each participant that has called `enter` (one of its threads) waits here. `after` adds actions for later
+    times.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class VirtualTime:
         self.notify_all()
 
     def after(self, seconds: float, action: Action = lambda: None) -> None:
-        """Do `action` so much later, under the lock."""
+        """Run `action` after `seconds`, under the lock."""
         heapq.heappush(self._agenda, (self.now + seconds, next(self._number), action))
 
     def wait_for(self, who: str, predicate: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until `predicate()`, `seconds` at most (None: for ever); returns what it says at the end."""
+        """Wait until `predicate()` is true, for `seconds` at most (None: no limit); returns its last value."""
         until = float("inf") if seconds is None else self.now + seconds
         number = next(self._number)
         self._waits[number] = _Wait(who, predicate, until)
@@ -75,7 +75,7 @@ class VirtualTime:
             del self._waits[number]
 
     def _advance(self) -> bool:
-        """Jump to what comes next, if everybody waits and in vain."""
+        """Jump to the next action, if all participants wait and no predicate is true."""
         waiting = {wait.who for wait in self._waits.values()}
         if not self._present <= waiting or any(w.predicate() or w.until <= self.now for w in self._waits.values()):
             return False

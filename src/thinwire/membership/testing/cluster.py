@@ -1,7 +1,7 @@
-"""All replicas as threads of one process, in a time of its own, with faults on order: a cluster for what links do.
+"""A simulated cluster: replicas as threads of one process in virtual time, with injected faults of replicas and links.
 
-The rule by which members are found is the lighthouse's own (`lighthouse.py`), the protocol is the same code
-(`rendezvous.py`), and groups are those of `threads.py`.
+Members are found by the lighthouse's rule (`registry.quorum`), the protocol is the same code (`rendezvous.py`), and groups are
+`ThreadGroup`s.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ADDRESS = "thread:"
 
 
 class Killed(BaseException):
-    """Raised in the threads of a replica that was killed: it does nothing more. No `Exception`, so nobody catches it."""
+    """Raised in the threads of a killed replica, which does nothing more. It is no `Exception`, so that no code catches it."""
 
 
 class SimulatedCluster:
-    """Replicas as threads in virtual time, with faults on order. Names are those of the memberships.
+    """Replicas as threads in virtual time, with injected faults. Names are those of the memberships.
 
     Args:
         heartbeat_timeout: seconds of virtual time without a heartbeat after which a replica counts as dead.
@@ -62,7 +62,7 @@ class SimulatedCluster:
         return Membership(ThreadRendezvous(self, name), name, **settings)
 
     def play(self, replicas: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
-        """Run `replicas[name](name)` in a thread each until all have ended; what they returned, or raised."""
+        """Run each `replicas[name](name)` in a thread until all have ended; returns what they returned or raised."""
         results: dict[str, Any] = {}
 
         def run(name: str, replica: Callable[[str], Any]) -> None:
@@ -85,29 +85,29 @@ class SimulatedCluster:
             thread.join()
         return results
 
-    # ---- faults: at once, from any thread; or when a replica comes to a phase
+    # ---- faults: at once, from any thread; or when a replica reaches a phase
 
     def at(self, name: str, phase: str, fault: Callable[[], None], nth: int = 1) -> None:
-        """Do `fault` when `name` comes to `phase` for the nth time from the beginning, before it does what it names.
+        """Run `fault` when `name` reaches `phase` for the nth time, before the operation of this phase.
 
         The phases: call, called, connect, put, all, settle, wait (of a vote), post, receive.
         """
         self._plans.setdefault((name, phase), []).append((nth, fault))
 
     def kill(self, name: str) -> None:
-        """End `name`, as kill -9: its connections break at once, and its heartbeats stop. Time waits until it has ended."""
+        """End `name`, like kill -9: its connections break at once, and its heartbeats stop. Time waits until it has ended."""
         with self.time:
             self.killed.add(name)
             self._lose(name)
 
     def revive(self, name: str) -> None:
-        """Let `name` begin again after it was killed, with a membership of its own."""
+        """Let `name` start again after it was killed, with a new membership."""
         with self.time:
             self.killed.discard(name)
             self.time.enter(name)
 
     def freeze(self, name: str) -> None:
-        """Stop `name`, as SIGSTOP: it does nothing, and nobody is told."""
+        """Stop `name`, like SIGSTOP: it does nothing, and no replica is notified."""
         with self.time:
             self.frozen.add(name)
             self.lighthouse.silence(name)
@@ -119,12 +119,12 @@ class SimulatedCluster:
             self.time.notify_all()
 
     def cut(self, a: str, b: str) -> None:
-        """Nothing passes between `a` and `b` any more; nobody is told."""
+        """Stop all messages between `a` and `b`; no replica is notified."""
         with self.time:
             self.cuts.add(frozenset((a, b)))
 
     def heal(self, a: str, b: str) -> None:
-        """What was held back arrives now."""
+        """Undo `cut`: the messages that were held back arrive now."""
         with self.time:
             link = frozenset((a, b))
             self.cuts.discard(link)
@@ -133,24 +133,24 @@ class SimulatedCluster:
             self.time.notify_all()
 
     def slow(self, a: str, b: str, seconds: float) -> None:
-        """Every message between `a` and `b` takes so long."""
+        """Let every message between `a` and `b` take `seconds`."""
         with self.time:
             self.delays[frozenset((a, b))] = seconds
 
     def damage(self, sender: str, receiver: str, nth: int = 1) -> None:
-        """Turn a bit of the nth message from now on from `sender` to `receiver`."""
+        """Flip a bit of the nth message from now on from `sender` to `receiver`."""
         with self.time:
             self._damage[sender, receiver] = nth
 
     def later(self, seconds: float, fault: Callable[[], None]) -> None:
-        """Do `fault` so many seconds from now."""
+        """Run `fault` after `seconds`."""
         with self.time:
             self.time.after(seconds, fault)
 
-    # ---- what replicas do here
+    # ---- called by replicas
 
     def passing(self, name: str, phase: str) -> None:
-        """`name` comes to `phase`. Called without the lock."""
+        """`name` has reached `phase`. Called without the lock."""
         with self.time:
             nth = self._passed[name, phase] = self._passed.get((name, phase), 0) + 1
             faults = [fault for number, fault in self._plans.get((name, phase), []) if number == nth]
@@ -160,19 +160,19 @@ class SimulatedCluster:
             self.check(name)
 
     def check(self, name: str) -> None:
-        """Go no further while frozen, and never when killed."""
+        """Block while frozen; raise if killed."""
         self.time.wait_for(name, lambda: name not in self.frozen or name in self.killed)
         if name in self.killed:
             raise Killed(name)
 
     def wait(self, name: str, predicate: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait as a replica does: one that froze meanwhile hears the answer when it is thawed."""
+        """Wait like a replica: one that is frozen meanwhile gets the result when it is thawed."""
         answer = self.time.wait_for(name, lambda: name in self.killed or predicate(), seconds)
         self.check(name)
         return answer or predicate()
 
     def answers(self, a: str, b: str) -> bool:
-        """Whether `b` would answer `a` now."""
+        """Whether `b` would respond to `a` now."""
         return frozenset((a, b)) not in self.cuts and self.beats(b)
 
     def beats(self, name: str) -> bool:
@@ -182,7 +182,7 @@ class SimulatedCluster:
         return self._rooms.setdefault(epoch, _Room(self, members))
 
     def carry(self, sender: str, receiver: str, message: Tensor, deliver: Callable[[Tensor], None]) -> None:
-        """Bring a message over the link between two, as the link is now."""
+        """Carry a message over the link between two replicas, in its present state."""
         nth = self._damage.get((sender, receiver), 0)
         if nth:
             self._damage[sender, receiver] = nth - 1
@@ -204,7 +204,7 @@ class SimulatedCluster:
             arrive()
 
     def _lose(self, name: str) -> None:
-        """Its connections break, its heartbeats stop."""
+        """Break the connections of `name`, and stop its heartbeats."""
         self.lighthouse.silence(name)
         for room in self._rooms.values():
             if name in room.names:
@@ -249,7 +249,7 @@ class _FaultyHub(_Hub):
 
 
 class _Room:
-    """Where the members of one epoch come together."""
+    """The members of one epoch that have connected."""
 
     def __init__(self, cluster: SimulatedCluster, members: Sequence[Presence]) -> None:
         self.names = [_thread(p) for p in members]
@@ -273,7 +273,7 @@ class _ThreadGroup(ThreadGroup):
 
 
 def _thread(presence: Presence) -> str:
-    """The name under which a cluster knows a replica: its membership's, unless that is given a rendezvous of its own."""
+    """The cluster's name of a replica: that of its membership, unless the membership was given its own rendezvous."""
     return presence.address.removeprefix(_ADDRESS)
 
 
@@ -284,7 +284,7 @@ class ThreadRendezvous:
         self._cluster, self._name = cluster, name
         self._incarnation, self._timeouts = "", Timeouts()
         self._observe: Observe = lambda kind, fields: None
-        self._epoch = -1  # of the lighthouse that this replica has found
+        self._epoch = -1  # the epoch of the lighthouse that this replica has found
         self._vote_store: VoteStore | None = None
 
     @property
@@ -304,7 +304,7 @@ class ThreadRendezvous:
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         until = self.clock() + seconds
         lighthouse = self._cluster.lighthouse
-        presence = Presence.from_json(presence.to_json())  # as it comes out of a wire
+        presence = Presence.from_json(presence.to_json())  # as after sending
         while (left := until - self.clock()) > 0:
             self._cluster.passing(self._name, "call")
             if self._epoch != lighthouse.epoch or not lighthouse.up:
@@ -348,7 +348,7 @@ class ThreadRendezvous:
             self._cluster.lighthouse.leave(self._name)
 
     def _find(self, seconds: float) -> None:
-        """Wait for a lighthouse, and until it has heard the others, too."""
+        """Wait for a lighthouse, and until it has received the heartbeats of the others, too."""
         cluster, lighthouse = self._cluster, self._cluster.lighthouse
         if not lighthouse.up:
             self._observe("retry", {"reason": "no lighthouse", "seconds": seconds})

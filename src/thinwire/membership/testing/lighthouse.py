@@ -1,4 +1,4 @@
-"""A simulated lighthouse within one process, in virtual time, and the vote store beside it."""
+"""A simulated lighthouse with its vote store, in one process and in virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.membership.view import Presence
 
 
 class Cluster(Protocol):
-    """What the lighthouse needs of the cluster: time, and replicas that wait, come to phases, are alive or not."""
+    """The part of the cluster that the lighthouse uses: time, and waits, phases and liveness of replicas."""
 
     time: VirtualTime
 
@@ -26,21 +26,21 @@ class Cluster(Protocol):
 
 
 class SimulatedLighthouse:
-    """Who is heard, who calls, and what is written in the vote store. Call it with the lock of its cluster held."""
+    """Live replicas, calls for a view, and the vote store. Call it with the lock of its cluster held."""
 
     def __init__(self, cluster: Cluster, heartbeat_timeout: float) -> None:
         self.cluster, self.heartbeat_timeout = cluster, heartbeat_timeout
         self.up = True
         self.epoch = 0
         self.written: dict[str, bytes] = {}
-        self._names: dict[str, str] = {}  # by name: the incarnation that is heard under it
-        self._silent: dict[str, float] = {}  # by incarnation: since when it is not heard
-        self._calls: dict[str, tuple[float, Presence | None]] = {}  # by incarnation: since when
+        self._names: dict[str, str] = {}  # by name: its live incarnation
+        self._silent: dict[str, float] = {}  # by incarnation: since when it is silent
+        self._calls: dict[str, tuple[float, Presence | None]] = {}  # by incarnation: the time of its call
         self._previous: set[str] = set()
         self._answers: dict[str, list[Presence]] = {}
 
     def stop(self) -> None:
-        """As if its process was killed: all that it knew is lost."""
+        """Lose all state, as if its process was killed."""
         with self.cluster.time:
             self.up, self.epoch = False, self.epoch + 1
             self.written, self._calls, self._previous, self._answers = {}, {}, set(), {}
@@ -48,31 +48,31 @@ class SimulatedLighthouse:
             self.cluster.time.notify_all()
 
     def start(self) -> None:
-        """Heartbeats come every second: it hears each replica within a second, one by one."""
+        """Restart: it receives the next heartbeat of each replica within a second, one by one."""
         with self.cluster.time:
             self.up = True
             self.cluster.time.after(1.0, self.hear_again)
             self.cluster.time.notify_all()
 
     def hear(self, name: str, incarnation: str) -> None:
-        """Heartbeats of `incarnation` come from now on."""
+        """Receive heartbeats of `incarnation` from now on."""
         self._names[name] = incarnation
         self._silent.pop(incarnation, None)
 
     def hear_again(self) -> None:
-        """The heartbeats of all who are there and not frozen."""
+        """Receive a heartbeat of every live replica that is not frozen."""
         for name, incarnation in self._names.items():
             if self.cluster.beats(name):
                 self._silent.pop(incarnation, None)
 
     def silence(self, name: str) -> None:
-        """No heartbeats of `name` from now on."""
+        """Receive no heartbeats of `name` from now on."""
         if name in self._names:
             self._silent.setdefault(self._names[name], self.cluster.time.now)
             self.cluster.time.after(self.heartbeat_timeout)
 
     def leave(self, name: str) -> None:
-        """No heartbeats of `name`, for good."""
+        """Remove `name`; it does not come back."""
         self.silence(name)
         self._names.pop(name, None)
 
@@ -91,7 +91,7 @@ class SimulatedLighthouse:
         if self.epoch != epoch:
             raise LinkError("the lighthouse has gone")
         if not in_time:
-            self._calls[incarnation] = (self.cluster.time.now, None)  # as a replica that gives up says
+            self._calls[incarnation] = (self.cluster.time.now, None)  # like a replica that gives up
             raise LinkError(f"no view within {seconds:g} s: too few others called")
         return self._answers.pop(incarnation)
 
@@ -116,7 +116,7 @@ class SimulatedLighthouse:
 
 
 class SimulatedVoteStore:
-    """What is written with one lighthouse; it does not outlive it. See `VoteStore`."""
+    """The vote store of one lighthouse; it ends with it. See `VoteStore`."""
 
     def __init__(self, lighthouse: SimulatedLighthouse, cluster: Cluster, name: str) -> None:
         self._lighthouse, self._cluster, self._name, self._epoch = lighthouse, cluster, name, lighthouse.epoch
