@@ -92,7 +92,10 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
         ({"optimizer": "Adam"}, "'Adam' in 'Adam' is not known"),
         ({"strategy": "dgc", "outer_lr": 0.1}, "Choose --strategy diloco or streaming_diloco or finetune for it."),
         ({"codec": "E3M0(block=1+x)"}, r"'1 \+ x' in .* is no plain value"),
-        ({"codec": "Cast(bf16)"}, r"'bf16' in 'Cast\(bf16\)' is not known; write a number, a text in quotes, or a piece\.$"),
+        (
+            {"codec": "Cast(bf16)"},
+            r"'bf16' in 'Cast\(bf16\)' is not known; write a number, a text in quotes, or a piece\.$",
+        ),
         ({"codec": "TopK(values=Cats())"}, r"'Cats' in .* is not known \(did you mean Cast\?\); write"),
         ({"optimizer": "SGD(lr=1)"}, r"SGD in 'SGD\(lr=1\)': got an unexpected .*; it takes momentum, lr_factor\.$"),
     ],

@@ -64,7 +64,9 @@ def parse(
             name = term.func.id
             if name not in names:
                 known = names if inside else offered or sorted(names)
-                instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
+                instead = (
+                    "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
+                )
                 raise ConfigurationError(f"{name!r} in {text!r} is not known{nearest(name, known)}; {instead}.")
             given = [value(argument) for argument in term.args]
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
