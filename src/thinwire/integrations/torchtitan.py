@@ -112,6 +112,7 @@ class _Follower:
 
     def __init__(self, trainer: Built, replica: Replica, keep_seconds: float) -> None:
         self.trainer, self.replica, self.keep_seconds = trainer, replica, keep_seconds
+        self._joined = replica.step
         self._move(replica.step)  # before the first step; a checkpoint may still set it back
 
     def before_step(self, *_: object) -> None:
@@ -136,9 +137,8 @@ class _Follower:
         return self.replica.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        joined = self.replica.step
         self.replica.load_state_dict(saved)
-        self.replica.step = max(joined, self.replica.step)
+        self.replica.step = max(self._joined, self.replica.step)  # DCP has stepped the optimizer, to make its state
 
 
 class OwnShare(BaseDataLoader):
