@@ -191,7 +191,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         drawn = isinstance(set_ := getattr(loader, "dataset", None), _Drawn) and set_.sampler is sampler
         unshared = {"training data that other members read too": (
             not (self.own_data or drawn),
-            "give train_dataset=callback.share(data), or ThinwireCallback(..., own_data=True) if each has data of its own",
+            "give train_dataset=callback.share(data), or ThinwireCallback(..., own_data=True) if each has data of its own, as with TRL's "
+            "trainers, which prepare their data themselves",
         )}  # fmt: skip
         refuse(member, unshared)
         batch = args.train_batch_size * args.gradient_accumulation_steps
