@@ -21,7 +21,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import override
 
 from thinwire.comm import Group
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, EndedError
 from thinwire.integrations.members import keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -70,6 +70,7 @@ def attach(
     Raises:
         ConfigurationError: several model parts (pipeline parallelism).
         ModelError, DisagreementError, LinkError: as `Replica`.
+        EndedError: all steps of the run are trained.
     """
     if len(trainer.model_parts) != 1:
         raise ConfigurationError(
@@ -93,7 +94,11 @@ def attach(
     group.require({"torchtitan's training.steps": str(trainer.config.training.steps)})
     group.most_steps = group.most_steps or trainer.config.training.steps
     with meet(attached, _TIMEOUT) as replica:
-        follower = _Follower(trainer, replica, keep_seconds)
+        if replica.step >= trainer.config.training.steps:  # torchtitan would load its checkpoint over the final weights
+            raise EndedError(
+                f"the run has ended at step {replica.step}, before this replica came. Copy the model from another."
+            )
+        follower = _Follower(trainer, replica)
         states[STATE] = follower
         print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
         before = trainer.optimizers.register_step_pre_hook(follower.before_step)
@@ -110,20 +115,14 @@ def attach(
 class _Follower:
     """Keeps torchtitan's step and learning rates with those of a replica whose step jumps to where the others are; its `Stateful`."""
 
-    def __init__(self, trainer: Built, replica: Replica, keep_seconds: float) -> None:
-        self.trainer, self.replica, self.keep_seconds = trainer, replica, keep_seconds
+    def __init__(self, trainer: Built, replica: Replica) -> None:
+        self.trainer, self.replica = trainer, replica
         self._joined = replica.step
         self._move(replica.step)  # before the first step; a checkpoint may still set it back
 
     def before_step(self, *_: object) -> None:
-        """Torchtitan has counted the step that comes. Where the run has ended without this replica, it changes nothing."""
-        steps = self.trainer.config.training.steps
-        if self.replica.step < steps:
-            self._move(self.replica.step + 1)
-            return
-        self.trainer.optimizers.zero_grad(set_to_none=True)
-        self.replica.finish(self.keep_seconds)
-        self._move(steps)
+        """Torchtitan has counted the step that comes."""
+        self._move(self.replica.step + 1)
 
     def after_step(self, *_: object) -> None:
         self._move(self.replica.step)
