@@ -62,6 +62,26 @@ def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainers", ["hugging_face", "lightning"], indirect=True)
+def test_who_comes_after_the_end_gets_the_final_weights_from_who_keeps_them(trainers: Trainers) -> None:
+    first, second = trainers.start("a", 9), trainers.start("b", 9)
+    trainers.wait_for("a.at.9", first)
+    trainers.wait_for("b.at.9", first, second)
+    second.kill()
+    second.wait()
+    (trainers.folder / "a.9").touch()
+    until = time.monotonic() + 600
+    while "keeps the final weights for members that are missing" not in trainers.said("a"):
+        assert first.poll() is None and time.monotonic() < until, trainers.said("a")[-3000:]
+        time.sleep(0.05)
+    second = trainers.start("b")  # from its checkpoint of step 8, to the end
+    for name, one in (("a", first), ("b", second)):
+        assert one.wait(600) == 0, trainers.said(name)[-3000:]
+    ends = [torch.load(trainers.folder / f"{name}.pt") for name in "ab"]
+    assert ends[0]["step"] == ends[1]["step"] == 24 and same_bits(ends[0]["weights"], ends[1]["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainers", ["hugging_face", "lightning", "torchtitan"], indirect=True)
 def test_kill_9_and_come_back(trainers: Trainers) -> None:
     first, second = trainers.start("a", 9, 17), trainers.start("b", 9)
     trainers.wait_for("a.at.9", first)

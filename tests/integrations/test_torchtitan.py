@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -10,20 +11,17 @@ import torch.distributed as dist
 
 pytest.importorskip("torchtitan")
 
-from torchtitan.components.checkpointer import CheckpointManager
+from titan_trainer import STREAMING, Titan
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.override import OverrideConfig, apply_overrides
 
 import thinwire as tw
 from thinwire.integrations.torchtitan import STATE, attach
-from thinwire.testing.toy import Toy, batch, fill, same_bits, weights
+from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership
+from thinwire.testing.toy import Toy, same_bits, weights
 
 STEPS, SAVED = 12, 7
-STREAMING = tw.streaming_diloco(every=6, fragments=2, delay=2)
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 
@@ -35,76 +33,13 @@ def world():
     dist.destroy_process_group()
 
 
-class State:
-    """The trainer's own state, as torchtitan's Trainer keeps it."""
-
-    def __init__(self):
-        self.step = 0
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
-
-
-class ToyWithoutEmpty(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.nothing, self.frozen
-        self.frozen = 1.0
-
-
-def built(folder, groups=2):
-    """What `Trainer.__init__` makes, by the real configs."""
-    model = fill(ToyWithoutEmpty())
-    options = {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01, "weight_decay": 0.1}}
-    slow = {"optimizer_name": "Adam", "optimizer_kwargs": {"lr": 0.001}}
-    patterns = [ParamGroupConfig(pattern=r"^head\.", **slow)] if groups == 2 else []
-    config = OptimizersContainer.Config(
-        param_groups=[*patterns, ParamGroupConfig(pattern=".*", **options)], implementation="for-loop"
-    )
-    optimizers = config.build(model_parts=[model])
-    schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=STEPS)
-    state = State()
-    keep = CheckpointManager.Config(enable=True, interval=SAVED, keep_latest_k=0, last_save_model_only=False)
-    checkpointer = keep.build(
-        dataloader=None,
-        model_parts=[model],
-        optimizers=optimizers,
-        lr_schedulers=schedulers,
-        states={"train_state": state},
-        sd_adapter=None,
-        base_folder=str(folder),
-    )
-    checkpointer.states.pop("dataloader")  # there is none
-    return SimpleNamespace(
-        model_parts=[model], optimizers=optimizers, checkpointer=checkpointer, schedulers=schedulers, state=state
-    )
-
-
-def train(trainer, steps=STEPS, load=-1):
-    """As `Trainer.train` goes."""
-    model, state = trainer.model_parts[0], trainer.state
-    trainer.checkpointer.load(step=load)
-    while state.step < steps:
-        state.step += 1
-        trainer.optimizers.zero_grad()
-        x, y = batch(0, 0, state.step)
-        ((model(x) - y) ** 2).mean().backward()
-        trainer.optimizers.step()
-        trainer.schedulers.step()
-        trainer.checkpointer.save(state.step, last_step=state.step == steps)
-    return model
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_law_11(tmp_path, groups):
     """With one of torchtitan's optimizers, and with two: its own weights, bit for bit."""
-    alone = weights(train(built(tmp_path / "alone", groups)))
-    trainer, (group,) = built(tmp_path / "attached", groups), tw.ThreadGroup.create(1)
+    alone = weights(Titan(tmp_path / "alone", groups).train())
+    trainer, (group,) = Titan(tmp_path / "attached", groups), tw.ThreadGroup.create(1)
     with attach(trainer, tw.local_sgd(every=5), group) as replica:
-        train(trainer)
+        trainer.train()
     assert len(list(trainer.optimizers)) == groups and replica.step == STEPS
     assert same_bits(alone, weights(trainer.model_parts[0]))
 
@@ -112,25 +47,55 @@ def test_law_11(tmp_path, groups):
 def test_a_resume_from_torchtitans_checkpoint(tmp_path, capsys):
     """Bit for bit, with a round in the air, by the real CheckpointManager."""
     (group,) = tw.ThreadGroup.create(1)
-    trainer = built(tmp_path)
+    trainer = Titan(tmp_path)
     with attach(trainer, STREAMING, group):
-        train(trainer)
+        trainer.train()
     through = weights(trainer.model_parts[0])
     assert (tmp_path / "checkpoint" / f"step-{SAVED}" / ".metadata").exists()
-    again = built(tmp_path)
+    again = Titan(tmp_path)
     with attach(again, STREAMING, group) as replica:
         assert again.checkpointer.states[STATE] is replica
-        train(again, steps=SAVED, load=SAVED)
+        again.train(steps=SAVED, load=SAVED)
         assert replica.step == SAVED and replica.in_flight
-        train(again, load=SAVED)
+        again.train(load=SAVED)
     assert same_bits(through, weights(again.model_parts[0]))
     assert "where DistributedDataParallel sends" in capsys.readouterr().out
 
 
 def test_pipeline_parts_are_refused():
     trainer = SimpleNamespace(model_parts=[Toy(), Toy()])
-    with pytest.raises(tw.ConfigurationError, match=r"2 model parts .*pipeline_parallel_degree to 1"):
-        attach(trainer, STREAMING, tw.ThreadGroup.create(1)[0])
+    with (
+        pytest.raises(tw.ConfigurationError, match=r"2 model parts .*pipeline_parallel_degree to 1"),
+        attach(trainer, STREAMING, tw.ThreadGroup.create(1)[0]),
+    ):
+        pass
+
+
+def test_step_and_learning_rates_go_where_the_others_are(tmp_path):
+    """At the replica's jumps by 3 and 2, by the real schedulers."""
+    seen = []
+    with lone_member(tmp_path / "jumps") as (trainer, replica):
+
+        def jumps() -> None:
+            replica.step += {2: 3, 6: 2}.get(replica.step, 0)
+            seen.append((trainer.step, trainer.lr_schedulers.schedulers[0].get_last_lr()[0]))
+
+        trainer.train(before=jumps)
+    schedule = trainer.lr_schedulers.schedulers[0]
+    expected = [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step, _ in seen]
+    assert [step for step, _ in seen] == [0, 1, 2, 6, 9, 10, 11] and trainer.step == replica.step == STEPS
+    assert [rate for _, rate in seen] == pytest.approx(expected)
+
+
+@contextmanager
+def lone_member(folder):
+    lighthouse, trainer = Lighthouse("127.0.0.1", 0), Titan(folder)
+    try:
+        member = Membership(LighthouseRendezvous(lighthouse.address), "a", least=1)
+        with attach(trainer, STREAMING, member) as replica:
+            yield trainer, replica
+    finally:
+        lighthouse.close()
 
 
 class Numbers(BaseDataLoader):

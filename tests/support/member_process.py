@@ -76,11 +76,26 @@ def lightning(folder: Path, member: Membership, stops: Stops) -> tuple[torch.Ten
     return weights(module), module.trainer.global_step
 
 
+def torchtitan(folder: Path, member: Membership, stops: Stops) -> tuple[torch.Tensor, int]:
+    import torch.distributed as dist
+    from titan_trainer import STREAMING, Titan
+
+    from thinwire.integrations.torchtitan import attach
+    from thinwire.testing.toy import weights
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # its own world
+    trainer = Titan(folder / member.name, steps=STEPS, saved=SAVED)
+    with attach(trainer, STREAMING, member) as replica:
+        trainer.train(before=lambda: stops.after(replica))
+    dist.destroy_process_group()
+    return weights(trainer.model_parts[0]), trainer.step
+
+
 def main() -> None:
     trainer, folder, address, name, *stops = sys.argv[1:]
     torch.set_num_threads(1)
     member = Membership(LighthouseRendezvous(address), name, least=1, timeouts=QUICK)
-    run = {"hugging_face": hugging_face, "lightning": lightning}[trainer]
+    run = {"hugging_face": hugging_face, "lightning": lightning, "torchtitan": torchtitan}[trainer]
     whole, step = run(Path(folder), member, Stops(Path(folder), name, [int(stop) for stop in stops]))
     torch.save({"weights": whole, "step": step}, Path(folder) / f"{name}.pt")
 

@@ -30,7 +30,7 @@ from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, too_short
 from thinwire.integrations.huggingface_checks import ProcessPlace, check, check_hidden, check_member, check_share, facts
-from thinwire.integrations.members import MemberSampler, meet, refuse
+from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet, refuse
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
@@ -60,6 +60,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         group: the replicas that exchange, or a `Membership`; None: the launcher's processes under gloo, or one replica alone.
         weights: what the trainer evaluates and saves: "anchors", on which all replicas agree, or the replica's "own".
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
+        keep_seconds: with a `Membership`: how long the end is kept for members that are missing; one of those who are there waits so long.
         observer: called with each event, as that of `Replica`.
 
     Raises:
@@ -75,11 +76,12 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         *,
         weights: Literal["anchors", "own"] = "anchors",
         own_data: bool = False,
+        keep_seconds: float = 300.0,
         observer: Observer = silent,
     ) -> None:
         if weights not in ("anchors", "own"):
             raise ConfigurationError(f"weights={weights!r} · 'anchors' or 'own' is needed · choose one")
-        self.strategy, self.weights, self.own_data = strategy, weights, own_data
+        self.strategy, self.weights, self.own_data, self.keep_seconds = strategy, weights, own_data, keep_seconds
         self.replica: Replica | None = None
         self._given, self._group, self._observer = group, group, observer
         self._member = group if isinstance(group, Membership) else None
@@ -158,6 +160,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 checkpoint.load(found, TrainableState(self.replica))
             self.replica.step = max(joined, self.replica.step)
             self._catch_up(args, state, TrainerControl(), given["lr_scheduler"])
+            if state.global_step >= state.max_steps:  # the others have ended, and one has kept the end for this one
+                self._end()
         else:
             if not self.own_data:
                 check_share(loader, place)
@@ -187,7 +191,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         drawn = isinstance(set_ := getattr(loader, "dataset", None), _Drawn) and set_.sampler is sampler
         unshared = {"training data that other members read too": (
             not (self.own_data or drawn),
-            "give train_dataset=callback.share(data), or ThinwireCallback(..., own_data=True) if each has data of its own",
+            "give train_dataset=callback.share(data), or ThinwireCallback(..., own_data=True) if each has data of its own, as with TRL's "
+            "trainers, which prepare their data themselves",
         )}  # fmt: skip
         refuse(member, unshared)
         batch = args.train_batch_size * args.gradient_accumulation_steps
@@ -230,14 +235,17 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Let a step change nothing if others train its samples by now."""
-        sampler = self._sampler
-        if sampler and not sampler.trains(args.train_batch_size * args.gradient_accumulation_steps):
+        """Let a step change nothing if others train its samples by now, or the run has ended."""
+        sampler, samples = self._sampler, args.train_batch_size * args.gradient_accumulation_steps
+        if self._ended or (sampler and (sampler.ended or not sampler.trains(samples))):
             given["model"].zero_grad()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Count a step that was skipped, end with the last one, and show what is to be evaluated and saved."""
         replica = self._attached()
+        if self._ended:
+            state.global_step = state.max_steps
+            return
         if replica.step < state.global_step:
             count_skipped(given["optimizer"])
         if self._member:
@@ -273,6 +281,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 for parameter, value in kept:
                     parameter.copy_(value)
         del replica.model.should_save_on_this_rank
+        if self._member:
+            keep_to_the_end(self._member, self.keep_seconds)
         self.close()
         self._place.show_local(args)
 
@@ -292,8 +302,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         return self.replica
 
     def _end(self) -> None:
-        self._attached().finish()
+        self._attached().finish(self.keep_seconds)
         self._ended = True
+        if self._sampler:
+            self._sampler.ended = True
 
     def _show(self, control: TrainerControl) -> None:
         """Let the trainer evaluate and save the anchors."""
@@ -324,4 +336,6 @@ class _Drawn(IterableDataset[Any]):
         self._data, self.sampler = data, sampler
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._data[index] for index in self.sampler)
+        yield from (self._data[index] for index in self.sampler)
+        while True:  # the run has ended, and a step changes nothing; accelerate's loaders raise where there is no batch
+            yield self._data[0]

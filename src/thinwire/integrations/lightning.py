@@ -30,7 +30,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.lightning_checks import batch_size, check, check_folders, check_member, check_share
-from thinwire.integrations.members import MemberSampler, meet
+from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
@@ -59,6 +59,7 @@ class ThinwireCallback(Callback):
         group: the replicas that exchange, or a `Membership`; None: torchrun's processes under gloo, or one replica alone.
         weights: what the trainer validates and saves: "anchors", on which all replicas agree, or the replica's "own".
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
+        keep_seconds: with a `Membership`: how long the end is kept for members that are missing; one of those who are there waits so long.
         observer: called with each event, as that of `Replica`.
 
     Raises:
@@ -74,6 +75,7 @@ class ThinwireCallback(Callback):
         *,
         weights: Literal["anchors", "own"] = "anchors",
         own_data: bool = False,
+        keep_seconds: float = 300.0,
         observer: Observer = silent,
     ) -> None:
         if weights not in ("anchors", "own"):
@@ -83,7 +85,7 @@ class ThinwireCallback(Callback):
                 "a strategy of Gradients() · one of deltas is needed, for Lightning computes gradients within the optimizer's step · choose "
                 "diloco() or another, or Lightning's DDPStrategy with thinwire's GradientHook"
             )
-        self.strategy, self.weights, self.own_data = strategy, weights, own_data
+        self.strategy, self.weights, self.own_data, self.keep_seconds = strategy, weights, own_data, keep_seconds
         self.replica: Replica | None = None
         self._member = group if isinstance(group, Membership) else None
         given = group if isinstance(group, Group) else None
@@ -145,6 +147,8 @@ class ThinwireCallback(Callback):
         if self._member:
             self.replica.step = max(joined, self.replica.step)
             _catch_up(trainer, self.replica.step - trainer.global_step)
+            if self.replica.step >= trainer.max_steps:  # the others have ended, and one has kept the end for this one
+                self._end()
         self._began = trainer.global_step - self.replica.step
         if self.rank == 0:
             rank_zero_info(f"thinwire: {told(self.strategy, self.replica, self.replicas)}")
@@ -188,8 +192,9 @@ class ThinwireCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Let a step change nothing if others train its samples by now."""
-        if self._sampler and self._sampler.reader and not self._sampler.trains(self._batches * batch_size(trainer)):
+        """Let a step change nothing if others train its samples by now, or the run has ended."""
+        sampler = self._sampler
+        if self._ended or (sampler and sampler.reader and not sampler.trains(self._batches * batch_size(trainer))):
             optimizer.zero_grad()
         self._batches = 0
 
@@ -197,6 +202,8 @@ class ThinwireCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count a step that was skipped."""
+        if self._ended:
+            return
         replica, due, self._epoch_over = self._attached(), trainer.global_step - self._began, trainer.is_last_batch
         if replica.step < due and getattr(trainer.precision_plugin, "scaler", None) is not None:
             for optimizer in trainer.optimizers:
@@ -254,13 +261,20 @@ class ThinwireCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the outer weights in the model, before the trainer's last checkpoint."""
         self._hide()
-        self._attached().finish()
+        self._end()
+
+    def _end(self) -> None:
+        self._attached().finish(self.keep_seconds)
         self._ended = True
+        if self._sampler:
+            self._sampler.ended = True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._member and self._ended:
+            keep_to_the_end(self._member, self.keep_seconds)
         self.close()
 
     def close(self) -> None:

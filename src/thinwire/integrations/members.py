@@ -1,4 +1,4 @@
-"""What the bridges do where replicas come and go (a `Membership`): meet the others, and read samples that no other trains.
+"""What the bridges do where replicas come and go (a `Membership`): meet the others, read samples that no other trains, and keep the end.
 
 A trainer counts its own steps. A replica that was behind goes on at the step of the others: each bridge moves its trainer's count, its
 learning rate schedule, and what is due at the steps between along with it.
@@ -6,6 +6,7 @@ learning rate schedule, and what is due at the steps between along with it.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ def meet(attach: Callable[[], Replica], seconds: float) -> Replica:
         except LinkError:
             if time.monotonic() > until:
                 raise
+
+
+def keep_to_the_end(membership: Membership, seconds: float) -> None:
+    """Wait while this replica keeps the final state for members that are missing, as `Replica.finish(keep_seconds=seconds)` began to."""
+    if not membership.closed:
+        told = f"{membership.name} has finished, and keeps the final weights for members that are missing: {seconds:g} s at most"
+        print(f"thinwire: {told}", file=sys.stderr, flush=True)
+    while not membership.closed:
+        time.sleep(0.05)
 
 
 def refuse(membership: Membership, refused: dict[str, tuple[bool, str]]) -> None:
@@ -67,7 +77,7 @@ class MemberSampler(Sampler[int]):
         reader = self._begun()
         self._ahead.clear()
         self._anew(reader)
-        while True:
+        while not self.ended:
             self._before()
             try:
                 (index,) = reader.draw(1)

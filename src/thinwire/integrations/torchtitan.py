@@ -11,6 +11,8 @@ Needs the extra: pip install thinwire[torchtitan].
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +21,8 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import override
 
 from thinwire.comm import Group
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, EndedError
+from thinwire.integrations.members import keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.replica import Replica
@@ -28,49 +31,113 @@ from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
 STATE = "thinwire"  # among the states of the checkpointer
+_TIMEOUT = 1800.0  # seconds that the first member waits for others, as torch.distributed's own
 
 
 class Built(Protocol):
     """The attributes of torchtitan's `Trainer` that are used here, once it is built."""
 
+    config: Any
+    step: int
     model_parts: list[nn.Module]
     optimizers: Any
+    lr_schedulers: Any
     checkpointer: Any
 
 
+@contextmanager
 def attach(
     trainer: Built,
     strategy: Strategy,
     group: Group | Membership,
     *,
     site: Group | None = None,
+    keep_seconds: float = 300.0,
     observer: Observer = silent,
-) -> Replica:
-    """A Replica of what `trainer` trains, whose state is in the trainer's checkpoints. Use it as `with attach(...): trainer.train()`.
+) -> Iterator[Replica]:
+    """Within: a Replica of what `trainer` trains, whose state is in the trainer's checkpoints. `with attach(...): trainer.train()`.
+
+    With a `Membership` the trainer's step and learning rates go where the others are, and its `training.steps` are those of the run.
 
     Args:
         trainer: built, and not trained yet.
         strategy: of all replicas.
         group: the ranks with this rank's number in all worlds.
         site: the ranks of this world, if torchtitan shards the model over them.
+        keep_seconds: with a `Membership`: how long the end is kept for members that are missing; one of those who are there waits so long.
         observer: called with each event, as that of `Replica`.
 
     Raises:
         ConfigurationError: several model parts (pipeline parallelism).
         ModelError, DisagreementError, LinkError: as `Replica`.
+        EndedError: all steps of the run are trained.
     """
     if len(trainer.model_parts) != 1:
         raise ConfigurationError(
             f"{len(trainer.model_parts)} model parts · one is needed, without pipeline parallelism · set "
             "parallelism.pipeline_parallel_degree to 1"
         )
-    replica = Replica(strategy, trainer.model_parts[0], list(trainer.optimizers), group, site=site, observer=observer)
-    states = getattr(trainer.checkpointer, "states", None)  # a checkpointer that is not enabled has none
-    if states is not None:
-        states[STATE] = replica
-    if not isinstance(group, Membership) and group.rank == 0:
-        print(f"thinwire: {told(strategy, replica, group.size)}", flush=True)
-    return replica
+
+    def attached() -> Replica:
+        return Replica(
+            strategy, trainer.model_parts[0], list(trainer.optimizers), group, site=site, observer=observer
+        )  # fmt: skip
+
+    states = getattr(trainer.checkpointer, "states", {})  # a checkpointer that is not enabled has none
+    if not isinstance(group, Membership):
+        with attached() as replica:
+            states[STATE] = replica
+            if group.rank == 0:
+                print(f"thinwire: {told(strategy, replica, group.size)}", flush=True)
+            yield replica
+        return
+    group.require({"torchtitan's training.steps": str(trainer.config.training.steps)})
+    group.most_steps = group.most_steps or trainer.config.training.steps
+    with meet(attached, _TIMEOUT) as replica:
+        if replica.step >= trainer.config.training.steps:  # torchtitan would load its checkpoint over the final weights
+            raise EndedError(
+                f"the run has ended at step {replica.step}, before this replica came. Copy the model from another."
+            )
+        follower = _Follower(trainer, replica)
+        states[STATE] = follower
+        print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
+        before = trainer.optimizers.register_step_pre_hook(follower.before_step)
+        after = trainer.optimizers.register_step_post_hook(follower.after_step)
+        try:
+            yield replica
+        finally:
+            before.remove()
+            after.remove()
+        replica.finish(keep_seconds)
+        keep_to_the_end(group, keep_seconds)
+
+
+class _Follower:
+    """Keeps torchtitan's step and learning rates with those of a replica whose step jumps to where the others are; its `Stateful`."""
+
+    def __init__(self, trainer: Built, replica: Replica) -> None:
+        self.trainer, self.replica = trainer, replica
+        self._joined = replica.step
+        self._move(replica.step)  # before the first step; a checkpoint may still set it back
+
+    def before_step(self, *_: object) -> None:
+        """Torchtitan has counted the step that comes."""
+        self._move(self.replica.step + 1)
+
+    def after_step(self, *_: object) -> None:
+        self._move(self.replica.step)
+
+    def _move(self, step: int) -> None:
+        while self.trainer.step < step:
+            self.trainer.step += 1
+            self.trainer.lr_schedulers.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.replica.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.replica.load_state_dict(saved)
+        self.replica.step = max(self._joined, self.replica.step)  # DCP has stepped the optimizer, to make its state
 
 
 class OwnShare(BaseDataLoader):
