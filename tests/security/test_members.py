@@ -23,6 +23,7 @@ from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.comm.secure.proxy import CLOSING, STRANGERS
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
+from thinwire.membership.registry import MemberRegistry
 
 NBYTES = 1_500_000
 
@@ -127,6 +128,36 @@ def test_a_member_of_another_version(hub, audit, tmp_path):
         assert f"oslo sends packets of version {second.wire}, bergen of version {first.wire}" in told
         assert "Install the same Thinwire on both" in told
     run_secure(hub, 2, rounds, tmp_path / "keys", run="after")
+
+
+def test_an_invitation_to_a_run_is_for_no_other(tmp_path, audit):
+    """Neither for a fixed group nor for an elastic run, also after the hub has begun again; others may join any."""
+    with Hub(tmp_path / "hub", say=audit) as hub:
+        oslo = admitted(hub.invite(runs=["red", "pink"]), "oslo", tmp_path)
+        lima, token = admitted(hub.invite(), "lima", tmp_path), hub.invite()
+        for own, run, refused in ((oslo, "blue", True), (oslo, "", True), (oslo, "pink", False), (lima, "blue", False)):
+            with RawMember(token, own, frames.group_label(1, run)) as member:
+                stream = member.hello(1)
+                if refused:
+                    code, told = stream.refusal()
+                    assert code is grpc.StatusCode.PERMISSION_DENIED and "oslo was invited to pink, red and may" in told
+                else:
+                    assert len(welcomed(stream).names) == 1
+    audit.wait("refused 127.0.0.1:", "oslo.member.thinwire: oslo was invited to pink, red and may join no other", nth=2)
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0), say=audit) as hub:
+        for own, run, refused in ((oslo, "blue", True), (oslo, "", True), (oslo, "red", False), (lima, "blue", False)):
+            with RawMember(hub.invite(), own) as member:
+                stream = member.meet(run)
+                stream.put(frames.ASK, 0, b'{"do": "beat"}')
+                if refused:
+                    code, told = stream.refusal()
+                    assert code is grpc.StatusCode.PERMISSION_DENIED and "thinwire join --group pink" in told
+                else:
+                    assert frames.opened(next(stream.call), 0, [frames.ANSWER]).body
+        state = HubState(tmp_path / "hub")
+        assert [run.name for run in state.runs()] == ["red", "blue"] and state.bound("lima") == []
+        state.close()
+    audit.wait("oslo was invited to pink, red", nth=4)
 
 
 def test_who_is_away_for_long_is_gone(tmp_path, audit):

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from thinwire.comm.secure import Token, frames
-from thinwire.comm.secure.channels import BULK, CONTROL
+from thinwire.comm.secure.channels import BULK, CONTROL, MEET
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.keys import HUB, Credentials
 from thinwire.packet import VERSION
@@ -73,6 +73,12 @@ class RawMember:
         """A control stream with its first frame."""
         stream = self.control()
         stream.put(frames.HELLO, 0, frames.packed(frames.HELLO, self.process, self.group, size, 0, self.wire))
+        return stream
+
+    def meet(self, run: str) -> RawStream:
+        """A stream of requests in the elastic run of this name, with its first frame."""
+        stream = self._stream(MEET)
+        stream.put(frames.MEET, 0, frames.packed(frames.MEET, self.process, run.encode()))
         return stream
 
     def close(self) -> None:

@@ -62,6 +62,8 @@ class Options:
     """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints the value for a run."""
     name: str | None = None
     """The one name that may join with the token."""
+    group: tuple[str, ...] = ()
+    """The only runs that those who join with the token may join: names, as in thinwire join --group. Default: any run."""
     now: bool = False
     """With rotate: end the old authority even if some members have no certificate of the new one; they then need a new token."""
     json: bool = False
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.do == "invite":
         from thinwire.comm.secure import invite
 
-        return _told(asked, console, str(invite(asked.out, asked.uses, 3600 * asked.hours, asked.name)))
+        return _told(asked, console, str(invite(asked.out, asked.uses, 3600 * asked.hours, asked.name, asked.group)))
     if asked.do == "rotate":
         from thinwire.comm.secure.invitations import rotate
 
@@ -137,7 +139,7 @@ def _run(asked: Options, console: Console) -> int:
         say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
         if fresh:
-            _told(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name)))
+            _told(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name, asked.group)))
         else:
             say(f"admitted members may come again; for others: thinwire hub invite --out {folder}")
         with _reducing(asked, folder, say):
@@ -169,7 +171,8 @@ def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
 def _told(asked: Options, console: Console, token: str) -> int:
     times = "once" if asked.uses == 1 else f"{asked.uses} times"
     who = f" by {asked.name}" if asked.name else ""
-    console.print(f"join token, to be used {times}{who} within {asked.hours:g} hours; keep it like a password:")
+    where = f" for {', '.join(asked.group)}" if asked.group else ""
+    console.print(f"join token, to be used {times}{who}{where} within {asked.hours:g} hours; keep it like a password:")
     console.print(f"  {token}", soft_wrap=True, highlight=False, markup=False)
     console.print("a replica comes with: thinwire join TOKEN [run.toml] --name NAME", highlight=False, markup=False)
     if asked.json:
@@ -195,12 +198,14 @@ def _list(asked: Options, console: Console) -> int:
 
     with opened_state(asked.out) as state:
         members, invitations, runs = state.members(), state.invitations(), state.runs()
+        bound = {one.name: state.bound(one.name) for one in members}
     table = options.table("")
-    for column in ("member", "key", "joined", "state"):
+    for column in ("member", "key", "joined", "runs", "state"):
         table.add_column(column)
     for one in members:
         joined = time.strftime("%Y-%m-%d %H:%M", time.gmtime(one.joined))
-        table.add_row(one.name, one.key.hex()[:16], joined, "revoked" if one.revoked else "may connect")
+        of = ", ".join(bound[one.name]) or "any"
+        table.add_row(one.name, one.key.hex()[:16], joined, of, "revoked" if one.revoked else "may connect")
     console.print(table)
     for run in runs:
         there = ", ".join(run.names) or "nobody"
@@ -210,7 +215,14 @@ def _list(asked: Options, console: Console) -> int:
     )
     if asked.json:
         rows = [
-            {"name": one.name, "key": one.key.hex(), "joined": one.joined, "revoked": one.revoked} for one in members
+            {
+                "name": one.name,
+                "key": one.key.hex(),
+                "joined": one.joined,
+                "revoked": one.revoked,
+                "runs": bound[one.name],
+            }
+            for one in members
         ]
         print(
             json.dumps(

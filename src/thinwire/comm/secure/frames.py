@@ -16,6 +16,7 @@ messages that were asked for are sent, so none must be stored.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +82,11 @@ class Frame:
         value = self.fields[place]
         assert isinstance(value, bytes)
         return value
+
+
+def group_label(size: int, run: str) -> bytes:
+    """The label of a fixed group of `size` members in the run of this name."""
+    return hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
 
 
 def packed(kind: int, *fields: int | bytes) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
-from thinwire.comm.secure.frames import MEMBERS, Welcome
+from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.posted import Receive
@@ -211,8 +210,8 @@ def join(
             f"size={size}, timeout={timeout}: 1 to {MEMBERS} replicas and a positive time are needed."
         )
     enrolment = Enrolment(Token.read(token), name, Path(folder))
-    label = hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
-    return connected_group(HubLink(enrolment, label, size, bits_per_second, _ADVICE, place), timeout, timeout)
+    link = HubLink(enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place)
+    return connected_group(link, timeout, timeout)
 
 
 def connected_group(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:

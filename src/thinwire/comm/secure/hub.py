@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -130,9 +130,11 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def invite(self, uses: int = 1, seconds: float = 86_400.0, name: str | None = None) -> Token:
+    def invite(
+        self, uses: int = 1, seconds: float = 86_400.0, name: str | None = None, runs: Collection[str] = ()
+    ) -> Token:
         """See `invite`."""
-        return invite(self.folder, uses, seconds, name)
+        return invite(self.folder, uses, seconds, name, runs)
 
     async def _start(self, host: str, port: int) -> tuple[int, int]:
         before = (self._state.meta("ports") or "0 0").split()
@@ -209,6 +211,8 @@ class Hub:
             name, expires = self._trainer(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO])
             process, label = frame.data(0), frame.data(1)
+            if self._runs is None:  # in an elastic run a label has the name of a view, which its members alone are told
+                self._check_bound(name, lambda run: frames.group_label(frame.number(2), run) == label)
             with self._connected(name, process, expires) as connection:
                 try:
                     self._groups.join(connection, GroupRequest(label, *map(frame.number, (2, 3, 4))))
@@ -223,6 +227,7 @@ class Hub:
             if self._runs is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
             process, run = opened_meet(frames.opened(await first(context), 0, [frames.MEET]))
+            self._check_bound(name, lambda known: known == run)
             with self._runs.used(run, name) as registry, self._connected(name, process, expires, run) as connection:
                 requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
                 try:
@@ -250,6 +255,14 @@ class Hub:
         if name.startswith(FOLLOWER):
             raise LinkError(f"{name} is a follower, which receives only")
         return name, expires
+
+    def _check_bound(self, name: str, asked: Callable[[str], bool]) -> None:
+        """Raise `LinkError` if the member was invited to certain runs, of which none is what it `asked` for."""
+        bound = self._state.bound(name)
+        if bound and not any(map(asked, bound)):
+            raise LinkError(
+                f"{name} was invited to {', '.join(bound)} and may join no other run: thinwire join --group {bound[0]}"
+            )
 
     @contextmanager
     def _connected(self, name: str, process: bytes, expires: float, run: str | None = None) -> Iterator[Connection]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError
 
 
-def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | None = None) -> Token:
+def invite(
+    folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | None = None, runs: Collection[str] = ()
+) -> Token:
     """A new invitation of the hub in `folder`, whether it runs or not.
 
     Args:
@@ -21,6 +23,7 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
         uses: number of members that may join with it.
         seconds: seconds for which it is valid.
         name: the one member that may use it; None: any.
+        runs: names of the only runs that who comes with it may join; empty: any.
 
     Raises:
         ConfigurationError: there is no hub in `folder`, or a number is out of range.
@@ -38,7 +41,7 @@ def invite(folder: Path, uses: int = 1, seconds: float = 86_400.0, name: str | N
         host, ports = state.meta("host"), state.meta("ports")
         if host is None or ports is None:
             raise ConfigurationError(f"the hub in {folder} never ran; start it first: thinwire hub --out {folder}")
-        number, secret = state.invite(uses, seconds, check_name(name) if name else None)
+        number, secret = state.invite(uses, seconds, check_name(name) if name else None, [*map(check_name, runs)])
         port, join_port = map(int, ports.split())
         return Token(host, port, join_port, Authority(folder).fingerprint, number, secret)
 

@@ -31,6 +31,8 @@ create table if not exists member (name text primary key, key blob not null, rev
 create table if not exists invitation (
     id blob primary key, secret blob not null, uses integer not null, expires real not null, name text);
 create table if not exists used (invitation blob not null, name text not null, key blob not null, primary key (invitation, name));
+create table if not exists invited_to (invitation blob not null, run text not null, primary key (invitation, run));
+create table if not exists bound (name text not null, run text not null, primary key (name, run));
 create table if not exists issued (name text primary key, authority blob not null);
 create table if not exists grouped (
     id integer primary key autoincrement, label blob not null, members text not null, gone text not null);
@@ -137,11 +139,13 @@ class HubState:
 
     # Members and invitations.
 
-    def invite(self, uses: int, seconds: float, name: str | None) -> tuple[bytes, bytes]:
-        """Make an invitation; return its number and its secret. The database has only a hash of the secret."""
+    def invite(self, uses: int, seconds: float, name: str | None, runs: Collection[str] = ()) -> tuple[bytes, bytes]:
+        """Make an invitation, to `runs` alone if there are any; return its number and its secret. The database has only a hash of the secret."""
         number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
         digest = hashlib.sha256(secret).digest()
         self._base.execute("delete from invitation where expires < ?", (time.time(),))
+        self._base.execute("delete from invited_to where invitation not in (select id from invitation)")
+        self._base.executemany("insert into invited_to values (?, ?)", [(number, run) for run in {*runs}])
         self._base.execute(
             "insert into invitation values (?, ?, ?, ?, ?)", (number, digest, uses, time.time() + seconds, name)
         )
@@ -192,7 +196,13 @@ class HubState:
             raise LinkError(f"the hub has {count} members already")
         self._base.execute("update invitation set uses = uses - 1 where id = ?", (invitation,))
         self._base.execute("insert into member values (?, ?, 0, ?)", (name, key, time.time()))
+        self._base.execute("insert into bound select ?, run from invited_to where invitation = ?", (name, invitation))
         return True
+
+    def bound(self, name: str) -> list[str]:
+        """The runs that the member may join, those of its invitation; none: any run."""
+        rows = self._base.execute("select run from bound where name = ? order by run", (name,))
+        return [str(run) for (run,) in rows]
 
     def member(self, name: str) -> Known | None:
         """The member of this name."""
