@@ -124,6 +124,34 @@ def test_the_commands(tmp_path, capsys):
     assert {(tmp_path / name / "model.safetensors").read_bytes() for name in ("oslo", "bergen")} == {model}
 
 
+@pytest.mark.slow
+def test_the_commands_with_a_hub_that_averages(tmp_path, capsys):
+    """The hub is killed on the way and comes back; the reducer waits for it, and no step is lost."""
+    steps = {"steps": 60}
+    assert main(arguments(carrier="threads", out=tmp_path / "threads", exchange="Star(0, Feedback())", **steps)) == 0
+    run = Run.of(**SMALL | steps, carrier="secure", exchange="Star('hub', Feedback())")
+    run.save(tmp_path / "run.toml")
+    hub = HubProcess(tmp_path / "hub", "--run-file", str(tmp_path / "run.toml"), "--reduce", "2")
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        token = str(hub.invite(2))
+        processes = [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
+        reached(tmp_path / "oslo", 8)
+        hub.kill()
+        hub.restart()
+        said = [process.communicate()[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        hub.close()
+    assert "averages for bergen, oslo" in (tmp_path / "hub/reducer.txt").read_text()
+    model = (tmp_path / "threads/model.safetensors").read_bytes()
+    assert {(tmp_path / name / "model.safetensors").read_bytes() for name in ("oslo", "bergen")} == {model}
+
+
 NO_NAT = missing() or (None if Path(DEVICE).exists() else f"no {DEVICE} here")
 
 

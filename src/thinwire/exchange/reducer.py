@@ -141,11 +141,11 @@ class Reducer:
             if len(of) < self._group.size or self._closing:
                 return
             declared = Declared.of(body, self._parse, rank)
-            self._free -= declared.nbytes(self._group.size)
-            if self._free < 0:
+            if declared.numel > self._free or (needed := declared.nbytes(self._group.size)) > self._free:
                 raise PacketError(
-                    f"fragment {fragment} of {declared.numel} elements needs {-self._free} bytes more than the hub gives."
+                    f"fragment {fragment} of {declared.numel} elements is too large: the hub has {self._free} bytes left for it."
                 )
+            self._free -= needed
             self._averaging.append(self._pool.submit(self._until_it_ends, self._average, declared))
 
     def _average(self, declared: Declared) -> None:

@@ -1,22 +1,23 @@
 """The member that averages packets beside a hub, in a process of its own: the hub itself reads no packet, and needs no torch.
 
-python -m thinwire.lm.reducing FOLDER REPLICAS [WORD]     beside the hub in FOLDER, until stdin ends
+python -m thinwire.lm.reducing FOLDER REPLICAS [WORD]     beside the hub in FOLDER, until stdin says so
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from thinwire.catalogue.parsing import parse
-from thinwire.comm.secure import invite, join
+from thinwire.comm.secure import SecureGroup, invite, join
 from thinwire.comm.secure.invitations import opened_state
 from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.with_hub import WithHub
@@ -25,6 +26,7 @@ from thinwire.exchange.reducer import Reducer
 
 KEYS, LOG = "reducer-keys", "reducer.txt"
 _PAUSE = 1.0  # seconds after a refusal
+_ORPHAN_SECONDS = 600.0  # for which it waits that a hub that was killed comes back
 
 
 def word_of(word: str) -> str:
@@ -32,17 +34,19 @@ def word_of(word: str) -> str:
     return f"{word} with a reducer"
 
 
-def average(folder: Path, replicas: int, word: str) -> str:
-    """Join the next group of `replicas` replicas at the hub in `folder`, and average their packets until one of them leaves. What became of it, in
-    words. Raises `LinkError`, `PacketError`.
-    """
+def joined(folder: Path, replicas: int, word: str) -> SecureGroup:
+    """The next group of `replicas` replicas at the hub in `folder`, with this process as the last member. Raises `LinkError`."""
     with opened_state(folder) as state:
         listens = state.meta("listen") or "127.0.0.1"
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
         listens, listens
     )  # the hub may not reach itself by the address that it tells others
     token = replace(invite(folder, seconds=600.0, name=REDUCER), host=own)
-    group = join(str(token), REDUCER, replicas + 1, folder / KEYS, word_of(word), threading.TIMEOUT_MAX, place=1)
+    return join(str(token), REDUCER, replicas + 1, folder / KEYS, word_of(word), threading.TIMEOUT_MAX, place=1)
+
+
+def average(group: SecureGroup) -> str:
+    """Average the packets of a group's replicas until one of them leaves; say what became of it. Raises `PacketError`."""
     _say(f"averages for {', '.join(group.names[:-1])}")
     reducer = Reducer(WithHub(group), parse)
     end = reducer.run()
@@ -61,7 +65,9 @@ def reducing(folder: Path, replicas: int, word: str = "") -> Iterator[None]:
         yield
     finally:
         assert process.stdin
-        process.stdin.close()
+        with suppress(OSError):  # it has ended by itself
+            process.stdin.write(b"end")
+            process.stdin.close()
         process.wait()
 
 
@@ -69,21 +75,39 @@ def _say(line: str) -> None:
     print(time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), line, flush=True)
 
 
-def _end_with_stdin() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)  # whoever started this has ended, or wants it to end
+class _Process:
+    """This process, which ends when it is told to; if its hub was killed, when the group has ended for which it averages."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = (folder / "reducer.lock").open("w")
+        self._averages = self._orphan = False
+        threading.Thread(target=self._look_at_stdin, daemon=True).start()
+        fcntl.flock(
+            self._lock, fcntl.LOCK_EX
+        )  # the reducer of a hub that was killed may still be at work for the same group
+
+    def serve(self, folder: Path, replicas: int, word: str) -> None:
+        while not self._orphan:
+            try:
+                group = joined(folder, replicas, word)
+                self._averages = True
+                _say(average(group))
+            except (LinkError, PacketError) as error:
+                _say(f"refused: {error}")
+                time.sleep(_PAUSE)
+            self._averages = False
+
+    def _look_at_stdin(self) -> None:
+        if not sys.stdin.buffer.read() and self._averages:
+            self._orphan = True
+            time.sleep(_ORPHAN_SECONDS)
+        os._exit(0)
 
 
 def main() -> None:
     """Average for one group after another."""
-    folder, replicas, word = Path(sys.argv[1]), int(sys.argv[2]), "".join(sys.argv[3:])
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
-    while True:
-        try:
-            _say(average(folder, replicas, word))
-        except (LinkError, PacketError) as error:
-            _say(f"refused: {error}")
-            time.sleep(_PAUSE)
+    folder = Path(sys.argv[1])
+    _Process(folder).serve(folder, int(sys.argv[2]), "".join(sys.argv[3:]))
 
 
 if __name__ == "__main__":
