@@ -156,7 +156,9 @@ def test_what_is_kept_is_known_again(monkeypatch):
 
     registry = MemberRegistry(5.0, lines.append)
     registry.remember(disk)
-    assert not registry.empty and ask(registry, b, "look", keys=[note], seconds=0) == {"values": ["1"]}
+    hasty = Requester("c", patient=False)
+    assert not registry.empty and ask(registry, hasty, "look", keys=[note], seconds=9) == {"values": ["1"]}
+    assert not hasty.waits, "what is there is not waited for"
     for one in (b, Requester("a", "a-2")):
         registry.hear(one)
     assert lines == ["left: a (it has restarted)", "joined: a at at a"]
