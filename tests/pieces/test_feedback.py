@@ -168,6 +168,11 @@ def test_numbers_that_cannot_be(numbers):
     tw.pieces.feedback.Feedback(1, 0.0, 0.0, 1.0)
 
 
+def test_a_reference_needs_the_same_replicas():
+    needs = [tw.pieces.feedback.Feedback(*kept).needs_fixed_group for kept in ((0, 1.0), (1, 1.0))]
+    assert needs[0] == "" and needs[1].startswith("keeps the mean of all references")
+
+
 def test_a_checkpoint_of_another_feedback_is_refused():
     (group,) = tw.ThreadGroup.create(1)
     model = nn.Linear(2, 2)

@@ -24,6 +24,15 @@ def test_a_momentum_of_0_is_none_and_1_is_too_much() -> None:
         DelayedNesterov(0.5, 0.9, 0)
 
 
+def test_one_step_of_so_many_moves_the_momentum() -> None:
+    outer, x = DelayedNesterov(lr=1.0, momentum=0.5, updates=2), torch.zeros(1)
+    state, seen = outer.init(x), []
+    for delta in (1.0, 2.0, 3.0):
+        x, state = outer.step(x, torch.tensor([delta]), state)
+        seen.append((x.tolist(), *(state[name].tolist() for name in ("momentum", "sum", "count"))))
+    assert seen == [([-1.0], [0.0], [1.0], [1.0]), ([-4.5], [3.0], [0.0], [0.0]), ([-7.5], [3.0], [3.0], [1.0])]
+
+
 def test_a_heavy_ball_with_a_gap_of_any_size_needs_a_whole_period() -> None:
     assert [HeavyBall(gap=gap).needs_whole_period for gap in (0.0, 0.1, 1.0)] == [False, True, True]
     assert [HeavyBall(gap=gap, clip=clip).linear for gap, clip in ((0.0, None), (0.1, None), (0.0, 1.0))] == [
@@ -31,6 +40,9 @@ def test_a_heavy_ball_with_a_gap_of_any_size_needs_a_whole_period() -> None:
         False,
         False,
     ]
+    delta, state = torch.tensor([3.0, 4.0]), {"momentum": torch.tensor([6.0, 8.0])}
+    assert HeavyBall(lr=1.0, gap=1.0).penalty(delta, state) == 3.0
+    assert HeavyBall(lr=1.0, gap=1.0).penalty(torch.zeros(2), state) == 1.0 == HeavyBall(lr=1.0).penalty(delta, state)
     for numbers in ({"gap": -0.1}, {"gap": math.inf}, {"clip": 0.0}, {"clip": math.inf}, {"lr": math.inf}):
         with pytest.raises(ConfigurationError, match="gap >= 0"):
             HeavyBall(**numbers)

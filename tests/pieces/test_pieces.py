@@ -150,6 +150,8 @@ def test_the_papers_example():
     schedule = tw.pieces.schedule.Staggered(100)
     at = {p: [t for t in range(1, 400) if p in schedule.departs(t, 2)] for p in (0, 1)}
     assert at == {0: [100, 200, 300], 1: [150, 250, 350]}
+    thirds = [tw.pieces.schedule.Staggered(6).departs(step, 3) for step in range(1, 15)]
+    assert thirds == [(), (), (), (), (), (0,), (), (1,), (), (2,), (), (0,), (), (1,)]
 
 
 def test_a_fragment_first_departs_after_a_whole_period():

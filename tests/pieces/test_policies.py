@@ -105,6 +105,8 @@ def test_every_round_is_in_the_codec_that_was_due():
         (lambda: tw.pieces.policy.DenseUntil(2, tw.codecs.Identity), "a Codec is needed"),
         (lambda: tw.pieces.policy.DensityWarmup(1, ()), "densities=()"),
         (lambda: tw.pieces.policy.DensityWarmup(1, (0.1, float("nan"))), "above 0 and at most 1"),
+        (lambda: tw.pieces.policy.DensityWarmup(1, (0.0, 1.0)), "above 0 and at most 1"),
+        (lambda: tw.pieces.policy.DensityWarmup(1, (1.0, 1.1)), "above 0 and at most 1"),
         (
             lambda: tw.Strategy(codec=tw.codecs.Sign(), policy=tw.pieces.policy.DensityWarmup(1)),
             "sends few of the values",

@@ -28,7 +28,8 @@ def test_weights_by_tokens_and_age() -> None:
 
 def test_what_opposes_the_momentum_is_taken_out_by_age_and_strength() -> None:
     for strength, stale, left in ((1.0, 1, -1.5), (1.0, 3, -0.75), (0.5, 1, -2.25)):
-        assert HeLoCo(strength).corrected(DELTA, BACK, stale).tolist() == [left, 1.0]
+        for momentum in (BACK, BACK / 4):
+            assert HeLoCo(strength).corrected(DELTA, momentum, stale).tolist() == [left, 1.0]
     assert DELTA.tolist() == [-3.0, 1.0]
 
 

@@ -271,6 +271,11 @@ def test_least_rounds_before_the_variance_test():
     for t, s in enumerate(signals(60), 1):
         line.round(s)
         assert moments.dense(line.states[0]) == (t < 50)
+    known = (
+        tw.pieces.transforms.Moments(freeze=7),
+        tw.pieces.transforms.Moments(freeze=tw.pieces.transforms.Settled(1.0, 5)),
+    )
+    assert [one.full for one in known] == [7, 5], "rounds in full at least"
 
 
 # ---- what is refused
@@ -286,6 +291,7 @@ def test_least_rounds_before_the_variance_test():
         (lambda: tw.pieces.transforms.Moments(freeze=0), "freeze as rounds"),
         (lambda: tw.pieces.transforms.Moments(freeze=1.5), "freeze as rounds"),
         (lambda: tw.pieces.transforms.Moments(beta2=1.0), "0 < beta2 < 1"),
+        (lambda: tw.pieces.transforms.Moments(beta1=1.0), "0 <= beta1 < 1"),
         (lambda: tw.pieces.transforms.Settled(0.0), "0 < ratio <= 1"),
         (lambda: tw.codecs.Each(tw.codecs.TopK(), tw.codecs.LowRank()), "it needs the shapes"),
         (lambda: tw.codecs.Each(tw.codecs.TopK(), least=-1), "0 or more elements are needed"),

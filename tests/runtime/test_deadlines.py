@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Int, Levelled, Sign
+from thinwire.codecs import E3M0, Cast, Int, Levelled, Sign, TopK
 from thinwire.comm.group import WrappedGroup
 from thinwire.errors import PacketError
 from thinwire.pieces.schedule import Staggered
@@ -107,6 +109,19 @@ def test_what_no_level_makes_is_refused():
 def test_levels_that_are_none(codecs):
     with pytest.raises(tw.ConfigurationError, match="Levelled"):
         Levelled(codecs)
+
+
+def test_what_levels_say_of_themselves():
+    drawn = Levelled((Int(8, 8, "fp32", "stochastic"), Int(4, 8, "fp32", "stochastic")))
+    assert LEVELS.claims == {"contractive", "refuses"} and drawn.claims == {"odd", "unbiased", "refuses"}
+    assert LEVELS.grain == 512 and Levelled((Cast("bf16"), TopK(0.1))).grain is None
+    assert [part.nbytes for part in replace(LEVELS, level=2).layout(100)] == [1 + LEVELS.codecs[2].nbytes(100)]
+    many = tuple(Int(8, block=block) for block in range(1, 258))
+    assert Levelled(many[:256]).codecs[255] == many[255]
+    with pytest.raises(tw.ConfigurationError, match="from 2 to 256 codecs are needed"):
+        Levelled(many)
+    with pytest.raises(tw.ConfigurationError, match="for 1,048,576 values"):
+        Levelled(LEVELS.codecs[::-1])
 
 
 class Slow(WrappedGroup):
