@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import torch
 from core_processes import run_world
 
 import thinwire as tw
+from thinwire.codecs import E3M0, Identity, RandomK
 from thinwire.comm import CountedGroup, Ledger, ThreadGroup, run_threads
 from thinwire.decoupled.pair_composition import Mixing
 from thinwire.decoupled.pairs import AcceleratedPairs, Pairs, a2cid2, ad_psgd
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.pieces.partition import BySize
+from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 from thinwire.topology import Clocks, Complete, Exponential, Listed, RandomPairs, Ring, meeting_rates, resistances
 
@@ -32,18 +35,24 @@ class Play:
 
     def __init__(self, mixing, x):
         self.mixing, self.x, self.ahead, self.at = mixing, x.clone(), x.clone(), [0.0] * len(x)
+        self.start, self.common = x[0].clone(), {}
 
     def flow(self, one, at):
         if self.mixing.eta:
             self.x[one], self.ahead[one] = self.mixing.flowed(self.x[one], self.ahead[one], at - self.at[one])
         self.at[one] = at
 
-    def meet(self, one, other, at):
+    def meet(self, one, other, at, coded=None):
+        """With `coded` each says what that makes of the difference to what both know, which begins with replica 0's start."""
         self.flow(one, at)
         self.flow(other, at)
-        mine, theirs = self.x[one].clone(), self.x[other].clone()
-        self.x[one], self.ahead[one] = self.mixing.met(mine, self.ahead[one], theirs)
-        self.x[other], self.ahead[other] = self.mixing.met(theirs, self.ahead[other], mine)
+        said = [self.x[one].clone(), self.x[other].clone()]
+        if coded:
+            known = self.common.setdefault((one, other), self.start.clone())
+            said = [coded(x - known, rank) for x, rank in zip(said, (one, other))]
+            known.add_(said[0] + said[1], alpha=0.5)
+        for rank, own, theirs in ((one, *said), (other, *said[::-1])):
+            self.x[rank], self.ahead[rank] = self.mixing.met(self.x[rank], self.ahead[rank], own, theirs)
 
     def step(self, one, at, update):
         self.flow(one, at)
@@ -53,6 +62,18 @@ class Play:
     @property
     def kept(self):
         return (self.x if not self.mixing.eta else (self.x + self.ahead) / 2).sum(0)
+
+
+def by(codec, key):
+    """What arrives of a vector."""
+
+    def coded(x, rank):
+        packet, out = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.zeros_like(x)
+        codec.encode(x, packet, replace(key, sender=rank))
+        codec.decode_add(packet, out, replace(key, sender=rank))
+        return out
+
+    return coded
 
 
 # ---- constants
@@ -68,6 +89,10 @@ def test_constants_are_the_papers():
     assert chi1 == pytest.approx(7 / 8) and chi2 == pytest.approx(chi1)
     assert a2cid2(topology=Complete()).mixing(8).pull == pytest.approx(0.5)
     assert ad_psgd().mixing(8) == Mixing(eta=0.0, pull=0.5)
+    barbell = Listed(((0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (0, 3)))
+    even, fitted = (a2cid2(topology=barbell, rates=rates) for rates in ("even", "fitted"))
+    assert fitted.clocks(6).rates.sum() == pytest.approx(even.clocks(6).rates.sum())
+    assert fitted.mixing(6).eta > 1.2 * even.mixing(6).eta
     # Half of the meetings, half of the speed: η follows, α̃ does not.
     assert a2cid2(every=2).mixing(16) == Mixing(pytest.approx(0.14247 / 2, rel=1e-3), pytest.approx(1.8717, rel=1e-3))
 
@@ -146,6 +171,26 @@ def test_momentum_is_worth_twice_the_meetings():
     assert twice / plain == pytest.approx(0.0462 / 0.146, rel=0.2)
 
 
+@pytest.mark.parametrize("method", [ad_psgd(), a2cid2()], ids=["ad_psgd", "a2cid2"])
+def test_differences_in_four_bits_bring_a_ring_together_as_whole_weights_do(method):
+    """To what both said before: the distance shrinks as without a codec. Four bits of x itself stall. Σx stays, whatever is lost."""
+    size, until, codec = 8, 60, E3M0()
+    meetings = [one for unit in range(until) for one in method.clocks(size).within(unit)]
+
+    def gossip(how):
+        play = Play(method.mixing(size), normal(size, 32).float())
+        begun = play.kept
+        for number, at in enumerate(meetings):
+            if how == "itself":
+                play.start, play.common = torch.zeros(32), {}
+            play.meet(at.one, at.other, at.at, None if how == "whole" else by(codec, Key(round=number)))
+        torch.testing.assert_close(play.kept, begun, atol=2e-5, rtol=0)
+        return spread_of(play.x)
+
+    whole, difference, itself = (gossip(how) for how in ("whole", "difference", "itself"))
+    assert difference < max(10 * whole, 1e-9) and itself > 1e-2 > 100 * difference
+
+
 # ---- on replicas
 
 
@@ -193,6 +238,7 @@ SLOW = (1.0, 2.0, 1.5, 1.0)
 UNEQUAL = {
     "ad_psgd": Pairs(partition=BySize(2), slow=SLOW, seed=1),
     "a2cid2": AcceleratedPairs(partition=BySize(2), slow=SLOW, seed=1),
+    "a2cid2 in four bits": AcceleratedPairs(partition=BySize(2), slow=SLOW, seed=1, codec=E3M0()),
 }
 
 
@@ -221,7 +267,9 @@ def test_replicas_do_what_the_equations_say(name):
             ends = (what.one, what.other)
             there_still = [rank for rank in ends if at <= over[rank] * times[rank]]
             if len(there_still) == 2:
-                plays[what.fragment].meet(what.one, what.other, at)
+                key = Key(1, what.fragment, what.unit, 0, what.number)
+                coded = by(method.codec, key) if method.codec != Identity() else None
+                plays[what.fragment].meet(what.one, what.other, at, coded)
             elif there_still and ends not in missed:  # it flowed before it heard that the other one has ended
                 plays[what.fragment].flow(*there_still, at)
                 missed.add(ends)
@@ -256,8 +304,8 @@ def test_processes_are_threads(tmp_path):
 
 
 def test_bytes_are_those_of_the_meetings():
-    """48 bytes and x from each of two that meet, a word to each neighbour and the mean at the end; on average once in H steps."""
-    method, size, steps = a2cid2(every=2), 4, 40
+    """48 bytes and x in its codec from each of two that meet, a word to each neighbour and the mean at the end; on average once in H steps."""
+    method, size, steps = a2cid2(every=2, codec=E3M0()), 4, 40
     ledgers = [Ledger() for _ in range(size)]
 
     def body(group):
@@ -272,8 +320,8 @@ def test_bytes_are_those_of_the_meetings():
 
 
 def test_a_stop_spreads_and_what_is_resumed_was_never_stopped():
-    """All stop after the same step; from there, with x̃ and the meetings that are due, to the same bits."""
-    method, size = AcceleratedPairs(topology=Ring(), seed=5), 6
+    """All stop after the same step; from there, with x̃, what pairs know of each other and the meetings that are due, to the same bits."""
+    method, size = AcceleratedPairs(topology=Ring(), seed=5, codec=E3M0()), 6
 
     def body(group):
         def ask(replica):
@@ -344,8 +392,10 @@ def test_one_replica_is_its_inner_optimizer():
         (lambda: a2cid2(topology=Exponential()), 8, "replica 0 sends to 1, which does not send to 0"),
         (lambda: ad_psgd(topology=Listed(((0, 1), (2, 3)))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
         (lambda: ad_psgd(topology="ring"), 4, "a piece of this kind"),
+        (lambda: ad_psgd(rates="best"), 4, "even or fitted is needed"),
+        (lambda: a2cid2(codec=RandomK(0.1)), 4, "a contractive codec of one size"),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_what_cannot_work_is_refused_before_anything_is_trained(make, size, said):
     with pytest.raises(ConfigurationError, match=said):

@@ -58,6 +58,19 @@ def test_the_curve_is_the_same_on_every_graph_and_costs_messages_only():
     assert counts == {Complete(): pytest.approx(4.95, rel=0.1), PATH: pytest.approx(17.94, rel=0.1)}
 
 
+def test_fitted_rates_need_fewer_meetings():
+    """§a.1: two complete graphs of four and a bridge: 13.2 meetings are enough in place of 21.84, and all come to the minimum."""
+    halves = [(a + first, b + first) for first in (0, 4) for a in range(4) for b in range(a)]
+    even, fitted = (
+        Dadao(smooth=1, convex=1, topology=Listed((*halves, (0, 4))), rates=one) for one in ("even", "fitted")
+    )
+    assert even.least_rate(8) == pytest.approx(21.84, rel=1e-3) and fitted.least_rate(8) == pytest.approx(
+        13.205, rel=1e-3
+    )
+    ends = fitted.minimise([lambda x, i=i: x - i for i in range(8)], np.zeros(1), until=300)
+    np.testing.assert_allclose(ends.x, 3.5, atol=1e-3)
+
+
 def test_what_is_conserved_at_every_event():
     """Σ (α̃·z + α·z̃) = 0, at whatever times the replicas are."""
     gradients, _ = quadratics()

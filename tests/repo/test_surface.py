@@ -56,7 +56,7 @@ OPTIONS = {
     "simulate pipeline": "stages micro_batches forward_seconds backward_seconds hop_seconds links activation slower plot json",
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
-    "simulate disrupted": "topology replicas who shares data at_round rounds graphs runs json",
+    "simulate disrupted": "topology replicas who shares data at_round rounds graphs runs plot json",
     "simulate stragglers": "replicas step_seconds compute_share pattern pause burst_every burst_steps recorded stragglers patience probe steps "
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",

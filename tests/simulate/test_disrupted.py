@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from thinwire.cli import main
 from thinwire.errors import ConfigurationError
 from thinwire.simulate.disrupted import Disaster, betweenness, structure, survivors
 from thinwire.topology import BarabasiAlbert, Listed, RandomPairs, Ring
@@ -55,6 +56,16 @@ def test_lost_links_hurt_more_than_lost_data_and_early_more_than_late():
     hubs_only = mean(share=0.3, at_round=4, data="hit")
     assert hubs_only.mean > hubs_only.before - 0.02 and np.isnan(hubs_only.alone)
     assert early.isolated > early.alone - 0.02 and early.low <= early.mean
+
+
+def test_it_is_drawn(tmp_path, capsys):
+    """A curve for each column that has values, by its share; on a ring that loses one of eight nobody is alone."""
+    picture = tmp_path / "disrupted.svg"
+    few = ["--topology", "ring", "--replicas", "8", "--shares", "0.25", "0.125", "--graphs", "1", "--runs", "1"]
+    assert main(["simulate", "disrupted", *few, "--rounds", "4", "--at-round", "2", "--plot", str(picture)]) == 0
+    assert str(picture) in capsys.readouterr().out.replace("\n", "")
+    drawn = picture.read_text()
+    assert "survivors" in drawn and "share in the largest part" in drawn and "hit by degree" in drawn
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from thinwire.codecs import Codec, Identity
 from thinwire.decoupled.timeline import done
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Partition, Whole
-from thinwire.topology import Clocks, Ring, Topology, meeting_rates
+from thinwire.topology import Clocks, Ring, Topology, fitted_rates, meeting_rates
 
 
 @dataclass(frozen=True)
@@ -37,22 +39,24 @@ class Mixing:
         moved = (ahead - x) * (-math.expm1(-2 * self.eta * seconds) / 2)
         return x + moved, ahead - moved
 
-    def met(self, x: Tensor, ahead: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """x and x̃ after a meeting with a neighbour whose x is `other`; the sums over both replicas do not change."""
-        apart = x - other
+    def met(self, x: Tensor, ahead: Tensor, own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """x and x̃ after a meeting in which this replica sent `own` for x and its neighbour sent `other`; the sums over both do not change."""
+        apart = own - other
         return x - apart / 2, ahead - apart * self.pull
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairComposition:
-    """The topology and timing of meetings; a frozen value.
+    """The topology, timing and codec of meetings; a frozen value.
 
     Args:
         every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
         topology: the edges over which replicas meet; fixed.
         partition: how the model is cut into fragments; each has its own meetings.
         slow: an inner step of replica m takes slow[m]; (): all take the same time.
-        seed: of the meetings.
+        rates: `even`: all edges have one rate of meetings; `fitted`: the rates with which the fewest meetings suffice (`fewest_meetings`).
+        codec: encodes the difference to what both replicas know. Identity(): x itself is sent, and no such state is kept.
+        seed: of the meetings, and of random numbers of the codec.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -65,10 +69,12 @@ class PairComposition:
     topology: Topology = Ring()
     partition: Partition = Whole()
     slow: tuple[float, ...] = ()
+    rates: Literal["even", "fitted"] = "even"
+    codec: Codec = Identity()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in (("topology", Topology), ("partition", Partition)):
+        for name, kind in (("topology", Topology), ("partition", Partition), ("codec", Codec)):
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, type):
                 raise ConfigurationError(
@@ -78,6 +84,13 @@ class PairComposition:
             raise ConfigurationError(f"every={self.every}: at least 1 inner step between two meetings is needed.")
         if not all(0 < one < math.inf for one in self.slow):
             raise ConfigurationError(f"slow={self.slow}: factors above 0 are needed.")
+        if self.rates not in ("even", "fitted"):
+            raise ConfigurationError(f"rates={self.rates!r}: even or fitted is needed.")
+        if self.codec.joint or self.codec.varies or self.codec.samples:
+            raise ConfigurationError(
+                f"{self.codec}: two that meet need a contractive codec of one size, that counts by itself; otherwise what they know of each "
+                "other runs away. Choose E3M0() or TopK(0.1)."
+            )
         if not self.topology.fixed:
             meeting_rates(self.topology, 2, 1.0)
 
@@ -87,7 +100,8 @@ class PairComposition:
 
     def clocks(self, size: int, fragments: int = 1) -> Clocks:
         """The clocks of meetings, in mean inner steps. Raises `ConfigurationError` if the topology does not fit."""
-        return Clocks(meeting_rates(self.topology, size, 1 / self.every), fragments, self.seed)
+        rates = meeting_rates if self.rates == "even" else fitted_rates
+        return Clocks(rates(self.topology, size, 1 / self.every), fragments, self.seed)
 
     def step_time(self, rank: int, size: int) -> float:
         """Duration of an inner step of replica `rank`, in mean inner steps."""

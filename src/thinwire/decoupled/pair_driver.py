@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Identity
+from thinwire.codecs import Codec, Identity
 from thinwire.comm.group import Group, gather
 from thinwire.decoupled.pair_composition import PairComposition
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.methods.base import TAG, Attached
 from thinwire.packet import (
-    HEADER_NBYTES,
     STOP,
     Header,
     empty_packet,
@@ -76,7 +75,7 @@ class Pairing(Attached):
         self._mixing = method.mixing(group.size)
         self.own_steps = len(set(method.slow)) > 1
         self.introduce({})
-        self._states = [_hold(fragment, index) for index, fragment in enumerate(self.fragments)]
+        self._states = [_hold(fragment, index, method.codec) for index, fragment in enumerate(self.fragments)]
         if agree_on_start(group, [one.anchor for one in self._states]):
             observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
         check_start(self.fragments, [one.anchor for one in self._states])
@@ -87,6 +86,10 @@ class Pairing(Attached):
         self._at = [0.0] * len(self._states)  # the time to which each has flowed
         self._took = method.step_time(group.rank, group.size)
         self._neighbours = {int(peer) for peer in np.flatnonzero(self._clocks.rates[group.rank])}
+        self._common = [  # per fragment and neighbour: what both know of each other; differences to it are sent
+            {} if method.codec == Identity() else {peer: one.anchor.clone() for peer in self._neighbours}
+            for one in self._states
+        ]
         self._over = dict.fromkeys(self._neighbours, 0.0)  # by neighbour: the time before which meetings are over
         self._window = (0, self._spread(0))
         self._says_stop = self._left = self._finished = False
@@ -167,16 +170,26 @@ class Pairing(Attached):
                 f"weights in {one.fragment.name!r} hold NaN or infinity before replica {rank} meets replica {peer}; they must not be sent. "
                 "Resume all from the last checkpoint, and write only finite values into the model."
             )
-        header = self._header(meeting, rank, STOP * self._says_stop)
-        packet = empty_packet(header.nbytes)
-        payload(packet).copy_(x.view(torch.uint8))
+        header, common = self._header(meeting, rank, STOP * self._says_stop), self._common[meeting.fragment]
+        packet, new = empty_packet(header.nbytes), x - common[peer] if common else x
+        one.codec.encode(new, payload(packet), self._key(meeting, rank))
+        own = self._decoded(meeting, rank, packet) if common else x
         seal(packet, header)
         other = self._swap({peer: packet}, one, meeting)[peer]
         if other is not None:
-            x, ahead = self._mixing.met(x, one.exchange.get("ahead", x), other)
+            x, ahead = self._mixing.met(x, one.exchange.get("ahead", x), own, other)
             if self._mixing.eta:
                 one.exchange = {"ahead": ahead}
         one.load_into_parameters(x)  # x at the time of the meeting, whatever the peer sent
+
+    def _key(self, meeting: PairEvent, sender: int) -> Key:
+        return Key(self.strategy.seed, meeting.fragment, meeting.unit, sender, meeting.number)
+
+    def _decoded(self, meeting: PairEvent, sender: int, packet: Tensor) -> Tensor:
+        one = self._states[meeting.fragment]
+        x = torch.full_like(one.anchor, -0.0)  # which adds nothing, not even to -0.0
+        one.codec.decode_add(payload(packet), x, self._key(meeting, sender))
+        return x
 
     def _swap(
         self, packets: Mapping[int, Tensor], one: FragmentState, meeting: PairEvent | None
@@ -184,7 +197,8 @@ class Pairing(Attached):
         """Exchange x with each peer; None for a peer that has ended. Raises `LinkError`, `PacketError`."""
         began, number = self._clock(), one.rounds
         one.rounds += 1
-        rooms = {peer: empty_packet(4 * max(of.anchor.numel() for of in self._states)) for peer in packets}
+        largest = max(of.codec.nbytes(of.anchor.numel()) for of in self._states)
+        rooms = {peer: empty_packet(largest) for peer in packets}
         transfer = self.group.post(TAG, packets, rooms, sized=said_nbytes)
         transfer.wait()
         arrived, fields = self._clock(), {"fragment": one.index, "round": number}
@@ -210,13 +224,12 @@ class Pairing(Attached):
             self._neighbours.discard(peer)
             return None
         self._says_stop |= bool(open_packet(packet, self._header(meeting, peer)) & STOP)
-        x = torch.empty((packet.numel() - HEADER_NBYTES) // 4)
-        x.view(torch.uint8).copy_(payload(packet))
-        return x
+        return self._decoded(meeting, peer, packet)
 
     def _header(self, meeting: PairEvent, sender: int, flags: int = 0) -> Header:
-        numel = self._states[meeting.fragment].anchor.numel()
-        return Header(_CODEC, sender, meeting.fragment, meeting.unit, meeting.number, numel, 4 * numel, flags)
+        codec, numel = self.strategy.codec, self._states[meeting.fragment].anchor.numel()
+        nbytes = self._states[meeting.fragment].codec.nbytes(numel)
+        return Header(identity(codec), sender, meeting.fragment, meeting.unit, meeting.number, numel, nbytes, flags)
 
     # ---- stopping, and the end
 
@@ -272,8 +285,10 @@ class Pairing(Attached):
         raise CheckpointError("replicas that meet two at a time keep their group; resume from checkpoints.")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """x̃ and its time; x is in the model."""
+        """x̃, what each pair of replicas knows of each other, and their time; x is in the model."""
         tensors = {f"{one.index}.ahead": one.exchange["ahead"].clone() for one in self._states if one.exchange}
+        for index, common in enumerate(self._common):
+            tensors |= {f"{index}.common.{peer}": known.clone() for peer, known in common.items()}
         return tensors, {
             "step": self.step,
             "window": list(self._window),
@@ -281,30 +296,42 @@ class Pairing(Attached):
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Collective, before the first inner step. With equal speeds all resume at the same step, bit for bit; with unequal ones a meeting
-        that only one of two replicas has had is over for both. Raises `CheckpointError`, `LinkError`.
+        """Collective, before the first inner step. With equal speeds all resume at the same step, bit for bit. With unequal ones a meeting
+        that only one of two replicas has had is over for both, and what they know of each other begins at 0. Raises `CheckpointError`,
+        `LinkError`.
         """
         self.step, self._window = int(facts["step"]), (int(facts["window"][0]), int(facts["window"][1]))
         self._at = [self.now] * len(self._states)
         for one, rounds in zip(self._states, facts["rounds"]):
             one.rounds = rounds
             if one.exchange:
-                kept = tensors[f"{one.index}.ahead"]
-                if kept.numel() != one.anchor.numel():
-                    raise CheckpointError(
-                        f"fragment {one.index} has {kept.numel()} elements in the checkpoint, {one.anchor.numel()} in this model; resume with "
-                        "the run's own model."
-                    )
-                one.exchange = {"ahead": kept.clone()}
+                one.exchange = {"ahead": _kept(tensors, f"{one.index}.ahead", one)}
+            for peer in self._common[one.index]:
+                self._common[one.index][peer] = _kept(tensors, f"{one.index}.common.{peer}", one)
         times = [float(json.loads(told)) for told in gather(self.group, json.dumps(self.now).encode(), 32, "resume")]
         self._over = {peer: max(self.now, times[peer]) for peer in self._neighbours}
+        for common in self._common:
+            for peer, known in common.items():
+                if times[peer] != self.now:
+                    known.zero_()
 
 
-def _hold(fragment: Any, index: int) -> FragmentState:
+def _hold(fragment: Any, index: int, codec: Codec) -> FragmentState:
     empty = torch.empty(fragment.numel)
-    one = FragmentState(fragment, index, empty, {}, {}, Identity())
+    one = FragmentState(fragment, index, empty, {}, {}, codec.fitted(fragment.shapes))
     one.snapshot(empty)
     return one
+
+
+def _kept(tensors: Mapping[str, Tensor], name: str, one: FragmentState) -> Tensor:
+    """A copy of a checkpoint's tensor. Raises `CheckpointError` if it is not there, or not of this fragment's size."""
+    kept = tensors.get(name)
+    if kept is None or kept.numel() != one.anchor.numel():
+        found = "no" if kept is None else kept.numel()
+        raise CheckpointError(
+            f"{name} has {found} elements in the checkpoint, {one.anchor.numel()} in this model; resume with the run's own model and settings."
+        )
+    return kept.clone()
 
 
 def _end(sender: int) -> Header:

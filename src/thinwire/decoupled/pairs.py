@@ -6,10 +6,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
+from thinwire.codecs import Codec, Identity
 from thinwire.comm.group import Group
 from thinwire.decoupled.pair_composition import Mixing, PairComposition
 from thinwire.decoupled.pair_driver import Pairing
@@ -44,7 +46,7 @@ class Pairs(PairComposition):
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:
         """Bytes on average, because meetings are random."""
-        return HEADER_NBYTES + 4 * numel if size > 1 else 0
+        return HEADER_NBYTES + self.codec.nbytes(numel) if size > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,13 @@ class AcceleratedPairs(Pairs):
 
 
 def ad_psgd(
-    *, every: int = 1, topology: Topology = Ring(), partition: Partition = Whole(), slow: tuple[float, ...] = ()
+    *,
+    every: int = 1,
+    topology: Topology = Ring(),
+    partition: Partition = Whole(),
+    slow: tuple[float, ...] = (),
+    rates: Literal["even", "fitted"] = "even",
+    codec: Codec = Identity(),
 ) -> Pairs:
     """AD-PSGD (Lian et al., arXiv 1710.06952): two neighbours at a time take their mean, while each computes its gradient.
 
@@ -73,13 +81,18 @@ def ad_psgd(
     *Differs*: who meets whom and when is drawn from the seed, by Poisson clocks in virtual time, so two that meet wait
     for each other and nobody needs a bipartite graph; any inner optimizer.
     *Wire*: 4·N + 48 bytes from each of two that meet, for N parameters in fp32: once in H steps of a replica, in the
-    mean; 48 to each neighbour and the mean of all at the end.
+    mean; 48 to each neighbour and the mean of all at the end. In a codec its bytes in place of 4·N, for differences to
+    r, which both keep for each other: q_i = codec(x_i − r), m = q_i − q_j, r ← r + (q_i + q_j)/2. Σx stays whatever it loses.
+    *No delay*: η and α̃ hold for meetings that take no time, and two that meet must both take the same m; a flight would
+    have to be kept across a stop, a checkpoint and the end of either of the two. Who does not meet trains on meanwhile.
 
     Args:
         every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
         topology: who meets whom; the same all the time.
         partition: how the model is cut into fragments; each has meetings of its own.
         slow: factor of the duration of an inner step on each replica, in virtual time; (): all alike.
+        rates: `even`: one rate of meetings for all edges; `fitted`: those by which the fewest meetings are enough.
+        codec: how the difference to what two said to each other before becomes bytes; Identity(): x itself travels.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -87,11 +100,17 @@ def ad_psgd(
     >>> ad_psgd(every=10).nbytes_per_period(1_000_000, size=8)  # bytes, on average
     4000048
     """
-    return Pairs(every=every, topology=topology, partition=partition, slow=slow)
+    return Pairs(every=every, topology=topology, partition=partition, slow=slow, rates=rates, codec=codec)
 
 
 def a2cid2(
-    *, every: int = 1, topology: Topology = Ring(), partition: Partition = Whole(), slow: tuple[float, ...] = ()
+    *,
+    every: int = 1,
+    topology: Topology = Ring(),
+    partition: Partition = Whole(),
+    slow: tuple[float, ...] = (),
+    rates: Literal["even", "fitted"] = "even",
+    codec: Codec = Identity(),
 ) -> AcceleratedPairs:
     """A²CiD² (Nabli, Belilovsky, Oyallon, arXiv 2306.08289): AD-PSGD with a momentum by which replicas on a sparse graph agree sooner.
 
@@ -103,13 +122,15 @@ def a2cid2(
     χ₁ and χ₂ are the graph's, at its rate of meetings.
     *Differs*: both flow before they send, the paper's code sends first; who meets whom is drawn in virtual time as in
     `ad_psgd`; any inner optimizer's step.
-    *Wire*: as `ad_psgd`. x̃ stays where it is.
+    *Wire*: as `ad_psgd`, also in a codec. x̃ stays where it is. *No delay*: as there.
 
     Args:
         every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
         topology: who meets whom; the same all the time. On a complete graph there is nothing to gain.
         partition: how the model is cut into fragments; each has meetings of its own.
         slow: factor of the duration of an inner step on each replica, in virtual time; (): all alike.
+        rates: `even`: one rate of meetings for all edges; `fitted`: those by which the fewest meetings are enough.
+        codec: how the difference to what two said to each other before becomes bytes; Identity(): x itself travels.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -117,4 +138,4 @@ def a2cid2(
     >>> a2cid2().nbytes_per_period(1_000_000, size=8)  # bytes, on average
     4000048
     """
-    return AcceleratedPairs(every=every, topology=topology, partition=partition, slow=slow)
+    return AcceleratedPairs(every=every, topology=topology, partition=partition, slow=slow, rates=rates, codec=codec)

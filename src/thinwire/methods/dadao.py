@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigurationError
 from thinwire.rng import derive
-from thinwire.topology import Clocks, Ring, Topology, meeting_rates, resistances
+from thinwire.topology import Clocks, Ring, Topology, fitted_rates, meeting_rates, resistances
 
 Vectors = NDArray[np.float64]  # [replicas, dimension]
 _X, _XT, _Y, _YT, _Z, _ZT = range(6)
@@ -105,6 +106,7 @@ class Dadao:
         convex: μ, a number, of every f_i, above 0 and at most L.
         topology: the edges over which replicas meet; fixed.
         rate: number of meetings on all edges together while each replica takes one gradient; None: the least that suffices.
+        rates: `even`: all edges have one rate; `fitted`: the rates with which the fewest meetings suffice (`fewest_meetings`).
         seed: of the clocks.
 
     Raises:
@@ -119,11 +121,14 @@ class Dadao:
     convex: float
     topology: Topology = Ring()
     rate: float | None = None
+    rates: Literal["even", "fitted"] = "even"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.convex <= self.smooth < math.inf:
             raise ConfigurationError(f"smooth={self.smooth}, convex={self.convex}: 0 < convex <= smooth is needed.")
+        if self.rates not in ("even", "fitted"):
+            raise ConfigurationError(f"rates={self.rates!r}: even or fitted is needed.")
 
     def least_rate(self, size: int) -> float:
         """The least rate, √(2·χ₁·χ₂) of clocks with a total rate of 1. Below it the replicas diverge. Raises `ConfigurationError`.
@@ -155,7 +160,8 @@ class Dadao:
         return play(constants, clocks, gradients, start, until)
 
     def _rates(self, size: int, total: float) -> NDArray[np.float64]:
-        return meeting_rates(self.topology, size, 2 * total / size)
+        given = meeting_rates if self.rates == "even" else fitted_rates
+        return given(self.topology, size, 2 * total / size)
 
 
 def play(

@@ -172,6 +172,34 @@ def stragglers_chart(runs: Mapping[str, tuple[Sequence[float], int]]) -> Chart:
     return chart(data, {"title": {"text": "seconds (simulated)"}}, {"title": {"text": "steps"}})
 
 
+def disrupted_chart(rows: Sequence[Mapping[str, float]]) -> Chart:
+    """What survivors still know, and how much of the graph is left, against the share of replicas that are hit.
+
+    Args:
+        rows: of each share `hit`: accuracies `after`, `low`, `in_giant`, `alone`, `undisturbed`, and the share `giant`. NaN: none.
+
+    >>> row = dict(hit=0.1, after=0.8, low=0.7, in_giant=0.8, alone=float("nan"), undisturbed=0.9, giant=1.0)
+    >>> [line["name"] for line in disrupted_chart([row]).views[0].data][:2]
+    ['if nobody had failed', 'survivors']
+    """
+    ordered = sorted(rows, key=lambda row: row["hit"])
+    names = {
+        "undisturbed": "if nobody had failed", "after": "survivors", "in_giant": "in the largest part", "low": "worst tenth",
+        "alone": "without a neighbour", "giant": "share in the largest part",
+    }  # fmt: skip
+    data = []
+    for number, (key, name) in enumerate(names.items()):
+        there = [row for row in ordered if not np.isnan(row[key])]
+        hit, values = (np.array([row[one] for row in there]) for one in ("hit", key))
+        if there:
+            data.append(
+                curve(hit, values, name, number, "%{y:.1%} at %{x:.0%}", dashed=key in ("undisturbed", "giant"))
+            )
+            data[-1]["mode"] = "lines+markers"
+    x = {"title": {"text": "share of the replicas that are hit"}, "tickformat": ".0%"}
+    return chart(data, x, share_axis("accuracy (simulated)"), "dashed: nobody failed; what is left of the graph")
+
+
 def _busiest(given: Fabric, policy: fabric.Policy, pattern: Pattern, flows: int, random: Random) -> float:
     draws = DRAWS if policy in fabric.BY_CHANCE else 1
     best = fabric.even_load(given, pattern, flows)

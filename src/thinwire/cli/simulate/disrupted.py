@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from thinwire.cli import options
+from thinwire.cli import figures, options
 from thinwire.errors import ConfigurationError
 from thinwire.lm.settings import topology_of
 from thinwire.simulate.disrupted import Data, Disaster, Who, structure
+from thinwire.simulate.figure import disrupted_chart
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Options:
     """Number of random graphs; figures are means over them."""
     runs: int = 3
     """Number of these that are trained on. Accuracies are means."""
+    plot: Path | None = None
+    """Draw accuracy against the share of failed replicas: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"graphs={asked.graphs}, runs={asked.runs}, shares={asked.shares}: at least 1 of each is needed."
         )
+    figures.check(asked.plot)
     rows = [_row(asked, share) for share in asked.shares]
     console = options.console(asked.json)
     title = f"{asked.topology}, {asked.replicas} replicas, hit by {asked.who} after round {asked.at_round} of {asked.rounds}"
@@ -59,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     for row in rows:
         table.add_row(*(f"{value:.2f}" for value in row.values()))
     console.print(table)
+    if asked.plot:
+        figures.draw(disrupted_chart(rows), title, asked.plot, "simulated")
+        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
     if asked.json:
         print(json.dumps({"study": "disrupted", "provenance": "simulated", "rows": rows}))
     return 0
