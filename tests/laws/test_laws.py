@@ -34,8 +34,9 @@ def momentum_sgd(model):
 
 
 @methods
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_law_1_same_anchors(name, replicas):
+    """Of three replicas in law 7."""
     journeys, _ = counted(name, replicas)
     all_agree(journeys)
     for one in journeys:
@@ -200,15 +201,15 @@ def test_law_5_predicted_is_counted(name, replicas):
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
         predicted = sum(weighs(strategy, e, fragments[e["fragment"]], replicas, rank) for e in departures)
-        counted = ledger.as_dict()["sent"].get("packet", {})
+        peers = ledger.as_dict()["sent"].get("packet", {})
         assert predicted == sum(e["nbytes"] for e in departures)
         assert sum(e["nbytes"] for e in one.heard("flight")) == ledger.sent("packet")
         less = strategy.codec.varies and replicas > 1
         assert ledger.sent("packet") < predicted if less else ledger.sent("packet") == predicted
-        assert sorted(counted) == [str(peer) for peer in range(replicas) if peer != rank]
+        assert sorted(peers) == [str(peer) for peer in range(replicas) if peer != rank]
         if strategy.exchange == tw.exchange.Direct():
             assert ledger.sent("packet") == ledger.received("packet")
-            assert all(at["messages"] == len(departures) for at in counted.values())
+            assert all(at["messages"] == len(departures) for at in peers.values())
         told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
         assert ledger.sent("policy") == sum(HEADER_NBYTES + 4 * count for count in told if count) * (replicas - 1)
         assert ledger.sent("finish") == 8 * (replicas - 1)  # nobody waits for it
@@ -249,12 +250,12 @@ def test_law_5_bytes_of_a_period(name):
 @methods
 def test_law_7_arrival_order(name):
     calm = journey(METHODS[name], 3, steps=10)
-    for seed in range(2):
-        stormy = journey(METHODS[name], 3, steps=10, wrap=lambda group, seed=seed: Shuffled(group, seed))
-        all_agree(stormy)
-        for a, b in zip(calm, stormy):
-            for left, right in itertools.chain(zip(a.weights, b.weights, strict=True), [(a.final, b.final)]):
-                assert same_bits(left, right)
+    stormy = journey(METHODS[name], 3, steps=10, wrap=lambda group: Shuffled(group, 0))
+    all_agree(calm)
+    all_agree(stormy)
+    for a, b in zip(calm, stormy):
+        for left, right in itertools.chain(zip(a.weights, b.weights, strict=True), [(a.final, b.final)]):
+            assert same_bits(left, right)
 
 
 def test_law_7_another_seed_is_another_run():

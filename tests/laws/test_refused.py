@@ -146,10 +146,10 @@ GRADIENTS = [name for name in METHODS if name not in NOT_GRADIENTS]
 
 
 @pytest.mark.parametrize("name", each(METHODS))
-@pytest.mark.parametrize(("value", "rank"), [(NAN, 1), (INF, 0)])
-def test_recovery_from_a_gradient(name, value, rank):
+@pytest.mark.parametrize(("value", "rank", "replicas"), [(NAN, 1, 3), (INF, 0, 2)])
+def test_recovery_from_a_gradient(name, value, rank, replicas):
     """NaN in one gradient of one replica: in AdamW it reaches weights and both moments, and must leave all of them."""
-    journeys = journey(METHODS[name], 3, steps=24, before_step=poison_gradient(5, rank, value))
+    journeys = journey(METHODS[name], replicas, steps=24, before_step=poison_gradient(5, rank, value))
     check_recovery(journeys, rank)
 
 

@@ -151,15 +151,15 @@ def test_resume_equals_never_having_stopped(whole: Path, tmp_path: Path, text: s
     ],
 )
 def test_resume_is_exact_for_every_recipe(tmp_path: Path, text: str, strategy: str) -> None:
-    run = small_run(text, strategy=strategy, every=None, delay=None, checkpoint_every=8)
+    run = small_run(text, strategy=strategy, every=None, delay=None, checkpoint_every=8, steps=16)
     run_in(tmp_path / "whole", run)
     folder = cut_back(tmp_path / "whole", tmp_path / "resumed", 8)
     run_in(folder, run, resume=True)
     assert [event["from_step"] for event in events_of(folder, "resume")] == [8]
     assert model_of(folder) == model_of(tmp_path / "whole")
-    for run_folder, steps in ((tmp_path / "whole", {8, 16, 24}), (folder, {8, 16, 24})):
+    for run_folder in (tmp_path / "whole", folder):
         saved = {path.name for path in run_folder.glob("checkpoints/replica-1/*")}
-        assert saved == {f"step-{step:08d}" for step in steps} and not events_of(run_folder, "warning")
+        assert saved == {"step-00000008", "step-00000016"} and not events_of(run_folder, "warning")
 
 
 @pytest.mark.parametrize(("steps", "departs"), [(12, [6, 12]), (13, [6, 12, 13])])
@@ -175,11 +175,6 @@ def test_the_last_round_is_left_out_where_nothing_was_trained(
     strategy, numel = run.make_strategy(), summary["parameters"]  # type: ignore[index]
     foreseen = simulate(strategy, [numel], Scenario.alike(2, 0.1, Link(1e9)), steps)
     assert packets["nbytes"] == foreseen.nbytes_sent[0] == len(departs) * strategy.nbytes_per_period([numel], 2)
-
-
-def test_threads_and_processes_train_the_same_bytes(whole: Path, tmp_path: Path, text: str) -> None:
-    run_in(tmp_path / "processes", small_run(text, carrier="processes"))
-    assert model_of(tmp_path / "processes") == model_of(whole)
 
 
 def test_an_entropy_stage_changes_bytes_only(tmp_path: Path, text: str) -> None:
@@ -407,6 +402,7 @@ def wait_for_step(folder: Path, step: int) -> None:
     raise AssertionError(f"no checkpoint of step {step}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
 def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "killed"
@@ -463,9 +459,8 @@ def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
     assert (asked["OMP_NUM_THREADS"], asked["OMP_WAIT_POLICY"]) == ("5", "ACTIVE")
 
 
-@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
 def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path, text: str) -> None:
-    """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the same model as without."""
+    """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the model of threads that nobody stopped."""
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder), "--json"]
     run = small_run(text, carrier="processes")

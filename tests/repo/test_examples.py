@@ -46,7 +46,9 @@ def test_own_loop(here):
     assert len(losses) == 2 and losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_processes():
+    """Two processes over gloo agree in tests/cli/test_torchrun.py and tests/comm/test_carriers.py, too."""
     sent = re.findall(r"([\d,]+) bytes sent", run("02_processes.py", "--steps", "25"))
     assert len(sent) == 2 and sent[0] == sent[1] != "0"
 
