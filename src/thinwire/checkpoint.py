@@ -1,4 +1,4 @@
-"""Everything a replica needs to go on, bit for bit.
+"""Checkpoints: all that a replica needs to resume, bit for bit.
 
     FOLDER/replica-0/step-00000100/     one rank's; shards of a replica are replica-0.shard-1 and so on
         model.safetensors               parameters and buffers, as this rank holds them
@@ -127,7 +127,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
             f"no checkpoint at step {manifest['step']}: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
     shutil.rmtree(hidden(final, "replaced"), ignore_errors=True)
-    # what is of later steps was passed over by a resume, and counts for nothing
+    # a resume has skipped later steps, so they do not count
     for old in sorted(path for path in folder.glob("step-*") if path.name <= final.name)[:-keep]:
         drop(old)
     return final
@@ -153,7 +153,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Put right what a writer that was killed has left."""
+    """Clean up after a writer that was killed."""
     for left in folder.glob(".step-*"):
         final = left.with_name(left.stem.removeprefix("."))
         if left.suffix == ".replaced" and not final.exists():
@@ -174,7 +174,7 @@ def _remedy(error: Exception, nbytes: int) -> str:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, no two in one storage: a file holds each by itself."""
+    """Tensors on the CPU, each with its own storage, because a file holds each separately."""
     apart: dict[str, Tensor] = {}
     storages = set()
     for name, value in tensors.items():
@@ -220,7 +220,7 @@ def step_of(path: Path) -> int:
 
 
 def found_in(folder: Path) -> list[Path]:
-    """All that may be a checkpoint in `folder`, oldest first."""
+    """All folders in `folder` that may be checkpoints, oldest first."""
     replaced = [path for path in folder.glob(".step-*.replaced") if not path.with_name(path.stem[1:]).exists()]
     return sorted([*folder.glob("step-*"), *replaced], key=lambda path: (step_of(path), path.name))
 
@@ -235,7 +235,7 @@ def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
         written = manifest["files"][name]
         if written != _fingerprint(path / name) if hashes else written[0] != (path / name).stat().st_size:
             return f"{name} is not what was written (size or checksum)"
-        with safe_open(path / name, "pt"):  # its header says where each tensor lies, and is checked against the file
+        with safe_open(path / name, "pt"):  # checks the positions of tensors in its header against the file
             pass
     return ""
 
@@ -243,7 +243,7 @@ def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
 def newest_common(
     folder: Path, group: Group, site: Group | None = None
 ) -> tuple[Checkpoint | None, list[dict[str, str]]]:
-    """The newest step of which every rank has a whole checkpoint, and what was passed over, with reasons. Collective.
+    """The newest step of which every rank has a whole checkpoint, and the skipped ones, with reasons. Collective.
 
     Where there is no such step, the reasons say what each rank has.
 
@@ -283,7 +283,7 @@ def _held(steps: set[int]) -> str:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[dict[str, str]]]:
-    """The newest whole checkpoint in `folder`, and what was passed over, with reasons: of a replica that may come and go."""
+    """The newest whole checkpoint of an elastic replica in `folder`, and the skipped ones, with reasons."""
     skipped: list[dict[str, str]] = []
     for path in reversed(found_in(folder)):
         try:

@@ -37,7 +37,7 @@ class DataError(ThinwireError):
 
 
 class JobError(ThinwireError):
-    """A fault in a job file of the user's own: its path, its line and what Python said, or what the file lacks."""
+    """A fault in the user's job file: its path, its line and Python's error, or the missing part."""
 
 
 class CheckpointError(ThinwireError):
@@ -61,7 +61,7 @@ class DisagreementError(PeerError):
 
 
 class EndedError(PeerError):
-    """The run has ended without this replica, and its final state is not to be had from anybody who is there."""
+    """The run has ended without this replica, and no member that is there keeps its final state."""
 
 
 class LinkError(PeerError):

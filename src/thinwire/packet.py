@@ -88,7 +88,7 @@ def seal(packet: Tensor, header: Header) -> None:
 
 
 def said_nbytes(packet: Tensor) -> int:
-    """How many bytes of a buffer the packet in it says that it has, header included; no more than there are."""
+    """The number of bytes that the packet in a buffer declares, header included; at most the buffer's."""
     if packet.numel() < HEADER_NBYTES:
         return packet.numel()
     return min(packet.numel(), HEADER_NBYTES + int(_LAYOUT.unpack_from(packet.numpy().data)[_NBYTES]))

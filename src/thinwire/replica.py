@@ -44,12 +44,12 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
 
 
 class Replica:
-    """Attach a strategy to a model, its optimizer and a group. The training loop stays as it is.
+    """Attach a strategy to a model, its optimizer and a group. The training loop does not change.
 
     A hook counts each call of `optimizer.step` as one inner step. Rounds depart and land inside that call.
 
     - **Entry**: the replicas compare code, strategy and model. If their weights differ, all start from those of replica 0.
-    - **Clean exit**: rounds in flight land, one last round averages what was trained since, and the model holds the outer weights
+    - **Clean exit**: rounds in flight land, one last round averages the training since then, and the model holds the outer weights
       (the anchors).
     - **The one rule**: every replica takes the same number of inner steps. Gradient accumulation, closures and schedulers work
       unchanged. To skip an update, call `step` with all gradients set to None.
@@ -174,7 +174,7 @@ class Replica:
     def exchange_gradients(self) -> None:
         """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, summed in rank order).
 
-        It runs by itself before the optimizer's step. Call it earlier if you need the mean earlier, for example before clipping. If
+        A hook runs it before the optimizer's step. Call it earlier if you need the mean earlier, for example before clipping. If
         any replica's gradient is not finite, all gradients become None on all replicas, and the step changes nothing.
         """
         self._inner_steps.exchange_gradients()
@@ -220,7 +220,7 @@ class Replica:
         self.load_state(*unpacked(owner(self.group, self._site), self.strategy, saved))
 
     def finish(self, keep_seconds: float = 0.0) -> None:
-        """Land the rounds in flight, exchange what was trained since, and leave the outer weights in the model.
+        """Land the rounds in flight, exchange the training since then, and leave the outer weights in the model.
 
         With a `Membership`: if a member is missing at the end, the first of the others keeps the final state for it, for `keep_seconds`
         or until `close`, on its own thread. Then it closes its membership.

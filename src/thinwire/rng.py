@@ -1,4 +1,4 @@
-"""Random streams by name: every draw in a run is a pure function of the run's seed and of what it is for."""
+"""Random streams by name: every draw in a run is a pure function of the run's seed and of its purpose."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def normals(stream: int, begin: int, count: int, device: torch.device | str = "c
 
 @lru_cache(maxsize=8)
 def quantiles(device: str = "cpu") -> Tensor:
-    """Of the standard normal, 65,536 of equal weight, scaled to variance 1, in whole 2⁻¹⁸: far coarser than what libraries of
-    mathematics differ in.
+    """65,536 quantiles of the standard normal with equal weights, scaled to variance 1, in multiples of 2⁻¹⁸, which is far coarser than the
+    differences between mathematical libraries.
     """
     half = [NormalDist().inv_cdf((2 * i + 1) / (1 << 17)) for i in range(1 << 15, 1 << 16)]
     scale = (sum(x * x for x in half) / len(half)) ** -0.5
@@ -106,5 +106,5 @@ def _signed(word: int) -> int:
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
-    """To the right, filling up with zeros (int64's own shift copies the sign)."""
+    """Shift to the right with zeros (int64's shift copies the sign)."""
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)

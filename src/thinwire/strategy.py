@@ -1,4 +1,4 @@
-"""The composition: which pieces make a method. A frozen value that validates itself, prints, and is read back from what it prints."""
+"""The composition of pieces into a method: a frozen value that validates itself, prints, and can be parsed from its text."""
 
 from __future__ import annotations
 
@@ -169,15 +169,15 @@ class Strategy:
             )
 
     def __repr__(self) -> str:
-        """As a dataclass has it, but for the aggregate where it is the mean, and the guard where it is the usual: so what had no other is named as
-        it was before there were others.
+        """The text of the dataclass, without the aggregate if it is the mean, and without the guard if it is the default, so that strategies
+        without them have the same text as in earlier versions.
         """
         usual = {"aggregate": Mean(), "guard": Guard()}
         named = [f.name for f in fields(self) if f.name not in usual or getattr(self, f.name) != usual[f.name]]
         return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
 
     def _check_aggregate(self) -> None:
-        """Whether what is no mean of all is asked of pieces that need one."""
+        """Refuse an aggregate that is not a mean with pieces that need one."""
         reason = ""
         if self.aggregate.linear:
             return
@@ -199,7 +199,7 @@ class Strategy:
             raise ConfigurationError(f"aggregate={self.aggregate!r} is no mean over all replicas: {reason}.")
 
     def _check_period(self) -> None:
-        """Whether merge and outer step fit how long a round is in the air."""
+        """Check that merge and outer step fit the duration of a flight."""
         every, delay = self.schedule.every, self.schedule.delay
         if not self.merge.whole_period and delay >= every:
             raise ConfigurationError(
@@ -273,7 +273,7 @@ class Strategy:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Those that take part in a round, in the order in which they are looked at."""
+        """The pieces that take part in a round, in the order in which they are checked."""
         pieces = (
             *(
                 self.exchange,
@@ -318,8 +318,8 @@ class Strategy:
         return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
 
     def coded(self, shapes: Shapes, number: int = LONG_RUN) -> tuple[Codec, int]:
-        """What round `number` of a fragment of tensors of such `shapes` is coded in, and how many elements that are; where the policy
-        decides by the data, as before it has.
+        """The codec of round `number` of a fragment with tensors of these `shapes`, and its number of elements. If the policy decides by the
+        data, it is the codec before the first decision.
         """
         codec, numel = self.codec.fitted(shapes), sum(map(math.prod, shapes))
         if number < max((one.full for one in self.filters), default=0):
@@ -328,12 +328,12 @@ class Strategy:
 
     @property
     def bound(self) -> str:
-        """What to say beside predicted bytes where they are a bound; empty where they are what is counted."""
+        """A remark on predicted bytes if they are a bound; empty if they are exact."""
         said = f"sizes of {self.codec} depend on the values; bytes that are predicted are the most it sends"
         return said if any(codec.varies for codec in self.policy.codecs(self.codec)) else ""
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
-        """Which exchange was chosen for fragments of tensors of such shapes, and why; empty where there is no choice."""
+        """The exchange that was chosen for fragments with these shapes, and the reason; empty if there is no choice."""
         return self.exchange.why([self.coded(shapes) for shapes in fragments], size)
 
     def warnings(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:

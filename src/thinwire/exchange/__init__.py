@@ -1,4 +1,4 @@
-"""How packets become one estimate."""
+"""Exchanges: how the packets of all replicas become one estimate."""
 
 from thinwire.exchange.all_reduce import AllReduce
 from thinwire.exchange.base import Arrival, Exchange, Settle

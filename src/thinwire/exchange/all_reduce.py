@@ -1,4 +1,4 @@
-"""All-reduce: codes are added on the way."""
+"""All-reduce: partial sums of codes are sent."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class AllReduce(Exchange):
 
 
 def _phases(codec: Codec, numel: int) -> list[tuple[Codec, int]]:
-    """For each phase how its codes travel, and how many there are."""
+    """The codec and the number of codes of each phase."""
     if not codec.linear:
         return [(codec, numel)]
     return [(Identity(), count) for count in codec.sizes(numel)]
 
 
 class _Phases:
-    """A round, one reduction after another; all stand ready to receive from the beginning."""
+    """A round, one reduction after another; all receives are posted at the beginning."""
 
     def __init__(self, round_: Round, state: State) -> None:
         self.round, self._state, self._goes_on = round_, state, False
@@ -120,12 +120,12 @@ class _Phases:
         return Arrival(tuple(flags), after, void)
 
     def _after(self) -> State:
-        """What the next round goes on from."""
+        """The state from which the next round starts."""
         last = self.round.context.buffers.like(self._state["last"])
         return {"last": last.copy_(self._means[-1][: len(last)])}
 
     def _project(self, begin: int, end: int) -> Tensor:
-        """The own code of this phase, made when its first part is asked for. Raises `NonFiniteError`."""
+        """The own code of this phase, computed when its first part is needed. Raises `NonFiniteError`."""
         phase, codec = len(self._means), self._codec
         if len(self._own) == phase:
             signal = self.round.signal(0, self.round.numel).cpu()
@@ -133,7 +133,7 @@ class _Phases:
         return self._own[phase][begin:end]
 
     def _silence(self, begin: int, end: int) -> Tensor:
-        """Of a round that is over already: peers still wait for messages."""
+        """Zeros for the remaining messages of a failed round, because peers wait for them."""
         return torch.zeros(end - begin)
 
     def _expand(self, settle: Settle) -> None:

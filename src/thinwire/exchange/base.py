@@ -40,7 +40,7 @@ class Exchange(Protocol):
 
     @property
     def agrees(self) -> bool:
-        """The estimate has the same bits on all replicas; else each trains weights of its own, which are near each other (`Gossip`)."""
+        """Whether the estimate has the same bits on all replicas; if not, each trains its own weights, which stay near each other (`Gossip`)."""
         return True
 
     @property
@@ -49,7 +49,7 @@ class Exchange(Protocol):
         return False
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
-        """How many elements of a fragment replica `rank` of `size` aggregates."""
+        """Number of elements of a fragment that replica `rank` of `size` aggregates."""
         return numel
 
     @property
@@ -116,7 +116,7 @@ class Exchange(Protocol):
 
     @abstractmethod
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
-        """How long a round lasts if every replica's uplink is `link` and nothing else is on it (predicted)."""
+        """Seconds of a round if every replica's uplink is `link`, with no other traffic (predicted)."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Buffers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[Tensor]] = {}  # by their bytes
-        self._lent: dict[int, Tensor] = {}  # by where they lie
+        self._lent: dict[int, Tensor] = {}  # by address
 
     def bytes(self, count: int) -> Tensor:
         """A buffer of `count` bytes."""
@@ -45,7 +45,7 @@ class Buffers:
         return self.floats(tensor.numel()) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
     def give(self, *tensors: Tensor) -> None:
-        """Take buffers back, which nobody may use any more; tensors that were not lent here are ignored."""
+        """Return buffers, which must not be used afterwards; other tensors are ignored."""
         with self._lock:
             for tensor in tensors:
                 whole = self._lent.pop(_place(tensor), None)

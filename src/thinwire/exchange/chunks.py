@@ -1,4 +1,4 @@
-"""How a vector is cut into messages, and what travels in one.
+"""Cuts a vector into messages.
 
 A vector whose codec has a grain is cut there, so that its parts are encoded, sent, received and decoded at the same
 time; the bytes are the same in sum. A message is a packet (packet.py) of its own, with header and checksum; its
@@ -24,7 +24,7 @@ MESSAGE_NBYTES = 1 << 19
 PIECE_NUMEL = 1 << 17
 STAGE = 1 << 24  # messages of one stage, at most
 
-Signal = Callable[[int, int], Tensor]  # the elements begin … end of what a replica has to say, flat fp32
+Signal = Callable[[int, int], Tensor]  # elements begin … end of a replica's signal, flat fp32
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
 
 
 def shards(codec: Codec, numel: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Where the shards of `size` owners begin and end: whole grains (the last may be cut), the first ones the longer."""
+    """The ranges of the shards of `size` owners: whole grains (the last may be cut); the first shards are the longer ones."""
     grain = codec.grain or 1
     least, more = divmod(-(-numel // grain), size)
     ends = [min(numel, grain * (least * (k + 1) + min(more, k + 1))) for k in range(size)]

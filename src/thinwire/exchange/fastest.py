@@ -27,11 +27,11 @@ class _Departure(NamedTuple):
 @dataclass(frozen=True)
 class Fastest(Exchange):
     """Choose for each fragment the exchange of `among` with the shortest predicted round, if every uplink is `link` (a rate and
-    a one-way delay, as in `--link`); of equal ones the first.
+    a one-way delay, as in `--link`); in a tie the first.
 
     The prediction depends on the link, the codec, and the numbers of elements and replicas, so all replicas choose alike; replicas with
-    another `link` have another strategy, which is refused at first contact. Exchanges that the codec does not fit are passed over.
-    *Mind* that `TwoShot` rounds twice. `Strategy.describe` says what was chosen and why, and so does a run at its start.
+    another `link` have another strategy, which is refused at first contact. Exchanges that the codec does not fit are skipped.
+    *Mind* that `TwoShot` rounds twice. `Strategy.describe` gives the choice with its reason, and so does a run at its start.
 
     Args:
         link: the uplink of every replica, such as '20mbit,40ms'.

@@ -43,7 +43,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """One vector whose mean a group takes together: where it begins among all that are said, and that mean."""
+    """One vector whose mean a group takes together: its start among all vectors of the round, and the mean."""
 
     begin: int
     mean: Reduction

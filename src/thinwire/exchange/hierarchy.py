@@ -39,7 +39,7 @@ class Hierarchy(Exchange):
 
     Source: the two hops of ZeRO++'s qgZ (arXiv 2306.10209): two sums, one rounding, no average of averages.
     *Differs*: the first hop is not compressed, the second goes each to all. A replica sends exact values, and only the owner's encoding
-    loses something: so `feedback` stands here and not in the strategy, where it would have nothing to hold back.
+    loses something: so `feedback` is an argument here and not of the strategy, where no error would arise.
 
     Between sites, of all replicas of a site together: (S−1)·nbytes, S the number of sites, for the ledger's purpose "packet"; within,
     for "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(what a replica sends between sites) / rate.

@@ -1,4 +1,4 @@
-"""A round as an exchange gets it: what it carries, and the buffers that it uses."""
+"""A round as an exchange gets it: its signal, and its buffers."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class SendQueue:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(job())
-            except BaseException as error:  # it belongs to the one who waits for the result
+            except BaseException as error:  # raised in the thread that waits for the result
                 future.set_exception(error)
 
 

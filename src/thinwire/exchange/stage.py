@@ -18,7 +18,7 @@ from thinwire.exchange.round import Outgoing, Round
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, said_nbytes, seal
 from thinwire.rng import Key
 
-PACKET = "packet"  # the ledger's word for what a round says to other sites
+PACKET = "packet"  # the ledger's purpose of a round's messages to other sites
 MOST_STAGES = 32  # of a round: their numbers have five bits in a tag
 
 
@@ -98,7 +98,7 @@ class Stage:
         return open_packet(packet, due, least=self.marks), packet
 
     def _look_around(self, index: int) -> None:
-        """Note which messages from `index` on are there although nobody waited for them, because one before them is missing."""
+        """Record the messages from `index` on that have arrived without a wait, because an earlier one is missing."""
         for number, expected in enumerate(self._expected[index:], index):
             for peer, packet in expected.packets.items():
                 with suppress(PacketError, DisagreementError):
@@ -197,8 +197,8 @@ class Stage:
         return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
 
     def _tag(self, index: int) -> int:
-        """Messages of two rounds that may be in the air together, of two stages, and of two places have tags of their
-        own; where the numbers do not suffice, the order of posting tells them apart.
+        """Messages of two rounds that may be in flight together, of two stages, and of two places have different
+        tags; if there are too few numbers, the order of posting distinguishes them.
         """
         return tag_of(self.round.key, self.number, index)
 

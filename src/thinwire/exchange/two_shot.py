@@ -113,7 +113,7 @@ def _matrix(size: int) -> Message:
 
 
 def _doubles(body: Tensor) -> Tensor:
-    """Bytes as fp64, wherever they lie."""
+    """Bytes at any address as fp64."""
     return torch.empty(body.numel() // 8, dtype=torch.float64).view(torch.uint8).copy_(body).view(torch.float64)
 
 
@@ -184,7 +184,7 @@ class Reduction:
         return Arrival(tuple(flags), owner.after, void)
 
     def _scattered_flags(self, index: int) -> list[int]:
-        """Wait for one message of the own shard; what all say of theirs, by rank."""
+        """Wait for message `index` of the own shard from all; returns the flags of each, by rank."""
         said, mine = self._scatter.receive(index), self._own[self.round.rank, index]
         mine.wait()
         said[self.round.rank] = mine.flags
@@ -222,9 +222,9 @@ class Reduction:
             settle(coded.begin, mean, partial(room.sent, coded, sent.packet, self._scattered(owner)))
 
     def _scattered(self, owner: int) -> Key:
-        """Of what this replica sends to `owner`."""
+        """The key of the messages from this replica to `owner`."""
         return replace(self.round.key, part=1 + owner)
 
     def _gathered(self, owner: int) -> Key:
-        """Of the mean that `owner` sends."""
+        """The key of the mean that `owner` sends."""
         return replace(self.round.key, sender=owner, part=1 + self.round.size + owner)

@@ -169,7 +169,7 @@ def co2(
     exchange: Exchange = Direct(),
     anchors: Literal["host", "device"] = "host",
 ) -> Strategy:
-    """CO2 (Sun et al., ICLR 2024): a round takes a whole period; old deltas are damped by how far the anchor has moved.
+    """CO2 (Sun et al., ICLR 2024): a round takes a whole period; old deltas are damped by the anchor's movement.
 
         Λ = 1 + gap·‖x_t − x_(t−1)‖ / ‖Δ‖,   Δ: the mean delta of the round before
         v ← clip(μ·v + Δ / Λ, ±φ),   x_(t+1) ← x_t − η·v,   θ_m ← x_(t+1)

@@ -110,9 +110,9 @@ def moshpit(
 
         x_i ← mean of θ_j over the row of replica i along axis k mod d,   θ_i ← x_i          d = ⌈log_side M⌉ rounds: the mean of all
 
-    *Differs*: a replica's place on the grid follows from its rank, so nobody has to find others; the group is fixed,
-    and a replica that dies ends the run. *No codec*: members of a group met others in the round before, so there is
-    nothing that all of them know and take differences to; what a codec loses of whole weights would be lost for good.
+    *Differs*: a replica's place on the grid follows from its rank, so no search for others is needed; the group is fixed,
+    and a replica that dies ends the run. *No codec*: the members of a group were in other groups in the round before, so
+    there is no common value to which they could send differences; and what a codec loses of whole weights is lost for good.
     *Wire*: about 8·N·(g−1)/g bytes every H steps from each replica in a group of g, for N parameters in fp32: each
     owns a share of the mean. At the end the mean of all.
 

@@ -60,7 +60,7 @@ OF_JOINERS: Options = (*_SERVER, ("grpc.max_receive_message_length", JOIN_NBYTES
 
 
 def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
-    """The hub's end, with the key that `own` gives at each handshake. With `members_only`, a client without a certificate of
+    """The hub's end, with the key that `own` gives at each handshake. With `members_only`, a peer without a certificate of
     the authority is refused there.
     """
 
