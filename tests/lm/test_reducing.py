@@ -9,10 +9,11 @@ from group_laws import TIMEOUT
 
 import thinwire as tw
 from thinwire.comm.secure import Hub, admit, join
+from thinwire.comm.secure.frames import with_reducer
 from thinwire.comm.with_hub import WithHub
 from thinwire.errors import LinkError
 from thinwire.exchange import SendContext, Star
-from thinwire.lm.reducing import average, joined, word_of
+from thinwire.lm.reducing import average, joined
 from thinwire.pieces.feedback import Feedback
 from thinwire.testing.exchanges import Went, deltas
 from thinwire.testing.toy import same_bits
@@ -48,7 +49,7 @@ def test_a_hub_averages_and_is_restarted(tmp_path):
             again.wait(TIMEOUT)
 
     def replica(name):
-        with join(token, name, 3, tmp_path / "keys", word_of(""), TIMEOUT) as group:
+        with join(token, name, 3, tmp_path / "keys", with_reducer(""), TIMEOUT) as group:
             assert group.names == ("bergen", "oslo", "reducer")
             return play(WithHub(group), Star("hub", Feedback()), x, between)
 

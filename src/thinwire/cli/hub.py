@@ -54,8 +54,6 @@ class Options:
     reduce: int | None = None
     """Average the packets of so many replicas here, whose run file has exchange = 'Star("hub")' (thinwire docs secure). Default: the hub passes
     packets on, and reads none."""
-    group: str = ""
-    """With --reduce: the word that its replicas give to thinwire join --group."""
     elastic: bool = False
     """Replicas may die, return and join late (thinwire docs elastic). Default: all replicas of the run file stay from begin to end."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
@@ -63,7 +61,8 @@ class Options:
     name: str | None = None
     """The one name that may join with the token."""
     group: tuple[str, ...] = ()
-    """The only runs that those who join with the token may join: names, as in thinwire join --group. Default: any run."""
+    """The only runs that replicas with the token may join: names, as in thinwire join --group. Default: any run. With --reduce: the one run
+    whose packets are averaged."""
     now: bool = False
     """With rotate: end the old authority even if some members have no certificate of the new one; they then need a new token."""
     json: bool = False
@@ -112,6 +111,10 @@ def _run(asked: Options, console: Console) -> int:
         raise ConfigurationError(
             f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
         )
+    if asked.reduce is not None and len(asked.group) > 1:
+        raise ConfigurationError(
+            f"--reduce with --group {' '.join(asked.group)}: one run is needed; leave the others out."
+        )
     if asked.reduce is not None and (asked.elastic or not 1 <= asked.reduce < MEMBERS):
         raise ConfigurationError(
             f"--reduce {asked.reduce}{' --elastic' * asked.elastic}: the number of replicas of a fixed group is needed, 1 to {MEMBERS - 1}."
@@ -156,7 +159,7 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
     from thinwire.lm.reducing import LOG, reducing
 
     say(f"it averages packets of {asked.reduce} replicas; what it does stands in {folder / LOG}")
-    return reducing(folder, asked.reduce, asked.group)
+    return reducing(folder, asked.reduce, *asked.group)
 
 
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from thinwire.catalogue.parsing import parse
 from thinwire.comm.secure import SecureGroup, invite, join
+from thinwire.comm.secure.frames import with_reducer
 from thinwire.comm.secure.invitations import opened_state
 from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.with_hub import WithHub
@@ -29,11 +30,6 @@ _PAUSE = 1.0  # seconds after a refusal
 _ORPHAN_SECONDS = 600.0  # for which it waits that a hub that was killed comes back
 
 
-def word_of(word: str) -> str:
-    """What all members of a group say that has a reducer, where they would say `word`: no other group takes them for its own."""
-    return f"{word} with a reducer"
-
-
 def joined(folder: Path, replicas: int, word: str) -> SecureGroup:
     """The next group of `replicas` replicas at the hub in `folder`, with this process as the last member. Raises `LinkError`."""
     with opened_state(folder) as state:
@@ -42,7 +38,7 @@ def joined(folder: Path, replicas: int, word: str) -> SecureGroup:
         listens, listens
     )  # the hub may not reach itself by the address that it tells others
     token = replace(invite(folder, seconds=600.0, name=REDUCER), host=own)
-    return join(str(token), REDUCER, replicas + 1, folder / KEYS, word_of(word), threading.TIMEOUT_MAX, place=1)
+    return join(str(token), REDUCER, replicas + 1, folder / KEYS, with_reducer(word), threading.TIMEOUT_MAX, place=1)
 
 
 def average(group: SecureGroup) -> str:

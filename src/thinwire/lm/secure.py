@@ -14,6 +14,7 @@ import torch
 
 from thinwire.comm import Group, parse_link
 from thinwire.comm.secure import Hub, SecureGroup, join
+from thinwire.comm.secure.frames import with_reducer
 from thinwire.comm.secure.keys import write_private
 from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.with_hub import WithHub
@@ -22,7 +23,7 @@ from thinwire.lm.launch import Stop, Tick, as_replica, run_processes, stopping, 
 from thinwire.lm.meeting import HUB, KEYS, TOKEN
 from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
-from thinwire.lm.reducing import reducing, word_of
+from thinwire.lm.reducing import reducing
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.pieces.own_files import shortened
 from thinwire.records.published import PublishedFolder
@@ -59,7 +60,7 @@ def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: fl
     if not run.needs_hub:
         group = join(token, name, size, keys, word, timeout, rate)
     else:
-        group = join(token, name, size + 1, keys, word_of(word), timeout, rate)
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate)
         if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
             group.close()
             raise LinkError(

@@ -89,6 +89,11 @@ def group_label(size: int, run: str) -> bytes:
     return hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
 
 
+def with_reducer(run: str) -> str:
+    """The name under which the members of a run meet if the hub averages their packets: no other group counts as theirs."""
+    return f"{run} with a reducer"
+
+
 def packed(kind: int, *fields: int | bytes) -> bytes:
     """The bytes of a frame of fixed size, without its header."""
     return _FIELDS[kind].pack(*fields)

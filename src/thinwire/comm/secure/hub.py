@@ -212,7 +212,13 @@ class Hub:
             frame = frames.opened(await first(context), 0, [frames.HELLO])
             process, label = frame.data(0), frame.data(1)
             if self._runs is None:  # in an elastic run a label has the name of a view, which its members alone are told
-                self._check_bound(name, lambda run: frames.group_label(frame.number(2), run) == label)
+                size = frame.number(2)
+                self._check_bound(
+                    name,
+                    lambda run: (
+                        label in (frames.group_label(size, run), frames.group_label(size, frames.with_reducer(run)))
+                    ),
+                )
             with self._connected(name, process, expires) as connection:
                 try:
                     self._groups.join(connection, GroupRequest(label, *map(frame.number, (2, 3, 4))))
