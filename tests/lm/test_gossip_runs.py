@@ -66,7 +66,7 @@ def test_a_run_is_resumed_bit_for_bit_and_saves_the_mean(tmp_path: Path, text: s
     assert {end["eval_of"] for end in ends} == {"mean"} and len({end["weights"] for end in ends}) == 1
 
     # A replica that is new would have no weights.
-    with pytest.raises(ConfigurationError, match="each replica has weights of its own"):
+    with pytest.raises(ConfigurationError, match="each replica has its own weights"):
         resize(small_run(text, replicas=2), whole, torch.nn.Linear(1, 1))
 
     # From the checkpoint in the middle, with a flight in the air, to the same bits.

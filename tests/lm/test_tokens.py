@@ -74,7 +74,7 @@ def test_refuses_what_cannot_work(tmp_path: Path) -> None:
         bytes_per_token(Bytes(), "")
     (tmp_path / "broken.json").write_text("{")
     for name in ("broken.json", "absent.json"):
-        with pytest.raises(DataError, match="train anew"):
+        with pytest.raises(DataError, match="train it again"):
             BPE.load(tmp_path / name)
     from tokenizers import Tokenizer, models
 

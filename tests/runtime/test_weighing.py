@@ -121,7 +121,7 @@ def test_numbers_that_are_none():
         counts = TokenCount(group, 0, said if group.rank else 3.0)
         if group.rank or said == 0.5:
             return counts.share()
-        with pytest.raises(PacketError, match="replica 1 says"):
+        with pytest.raises(PacketError, match="replica 1 sent"):
             counts.share()
         return math.nan
 

@@ -82,8 +82,8 @@ def test_fitted_rates_have_the_mean_rate_and_are_whole_shares():
     ("topology", "size", "said"),
     [
         (Listed(((0, 1), (2, 3))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
-        (Exponential(), 8, "edges that go both ways"),
-        (RandomPairs(), 8, "the same all the time"),
+        (Exponential(), 8, "edges in both directions"),
+        (RandomPairs(), 8, "the same edges in every round"),
     ],
     ids=["parts", "one way", "drawn"],
 )

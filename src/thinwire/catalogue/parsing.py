@@ -70,12 +70,7 @@ def parse(
                 raise ConfigurationError(f"{name!r} in {text!r} is not known{nearest(name, known)}; {instead}.")
             given = [value(argument) for argument in term.args]
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
-            signature = inspect.signature(names[name])
-            try:
-                signature.bind(*given, **keywords)
-            except TypeError as error:
-                takes = ", ".join(signature.parameters) or "no arguments"
-                raise ConfigurationError(f"{name} in {text!r}: {error}; it takes {takes}.") from None
+            _check_arguments(name, names[name], given, keywords, text)
             return names[name](*given, **keywords)
         if isinstance(term, ast.Tuple):
             return tuple(map(value, term.elts))
@@ -101,3 +96,18 @@ def parse(
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None
+
+
+def _check_arguments(
+    name: str, function: Callable[..., Any], given: list[Any], keywords: dict[str, Any], text: str
+) -> None:
+    """Raise `ConfigurationError` if `function` does not take these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a class that is written in C may have none
+        return
+    try:
+        signature.bind(*given, **keywords)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "no arguments"
+        raise ConfigurationError(f"{name} in {text!r}: {error}; it takes {takes}.") from None

@@ -180,6 +180,8 @@ class Pairing(Attached):
             x, ahead = self._mixing.met(x, one.exchange.get("ahead", x), own, other)
             if self._mixing.eta:
                 one.exchange = {"ahead": ahead}
+            if common:
+                common[peer].add_(own + other, alpha=0.5)
         one.load_into_parameters(x)  # x at the time of the meeting, whatever the peer sent
 
     def _key(self, meeting: PairEvent, sender: int) -> Key:

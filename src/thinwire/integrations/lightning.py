@@ -59,7 +59,7 @@ class ThinwireCallback(Callback):
         group: the replicas that exchange, or a `Membership`; None: torchrun's processes under gloo, or one replica alone.
         weights: what the trainer validates and saves: "anchors", on which all replicas agree, or the replica's "own".
         own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
-        keep_seconds: with a `Membership`: how long the end is kept for members that are missing; one of those who are there waits so long.
+        keep_seconds: with a `Membership`: the seconds for which one member stays at the end, to give missing members the final state.
         observer: called with each event, as that of `Replica`.
 
     Raises:

@@ -64,7 +64,7 @@ def attach(
         strategy: of all replicas.
         group: the ranks with this rank's number in all worlds.
         site: the ranks of this world, if torchtitan shards the model over them.
-        keep_seconds: with a `Membership`: how long the end is kept for members that are missing; one of those who are there waits so long.
+        keep_seconds: with a `Membership`: the seconds for which one member stays at the end, to give missing members the final state.
         observer: called with each event, as that of `Replica`.
 
     Raises:

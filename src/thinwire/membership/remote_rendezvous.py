@@ -125,7 +125,7 @@ class RemoteRendezvous(ABC):
             except LinkError as error:
                 self._lose()
                 self._retry(f"{self.where} has gone ({error})", 0.0)
-        until, pause = self.clock() + seconds, 0.5
+        until, pause = self.clock() + seconds, min(0.5, self._timeouts.heartbeat_interval)
         while True:
             try:
                 channel = self._channel()

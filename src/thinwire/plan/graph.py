@@ -61,7 +61,7 @@ def halving_seconds(links: Links, topology: Topology, nbytes: float, seed: int =
     >>> from thinwire.comm import Link
     >>> from thinwire.topology import Ring
     >>> round(halving_seconds(Links.uniform(Link(8e6), 8), Ring(), nbytes=1e6), 2)
-    6.39
+    6.38
     """
     size = len(links)
     numbers = range(topology.rounds(size) or 64)

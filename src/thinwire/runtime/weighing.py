@@ -34,7 +34,7 @@ def tokens_of_step(tokens: object) -> float:
 
 
 def cannot_weigh(strategy: Strategy) -> str:
-    """The part of `strategy` that cannot weigh deltas in a fixed group; else ""."""
+    """The part of `strategy` that cannot weigh deltas in a fixed group; "" if all of it can."""
     refused = {
         "Gradients(), whose replicas step together": isinstance(strategy.signal, Gradients),
         f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
