@@ -63,11 +63,7 @@ def parse(
         if isinstance(term, ast.Call) and isinstance(term.func, ast.Name):
             name = term.func.id
             if name not in names:
-                known = names if inside else offered or sorted(names)
-                instead = (
-                    "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
-                )
-                raise ConfigurationError(f"{name!r} in {text!r} is not known{nearest(name, known)}; {instead}.")
+                raise _unknown(name, text, names if inside else offered or sorted(names), inside)
             given = [value(argument) for argument in term.args]
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
             _check_arguments(name, names[name], given, keywords, text)
@@ -96,6 +92,11 @@ def parse(
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None
+
+
+def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> ConfigurationError:
+    instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
+    return ConfigurationError(f"{name!r} in {text!r} is not known{nearest(name, known)}; {instead}.")
 
 
 def _check_arguments(

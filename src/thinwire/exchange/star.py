@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, nested
 from thinwire.comm.emulated import Link
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, DisagreementError, PacketError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
@@ -131,7 +131,7 @@ class Star(Exchange):
                 mean = at_center.average(index, room, own)
                 packet, said = mean.packet, mean.flags
             else:
-                said = departure.down.receive(index, {center: round_.size})[center]
+                said = self._mean(departure, index, center)
                 packet = departure.down.packet(index, center)
             flags = [a | b for a, b in zip(flags, heard(packet, round_.size, center))]
             void |= bool(said & REFUSED)
@@ -141,6 +141,15 @@ class Star(Exchange):
         room.close()
         round_.close()
         return Arrival(tuple(flags), at_center.owner.after if at_center else {}, void)
+
+    def _mean(self, departure: _Departure, index: int, center: int) -> int:
+        """Wait for message `index` from the center; its flags. Raises `LinkError`, `PacketError`, `DisagreementError`."""
+        sender = departure.round.size  # of the mean, wherever the center is
+        try:
+            return departure.down.receive(index, {center: sender})[center]
+        except (PacketError, DisagreementError) as error:
+            name = "the hub" if self.needs_hub else f"replica {center}"
+            raise type(error)(str(error).replace(f"replica {sender}", name)) from None
 
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         return numel if rank == self.center else 0
