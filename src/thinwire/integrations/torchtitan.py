@@ -94,22 +94,29 @@ def attach(
     group.require({"torchtitan's training.steps": str(trainer.config.training.steps)})
     group.most_steps = group.most_steps or trainer.config.training.steps
     with meet(attached, _TIMEOUT) as replica:
-        if replica.step >= trainer.config.training.steps:  # torchtitan would load its checkpoint over the final weights
-            raise EndedError(
-                f"the run has ended at step {replica.step}, before this replica came. Copy the model from another."
-            )
-        follower = _Follower(trainer, replica)
-        states[STATE] = follower
-        print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
-        before = trainer.optimizers.register_step_pre_hook(follower.before_step)
-        after = trainer.optimizers.register_step_post_hook(follower.after_step)
-        try:
+        with _followed(trainer, replica) as follower:
+            states[STATE] = follower
+            print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
             yield replica
-        finally:
-            before.remove()
-            after.remove()
         replica.finish(keep_seconds)
         keep_to_the_end(group, keep_seconds)
+
+
+@contextmanager
+def _followed(trainer: Built, replica: Replica) -> Iterator[_Follower]:
+    """Within: the trainer's step and learning rates go where the replica's step jumps. Raises `EndedError`."""
+    if replica.step >= trainer.config.training.steps:  # torchtitan would load its checkpoint over the final weights
+        raise EndedError(
+            f"the run has ended at step {replica.step}, before this replica came. Copy the model from another."
+        )
+    follower = _Follower(trainer, replica)
+    before = trainer.optimizers.register_step_pre_hook(follower.before_step)
+    after = trainer.optimizers.register_step_post_hook(follower.after_step)
+    try:
+        yield follower
+    finally:
+        before.remove()
+        after.remove()
 
 
 class _Follower:
