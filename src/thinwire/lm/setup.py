@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from thinwire.catalogue.parsing import nearest
 from thinwire.errors import ConfigurationError
 from thinwire.lm.adapters import attach
 from thinwire.lm.export import stored_model
@@ -68,7 +69,7 @@ def _bare_model(
         return model
     if spec.model not in SIZES:
         raise ConfigurationError(
-            f"model={spec.model!r}: one of {', '.join(SIZES)}, RUN/model.safetensors or hf:NAME is needed."
+            f"model={spec.model!r}{nearest(spec.model, SIZES)}: one of {', '.join(SIZES)}, RUN/model.safetensors or hf:NAME is needed."
         )
     size = SIZES[spec.model]
     context = max(sequence, size.context)

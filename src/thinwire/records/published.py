@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -231,11 +230,9 @@ class Store:
 
 
 def _write(path: Path, data: bytes) -> None:
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    Path(draft).chmod(0o644)
-    Path(draft).replace(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(data)
+    draft.replace(path)
 
 
 def _hash(value: Any) -> str:
