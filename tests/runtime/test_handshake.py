@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
+from thinwire.runtime import handshake
+from thinwire.runtime.handshake import Finished, agree_on_resume, agree_on_weights, check_start, digest, introduce
+from thinwire.testing.toy import toy
 
 
 def test_all_begin_with_the_weights_of_replica_0():
@@ -28,5 +30,39 @@ def test_all_go_on_from_one_step_and_one_state():
             agree_on_resume(group, 5 + group.rank, bytes(16))
         with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 5 with other anchors"):
             agree_on_resume(group, 5, bytes([group.rank] * 16))
+
+    tw.run_threads(2, replica)
+
+
+def test_no_more_fragments_than_a_packet_can_name(monkeypatch):
+    monkeypatch.setattr(handshake, "MOST", 2)
+    fragments = tw.pieces.partition.BySize(3).fragments(toy())
+    (alone,) = tw.ThreadGroup.create(1)
+    introduce(alone, tw.diloco(), fragments[:2])
+    with pytest.raises(tw.ConfigurationError, match="1 replicas and 3 fragments: at most 2"):
+        introduce(alone, tw.diloco(), fragments)
+    alone.close()
+
+
+def test_weights_that_all_start_from_are_finite():
+    fragments = tw.pieces.partition.BySize(2).fragments(toy())
+    check_start(fragments, [torch.zeros(2), torch.ones(2)])
+    with pytest.raises(tw.ModelError, match=f"fragment '{fragments[1].name}' of replica 0 holds NaN"):
+        check_start(fragments, [torch.zeros(2), torch.tensor([0.0, torch.inf])])
+
+
+def test_a_peer_that_left_because_it_had_finished_is_named_with_its_step():
+    gone = [tw.LinkError("has left") for _ in range(3)]
+    gone[0].peer, gone[1].peer = 0, 1
+
+    def replica(group: tw.ThreadGroup) -> None:
+        finished = Finished(group)
+        if group.rank:
+            finished.tell(300)
+            return
+        error = finished.explained(gone[1], 301)
+        assert isinstance(error, tw.DisagreementError) and "replica 1 has finished after 300" in str(error)
+        assert finished.explained(gone[1], 300) is gone[1]  # it was needed no longer
+        assert finished.explained(gone[0], 301) is gone[0] and finished.explained(gone[2], 301) is gone[2]
 
     tw.run_threads(2, replica)
