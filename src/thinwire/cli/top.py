@@ -73,7 +73,7 @@ def _write(path: Path, picture: RenderableType, live: bool) -> None:
     sheet = Console(file=io.StringIO(), record=True, width=PAGE_WIDTH)
     sheet.print(picture)
     text = sheet.export_html(inline_styles=True)
-    refresh = '<meta http-equiv="refresh" content="2">' if live else ""
+    head = "<head><title>thinwire top</title>" + ('<meta http-equiv="refresh" content="2">' if live else "")
     draft = path.with_name(f".{path.name}.part")
-    draft.write_text(text.replace("<head>", f"<head>{refresh}", 1), encoding="utf-8")
+    draft.write_text(text.replace("<head>", head, 1), encoding="utf-8")
     draft.replace(path)

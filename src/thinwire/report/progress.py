@@ -196,7 +196,7 @@ class Progress:
             f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} {self._unit}/s",
             f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
-            f"sent {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
+            f"packets {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
             self._membership_line(),
             self._steps_line(),
             self._troubles(),

@@ -27,7 +27,7 @@ from thinwire.report.replica_progress import ReplicaProgress
 DIAGNOSED_SECONDS = 10.0  # between two diagnoses, which read all of the logs
 CLOCK_SECONDS = 0.1  # a smaller difference of clocks is not worth a line
 _COLUMNS = (
-    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused"),
+    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "packets", "link", "refused"),
     "checkpoint",
 )
 _LEFT = ("replica", "state", "in the air", "checkpoint")
