@@ -10,7 +10,6 @@ from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.comm.with_hub import WithHub
 from thinwire.exchange import SendContext, Star
-from thinwire.exchange import chunks as cutting
 from thinwire.exchange.chunks import cut, packets_nbytes
 from thinwire.exchange.reducer import Reducer
 from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG
@@ -18,16 +17,6 @@ from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.feedback import Feedback
 from thinwire.testing.exchanges import Went, deltas, rounds
 from thinwire.testing.toy import Plan, same_bits, travel
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Messages of 64 bytes and pieces of 8 elements, so that a toy is cut as a large model is."""
-    monkeypatch.setattr(cutting, "MESSAGE_NBYTES", 64)
-    monkeypatch.setattr(cutting, "PIECE_NUMEL", 8)
-    cutting._cut.cache_clear()
-    yield
-    cutting._cut.cache_clear()
 
 
 def at_a_hub(replica, size, most_nbytes=1 << 30):
