@@ -25,7 +25,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
 from thinwire.pieces.partition import is_sharded, local
-from thinwire.records.files import contents, opened, parsed, save_file
+from thinwire.records.files import contents, flush, opened, parsed, save_file
 from thinwire.version import __version__
 
 FORMAT = 3
@@ -99,7 +99,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         "groups": groups,
         "notes": dict(notes),
     }
-    return write(folder, manifest, [_apart(content) for content in contents], keep)
+    return write(folder, manifest, contents, keep)
 
 
 def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str, Tensor]], keep: int) -> Path:
@@ -115,11 +115,11 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
         manifest["files"] = {name: _fingerprint(partial / name) for name in _FILES}
         (partial / "manifest.json").write_text(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
         for name in (*_FILES, "manifest.json", "."):
-            _flush(partial / name)
+            flush(partial / name)
         if final.exists():
             final.rename(hidden(final, "replaced"))
         partial.rename(final)
-        _flush(folder)
+        flush(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)
         nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
@@ -149,7 +149,7 @@ def _make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        _flush(path.parent)
+        flush(path.parent)
 
 
 def _clear(folder: Path) -> None:
@@ -171,19 +171,6 @@ def _remedy(error: Exception, nbytes: int) -> str:
     if number is not None:
         return "That is not for want of space: see that the folder can be written, or choose another --out."
     return "That is not the disk's fault: this state cannot be written, and later ones may not be either; report it."
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors on the CPU, each with its own storage, because a file holds each separately."""
-    apart: dict[str, Tensor] = {}
-    storages = set()
-    for name, value in tensors.items():
-        alone = value.detach().cpu().contiguous()
-        if alone.untyped_storage().data_ptr() in storages:
-            alone = alone.clone()
-        storages.add(alone.untyped_storage().data_ptr())
-        apart[name] = alone
-    return apart
 
 
 def read(path: Path, hashes: bool = True) -> Checkpoint:
@@ -252,7 +239,8 @@ def newest_common(
         group: the replicas.
         site: the ranks of this replica, if it is sharded.
     """
-    found, skipped = _sound(folder)
+    skipped: list[dict[str, str]] = []
+    found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}
     common, held = set(found), []
     for who, circle in (("replica", group), ("shard", site)):
         if circle is not None:
@@ -285,25 +273,16 @@ def _held(steps: set[int]) -> str:
 def newest(folder: Path) -> tuple[Checkpoint | None, list[dict[str, str]]]:
     """The newest whole checkpoint of an elastic replica in `folder`, and the skipped ones, with reasons."""
     skipped: list[dict[str, str]] = []
-    for path in reversed(found_in(folder)):
-        try:
-            return read(path), skipped
-        except CheckpointError as error:
-            skipped.append({"path": str(path), "reason": str(error)})
-    return None, skipped
+    return next(_whole(reversed(found_in(folder)), skipped), None), skipped
 
 
-def _sound(folder: Path) -> tuple[dict[int, Checkpoint], list[dict[str, str]]]:
-    """Whole checkpoints by step, and the others."""
-    found: dict[int, Checkpoint] = {}
-    skipped = []
-    for path in found_in(folder):
+def _whole(paths: Iterable[Path], skipped: list[dict[str, str]]) -> Iterator[Checkpoint]:
+    """Those that are whole; the others are written to `skipped`."""
+    for path in paths:
         try:
-            checkpoint = read(path)
-            found[checkpoint.step] = checkpoint
+            yield read(path)
         except CheckpointError as error:
             skipped.append({"path": str(path), "reason": str(error)})
-    return found, skipped
 
 
 def set_aside_later(folder: Path, step: int) -> None:
@@ -347,17 +326,19 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
 
 def _random_states(model: nn.Module) -> dict[str, Tensor]:
     """What torch draws next, on the CPU and on this model's GPUs."""
-    gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    return {"random": torch.get_rng_state()} | {
-        f"random.{n}": torch.cuda.get_rng_state(gpu) for n, gpu in enumerate(gpus)
-    }
+    drawn = {f"random.{n}": torch.cuda.get_rng_state(gpu) for n, gpu in enumerate(_gpus(model))}
+    return {"random": torch.get_rng_state()} | drawn
 
 
 def _restore_random_states(model: nn.Module, states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["random"])
-    for n, gpu in enumerate(sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})):
+    for n, gpu in enumerate(_gpus(model)):
         if f"random.{n}" in states:  # else it was written on another kind of machine
             torch.cuda.set_rng_state(states[f"random.{n}"], gpu)
+
+
+def _gpus(model: nn.Module) -> list[int]:
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -414,12 +395,3 @@ def _fingerprint(path: Path) -> list[Any]:
 def _digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Make sure that `path` is on the disk, not only in the machine's memory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

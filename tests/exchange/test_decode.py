@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codecs import Identity
+from thinwire.codecs import Codec, Identity
+from thinwire.codecs.base import Said
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.decode import Decoder
@@ -17,15 +21,18 @@ from thinwire.pieces.products import inner_products
 from thinwire.pieces.robust import Median, TrimmedMean
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
+from thinwire.types import State
 
 NUMEL = 5
 VALUES = [torch.arange(1.0, 6.0), torch.arange(5.0, 0.0, -1.0), torch.tensor([9.0, -9.0, 2.0, 2.0, 0.5])]
 
 
-def decoder(group: tw.ThreadGroup, aggregate: Aggregate) -> Decoder:
-    round_ = Round(SendContext(group), Identity(), NUMEL, Key(), lambda begin, end: torch.zeros(end - begin))
-    round_.aggregate = aggregate
-    return Decoder(round_, Identity(), cut(Identity(), 0, NUMEL))
+def decoder(group: tw.ThreadGroup, aggregate: Aggregate, codec: Codec = Identity(), begin: int = 0) -> Decoder:
+    """Of the elements from `begin` on."""
+    key = Key(sender=group.rank)
+    round_ = Round(SendContext(group), codec, begin + NUMEL, key, lambda begin, end: torch.zeros(end - begin))
+    round_.aggregate, round_.remembered = aggregate, {"kept": torch.arange(begin + NUMEL + 9.0)}
+    return Decoder(round_, codec, cut(codec, begin, begin + NUMEL))
 
 
 def packet(values: Tensor) -> Tensor:
@@ -65,5 +72,64 @@ def test_products_are_of_all_ranges():
             room.measure(message.ranges[0], 0, packets, Key(), (0, 0, 0))
         torch.testing.assert_close(room.products, 2 * inner_products(torch.stack(VALUES)))
         room.close()
+
+    tw.run_threads(3, replica)
+
+
+class Noting(GeometricMedian):
+    """Notes what it is given, in `seen`."""
+
+    seen: ClassVar[list[object]] = []
+
+    def measured(self, values: Tensor, before: State, after: State) -> Tensor:
+        self.seen += [before["kept"].tolist(), after["kept"].numel()]
+        return values
+
+    def given(self, products: Tensor, key: Key) -> Aggregate:
+        self.seen.append(key)
+        return self
+
+
+def test_what_an_aggregate_is_given_of_a_range_in_the_middle():
+    """Values and state of these elements alone, and the key that is the same on all replicas."""
+    Noting.seen.clear()
+
+    def replica(group: tw.ThreadGroup) -> None:
+        if group.rank == 2:
+            room, (message,) = decoder(group, Noting(), begin=7), cut(Identity(), 7, 7 + NUMEL)
+            packets = {rank: packet(values) for rank, values in enumerate(VALUES)}
+            room.measure(message.ranges[0], 5, packets, Key(), (0, 0, 0))
+            room.choose(room.products)
+            assert Noting.seen == [[2.0, 3.0, 4.0, 5.0, 6.0], 5, Key(sender=0)]
+            median = decoder(group, Median(), begin=7).mean(message.ranges[0], packets, Key())
+            assert same_bits(median, torch.stack(VALUES).median(0).values)
+
+    tw.run_threads(3, replica)
+
+
+class Together(Identity):
+    """Decodes all packets together; the estimate is how much each counts, and its sender."""
+
+    joint = True
+
+    def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
+        return torch.tensor([10 * key.sender + count for _, key, count in packets])
+
+
+def test_a_joint_codec_is_told_how_much_each_packet_counts():
+    """It makes the estimate by itself, so there are no products for it."""
+
+    def replica(group: tw.ThreadGroup) -> None:
+        room, (message,) = decoder(group, GeometricMedian(), Together()), cut(Identity(), 0, 3)
+        packets = {rank: packet(values) for rank, values in enumerate(VALUES)}
+        assert room.mean(message.ranges[0], packets, Key()).tolist() == [1.0, 11.0, 21.0]
+        shares = {0: 0.5, 1: 0.25, 2: 0.75}
+        assert room.mean(message.ranges[0], packets, Key(), shares).tolist() == [0.5, 10.25, 20.75]
+        needing = [
+            decoder(group, rule, codec).needs_products
+            for rule in (GeometricMedian(), Median())
+            for codec in (Identity(), Together())
+        ]
+        assert needing == [True, False, False, False]
 
     tw.run_threads(3, replica)

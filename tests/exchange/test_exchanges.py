@@ -38,16 +38,6 @@ SOME = [(exchange, codec) for exchange, codec in FITTING if codec in KINDS]
 REST = [pytest.param(*pair, marks=pytest.mark.slow) for pair in FITTING if pair not in SOME]
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Messages of 64 bytes and pieces of 8 elements, so that a toy is cut as a large model is."""
-    monkeypatch.setattr(cutting, "MESSAGE_NBYTES", 64)
-    monkeypatch.setattr(cutting, "PIECE_NUMEL", 8)
-    cutting._cut.cache_clear()
-    yield
-    cutting._cut.cache_clear()
-
-
 @pytest.mark.parametrize(("exchange", "codec"), SOME + REST, ids=str)
 def test_all_agree_on_every_element(exchange, codec, small):
     laws.all_agree(exchange, codec)
@@ -194,16 +184,13 @@ def test_inside_a_site_is_counted_apart(small):
 
 
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
-def test_grain_changes_no_value(exchange, monkeypatch):
+def test_grain_changes_no_value(exchange, request):
     """A packet in one message or in many: the same values, the same payload, and so many headers."""
     codec, x = tw.codecs.E3M0(8), deltas(3, 1000)
     ((whole,), *_) = rounds(exchange, codec, x)
     assert exchange.nbytes_sent(codec, 1000, 3) < 6000
-    monkeypatch.setattr(cutting, "MESSAGE_NBYTES", 64)
-    monkeypatch.setattr(cutting, "PIECE_NUMEL", 8)
-    cutting._cut.cache_clear()
+    request.getfixturevalue("small")
     ((cut,), *_) = rounds(exchange, codec, x)
-    cutting._cut.cache_clear()
     assert same_bits(cut.estimate, whole.estimate) and same_bits(cut.sent, whole.sent)
 
 

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import thinwire as tw
 from thinwire.catalogue.parsing import parse
-from thinwire.comm import CountedGroup, Ledger
+from thinwire.comm import CountedGroup, Ledger, Link
 from thinwire.comm.with_hub import WithHub
-from thinwire.exchange import SendContext, Star
-from thinwire.exchange import chunks as cutting
-from thinwire.exchange.chunks import cut, packets_nbytes
-from thinwire.exchange.reducer import Reducer
-from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG
+from thinwire.exchange import Round, SendContext, Star, reducer
+from thinwire.exchange.chunks import PIECE_NUMEL, cut, packets_nbytes
+from thinwire.exchange.reducer import Declared, Reducer
+from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG, declare
 from thinwire.packet import HEADER_NBYTES
 from thinwire.pieces.feedback import Feedback
+from thinwire.rng import Key
 from thinwire.testing.exchanges import Went, deltas, rounds
 from thinwire.testing.toy import Plan, same_bits, travel
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Messages of 64 bytes and pieces of 8 elements, so that a toy is cut as a large model is."""
-    monkeypatch.setattr(cutting, "MESSAGE_NBYTES", 64)
-    monkeypatch.setattr(cutting, "PIECE_NUMEL", 8)
-    cutting._cut.cache_clear()
-    yield
-    cutting._cut.cache_clear()
-
-
 def at_a_hub(replica, size, most_nbytes=1 << 30):
-    """`replica(group)` of each, and last what the hub's `run` gave; all are threads."""
+    """`replica(group)` of each, and last the hub's rounds and how they ended; all are threads."""
 
     def member(group):
         seen = WithHub(group)
-        return Reducer(seen, parse, most_nbytes).run() if group.rank == size else replica(seen)
+        if group.rank < size:
+            return replica(seen)
+        hub = Reducer(seen, parse, most_nbytes)
+        end = hub.run()
+        return f"{hub.rounds} rounds; {end}"
 
     return tw.run_threads(size + 1, member, timeout=600.0)
 
@@ -62,7 +58,8 @@ def test_a_hub_says_what_a_replica_would(codec, feedback, small):
     plain = [
         tw.run_threads(3, lambda group, star=Star(center, feedback): replica(group, star), 600.0) for center in (0, 2)
     ]
-    *seen, _ = at_a_hub(lambda group: replica(group, Star("hub", feedback)), 3)
+    *seen, end = at_a_hub(lambda group: replica(group, Star("hub", feedback)), 3)
+    assert end.startswith("4 rounds; ")
     for number in range(4):
         for rank, went in enumerate(one[number] for one in seen):
             assert went.refused == (number == 1) and not went.state
@@ -145,6 +142,74 @@ def test_a_member_that_lies_is_named(change):
     with pytest.raises(tw.PacketError, match=r"replicas 0 and 1 declare|replica 1") as told:
         at_a_hub(replica, 2)
     assert "replica 0 sent" not in str(told.value)
+
+
+def test_what_a_star_predicts_and_keeps():
+    codec, link = tw.codecs.E3M0(4), Link(8e3, 0.5)
+    messages = cut(codec, 0, 100)
+    up, down, alone = packets_nbytes(messages), packets_nbytes(messages, marks=3), packets_nbytes(messages, marks=1)
+    star, hub = Star(1), Star("hub")
+    assert [star.nbytes_sent(codec, 100, 3, rank) for rank in (None, 0, 1, 2)] == [2 * down, up, 2 * down, up]
+    assert [star.owns(codec, 100, rank, 3) for rank in range(3)] == [0, 100, 0] and hub.owns(codec, 100, 1, 3) == 0
+    assert star.seconds(codec, 100, 3, link) == link.seconds(up) + link.seconds(2 * down)
+    assert hub.seconds(codec, 100, 3, link) == link.seconds(up) + link.seconds(3 * down)
+    assert hub.seconds(codec, 100, 1, link) == link.seconds(up) + link.seconds(alone)
+    assert Star().seconds(codec, 100, 1, link) == 0.0 == Star().nbytes_sent(codec, 100, 1)
+    assert not star.needs_fixed_group and "averages the packets" in hub.needs_fixed_group
+    assert "keeps what its center holds back" in Star(1, Feedback()).needs_fixed_group
+
+
+def test_a_fragment_stays_as_it_was_declared():
+    def replica(group):
+        context = SendContext(group)
+        context.declared[0] = {"codec": "Sign()"}, None
+        with pytest.raises(
+            tw.ConfigurationError, match=r"before \{'codec': 'Sign\(\)'\}; a hub needs fragments that stay"
+        ):
+            declare(Round(context, tw.codecs.E3M0(), 10, Key(), lambda begin, end: torch.zeros(end - begin)), None)
+        context.close(wait=True)
+
+    tw.run_threads(1, replica)
+
+
+@pytest.mark.parametrize(("name", "least"), [("numel", 0), ("seed", -(2**63)), ("fragment", 0), ("round", -(2**63))])
+def test_the_numbers_of_a_fragment(name, least):
+    told = {"codec": "E3M0()", "feedback": "None", "numel": 8, "seed": 3, "fragment": 1, "round": 2}
+    for number in (least, 2**63 - 1):
+        found = Declared.of(json.dumps(told | {name: number}).encode(), parse, 1)
+        numbers = (found.numel, found.key.seed, found.key.fragment, found.key.round)
+        assert numbers == tuple({"numel": 8, "seed": 3, "fragment": 1, "round": 2, name: number}.values())
+    for number in (least - 1, 2**63):
+        with pytest.raises(
+            tw.PacketError, match="replica 1 declared of a fragment cannot be read: numbers out of range"
+        ):
+            Declared.of(json.dumps(told | {name: number}).encode(), parse, 1)
+
+
+@pytest.mark.parametrize(("codec", "parts"), [(tw.codecs.E3M0(4), 1), (tw.codecs.TopK(0.1), 3)], ids=str)
+def test_what_a_hub_needs_for_a_fragment(codec, parts):
+    """Packets of two rounds, from all and to all; in fp32 two parts, the largest message, and with feedback two states."""
+    numel = 3 * PIECE_NUMEL
+    messages = cut(codec, 0, numel)
+    packets = 2 * 4 * packets_nbytes(messages, marks=3)
+    floats = 2 * parts * PIECE_NUMEL + max(message.numel for message in messages)
+    assert Declared(codec, None, numel, Key()).nbytes(3) == packets + 4 * floats
+    assert Declared(codec, Feedback(), numel, Key()).nbytes(3) == packets + 4 * (floats + 2 * numel)
+
+
+def test_a_fragment_is_declared_once(monkeypatch):
+    monkeypatch.setattr(reducer, "FRAGMENTS", 2)
+
+    def member(group):
+        hub = Reducer(group, parse)
+        for fragment in (0, 7):
+            hub._hear(0, b'{"fragment": %d}' % fragment)
+        for fragment in (0, 8):
+            with pytest.raises(tw.PacketError, match=f"replica 0 declared fragment {fragment} twice, or more than 2"):
+                hub._hear(0, b'{"fragment": %d}' % fragment)
+        hub._context.close(wait=True)
+
+    tw.run_threads(2, member)
 
 
 def test_what_a_hub_cannot_do():

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def joiner(token: str, name: str, folder: Path, *more: str) -> subprocess.Popen[
     )
 
 
+@contextmanager
+def ending(hub: HubProcess) -> Iterator[list[subprocess.Popen[str]]]:
+    """The hub, and the processes that the block puts into the list, end with it."""
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        hub.close()
+
+
 @pytest.mark.slow
 def test_the_commands(tmp_path, capsys):
     """`thinwire hub`, twice `thinwire join`; the hub is killed on the way; then one replica is, and all resume."""
@@ -99,10 +114,9 @@ def test_the_commands(tmp_path, capsys):
     assert main(arguments(carrier="threads", out=tmp_path / "threads", **steps)) == 0
     Run.of(**SMALL | steps).save(tmp_path / "run.toml")
     hub = HubProcess(tmp_path / "hub", "--run-file", str(tmp_path / "run.toml"))
-    processes: list[subprocess.Popen[str]] = []
-    try:
+    with ending(hub) as processes:
         token = str(hub.invite(2))
-        processes = [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
+        processes += [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
         reached(tmp_path / "oslo", 8, processes)
         hub.kill()
         hub.restart()
@@ -110,16 +124,10 @@ def test_the_commands(tmp_path, capsys):
         for process in processes:
             process.kill()
             process.communicate()
-        processes = [joiner(token, name, tmp_path, "--resume") for name in ("oslo", "bergen")]
+        processes[:] = [joiner(token, name, tmp_path, "--resume") for name in ("oslo", "bergen")]
         said = [process.communicate()[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], said
         assert "replica 1 of 2: bergen, oslo" in said[0] and re.search("status +finished", said[0])
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-        hub.close()
     model = (tmp_path / "threads/model.safetensors").read_bytes()
     assert {(tmp_path / name / "model.safetensors").read_bytes() for name in ("oslo", "bergen")} == {model}
 
@@ -132,21 +140,14 @@ def test_the_commands_with_a_hub_that_averages(tmp_path, capsys):
     run = Run.of(**SMALL | steps, carrier="secure", exchange="Star('hub', Feedback())")
     run.save(tmp_path / "run.toml")
     hub = HubProcess(tmp_path / "hub", "--run-file", str(tmp_path / "run.toml"), "--reduce", "2")
-    processes: list[subprocess.Popen[str]] = []
-    try:
+    with ending(hub) as processes:
         token = str(hub.invite(2))
-        processes = [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
-        reached(tmp_path / "oslo", 8)
+        processes += [joiner(token, name, tmp_path) for name in ("oslo", "bergen")]
+        reached(tmp_path / "oslo", 8, processes)
         hub.kill()
         hub.restart()
         said = [process.communicate()[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0], said
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-        hub.close()
     assert "averages for bergen, oslo" in (tmp_path / "hub/reducer.txt").read_text()
     model = (tmp_path / "threads/model.safetensors").read_bytes()
     assert {(tmp_path / name / "model.safetensors").read_bytes() for name in ("oslo", "bergen")} == {model}
@@ -265,16 +266,17 @@ def test_an_elastic_run_through_a_hub(tmp_path, capsys):
     job = str(tmp_path / "job.py")
     Run.of(steps=3000, every=4, delay=2, batch=2, checkpoint_every=5, replicas=3, job=job).save(tmp_path / "run.toml")
     hub = HubProcess(tmp_path / "hub", "--elastic")
-    names, processes = ["bergen", "lima", "oslo"], list[subprocess.Popen[str]]()
+    names = ["bergen", "lima", "oslo"]
 
-    def together(name: str, names: list[str], after: int = 0) -> None:
-        """Wait until a replica has held a round with just these, after so many."""
-        held = lambda: any(event["members"] == names for event in rounds_of(tmp_path / name)[after:])  # noqa: E731
-        until(held, f"a round of {', '.join(names)} at {name}", processes)
+    with ending(hub) as processes:
 
-    try:
+        def together(name: str, names: list[str], after: int = 0) -> None:
+            """Wait until a replica has held a round with just these, after so many."""
+            held = lambda: any(event["members"] == names for event in rounds_of(tmp_path / name)[after:])  # noqa: E731
+            until(held, f"a round of {', '.join(names)} at {name}", processes)
+
         token, run_file = str(hub.invite(3)), str(tmp_path / "run.toml")
-        processes = [joiner(token, name, tmp_path, run_file, "--group", "red") for name in names]
+        processes += [joiner(token, name, tmp_path, run_file, "--group", "red") for name in names]
         together("lima", names)
         assert main(["hub", "list", "--out", str(tmp_path / "hub")]) == 0
         assert "elastic run red: bergen, lima, oslo" in capsys.readouterr().out
@@ -293,12 +295,6 @@ def test_an_elastic_run_through_a_hub(tmp_path, capsys):
         said = [process.communicate()[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0], said
         assert "lima died at step" in said[1] and "lima is started again" in said[1]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-        hub.close()
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in names}) == 1
     for name, other in (("bergen", "oslo"), ("oslo", "bergen")):  # never killed
         summary = json.loads((tmp_path / name / "summary.json").read_text())

@@ -50,9 +50,9 @@ def test_what_is_written_is_looked_up_and_forgotten(monkeypatch):
     registry, a = MemberRegistry(), Requester("a", patient=False)
     assert ask(registry, a, "put", key="group/k", value="1") == {}
     assert ask(registry, a, "look", keys=["group/k"], seconds=0.0) == {"values": ["1"]}
-    assert ask(registry, a, "look", keys=["group/k", "m"], seconds=1.0) == {"values": None} and not registry._waits
+    assert ask(registry, a, "look", keys=["group/k", "m"], seconds=0.5) == {"values": None} and not registry._waits
     ask(registry, a, "forget", keys=["group/k", "m", 7])
-    assert ask(registry, a, "look", keys=["group/k"], seconds=0) == {"values": None}
+    assert ask(registry, a, "look", keys=["group/k"], seconds=0) == {"values": None} and a.waits == [0.5]
     assert "error" in ask(registry, a, "look", keys=["l", 7], seconds=0) and "error" in ask(registry, a, "dance")
     monkeypatch.setattr(shared_keys, "_MOST_OF_ONE", 9)
     assert "too large" in ask(registry, a, "put", key="group/k", value="123")["error"]
@@ -119,6 +119,28 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
         registry.hear(Requester("d"))
     with pytest.raises(PacketError, match="b speaks as an incarnation of a"):
         registry.hear(Requester("b", "a-2"))
+
+
+def test_a_caller_that_is_frozen_is_out_once_and_is_called_when_it_is_back(monkeypatch):
+    lines, now = list[str](), [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    registry, a, b = MemberRegistry(5.0, lines.append), Requester("a"), Requester("b")
+
+    async def play() -> dict[str, Any]:
+        registry.hear(b)  # does not call, so there is no view
+        call = asyncio.ensure_future(registry.answer(a, {"do": "call", "presence": "of a", "seconds": 1e9}))
+        await asyncio.sleep(0)
+        now[0] += 5.0
+        for _ in range(2):
+            registry.tick()
+        assert not registry.empty and await registry.answer(b, {"do": "here", "who": "a-1"}) == {"here": False}
+        assert await registry.answer(a, {"do": "beat"}) == {"heartbeat_timeout": 5.0}
+        registry.tick()
+        return await asyncio.wait_for(call, 600.0)
+
+    assert asyncio.run(play()) == {"present": [["a", "a-1", "of a"]]}
+    out = ["left: b (not heard for 5 s)", "left: a (not heard for 5 s)"]
+    assert sorted(lines[2:4]) == sorted(out) and lines[4:] == ["joined: a at at a"] and a.waits == [86_400.0]
 
 
 class Disk:

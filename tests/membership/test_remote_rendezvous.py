@@ -1,15 +1,17 @@
-"""A replica that looks for a server: how often, and for how long."""
+"""A replica and its server, without sockets and in a time of their own: how it looks for it, what it asks, and what it makes of answers."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from thinwire.comm.group import Group
-from thinwire.errors import LinkError
+from thinwire.errors import DisagreementError, LinkError
 from thinwire.membership.remote_rendezvous import RemoteRendezvous
-from thinwire.membership.store import RequestChannel
+from thinwire.membership.store import ChannelVoteStore, RequestChannel
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
 
@@ -42,6 +44,137 @@ class Lost(RemoteRendezvous):
 
     def reaches(self, other: Presence) -> bool:
         raise NotImplementedError
+
+
+class Line:
+    """A connection: what is asked, and the answers in turn; one that is an error is raised."""
+
+    heartbeat_timeout = 5.0
+
+    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
+        self.asked, self.answers, self.closed = list[tuple[str, dict[str, Any]]](), list(answers), 0
+
+    def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
+        self.asked.append((do, fields))
+        answer = self.answers.pop(0) if self.answers else {}
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Linked(Lost):
+    """Of a server to which these connections lead, one after another."""
+
+    def __init__(self, *lines: Line) -> None:
+        super().__init__()
+        self.lines, self.told = list(lines), list[tuple[str, float]]()
+        self._name, self._observe = "oslo", lambda kind, fields: self.told.append((fields["reason"], fields["seconds"]))
+
+    def _channel(self) -> RequestChannel:
+        self.looked.append(self.now)
+        return self.lines[len(self.looked) - 1]
+
+
+class Ticks(threading.Event):
+    """An event that is set after so many waits; it says how long they were."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.waits = count, list[float | None]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return len(self.waits) > self.count
+
+
+def test_heartbeats_go_on_over_another_connection_and_three_that_fail_are_told() -> None:
+    """After the first failure the next is tried at once; keys that are not used are deleted at most 256 at a time."""
+    gone, beat, forget = LinkError("gone"), ("beat", {}), "forget"
+    lines = [
+        Line({}, {}, {}, gone), Line({}, {}, DisagreementError("no")), Line(gone), Line(gone), Line(gone), Line(),
+    ]  # fmt: skip
+    replica = Linked(*lines)
+    replica._unused_keys = [str(number) for number in range(300)]
+    replica._left = ticks = Ticks(9)
+    replica._vote_store = ChannelVoteStore(lines[0], [])
+    replica._beat()
+    assert ticks.waits == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    kept = [fields["keys"] for line in lines for do, fields in line.asked if do == forget]
+    assert [len(keys) for keys in kept] == [256, 44] and {key for keys in kept for key in keys} == {
+        *map(str, range(300))
+    }
+    assert [do for do, _ in lines[0].asked] == ["beat", forget, "beat", forget]
+    assert [line.asked for line in lines[2:]] == [[beat]] * 3 + [[beat, ("leave", {})]]
+    assert replica.told == [("the hub does not hear this replica (gone)", 1.0)]
+    assert [line.closed for line in lines] == [0, 0, 0, 0, 0, 1]
+
+
+def test_no_heartbeat_before_the_server_was_found() -> None:
+    replica = Linked()
+    replica._left = Ticks(3)
+    replica._beat()
+    assert not replica.looked
+
+
+def test_a_call_hears_those_of_this_version_and_goes_on_at_a_server_that_is_back() -> None:
+    own, other = Presence("oslo", "oslo-1", 1), Presence("lima", "lima-1", 1)
+    odd = [["lima", "lima-2", other.to_json()], ["rome", "rome-1", "{}"]]
+    present = [["oslo", "oslo-1", own.to_json()], ["lima", "lima-1", other.to_json()], *odd]
+    lines = [
+        Line(LinkError("gone")),
+        Line({"present": present}, {}, {"present": present}, LinkError("gone")),
+        Line({"present": None}),
+    ]
+    replica = Linked(*lines)
+    for _ in range(2):
+        heard, store = replica.call(own, 300.0)
+        assert [one.to_json() for one in heard] == [own.to_json(), other.to_json()]
+        assert isinstance(store, ChannelVoteStore) and store.channel is lines[1]
+    assert lines[1].asked[0] == ("call", {"presence": own.to_json()}) and [do for do, _ in lines[1].asked] == [
+        "call",
+        "beat",
+        "call",
+    ]
+    assert replica.looked == [0.0, 2.0] and replica.now == 4.0  # a new server gets the time of two heartbeats
+    with pytest.raises(LinkError, match="no other replica called at the hub"):
+        replica.call(own, 300.0)
+    assert [line.closed for line in lines] == [1, 1, 0]
+    assert [seconds for _, seconds in replica.told] == [0.5, 0.0, 0.0, 0.0]
+    reasons = [
+        "the hub has gone (gone)",
+        "lima is not heard: it calls itself lima",
+        "rome is not heard: ",
+        "the hub has gone (gone)",
+    ]
+    assert all(told.startswith(reason) for (told, _), reason in zip(replica.told, reasons, strict=True))
+
+
+def test_a_call_ends_when_its_time_is_over_or_its_replica_has_left() -> None:
+    own, line = Presence("oslo", "oslo-1", 1), Line({"present": []})
+    replica = Linked(line)
+    with pytest.raises(LinkError, match="no other replica called"):
+        replica.call(own, 2.0)  # that a new server gets
+    assert not line.asked
+    replica._left.set()
+    with pytest.raises(LinkError, match="replica 'oslo' has left the hub"):
+        replica.call(own, 300.0)
+    assert not line.closed
+    replica.leave()
+    replica.leave()
+    assert line.closed == 1
+
+
+@pytest.mark.parametrize(("there", "told"), [(2.5, False), (10.0, False), (2.4, True), (10.1, True)])
+def test_a_server_with_another_timeout_is_told(there: float, told: bool) -> None:
+    replica = Linked()
+    replica._compare(there)
+    reason = (
+        f"the hub takes a replica for dead after {there:g} s, this run needs 5: start it with --heartbeat-timeout 5"
+    )
+    assert replica.told == ([(reason, 0.0)] if told else [])
 
 
 def test_a_server_that_is_back_is_found_within_a_heartbeat_interval() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.plan.graph import halving_seconds, round_seconds, within_budget
+from thinwire.plan.graph import graph_chart, halving_seconds, round_seconds, within_budget
 from thinwire.plan.links import Links
-from thinwire.topology import Complete, Listed, Ring, check_size
+from thinwire.topology import Complete, Listed, OnePeerExponential, RandomPairs, Ring, check_size, spectrum
 from thinwire.topology.base import reached
 
 
@@ -60,6 +60,38 @@ def test_a_round_takes_what_the_slowest_way_takes():
     slow = Links(("a", "b", "c"), alone | {(0, 1): Link(2e6, 0.3)})
     assert round_seconds(slow, ring, 1e6) == pytest.approx(4.3)
     assert round_seconds(slow, ring & False, 1e6) == 0
+
+    late = Links(("a", "b", "c"), alone | {(1, 0): Link(8e6, 0.4)})
+    heard = np.array([[0, 0, 0], [1, 0, 0], [1, 0, 0]], dtype=bool)
+    assert round_seconds(late, heard, 1e6) == pytest.approx(2.4)
+
+
+def test_of_a_topology_that_changes_the_mean_round_counts():
+    """Of pairs drawn anew each round is one second; of three rounds that reach all exactly, one over slow links takes four."""
+    links, pairs = Links.uniform(Link(8e6), 8), RandomPairs()
+    assert halving_seconds(links, pairs, 1e6) == pytest.approx(max(1.0, spectrum(pairs, 8).halving))
+    slow = Links(
+        links.names, {(a, b): Link(2e6 if abs(a - b) == 4 else 8e6) for a in range(8) for b in range(8) if a != b}
+    )
+    assert halving_seconds(slow, OnePeerExponential(), 1e6) == pytest.approx(2.0)
+
+
+def test_the_chart_has_each_edge_once_in_the_third_of_its_value():
+    """Four replicas on a circle, the first on top, clockwise; an edge that goes one way counts with its value."""
+    edges = np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=bool)
+    values = np.array([[0, 1.0, 2.0, 9.0], [1.0, 0, 0, 0], [9.0, 0, 0, 3.0], [0, 0, 0, 0]])
+    (view,) = graph_chart(edges, values, "meetings", ("oslo", "lima", "rome", "bern")).views
+    *lines, places = view.data
+    top, right, bottom, left = (0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)
+    found = [(tuple(zip(line["x"], line["y"])), line["name"], line["line"]["width"]) for line in lines]
+    assert found == [
+        ((top, right, (None, None)), "meetings up to 1", 1),
+        ((top, bottom, (None, None)), "meetings up to 2", 3),
+        ((bottom, left, (None, None)), "meetings up to 3", 5),
+    ]
+    assert list(zip(places["x"], places["y"])) == [top, right, bottom, left]
+    assert places["text"] == ["oslo", "lima", "rome", "bern"] and not places["showlegend"] and view.layout["showlegend"]
+    assert len({line["line"]["color"] for line in lines} | {places["marker"]["color"]}) == 4
 
 
 @pytest.mark.parametrize(

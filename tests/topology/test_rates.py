@@ -19,6 +19,7 @@ from thinwire.topology import (
     meeting_rates,
     resistances,
 )  # fmt: skip
+from thinwire.topology.rates import _Barrier
 
 
 def barbell(k):
@@ -67,6 +68,27 @@ def test_nothing_near_is_better():
             other = (other + other.T) / 2
             chi1, chi2 = resistances(other)
             assert other.sum() * np.sqrt(2 * chi1 * chi2) > best.sum() * (1 - 1e-6)
+
+
+def test_newtons_step_is_that_of_the_barrier():
+    """Its decrement and direction, from differences of the value alone: first of the value, then of these."""
+    topology, size, worth = barbell(3), 6, 0.1
+    ones, others = np.nonzero(np.triu(topology.edges(size)))
+    barrier = _Barrier.of(ones, others, size)
+    rates, bound = barrier._begin()
+    at = np.append(rates * np.linspace(1.0, 1.1, len(rates)), bound)
+
+    def slopes(function, h):
+        return np.array([(function(at + h * one) - function(at - h * one)) / (2 * h) for one in np.eye(len(at))])
+
+    def slope(point, h=1e-4):
+        value = lambda point: barrier._value(point[:-1], float(point[-1]), worth)  # noqa: E731
+        return np.array([(value(point + h * one) - value(point - h * one)) / (2 * h) for one in np.eye(len(point))])
+
+    expected = np.linalg.solve(slopes(slope, 1e-3), -slope(at))
+    step, decrement = barrier._newton(at[:-1], float(at[-1]), worth)
+    np.testing.assert_allclose(step, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+    assert decrement == pytest.approx(float(-slope(at) @ expected), rel=1e-3)
 
 
 def test_fitted_rates_have_the_mean_rate_and_are_whole_shares():

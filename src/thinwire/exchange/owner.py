@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from thinwire.codecs import Codec, nested
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.exchange.decode import Decoder
@@ -25,6 +26,19 @@ def check_owners(exchange: object, feedback: Feedback | None) -> None:
     if feedback and feedback.kappa:
         raise ConfigurationError(
             f"{name}(feedback={feedback}): kappa=0 is needed, because an owner keeps no reference; choose Feedback()."
+        )
+
+
+def check_means(exchange: object, codec: Codec) -> None:
+    """Raise `ConfigurationError` unless an owner can encode means of any part of a fragment in `codec`."""
+    if codec.needs_shapes:
+        raise ConfigurationError(
+            f"{exchange} with {codec}: a codec that can encode any part of a fragment is needed, this one needs the shapes "
+            "of whole tensors; choose AllReduce() for LowRank, otherwise Direct(), or a codec without shapes, such as Sign(block=512)."
+        )
+    if any(inner.samples for inner in nested(codec)):
+        raise ConfigurationError(
+            f"{exchange} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
         )
 
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, nested
+from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError, DisagreementError, PacketError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.owner import Owner, check_owners
+from thinwire.exchange.owner import Owner, check_means, check_owners
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard, tag_of
 from thinwire.packet import REFUSED
@@ -80,17 +80,7 @@ class Star(Exchange):
         return "keeps what its center holds back" if self.feedback else ""
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
-        if codec.needs_shapes:
-            raise ConfigurationError(
-                f"{self} with {codec}: a codec that needs no shapes is needed, for a mean belongs to no tensor; choose Direct(), "
-                "or a codec without shapes, such as Sign(block=512)."
-            )
-        if any(inner.samples for inner in nested(codec)):
-            raise ConfigurationError(
-                f"{self} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
-            )
-        if self.feedback:
-            self.feedback.check(codec)
+        check_means(self, codec)
 
     def check_beside(self, strategy: Any) -> None:
         if self.needs_hub and not (strategy.policy.constant and strategy.aggregate == Mean()):

@@ -10,13 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity, nested
+from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
-from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import CodedRange, Message, Signal, cut, packets_nbytes, shards
 from thinwire.exchange.decode import Decoder
-from thinwire.exchange.owner import Owner, check_owners
+from thinwire.exchange.owner import Owner, check_means, check_owners
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard
 from thinwire.packet import HEADER_NBYTES, REFUSED, payload
@@ -69,15 +68,7 @@ class TwoShot(Exchange):
         return "keeps what each owner holds back of its shard" if self.feedback else ""
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
-        if codec.needs_shapes:
-            raise ConfigurationError(
-                f"{self} with {codec}: a codec that can encode any part of a fragment is needed, this one needs the shapes "
-                "of whole tensors; choose AllReduce() for LowRank, otherwise Direct(), or a codec without shapes, such as Sign(block=512)."
-            )
-        if any(inner.samples for inner in nested(codec)):
-            raise ConfigurationError(
-                f"{self} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
-            )
+        check_means(self, codec)
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         return self.feedback.init(self.owns(codec, numel, rank, size)) if self.feedback else {}

@@ -188,7 +188,7 @@ class OwnJob(Job):
         path = folder / f"model{mark}.safetensors"
         draft = folder / f".model.{writer}.partial"
         try:
-            save_file({name: value.contiguous() for name, value in weights.items()}, draft, {"job": self._path.name})
+            save_file(weights, draft, {"job": self._path.name})
             draft.replace(path)
         except OSError as error:
             raise CheckpointError(

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.lm.checked import fits
 from thinwire.lm.data import Corpus
 from thinwire.lm.mixture import SEQUENCES, Mixture, cached_prior
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
-from thinwire.lm.settings import DataSpec, ModelSpec, fits
+from thinwire.lm.settings import DataSpec, ModelSpec
 from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.lm.tokens import Tokenizer

@@ -107,7 +107,7 @@ def store(
             else:
                 # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
                 said = {"thinwire": json.dumps(_description(spec, tokenizer, model))}
-                save_file({name: value.contiguous() for name, value in whole.items()}, draft / path.name, said)
+                save_file(whole, draft / path.name, said)
         if spec.lora:
             save_adapters(folder / f"adapter{mark}", model, weights, spec.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:

@@ -15,8 +15,9 @@ import tomli_w
 from thinwire.catalogue.parsing import nearest, parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
+from thinwire.lm.checked import fits
 from thinwire.lm.model import SIZES
-from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement, fits
+from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement
 from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart

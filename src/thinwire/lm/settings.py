@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal
 
 from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
 from thinwire.comm import parse_link
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
+from thinwire.lm.checked import Checked
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.own_files import shortened, taken_apart
@@ -34,32 +34,8 @@ OF_THE_RECIPE = (
 NAMED = RECIPES | METHODS | DECOUPLED | CODISTILL
 
 
-class _Part:
-    """Checks types and ranges when made. Raises `ConfigurationError` naming the setting."""
-
-    at_least_one: ClassVar[tuple[str, ...]] = ()
-    positive: ClassVar[tuple[str, ...]] = ()
-    not_negative: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if not fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        for name in self.at_least_one:
-            if given.get(name, 1) < 1:
-                raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
-        for name in self.positive:
-            if not 0 < given.get(name, 1) < math.inf:
-                raise ConfigurationError(f"{name}={given[name]}: more than 0 is needed.")
-        for name in self.not_negative:
-            if not 0 <= given.get(name, 0) < math.inf:
-                raise ConfigurationError(f"{name}={given[name]}: 0 or more is needed.")
-
-
 @dataclass(frozen=True, kw_only=True)
-class MethodSpec(_Part):
+class MethodSpec(Checked):
     """What the replicas exchange, and when."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("liars",)
@@ -196,7 +172,7 @@ class MethodSpec(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec(_Part):
+class DataSpec(Checked):
     """The text, its tokenizer, the size of an inner step, and the evaluation on held-out text."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("batch", "sequence", "accumulate", "eval_every", "eval_batches")
@@ -228,7 +204,7 @@ class DataSpec(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec(_Part):
+class ModelSpec(Checked):
     """The model that is trained.
 
     Raises:
@@ -276,7 +252,7 @@ class ModelSpec(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec(_Part):
+class OptimizerSpec(Checked):
     """Number of inner steps, optimizer and learning rate."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("steps",)
@@ -299,7 +275,7 @@ class OptimizerSpec(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(_Part):
+class Placement(Checked):
     """Number of replicas, how they run and reach each other, and checkpoints."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("replicas", "least", "keep")
@@ -390,16 +366,3 @@ def topology_of(text: str) -> Topology:
 def recipe_name(strategy: str) -> str:
     """A name as recipes are listed: without spaces around it, hyphens as underscores."""
     return strategy.strip().replace("-", "_")
-
-
-def fits(value: object, hint: Any) -> bool:
-    """Whether `value` has a field's type. A whole number is also a float; a bool is not a number."""
-    if isinstance(hint, types.UnionType) or (origin := get_origin(hint)) is Union:
-        return any(fits(value, one) for one in get_args(hint))
-    if origin is Literal:
-        return value in get_args(hint)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(fits(item, get_args(hint)[0]) for item in value)
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return False
-    return type(value) in ((int, float) if hint is float else (hint,))

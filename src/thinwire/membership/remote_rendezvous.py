@@ -79,9 +79,6 @@ class RemoteRendezvous(ABC):
             left = until - self.clock()
             if left <= 0:
                 break
-            if self._left.is_set():  # this replica left while it was looking for the server
-                self._lose()
-                raise LinkError(f"this replica has left {self.where}.")
             try:
                 present = vote_store.channel.ask("call", left, presence=text)["present"]
             except LinkError as error:

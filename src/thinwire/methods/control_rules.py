@@ -20,6 +20,14 @@ def check_unbiased(codec: Codec, method: str, instead: str) -> None:
         )
 
 
+def check_contractive(codec: Codec, method: str, instead: str) -> None:
+    """Raise `ConfigurationError` if `codec` samples; `instead` is the method for codecs that do."""
+    if any(c.samples for c in nested(codec)):
+        raise ConfigurationError(
+            f"{method} with {codec}: a contractive codec is needed, such as TopK; for RandomK use {instead}."
+        )
+
+
 @runtime_checkable
 class Rule(Protocol):
     """The vector that a sampled replica sends. If `controls` is false, c and the cᵢ stay zero."""
@@ -106,10 +114,7 @@ class Averaged:
             raise ConfigurationError(f"{self}: beta in (0, 1] is needed; 0.2 is usual.")
 
     def check(self, codec: Codec) -> None:
-        if any(c.samples for c in nested(codec)):
-            raise ConfigurationError(
-                f"{self} with {codec}: a contractive codec is needed, such as TopK; for RandomK use scallion."
-            )
+        check_contractive(codec, f"{self}", "scallion")
 
     def signal(self, a: Tensor, c: Tensor, own: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         v = (a + own - c).mul_(self.beta).add_(v if v.numel() else torch.zeros_like(a), alpha=1 - self.beta)

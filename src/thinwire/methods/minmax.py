@@ -28,12 +28,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity, RandomK, TopK, nested
+from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
 from thinwire.methods.base import Participant, nbytes_to_all, silent
-from thinwire.methods.control_rules import check_unbiased
+from thinwire.methods.control_rules import check_contractive, check_unbiased
 from thinwire.methods.saddle_points import Free, Operator, Prox
 from thinwire.packet import REFUSED, VERSION, Header, identity
 from thinwire.rng import Key, derive
@@ -136,10 +136,7 @@ class Masha2:
 
     def __post_init__(self) -> None:
         _check(self, self.step, self.refresh)
-        if any(isinstance(c, RandomK) and c.density < 1 for c in nested(self.codec)):
-            raise ConfigurationError(
-                f"Masha2 with {self.codec}: a contractive codec is needed, such as TopK; for RandomK use Masha1."
-            )
+        check_contractive(self.codec, "Masha2", "Masha1")
 
     def advance(self, at: Saddle) -> Next | None:
         p, step = self.refresh, self.step

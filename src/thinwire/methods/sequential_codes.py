@@ -117,7 +117,22 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class SelectiveRepeat:
+class _AgainstBursts:
+    replicas: int
+    burst: int
+    window: int
+    stragglers: int
+
+    def __post_init__(self) -> None:
+        self.pattern.check(self.replicas)
+
+    @property
+    def pattern(self) -> Bursty:
+        return Bursty(self.burst, self.window, self.stragglers)
+
+
+@dataclass(frozen=True)
+class SelectiveRepeat(_AgainstBursts):
     """SR-SGC: an (n, s)-gradient code with s = ⌈B·λ / (W − 1 + B)⌉, less than λ. If v > s results of a job are missing and it does not
     decode, v − s of these replicas compute it B rounds later, in place of the job that is then due. T = B, load (s + 1) / n.
 
@@ -135,13 +150,8 @@ class SelectiveRepeat:
     (12, 0.05078125)
     """
 
-    replicas: int
-    burst: int
-    window: int
-    stragglers: int
-
     def __post_init__(self) -> None:
-        self.pattern.check(self.replicas)
+        super().__post_init__()
         if (self.window - 1) % self.burst:
             raise ConfigurationError(
                 f"{self}: burst={self.burst} must divide window - 1 = {self.window - 1}; a window of "
@@ -151,10 +161,6 @@ class SelectiveRepeat:
             raise ConfigurationError(
                 f"{self}: {self._missing} of {self.replicas} results would be missing; at most {self.replicas - 1} may be."
             )
-
-    @property
-    def pattern(self) -> Bursty:
-        return Bursty(self.burst, self.window, self.stragglers)
 
     @property
     def _missing(self) -> int:
@@ -203,7 +209,7 @@ class SelectiveRepeat:
 
 
 @dataclass(frozen=True)
-class Multiplexed:
+class Multiplexed(_AgainstBursts):
     """M-SGC: most of a job is computed once, and again only where it failed; the rest is protected by (n, λ)-gradient codes.
 
     A job has (W − 1)·n chunks of x, each of one replica alone, and B·n chunks of y = x / (λ + 1), in B groups with a code each; all
@@ -224,18 +230,6 @@ class Multiplexed:
     >>> scheme.delay, round(float(scheme.load), 5)
     (1, 0.00754)
     """
-
-    replicas: int
-    burst: int
-    window: int
-    stragglers: int
-
-    def __post_init__(self) -> None:
-        self.pattern.check(self.replicas)
-
-    @property
-    def pattern(self) -> Bursty:
-        return Bursty(self.burst, self.window, self.stragglers)
 
     @property
     def _own(self) -> int:

@@ -54,10 +54,34 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """As safetensors' `save_file`, which gives a file that its owner alone may read, with the modes that any other file gets."""
+    """As safetensors' `save_file`, for tensors of any device and layout, which may share memory: a file holds each separately. The file, which
+    safetensors lets its owner alone read, has the modes that any other gets.
+    """
     from safetensors import torch as safetensors  # it loads torch, which `thinwire hub` does not need
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    safetensors.save_file(dict(tensors), path, dict(metadata) if metadata else None)
+    safetensors.save_file(_apart(tensors), path, dict(metadata) if metadata else None)
     path.chmod(mode)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors on the CPU, each with its own storage."""
+    apart: dict[str, Tensor] = {}
+    storages = set()
+    for name, value in tensors.items():
+        alone = value.detach().cpu().contiguous()
+        if alone.untyped_storage().data_ptr() in storages:
+            alone = alone.clone()
+        storages.add(alone.untyped_storage().data_ptr())
+        apart[name] = alone
+    return apart
+
+
+def flush(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, are on the disk, not only in the machine's memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

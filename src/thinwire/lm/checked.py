@@ -1,0 +1,47 @@
+"""Settings that check themselves: the type of each field, and the range of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from thinwire.errors import ConfigurationError
+
+
+class Checked:
+    """A dataclass that checks types and ranges when it is made. Raises `ConfigurationError` naming the setting."""
+
+    at_least_one: ClassVar[tuple[str, ...]] = ()
+    positive: ClassVar[tuple[str, ...]] = ()
+    not_negative: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if not fits(value := getattr(self, field.name), hints[field.name]):
+                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        for name in self.at_least_one:
+            if given.get(name, 1) < 1:
+                raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
+        for name in self.positive:
+            if not 0 < given.get(name, 1) < math.inf:
+                raise ConfigurationError(f"{name}={given[name]}: more than 0 is needed.")
+        for name in self.not_negative:
+            if not 0 <= given.get(name, 0) < math.inf:
+                raise ConfigurationError(f"{name}={given[name]}: 0 or more is needed.")
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether `value` has a field's type. A whole number is also a float; a bool is not a number."""
+    if isinstance(hint, types.UnionType) or (origin := get_origin(hint)) is Union:
+        return any(fits(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(item, get_args(hint)[0]) for item in value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return False
+    return type(value) in ((int, float) if hint is float else (hint,))

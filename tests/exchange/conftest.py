@@ -1,0 +1,17 @@
+"""What the tests of exchanges share."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.exchange import chunks
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Messages of 64 bytes and pieces of 8 elements, so that a toy is cut as a large model is."""
+    monkeypatch.setattr(chunks, "MESSAGE_NBYTES", 64)
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 8)
+    chunks._cut.cache_clear()
+    yield
+    chunks._cut.cache_clear()
