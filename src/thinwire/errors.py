@@ -9,7 +9,7 @@
     ├── PacketError                       bytes from a peer that are not the packet that was due
     ├── NonFiniteError                    NaN or infinity in a delta; refused before it reaches an anchor
     └── PeerError                         the fault lies between replicas
-        ├── DisagreementError             replicas differ in model, strategy or code version
+        ├── DisagreementError             replicas differ in model, strategy or protocols
         ├── EndedError                    the run has ended without this replica
         └── LinkError                     a peer is gone, or a message did not come in time
             └── UndecidedError            what the members of a view decided cannot be learnt
@@ -57,7 +57,7 @@ class PeerError(ThinwireError):
 
 
 class DisagreementError(PeerError):
-    """Replicas differ in model, strategy or code version."""
+    """Replicas differ in model or strategy, or speak no common protocol."""
 
 
 class EndedError(PeerError):

@@ -1,3 +1,50 @@
-"""The version of the code, which replicas compare and files carry."""
+"""The version of the code, and the range of protocols by which replicas know whether they can work together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
 
 __version__ = "0.1.0"
+_STATED = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9}) \(Thinwire ([A-Za-z0-9.+_-]{1,24})\)")
+
+
+@dataclass(frozen=True)
+class Protocols:
+    """The protocols that one release speaks: `newest`, and all down to `oldest`.
+
+    A protocol is what all replicas of a run must do alike: the formats of what they send, and the arithmetic that gives all the same
+    bits. Replicas of unlike releases train together if one protocol is in the ranges of all.
+
+    >>> before, after = Protocols(1, 1, "0.1.0"), Protocols(1, 2, "0.2.0")
+    >>> str(after), Protocols.parse(str(after)) == after, common([before, after]), common([before, Protocols(2, 2, "0.3.0")])
+    ('1 to 2 (Thinwire 0.2.0)', True, True, False)
+    """
+
+    oldest: int
+    newest: int
+    release: str
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest} (Thinwire {self.release})"
+
+    def __contains__(self, number: int) -> bool:
+        return self.oldest <= number <= self.newest
+
+    @classmethod
+    def parse(cls, text: str) -> Protocols | None:
+        """Read what another replica states; None if it cannot be read."""
+        match = _STATED.fullmatch(text)
+        return cls(int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def common(stated: Collection[Protocols | None]) -> bool:
+    """Whether one protocol is in all ranges. Two ranges at a time decide that: what overlaps in pairs has a number in common."""
+    known = [one for one in stated if one]
+    return len(known) == len(stated) and max(one.oldest for one in known) <= min(one.newest for one in known)
+
+
+# A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,
+# unless replicas of the release before read what it sends, and compute the same bits.
+PROTOCOLS = Protocols(oldest=1, newest=1, release=__version__)

@@ -12,6 +12,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES
 from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
+from thinwire.version import PROTOCOLS, Protocols
 
 CONFIGURATIONS = {
     "every=0": (
@@ -426,6 +427,9 @@ def test_models(model, optimizer, message):
 # ---- replicas that do not fit together
 
 
+OTHER = Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 1, "9.1.0")
+
+
 class Rewriting:
     """A replica of another version: the same words in its introduction, but for one."""
 
@@ -525,11 +529,10 @@ def test_another_order():
     ("old", "new", "message"),
     [
         (
-            f'"{tw.__version__}"'.encode(),
-            f'"9{tw.__version__[1:]}"'.encode(),
-            f"code version: 9{tw.__version__[1:]} there, {tw.__version__} on",
+            str(PROTOCOLS).encode(),
+            str(OTHER).encode(),
+            f"it speaks protocols {OTHER}, they {PROTOCOLS}",
         ),
-        (b'"wire format": 4', b'"wire format": 7', "wire format: 7 there, 4 on replica 0"),
         (b"{", b"[", "sent settings that cannot be read"),
     ],
 )

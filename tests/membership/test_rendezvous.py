@@ -23,8 +23,7 @@ from thinwire.membership.testing import SimulatedCluster
 from thinwire.membership.testing.cluster import Killed, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import JOIN
 from thinwire.membership.view import Presence
-from thinwire.packet import VERSION
-from thinwire.version import __version__
+from thinwire.version import PROTOCOLS
 
 PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 ROUNDS = 5
@@ -378,7 +377,7 @@ def test_two_replicas_with_one_name_are_told():
     assert sum(finished(log) for log in results.values()) == 3
 
 
-@pytest.mark.parametrize("what", ["code version", "wire format", "run", "model"])
+@pytest.mark.parametrize("what", ["protocols", "run", "model"])
 def test_another_run_or_version_is_refused_by_name(what):
     cluster = SimulatedCluster()
 
@@ -458,7 +457,7 @@ def test_one_that_holds_a_group_ends_a_newcomer_only_where_all_hold_a_secret(sec
 
 def test_one_whose_status_is_refused_is_left_out_and_named_once():
     cluster, told = SimulatedCluster(), []
-    facts = {"code version": __version__, "wire format": str(VERSION)}
+    facts = {"protocols": str(PROTOCOLS)}
 
     def check(status, name):
         if status["step"] > 9:

@@ -30,13 +30,13 @@ from thinwire.membership.channel import (
 from thinwire.membership.testing import SimulatedCluster
 from thinwire.membership.testing.cluster import ThreadRendezvous
 from thinwire.membership.view import Presence
-from thinwire.version import __version__
+from thinwire.version import Protocols
 
 SECRET = bytes(range(32))
 QUICK = Timeouts(heartbeat_interval=0.05, heartbeat_timeout=5.0, view=600.0)
 LIFE = "f" * 16
 LIMIT = 60.0  # ends a hang
-ELDER = Presence("aa", LIFE, 1, views=10**9, facts={"code version": "because I say so"})
+ELDER = Presence("aa", LIFE, 1, views=10**9, facts={"protocols": "because I say so"})
 
 
 @pytest.fixture(params=[SECRET, b""], ids=["secret", "open"])
@@ -267,7 +267,7 @@ def test_a_lighthouse_without_the_secret_is_not_believed(lit):
 def test_declared_seniority_ends_nobody_who_was_a_member(early, change):
     """In a time of its own: other facts, or another's name, from the beginning or later."""
     cluster = SimulatedCluster()
-    facts = {"code version": __version__, "wire format": "2"}
+    facts = {"protocols": str(Protocols(0, 10**9 - 1, "9.0"))}
 
     def run(name):
         membership = cluster.membership(name)

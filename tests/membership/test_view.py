@@ -61,6 +61,32 @@ def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing()
     assert judge(here, {}).left_out[0].reason == "run: y there, absent here"
 
 
+def test_the_members_speak_one_protocol_which_most_of_a_group_speak():
+    """Also seen by one that speaks several; a number that one alone claims to speak decides nothing."""
+
+    def of(name, oldest, newest, holds=""):
+        return present(
+            name, facts={"run": "x", "protocols": f"{oldest} to {newest} (Thinwire {newest}.0)"}, holds=holds
+        )
+
+    old, between, new, far = of("a", 5, 5), of("b", 5, 6), of("c", 6, 7), of("d", 0, 999_999_999)
+    here = [old, between, new, far]
+    assert [names(judge(here, one.facts)) for one in (old, between, new)] == [
+        ["a", "b", "d"],
+        ["a", "b", "d"],
+        ["b", "c", "d"],
+    ]
+    verdict = judge(here, between.facts)
+    said = "protocols: 6 to 7 (Thinwire 7.0) there, 5 to 6 (Thinwire 6.0) here; install one release on all, or one that speaks a protocol of each"
+    assert [(out.presence.name, out.reason, out.foreign) for out in verdict.left_out] == [("c", said, True)]
+    held = [old, of("b", 5, 6, "G"), of("c", 6, 7, "G"), of("e", 5, 5)]
+    assert names(judge(held, between.facts)) == ["b", "c"], "more of one group speak 6"
+    unread = present("u", facts={"run": "x", "protocols": "5 to six"})
+    assert names(judge([unread, old, between], old.facts)) == ["a", "b"] and names(
+        judge([unread, old], unread.facts)
+    ) == ["u"]
+
+
 def test_a_broken_link_costs_one_member():
     far = {"unreachable": ["incarnation-of-b"]}
     assert names(judge([present("a", **far), present("b"), present("c")])) == ["a", "c"]

@@ -7,8 +7,17 @@ import torch
 
 import thinwire as tw
 from thinwire.runtime import handshake
-from thinwire.runtime.handshake import Finished, agree_on_resume, agree_on_weights, check_start, digest, introduce
+from thinwire.runtime.handshake import (
+    Finished,
+    agree_on_resume,
+    agree_on_weights,
+    check_start,
+    compare_settings,
+    digest,
+    introduce,
+)
 from thinwire.testing.toy import toy
+from thinwire.version import Protocols
 
 
 def test_all_begin_with_the_weights_of_replica_0():
@@ -32,6 +41,25 @@ def test_all_go_on_from_one_step_and_one_state():
             agree_on_resume(group, 5, bytes([group.rank] * 16))
 
     tw.run_threads(2, replica)
+
+
+@pytest.mark.parametrize(("last", "served"), [(Protocols(3, 5, "0.4.0"), True), (Protocols(4, 5, "0.5.0"), False)])
+def test_releases_that_speak_one_protocol_train_together(last: Protocols, served: bool) -> None:
+    """Three of unlike releases: that each fits the one before it is not enough."""
+    ranges = [Protocols(2, 3, "0.2.0"), Protocols(2, 4, "0.3.0"), last]
+
+    def replica(group: tw.ThreadGroup) -> str:
+        try:
+            compare_settings(group, {"protocols": str(ranges[group.rank])})
+        except tw.DisagreementError as error:
+            return str(error)
+        return ""
+
+    for told in tw.run_threads(3, replica):
+        assert bool(told) != served
+        if not served:
+            assert "replica 2 does not fit the replicas before it: it speaks protocols 4 to 5 (Thinwire 0.5.0)" in told
+            assert "they 2 to 3 (Thinwire 0.2.0), 2 to 4 (Thinwire 0.3.0). Nothing was trained. Install one rel" in told
 
 
 def test_no_more_fragments_than_a_packet_can_name(monkeypatch):

@@ -24,6 +24,7 @@ from thinwire.comm.secure.proxy import CLOSING, STRANGERS
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
+from thinwire.version import PROTOCOLS, Protocols
 
 NBYTES = 1_500_000
 
@@ -114,7 +115,7 @@ def test_a_member_of_another_version(hub, audit, tmp_path):
     (one, other) = (admitted(hub.invite(), name, tmp_path) for name in ("bergen", "oslo"))
     with RawMember(hub.invite(), one) as first, RawMember(hub.invite(), other) as second:
         stream = first.control()
-        hello = frames.packed(frames.HELLO, first.process, first.group, 2, 0, first.wire)
+        hello = frames.packed(frames.HELLO, first.process, first.group, 2, 0, str(PROTOCOLS).encode())
         stream.raw(bytes([frames.HELLO, frames.VERSION + 1]) + frames.head(frames.HELLO, 0, 0)[2:] + hello)
         code, told = stream.refusal()
         assert code is grpc.StatusCode.INVALID_ARGUMENT and f"frames of version {frames.VERSION + 1}" in told
@@ -122,11 +123,14 @@ def test_a_member_of_another_version(hub, audit, tmp_path):
         audit.wait("refused frames of", "bergen.member.thinwire", "frames of version")
         first.hello(2)
         audit.wait("waits bergen")
-        second.wire += 1  # of packets, which the hub does not read
+        oldest, newest = PROTOCOLS.oldest, PROTOCOLS.newest
+        second.protocols = Protocols(newest + 1, newest + 3, "9.0")
         code, told = second.hello(2).refusal()
         assert code is grpc.StatusCode.PERMISSION_DENIED
-        assert f"oslo sends packets of version {second.wire}, bergen of version {first.wire}" in told
-        assert "Install the same Thinwire on both" in told
+        assert f"oslo speaks protocols {second.protocols}, bergen speaks {PROTOCOLS}" in told
+        assert "Install one release on both" in told
+        second.protocols = Protocols(oldest, newest + 3, "9.0")  # which reads what those before it send
+        assert welcomed(second.hello(2)).rank == 1
     run_secure(hub, 2, rounds, tmp_path / "keys", run="after")
 
 

@@ -138,6 +138,7 @@ class Toy:
         inner: Callable[[Toy, int], Tensor] | None = None,
         most_steps: int | None = None,
         reader: LeasedReader | None = None,
+        facts: dict[str, str] | None = None,
     ) -> None:
         self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
@@ -150,7 +151,7 @@ class Toy:
         ]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         times = Timeouts(grace=grace)
-        membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps)
+        membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps, facts=facts)
         self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
         self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
@@ -196,10 +197,19 @@ class Toy:
     def step(self, step: int) -> None:
         self.training.step = step
 
-    @torch.no_grad()
     def train(self, steps: int) -> Toy:
+        self.begin().train_until(steps)
+        self.elastic.finish(self.keep)
+        self.elastic.close()
+        return self
+
+    def begin(self) -> Toy:
         self.restore()
         self.elastic.join()
+        return self
+
+    @torch.no_grad()
+    def train_until(self, steps: int) -> None:
         while self.step < steps:
             with self.cluster.time:
                 self.cluster.wait(self.name, lambda: False, self.step_seconds)
@@ -213,9 +223,6 @@ class Toy:
             self.elastic.after_inner_step()
             if self.save_every and self.step % self.save_every == 0:
                 self.save()
-        self.elastic.finish(self.keep)
-        self.elastic.close()
-        return self
 
     def save(self) -> None:
         tensors = [

@@ -14,7 +14,7 @@ from thinwire.comm.secure import Token, frames
 from thinwire.comm.secure.channels import BULK, CONTROL, MEET
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.keys import HUB, Credentials
-from thinwire.packet import VERSION
+from thinwire.version import PROTOCOLS
 
 
 class RawStream:
@@ -56,7 +56,7 @@ class RawMember:
             ("grpc.enable_retries", 0),
         ]
         self.channel = grpc.secure_channel(f"{token.host}:{token.port}", credentials, options)
-        self.group, self.process, self.wire = group, os.urandom(16), VERSION
+        self.group, self.process, self.protocols = group, os.urandom(16), PROTOCOLS
         self._streams: list[RawStream] = []
 
     def control(self) -> RawStream:
@@ -72,7 +72,11 @@ class RawMember:
     def hello(self, size: int) -> RawStream:
         """A control stream with its first frame."""
         stream = self.control()
-        stream.put(frames.HELLO, 0, frames.packed(frames.HELLO, self.process, self.group, size, 0, self.wire))
+        stream.put(
+            frames.HELLO,
+            0,
+            frames.packed(frames.HELLO, self.process, self.group, size, 0, str(self.protocols).encode()),
+        )
         return stream
 
     def meet(self, run: str) -> RawStream:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,9 +32,20 @@ from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.shared_keys import NOTE
 from thinwire.membership.timeouts import Timeouts
-from thinwire.membership.view import LeftOut, Member, Observe, Presence, Verdict, View, difference, judge
-from thinwire.packet import VERSION
-from thinwire.version import __version__
+from thinwire.membership.view import (
+    SPEAKS,
+    LeftOut,
+    Member,
+    Observe,
+    Presence,
+    Verdict,
+    View,
+    difference,
+    fits,
+    judge,
+    settings,
+)
+from thinwire.version import PROTOCOLS
 
 CLOSED = "nobody keeps its final state"  # the note of an ended run whose final state is gone
 Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -90,7 +100,7 @@ class Membership:
     Args:
         rendezvous: where the replicas find each other: a lighthouse, a hub, or a simulated cluster.
         name: unique among the replicas; this replica keeps it over restarts.
-        facts: texts that must be equal on all members; the code version and the wire format are added.
+        facts: texts that must be equal on all members. The protocols of this release are added, which must overlap.
         least: number of members that a view needs, unless the status of one says that the run is `over`.
         secret: the same bytes on all replicas and at the lighthouse; empty: anybody is heard.
         run: the run that this replica's checkpoint is of; empty: it has none.
@@ -129,7 +139,7 @@ class Membership:
         self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
         self.most_steps = most_steps
         self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
-        self.facts = {"code version": __version__, "wire format": str(VERSION), **(facts or {})}
+        self.facts = {SPEAKS: str(PROTOCOLS), **(facts or {})}
         self._run = run
         self._rendezvous, self._wrap, self._observe, self._secret = rendezvous, wrap, observe, secret
         self._incarnation = secrets.token_hex(8)
@@ -192,7 +202,7 @@ class Membership:
             here = {p.incarnation for p in present}
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present, check)
-            alike = [p for p in present if p.facts == self.facts]
+            alike = [p for p in present if fits(p.facts, self.facts)]
             reason = self._obstacle(verdict, {incarnation for p in alike for incarnation in p.expects} - here)
             try:
                 reason = self._past_the_end(verdict, reason)
@@ -225,7 +235,7 @@ class Membership:
         return self._vote_store is not None and self._vote_store.all([self._end_of(*what)])
 
     def _end_of(self, *what: str) -> str:
-        said = json.dumps([sorted(self.facts.items()), what]).encode()
+        said = json.dumps([sorted(settings(self.facts).items()), what]).encode()
         return f"{NOTE}{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
     def _past_the_end(self, verdict: Verdict, reason: str) -> str:
@@ -271,7 +281,7 @@ class Membership:
         broken = []
         for presence in present:
             try:
-                if presence.facts == self.facts:
+                if fits(presence.facts, self.facts):
                     check(presence.status, presence.name)
             except PeerError as error:
                 broken.append(LeftOut(presence, str(error)))
@@ -282,21 +292,9 @@ class Membership:
         verdict = judge((p for p in present if p.incarnation not in out), self.facts)
         return replace(verdict, left_out=(*verdict.left_out, *broken))
 
-    def _others(self, verdict: Verdict) -> Presence | None:
-        """A replica with other facts, if such replicas hold a group or are in the majority, and no member with this replica's facts
-        holds a group. Without a secret two of them are needed, because one may be a stranger.
-        """
-        foreign = [out.presence for out in verdict.left_out if out.foreign]
-        if any(member.holds for member in verdict.members):
-            return None
-        held = Counter(presence.holds for presence in foreign if presence.holds)
-        alike = Counter(frozenset(presence.facts.items()) for presence in foreign)
-        enough, most = 1 if self._secret else 2, max(2, len(verdict.members) + 1)
-        return next((p for p in foreign if held[p.holds] >= enough or alike[frozenset(p.facts.items())] >= most), None)
-
     def _obstacle(self, verdict: Verdict, missing: Collection[str]) -> str:
         """Why this cannot be a view; "" if it can. Raises `DisagreementError` if it never can."""
-        if self._views == 0 and (other := self._others(verdict)):
+        if self._views == 0 and (other := verdict.replica_of_others(trusted=bool(self._secret))):
             self.close()
             raise DisagreementError(
                 f"replica {self.name!r} cannot take part: {difference(self.facts, other.facts, f'at {other.name!r}')}. "

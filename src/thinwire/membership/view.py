@@ -19,8 +19,10 @@ from thinwire.membership.channel import (
 )
 from thinwire.membership.channel import NAME
 from thinwire.membership.commit import Electorate, VoteStore, ballot, carry_out, keys_of, view_id
+from thinwire.version import Protocols, common
 
 Observe = Callable[[str, Mapping[str, Any]], None]
+SPEAKS = "protocols"  # the fact that need not be equal: that ranges overlap is enough
 _MOST = 1 << 53  # most calls and views
 
 
@@ -30,8 +32,8 @@ class Presence:
 
     `incarnation` is random and new at every start, so that a restarted replica differs from the one that died. `calls` counts its
     calls in this incarnation, and `views` the views of which it was a member. `holds` names its present group; "" is none. `facts` must
-    be equal on all members; the caller sets `status`. `unreachable` are the incarnations that it cannot reach, and `expects` those
-    that it waits for; `address` is its address.
+    be equal on all members, but protocols need only overlap; the caller sets `status`. `unreachable` are the incarnations that it
+    cannot reach, and `expects` those that it waits for; `address` is its address.
     """
 
     name: str
@@ -118,20 +120,40 @@ class Verdict:
         """The unique name of this view."""
         return view_id(self.electorate)
 
+    def replica_of_others(self, trusted: bool) -> Presence | None:
+        """A replica with other facts, if such replicas hold a group or are in the majority, and no member holds a group. A group that fits
+        some replicas of it alone is the others', too. Without `trusted` two of them are needed, and more than such members: one may be a
+        stranger.
+        """
+        foreign = [out.presence for out in self.left_out if out.foreign]
+        theirs = Counter(presence.holds for presence in foreign if presence.holds)
+        held = Counter(member.holds for member in self.members if member.holds)
+        enough = {group: 1 if trusted else max(2, held[group] + 1) for group in (*held, *theirs)}
+        if any(theirs[group] < enough[group] for group in held):
+            return None
+        most = max(2, len(self.members) + 1)
+        alike = {p.incarnation: sum(fits(p.facts, other.facts) for other in foreign) for p in foreign}
+        return next(
+            (p for p in foreign if (p.holds and theirs[p.holds] >= enough[p.holds]) or alike[p.incarnation] >= most),
+            None,
+        )
+
 
 def judge(present: Iterable[Presence], facts: Mapping[str, str]) -> Verdict:
     """Select the members from the presences, as a replica with these `facts` does. The verdict is the same on all replicas with the same
     facts, in any order of `present`.
 
-    Members must have the same facts. If two replicas have one name, the elder stays: the one that reports more views in
+    Members must have the same facts, and speak one protocol: of those in the range of `facts`, the one that most replicas of one group
+    speak, then most of all, then the oldest. If two replicas have one name, the elder stays: the one that reports more views in
     this incarnation. If two cannot reach each other, the one with fewer broken links stays, then the elder.
     """
     eldest_first = sorted(present, key=lambda p: (-p.views, p.name, p.incarnation))
+    spoken = _spoken([p for p in eldest_first if fits(p.facts, facts)], facts)
     left_out: list[LeftOut] = []
     members: list[Presence] = []
     for presence in eldest_first:
         same = next((other for other in members if other.name == presence.name), None)
-        if presence.facts != facts:
+        if not fits(presence.facts, facts) or not _speaks(presence, spoken):
             left_out.append(LeftOut(presence, difference(presence.facts, facts), foreign=True))
         elif same is not None:
             left_out.append(LeftOut(presence, f"{_the_other(same)} has the name {same.name!r}"))
@@ -157,10 +179,38 @@ def _broken_links(members: Sequence[Presence]) -> set[frozenset[str]]:
     }
 
 
+def settings(facts: Mapping[str, str]) -> dict[str, str]:
+    """The facts that must be equal."""
+    return {name: text for name, text in facts.items() if name != SPEAKS}
+
+
+def fits(there: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Whether replicas with these facts can be members of one view: settings are equal, and protocols overlap."""
+    stated = there.get(SPEAKS, ""), here.get(SPEAKS, "")
+    return settings(there) == settings(here) and (stated[0] == stated[1] or common([*map(Protocols.parse, stated)]))
+
+
+def _spoken(alike: Sequence[Presence], facts: Mapping[str, str]) -> int | None:
+    """The protocol of the members; None if these `facts` state none."""
+    own = Protocols.parse(facts.get(SPEAKS, ""))
+
+    def support(number: int) -> tuple[int, int, int]:
+        there = [p for p in alike if _speaks(p, number)]
+        return max(Counter(p.holds for p in there if p.holds).values(), default=0), len(there), -number
+
+    return max(range(own.oldest, own.newest + 1), key=support) if own else None
+
+
+def _speaks(presence: Presence, number: int | None) -> bool:
+    stated = Protocols.parse(presence.facts.get(SPEAKS, ""))
+    return number is None or (stated is not None and number in stated)
+
+
 def difference(there: Mapping[str, str], here: Mapping[str, str], where: str = "here") -> str:
-    """The first fact that differs, with both values."""
-    name = next(n for n in [*here, *there] if here.get(n) != there.get(n))
-    return f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} {where}"
+    """The first fact that differs, with both values; protocols last, with what to do."""
+    names = [n for n in [*settings(here), *settings(there), SPEAKS] if here.get(n) != there.get(n)]
+    said = f"{names[0]}: {there.get(names[0], 'absent')} there, {here.get(names[0], 'absent')} {where}"
+    return said if names[0] != SPEAKS else f"{said}; install one release on all, or one that speaks a protocol of each"
 
 
 def _the_other(presence: Presence) -> str:

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import TAGS, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
-from thinwire.packet import HEADER_NBYTES, STOP, VERSION, Header, empty_packet, open_packet, payload, seal
+from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, open_packet, payload, seal
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
 from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.module_state import exported
 from thinwire.types import Observer
-from thinwire.version import __version__
 
 TAG = TAGS >> 1  # the same for all messages: those of a pair of replicas are matched in the order of posting
 
@@ -243,7 +242,7 @@ class Attached(Participant):
     def introduce(self, facts: Mapping[str, Any]) -> None:
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
-        common = {"code version": __version__, "wire format": VERSION, "strategy": repr(self.strategy)}
+        common = {"strategy": repr(self.strategy)}
         compare_settings(
             self.group,
             common | {f"model, {name}": text for name, text in tensors.items()} | digests(self.strategy) | dict(facts),

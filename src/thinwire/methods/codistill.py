@@ -33,7 +33,6 @@ from thinwire.methods.predictions import (
 from thinwire.packet import (
     REFUSED,
     STOP,
-    VERSION,
     Header,
     empty_packet,
     flags_of,
@@ -47,7 +46,6 @@ from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.own_files import digests
 from thinwire.runtime.handshake import agree_on_resume, compare_settings, digest
 from thinwire.types import Observer
-from thinwire.version import __version__
 
 BYTES = 256  # size of the default tokenizer's vocabulary
 
@@ -204,7 +202,7 @@ class Talking(Attached):
         self._learned = self._finished = False
         compare_settings(
             group,
-            {"code version": __version__, "wire format": VERSION, "strategy": repr(method), "vocabulary": vocabulary}
+            {"strategy": repr(method), "vocabulary": vocabulary}
             | {"text of the probe set": digest([targets]).hex()}
             | digests(method),
         )

@@ -35,11 +35,10 @@ from thinwire.errors import CheckpointError, ConfigurationError, DisagreementErr
 from thinwire.methods.base import Participant, nbytes_to_all, silent
 from thinwire.methods.control_rules import check_contractive, check_unbiased
 from thinwire.methods.saddle_points import Free, Operator, Prox
-from thinwire.packet import REFUSED, VERSION, Header, identity
+from thinwire.packet import REFUSED, Header, identity
 from thinwire.rng import Key, derive
 from thinwire.runtime.handshake import agree_on_start, compare_settings, digest
 from thinwire.types import Observer
-from thinwire.version import __version__
 
 
 class Next(NamedTuple):
@@ -326,8 +325,8 @@ class Saddle(Participant):
         Raises `DisagreementError` if replicas continued separately, `NonFiniteError` if F(w) is not finite.
         """
         self.group, self.names = group, self._checked(names, group)
-        facts = {"code version": __version__, "wire format": VERSION, "method": repr(self.method)}
-        compare_settings(group, facts | {"numbers in z": self.z.numel(), "names": list(self.names)})
+        facts = {"method": repr(self.method), "numbers in z": self.z.numel(), "names": list(self.names)}
+        compare_settings(group, facts)
         told = self._told()
         ahead = max(step for step, _ in told)
         if ahead == 0 and agree_on_start(group, [self.z]):

@@ -14,19 +14,20 @@ from torch import Tensor
 
 from thinwire.comm.group import FINISH, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
-from thinwire.packet import MOST, VERSION, other_steps
+from thinwire.packet import MOST, other_steps
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
-from thinwire.version import __version__
+from thinwire.version import PROTOCOLS, Protocols, common
 
+_SPEAKS = "protocols"
 _LIMIT = 1 << 24  # bytes of one replica's introduction, enough for the names of a million tensors
 
 
 def introduce(
     group: Group, strategy: Strategy, fragments: Sequence[Fragment], more: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Compare code version, strategy, model and the facts in `more` with every other replica: about 60 bytes a tensor, once. Raises like
+    """Compare protocols, strategy, model and the facts in `more` with every other replica: about 60 bytes a tensor, once. Raises like
     `compare_settings`."""
     if max(group.size, len(fragments)) > MOST:
         raise ConfigurationError(
@@ -35,7 +36,7 @@ def introduce(
     tensors = _tensors(fragments)
     compare_settings(
         group,
-        {"code version": __version__, "wire format": VERSION, "strategy": repr(strategy)}
+        {"strategy": repr(strategy)}
         | {f"model, {name}": text for name, text in tensors.items()}
         | {"model, order of tensors": list(tensors)}
         | digests(strategy)
@@ -61,17 +62,25 @@ def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:
 
 
 def compare_settings(group: Group, facts: Mapping[str, Any]) -> None:
-    """Compare `facts` (JSON) with every other replica's.
+    """Compare `facts` (JSON) with every other replica's, and the protocols of this release: one must be in the ranges of all.
 
     Raises `DisagreementError` on every replica; it names the first replica that differs from replica 0, the setting, and both values.
     """
-    introductions = gather(group, json.dumps(facts).encode(), _LIMIT, "introduction")
+    told = json.dumps({_SPEAKS: str(PROTOCOLS), **facts}).encode()
+    introductions = gather(group, told, _LIMIT, "introduction")
     first: dict[str, Any] = {}
+    texts: list[str] = []
     for rank, text in enumerate(introductions):
         try:
             other = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError):
             raise DisagreementError(f"replica {rank} sent settings that cannot be read. Nothing was trained.") from None
+        texts = [*texts, str(other.pop(_SPEAKS, "none"))]
+        if not common([*map(Protocols.parse, texts)]):
+            raise DisagreementError(
+                f"replica {rank} does not fit the replicas before it: it speaks protocols {texts[rank]}, they {', '.join(texts[:rank])}. Nothing "
+                "was trained. Install one release on all, or one that speaks a protocol of each."
+            )
         first = first or other
         for name in [*first, *other]:
             if first.get(name) != other.get(name):

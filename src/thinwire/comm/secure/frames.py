@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import PacketError
 
-VERSION = 3
+VERSION = 4
 CHUNK_NBYTES = 1 << 17
 SMALL_NBYTES = 1 << 13  # a message up to this size travels with control
 MEMBERS = 64  # of one group
@@ -42,7 +42,7 @@ REASONS = {
 
 HEADER = struct.Struct("<BBHQ")
 _FIELDS = {
-    HELLO: struct.Struct("<16s32sHHH"),  # of this process; of the group's label; members; see `grouping.GroupRequest`
+    HELLO: struct.Struct("<16s32sHH64s"),  # of this process; of the group's label; members; see `grouping.GroupRequest`
     BACK: struct.Struct("<Q"),  # the member's connection
     AWAY: struct.Struct("<"),
     GONE: struct.Struct("<B"),  # why

@@ -9,7 +9,8 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.relay import Connection, Relay, natural
 from thinwire.comm.secure.state import Grouped, HubState
-from thinwire.errors import LinkError
+from thinwire.errors import LinkError, PacketError
+from thinwire.version import Protocols, common
 
 
 class GroupRequest(NamedTuple):
@@ -18,7 +19,15 @@ class GroupRequest(NamedTuple):
     label: bytes
     size: int
     place: int
-    wire: int  # version of the packets that it sends to the others
+    protocols: Protocols  # that it speaks with the others
+
+    @classmethod
+    def read(cls, frame: frames.Frame) -> GroupRequest:
+        """The request in a HELLO. Raises `PacketError`."""
+        protocols = Protocols.parse(frame.data(4).rstrip(b"\0").decode("ascii", "replace"))
+        if protocols is None:
+            raise PacketError("protocols that cannot be read")
+        return cls(frame.data(1), frame.number(2), frame.number(3), protocols)
 
 
 class HubGroups:
@@ -47,10 +56,10 @@ class HubGroups:
         for other, (_, theirs) in waiting.items():
             if theirs.size != request.size:
                 raise LinkError(f"{name} expects a group of {request.size}, others of this run one of {theirs.size}")
-            if theirs.wire != request.wire:
+            if not common([theirs.protocols, request.protocols]):
                 raise LinkError(
-                    f"{name} sends packets of version {request.wire}, {other} of version {theirs.wire}. Install the same "
-                    "Thinwire on both, and start them again"
+                    f"{name} speaks protocols {request.protocols}, {other} speaks {theirs.protocols}. Install one release on both, or one "
+                    "that speaks a protocol of each, and start them again"
                 )
         waiting = self._waiting.setdefault(request.label, waiting)
         waiting[name] = connection, request

@@ -221,7 +221,7 @@ class Hub:
                 )
             with self._connected(name, process, expires) as connection:
                 try:
-                    self._groups.join(connection, GroupRequest(label, *map(frame.number, (2, 3, 4))))
+                    self._groups.join(connection, GroupRequest.read(frame))
                     await self._serve(context, connection, connection.control, self._said(connection))
                 finally:
                     self._groups.leave(connection, label)

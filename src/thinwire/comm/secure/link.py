@@ -24,7 +24,7 @@ from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
 from thinwire.errors import LinkError, PacketError
-from thinwire.packet import VERSION
+from thinwire.version import PROTOCOLS
 
 CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; where the run does not say
@@ -52,7 +52,9 @@ class HubLink:
     ) -> None:  # fmt: skip
         self._advice = advice
         self._enrolment, self._size, self._rate, self._silent = enrolment, size, bits_per_second, silent
-        self._hello = frames.packed(frames.HELLO, process or os.urandom(16), label, size, place, VERSION)
+        self._hello = frames.packed(
+            frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
+        )
         self._place: Welcome | None = None
         self._placed: Future[Welcome] = Future()
         self._task: asyncio.Task[None] | None = None

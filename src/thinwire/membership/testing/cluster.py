@@ -341,7 +341,8 @@ class ThreadRendezvous:
 
     def reaches(self, other: Presence) -> bool:
         with self._cluster.time:
-            return self._cluster.answers(self._name, _thread(other))
+            here = self._cluster.lighthouse.incarnation_of(_thread(other))
+            return here == other.incarnation and self._cluster.answers(self._name, _thread(other))
 
     def leave(self) -> None:
         with self._cluster.time:

@@ -59,6 +59,10 @@ class SimulatedLighthouse:
         self._names[name] = incarnation
         self._silent.pop(incarnation, None)
 
+    def incarnation_of(self, name: str) -> str:
+        """The present life of `name`; "" if it has left."""
+        return self._names.get(name, "")
+
     def hear_again(self) -> None:
         """Receive a heartbeat of every live replica that is not frozen."""
         for name, incarnation in self._names.items():

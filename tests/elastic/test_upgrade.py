@@ -1,0 +1,72 @@
+"""Replicas of unlike releases in one run: served where they speak one protocol, refused by name where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_toy import Book, Toy, agree, one_thread
+from reading_toy import STEP, NotingReader, book, check, inner
+
+from thinwire.errors import DisagreementError
+from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.version import PROTOCOLS, Protocols
+
+__all__ = ["one_thread"]  # a fixture
+OLD = PROTOCOLS.newest
+AFTER = Protocols(OLD, OLD + 1, "0.2.0")  # reads what those before it send
+NEXT = Protocols(OLD + 1, OLD + 2, "0.3.0")  # no more
+FAR = Protocols(OLD + 5, OLD + 7, "9.0")
+STEPS = 60
+
+
+def toy(cluster: SimulatedCluster, held: Book, name: str, protocols: Protocols) -> Toy:
+    facts, reader = {"protocols": str(protocols)}, NotingReader(3, 3, STEP, 500)
+    return Toy(cluster, name, held, inner=inner, reader=reader, facts=facts, least=2)
+
+
+def upgraded(cluster: SimulatedCluster, held: Book, steps: int) -> Callable[[str], Toy]:
+    """A replica that leaves after so many steps, and is back two seconds later with the next release and its checkpoint."""
+
+    def run(name: str) -> Toy:
+        before = toy(cluster, held, name, PROTOCOLS)
+        before.begin().train_until(steps)
+        before.save()
+        before.elastic.close()
+        wait(cluster, name, 2.0)
+        return toy(cluster, held, name, AFTER).train(STEPS)
+
+    return run
+
+
+def late(cluster: SimulatedCluster, held: Book, protocols: Protocols) -> Callable[[str], Toy]:
+    def run(name: str) -> Toy:
+        wait(cluster, name, 18.0)
+        return toy(cluster, held, name, protocols).train(STEPS)
+
+    return run
+
+
+def wait(cluster: SimulatedCluster, name: str, seconds: float) -> None:
+    with cluster.time:
+        cluster.wait(name, lambda: False, seconds)
+
+
+def test_a_rolling_upgrade_of_three_replicas_beside_one_that_does_not_fit() -> None:
+    """One after another leaves and is back with a newer release. All train on, no sample is lost or trained twice, and all end with the same bits.
+    Two that speak no protocol of the oldest are told so, also the one that the upgraded one would understand."""
+    cluster, held = SimulatedCluster(), book()
+    steps = {"a": 12, "b": 24, "c": 36}
+    results = cluster.play(
+        {name: upgraded(cluster, held, steps[name]) for name in steps}
+        | {"d": late(cluster, held, FAR), "e": late(cluster, held, NEXT)}
+    )
+    for name, protocols in (("d", FAR), ("e", NEXT)):
+        refused = results.pop(name)
+        assert isinstance(refused, DisagreementError), refused
+        assert f"{name!r} cannot take part: protocols: {protocols} there, {PROTOCOLS} at" in str(refused)
+        assert "install one release on all" in str(refused)
+    agree(results, held)
+    for name in "abc":
+        ledger, lost = check(held, results[name])
+        assert results[name].step == STEPS and not lost
+    assert held.trained[0].max() == 1.0 and ledger.trained == held.trained[0].sum(), "trained and counted once"
