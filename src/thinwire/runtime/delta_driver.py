@@ -106,6 +106,8 @@ class DeltaDriver(Driver):
 
     def close(self) -> None:
         self._flights.close()
+        if self._window:
+            self._window.close()
 
     @torch.no_grad()
     def _depart(self, fragment: FragmentState, outer: Outer) -> None:
