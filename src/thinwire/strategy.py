@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from thinwire.pieces.inner_optimizers import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.placement import Anchors, check_anchors
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
 from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
@@ -104,7 +105,7 @@ class Strategy:
         inner: the inner optimizer that the method needs; None: any.
         privacy: clips deltas and adds noise; None: off.
         guard: clips a replica's own delta that is out of all proportion; None: off.
-        anchors: where anchors and outer state are kept: in "host" memory, or on the model's "device".
+        anchors: where anchors and outer state are kept: in "host" memory, on the model's "device", or on "disk".
         seed: of all random draws of codecs, a whole number.
 
     Raises:
@@ -134,7 +135,7 @@ class Strategy:
     inner: Inner | None = None
     privacy: Privacy | None = None
     guard: Guard | None = Guard()
-    anchors: Literal["host", "device"] = "host"
+    anchors: Anchors = "host"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -158,8 +159,8 @@ class Strategy:
             )
         self._check_privacy()
         self.exchange.check_beside(self)
-        if self.anchors not in ("host", "device"):
-            raise ConfigurationError(f"anchors={self.anchors!r}: 'host' or 'device' is needed.")
+        deltas = isinstance(self.signal, Deltas) and self.exchange.agrees
+        check_anchors(self.anchors, self.schedule, self.merge, deltas)
         self._check_period()
         plain = (Every(1), Average(), Mix())
         if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != plain:

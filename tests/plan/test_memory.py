@@ -14,7 +14,7 @@ import profiled
 import pytest
 import torch
 
-from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco
+from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco, streaming_sign
 from thinwire.cli import main
 from thinwire.codecs import E3M0
 from thinwire.errors import ConfigurationError
@@ -138,6 +138,20 @@ def test_a_device_is_relieved_by_anchors_on_the_host() -> None:
     on_device = replica_memory(shape, streaming_diloco(anchors="device"), numels, 2, batch=4, sequence=128)
     assert on_device.peak("device") - on_host.peak("device") == 8 * shape.parameters()
     assert on_device.peak() == on_host.peak()
+
+
+def test_on_disk_two_fragments_are_in_memory() -> None:
+    """Of anchors and momentum; and of the feedback."""
+    shape = SIZES["mini"]
+    quarter = shape.parameters() // 4
+    for recipe, each in ((streaming_diloco, 8), (streaming_sign, 8)):
+        on_host, on_disk = (
+            replica_memory(shape, recipe(anchors=place), [quarter] * 4, 2, batch=4, sequence=128)
+            for place in ("host", "disk")
+        )
+        assert on_host.peak() - on_disk.peak() == each * 2 * quarter
+        assert on_disk.worst("disk")[1] == sum(on_host.in_memory().values()) - 12 * shape.parameters()
+        assert on_host.process_nbytes(0) - on_disk.process_nbytes(0) == each * 2 * quarter
 
 
 def test_ranks_share_what_a_replica_keeps() -> None:

@@ -36,7 +36,7 @@ from thinwire.plan.base import base_nbytes
 from thinwire.plan.compute import timed
 from thinwire.plan.delay import follows_link, with_delay
 from thinwire.plan.machine import BASE_NBYTES
-from thinwire.plan.memory import kept_nbytes, replica_memory
+from thinwire.plan.memory import Memory, kept_nbytes, placed, replica_memory
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.strategy import Strategy
 
@@ -235,15 +235,13 @@ def predicted_nbytes(
             model.architecture, strategy, numels, run.placement.replicas,
             batch=run.data.batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
         )  # fmt: skip
-        kept = {name: nbytes for (_, name), nbytes in needed.kept.items()}
+        kept = needed.in_memory()
         total, aside = needed.peak() if gpu else needed.process_nbytes(base), ""
     else:
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        kept = kept_nbytes(trained, strategy, numels, run.placement.replicas) | {
-            "parameters": 4 * parameters,
-            "gradients": 4 * trained,
-        }
+        needs = kept_nbytes(trained, strategy, numels, run.placement.replicas) | {"parameters": 4 * parameters}
+        kept = Memory(placed(needs, strategy, numels), {}).in_memory() | {"gradients": 4 * trained}
         total, aside = base + sum(kept.values()), ", without activations"
     kept |= {"libraries": base} if base else {}
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())

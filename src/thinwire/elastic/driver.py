@@ -361,6 +361,10 @@ def check(strategy: Strategy) -> Schedule:
                 f"this strategy cannot run elastically: {piece} {piece.needs_fixed_group}. "
                 "Choose another, or a fixed group."
             )
+    if strategy.anchors == "disk":
+        raise ConfigurationError(
+            "anchors='disk' in an elastic run: members give all anchors to those that join; choose 'host'."
+        )
     if not isinstance(strategy.schedule, Schedule):
         raise ConfigurationError(
             f"this strategy cannot run elastically: {strategy.schedule} has no `departs`, so it must "

@@ -64,8 +64,8 @@ class MethodSpec(Checked):
     """Learning rate of the outer step."""
     outer_momentum: float | None = None
     """Nesterov momentum of the outer step."""
-    anchors: Literal["host", "device"] | None = None
-    """Where anchors and outer state are kept."""
+    anchors: Literal["host", "device", "disk"] | None = None
+    """Where anchors and outer state are kept; on disk, only fragments that depart next or are in flight are in memory."""
     topology: str | None = None
     """Gossip: graph of neighbours: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None

@@ -25,13 +25,14 @@ from thinwire.plan.outline import Outline, Shape
 from thinwire.plan.sharding import FP32, Shards
 from thinwire.strategy import Gradients, Strategy
 
-Place = Literal["device", "host"]
+Place = Literal["device", "host", "disk"]
 FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: those `kept` all the time, and those that each phase adds. Keys are (place, purpose)."""
+    """Bytes of one rank: those `kept` all the time, and those that each phase adds. Keys are (place, purpose). What is on disk is no
+    memory."""
 
     kept: Mapping[tuple[Place, str], int]
     phases: Mapping[str, Mapping[Place, int]]
@@ -52,7 +53,11 @@ class Memory:
 
     def process_nbytes(self, base: int) -> int:
         """Most resident bytes of a process on a CPU. `base` are its resident bytes without a model."""
-        return base + round((1 + FREED) * self.peak() - FREED * sum(self.kept.values()))
+        return base + round((1 + FREED) * self.peak() - FREED * sum(self.in_memory().values()))
+
+    def in_memory(self) -> dict[str, int]:
+        """The `kept` bytes that are not on disk, by purpose."""
+        return {purpose: nbytes for (place, purpose), nbytes in self.kept.items() if place != "disk"}
 
 
 def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
@@ -102,8 +107,7 @@ def replica_memory(
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence
     own = [-(-numel // ranks) for numel in numels]
-    kept = {("device" if name in ("parameters", "AdamW") else _home(strategy), name): nbytes
-            for name, nbytes in kept_nbytes(-(-parameters // ranks), strategy, own, replicas).items()}  # fmt: skip
+    kept = placed(kept_nbytes(-(-parameters // ranks), strategy, own, replicas), strategy, own)
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 gathers a layer and the next one
     flights = _flights(strategy, own, replicas)  # the buffers of a flight are kept for the next one
@@ -151,6 +155,16 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     if remembered:
         kept["aggregate"] = remembered
     return kept
+
+
+def placed(kept: Mapping[str, int], strategy: Strategy, numels: Sequence[int]) -> dict[tuple[Place, str], int]:
+    """`kept_nbytes` with the place of each; and of what is on disk the part that is in memory: two fragments, one in flight and one that
+    departs next.
+    """
+    by_place = {(_home(strategy, purpose), purpose): nbytes for purpose, nbytes in kept.items()}
+    if on_disk := sum(nbytes for (place, _), nbytes in by_place.items() if place == "disk"):
+        by_place["host", "two fragments of what is on disk"] = on_disk * sum(sorted(numels)[-2:]) // max(1, sum(numels))
+    return by_place
 
 
 @lru_cache(maxsize=1 << 12)
@@ -213,8 +227,12 @@ def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int)
     return (8 + filters) * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
 
 
-def _home(strategy: Strategy) -> Place:
-    return "host" if strategy.anchors == "host" else "device"
+def _home(strategy: Strategy, purpose: str) -> Place:
+    if purpose in ("parameters", "AdamW"):
+        return "device"
+    if strategy.anchors == "disk":
+        return "disk" if purpose in ("anchors", "outer momentum", "feedback") else "host"
+    return strategy.anchors
 
 
 def _largest_gather(shape: Shape) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from thinwire.codecs import ChunkedTopK, Codec, Each, Identity, Sign, TopK
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
@@ -11,6 +9,7 @@ from thinwire.pieces.inner_optimizers import Muon
 from thinwire.pieces.lgreco import LGreCo
 from thinwire.pieces.merge import Reset
 from thinwire.pieces.outer import HeavyBall, Nesterov
+from thinwire.pieces.placement import Anchors
 from thinwire.pieces.policy import DensityWarmup, Policy
 from thinwire.pieces.schedule import Every, Quadratic
 from thinwire.pieces.transforms import Momentum
@@ -48,7 +47,7 @@ def diloco(
     outer_momentum: float = 0.9,
     codec: Codec = Identity(),
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """DiLoCo (Douillard et al., arXiv 2311.08105): an outer Nesterov step on the mean delta of the whole model.
 
@@ -63,7 +62,7 @@ def diloco(
         outer_lr: η, the learning rate of the outer step.
         outer_momentum: μ, its momentum, in [0, 1).
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -88,7 +87,7 @@ def sparse_loco(
     decay: float = 0.95,
     codec: Codec = ChunkedTopK(4096, 64, Sign(block=64)),
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """SparseLoCo (Sarfi et al., 2025): send 64 of 4096 values; a decaying residual replaces outer momentum.
 
@@ -104,7 +103,7 @@ def sparse_loco(
         every: H, inner steps between two rounds of a fragment.
         decay: β, the share of the residual that is kept per round, in [0, 1].
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -130,7 +129,7 @@ def qsr(
     power: float = 2.0,
     codec: Codec = Identity(),
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """The Quadratic Synchronization Rule (Gu et al., ICLR 2024): average the parameters, less often as the learning rate falls.
 
@@ -145,7 +144,7 @@ def qsr(
         every: the fewest inner steps between two rounds.
         scale, power: a round takes (scale / learning rate)^power inner steps, if that is more than `every`.
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -167,7 +166,7 @@ def co2(
     clip: float | None = 1.0,
     codec: Codec = Identity(),
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """CO2 (Sun et al., ICLR 2024): a round takes a whole period; old deltas are damped by the anchor's movement.
 
@@ -185,7 +184,7 @@ def co2(
         gap: factor of the penalty for how far the anchor has moved meanwhile; 0 turns it off.
         clip: φ, the largest magnitude of the values of the outer momentum; None does not clip.
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -213,7 +212,7 @@ def l_greco(
     alpha: float = 1.0,
     window: int = 10,
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """L-GreCo (Markov et al., arXiv 2210.17357): choose a density for each matrix, with no more loss than one density for all.
 
@@ -258,7 +257,7 @@ def outer_dgc(
     codec: Codec | None = None,
     policy: Policy = DensityWarmup(1),
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """Deep Gradient Compression (arXiv 1712.01887) on deltas: each replica keeps the outer momentum itself, before the exchange.
 
@@ -276,7 +275,7 @@ def outer_dgc(
         codec: replaces the default, the largest `density` of each matrix.
         policy: how the density falls at the start.
         exchange: how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -305,7 +304,7 @@ def muloco(
     codec: Codec = Identity(),
     feedback: Feedback | None = None,
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """MuLoCo (Thérien et al., arXiv 2505.23725): DiLoCo with Muon as inner optimizer.
 
@@ -322,7 +321,7 @@ def muloco(
         outer_momentum: μ, its momentum, in [0, 1).
         feedback: keeps the codec's loss for later rounds; None: it is lost.
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from thinwire.codecs import E3M0, Codec, Sign
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Eager, Keep, Mix
 from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.partition import Partition, Strided
+from thinwire.pieces.placement import Anchors
 from thinwire.pieces.schedule import Staggered
 from thinwire.strategy import Strategy
 
@@ -26,7 +25,7 @@ def streaming_diloco(
     partition: Partition | None = None,
     offsets: tuple[int, ...] | None = None,
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): exchange fragments in turn, in 4 bits, during `delay`
     steps of training.
@@ -54,7 +53,7 @@ def streaming_diloco(
         outer_momentum: μ, its momentum, in [0, 1).
         offsets: the inner step at which each fragment first departs; None: one period, spread evenly.
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -85,7 +84,7 @@ def streaming_sign(
     partition: Partition | None = None,
     offsets: tuple[int, ...] | None = None,
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """Streaming local SGD in signs: exchange fragments in turn, in one bit, four times as often; feedback keeps what the signs lose.
 
@@ -137,7 +136,7 @@ def finetune(
     outer_momentum: float = 0.3,
     codec: Codec = E3M0(),
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run.
 
@@ -188,7 +187,7 @@ def eager_diloco(
     codec: Codec = E3M0(),
     partition: Partition | None = None,
     exchange: Exchange = Direct(),
-    anchors: Literal["host", "device"] = "host",
+    anchors: Anchors = "host",
 ) -> Strategy:
     """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a round takes a whole period; the own delta counts at once.
 
@@ -205,7 +204,7 @@ def eager_diloco(
         outer_lr: η, the learning rate of the outer step.
         outer_momentum: μ, its momentum, in [0, 1).
         codec, exchange: how deltas become bytes; how packets become their mean.
-        anchors: where anchors and outer state are kept, in "host" memory or on the model's "device".
+        anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

@@ -23,6 +23,7 @@ from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.recovery import start_again
 from thinwire.runtime.weighing import tokens_of_step
+from thinwire.runtime.window import Window
 
 
 class DeltaDriver(Driver):
@@ -32,6 +33,7 @@ class DeltaDriver(Driver):
         self.training, self._group, self._site = training, group, site
         self._flights = Flights(training, fragments, group, site)
         self._ended, self._by_tokens = False, training.tokens is not None
+        self._window = Window(training) if training.strategy.anchors == "disk" else None
         s = training.strategy
         plain = (s.outer, s.codec, s.feedback, s.filters, s.privacy) == (Average(), Identity(), None, (), None)
         # One replica that averages with itself must equal the inner optimizer alone (law 2); anchor − (anchor − θ) would round.
@@ -51,6 +53,8 @@ class DeltaDriver(Driver):
         for fragment in training.fragments:
             if fragment.flight and fragment.flight.lands == training.step:
                 self._land(fragment, fragment.flight)
+        if self._window:
+            self._window.slide()
 
     def finish(self, keep_seconds: float) -> bool:
         """See `Driver`. A fragment that was not trained since its last round has no round; all replicas know, because they take the same
@@ -102,12 +106,16 @@ class DeltaDriver(Driver):
 
     def close(self) -> None:
         self._flights.close()
+        if self._window:
+            self._window.close()
 
     @torch.no_grad()
     def _depart(self, fragment: FragmentState, outer: Outer) -> None:
         """Compute the fragment's delta, and begin its round."""
         training, buffers, strategy = self.training, self._flights.buffers, self.training.strategy
         began = training.clock()
+        if self._window and not self._ended:
+            self._window.departs(fragment.index)
         delta = fragment.delta(buffers.like(fragment.anchor))
         if (
             strategy.guards and fragment.since != DROPPED and not self._alone

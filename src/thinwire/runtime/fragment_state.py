@@ -22,6 +22,7 @@ from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
+from thinwire.runtime.disk import DiskTensors
 from thinwire.strategy import Strategy
 from thinwire.types import State
 
@@ -51,6 +52,7 @@ class FragmentState:
     counted: float = 0.0  # tokens trained before the last counted delta departed, if they are counted
     flight: RoundUpdate | None = None
     own: Tensor | None = None  # if a round takes a whole period: the own delta in flight
+    disk: DiskTensors | None = None  # the file that holds anchor, outer state and feedback; None: they are in memory
     # eager updates only: the difference between this replica and the anchor
     deviation: Tensor | None = None
     deviation_state: State = field(default_factory=dict)
@@ -147,6 +149,13 @@ class FragmentState:
         for part, values in self.slices(rest):
             part.copy_(kept * part.to(values) + values)
 
+    def move_to_disk(self) -> None:
+        """Move anchor, outer state and feedback into a file."""
+        self.disk = DiskTensors([self.anchor, *self.state.values(), *self.feedback.values()])
+        self.anchor, *others = self.disk.tensors
+        self.state = dict(zip(self.state, others))
+        self.feedback = dict(zip(self.feedback, others[len(self.state) :]))
+
     def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
         """If a round takes a whole period: set the parameters at which the next inner steps start, before `delta` departs."""
         if strategy.merge.eager:
@@ -176,7 +185,7 @@ class FragmentState:
 def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
     """A replica's first state of `fragment`."""
     parts = [local(p.detach()) for _, p in fragment.parameters]
-    device = torch.device("cpu") if strategy.anchors == "host" else parts[0].device
+    device = parts[0].device if strategy.anchors == "device" else torch.device("cpu")
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
     feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
     codec = strategy.codec.fitted(fragment.shapes)
@@ -187,9 +196,12 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     filtered = tuple(one.init(anchor.numel()) for one in filters)
     policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
     guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
-    return FragmentState(
+    held = FragmentState(
         fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard
     )
+    if strategy.anchors == "disk":
+        held.move_to_disk()
+    return held
 
 
 class RoundUpdate:
@@ -304,13 +316,19 @@ class RoundUpdate:
         assert self.anchor is not None
         if self._step is None:
             self._buffers.give(self.anchor)
-        else:
+        elif of.disk is None:
             swap([of.anchor, *of.state.values()], [self.anchor, *self.outer.values()])
             of.anchor, of.state = self.anchor, self.outer
-        swap(of.feedback.values(), self.feedback.values())
+        else:
+            self._overwrite({**of.state, "": of.anchor}, {**self.outer, "": self.anchor})
+        if of.disk is None:
+            swap(of.feedback.values(), self.feedback.values())
+            of.feedback = self.feedback
+        else:
+            self._overwrite(of.feedback, self.feedback)
         swap(of.exchange.values(), self.exchange.values())
         swap(of.aggregate.values(), self.aggregate.values())
-        of.feedback, of.exchange, of.aggregate = self.feedback, self.exchange, self.aggregate
+        of.exchange, of.aggregate = self.exchange, self.aggregate
         of.policy, of.filtered = self.policy, self.filtered
         self._over()
 
@@ -327,6 +345,12 @@ class RoundUpdate:
             ],
         )
         self._over()
+
+    def _overwrite(self, kept: State, by: State) -> None:
+        """Write the values `by` over those on disk."""
+        for name, value in by.items():
+            kept[name].copy_(value)
+        self._buffers.give(*by.values())
 
     def _over(self) -> None:
         if self.delta is not self.of.own:  # if a round takes a whole period, the delta is needed longer

@@ -86,6 +86,8 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
     fragment.anchor, fragment.state = here["anchor"], state
     fragment.deviation, fragment.own = here.get("deviation"), here.get("own")
     fragment.deviation_state = _under(_DEVIATION_OUTER, here)
+    if fragment.disk:
+        fragment.move_to_disk()
 
 
 def _check(fragment: FragmentState, what: str, whose: object, saved: State, due: State) -> None:

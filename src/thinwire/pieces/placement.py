@@ -1,0 +1,27 @@
+"""Where a replica keeps its anchors and outer state."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.merge import Merge
+from thinwire.pieces.schedule import Adaptive, Schedule
+
+Anchors = Literal["host", "device", "disk"]
+"""In host memory; on the model's device; or in a file, of which only those fragments are in memory that depart next or are in flight."""
+
+
+def check_anchors(anchors: str, schedule: Schedule | Adaptive, merge: Merge, deltas: bool) -> None:
+    """Raise `ConfigurationError` unless `anchors` is a place, and fits the other pieces. `deltas`: whether agreed deltas are exchanged."""
+    if anchors not in get_args(Anchors):
+        raise ConfigurationError(f"anchors={anchors!r}: 'host', 'device' or 'disk' is needed.")
+    reason = ""
+    if not deltas:
+        reason = "gradients need no anchors, and gossip has none"
+    elif isinstance(schedule, Adaptive):
+        reason = f"{schedule} exchanges all fragments at once, so all would be in memory"
+    elif merge.whole_period:
+        reason = f"with {merge} every fragment is always in flight"
+    if anchors == "disk" and reason:
+        raise ConfigurationError(f"anchors='disk': {reason}; choose anchors='host', or deltas of fragments in turn.")

@@ -1,0 +1,71 @@
+"""Tensors in a memory-mapped file, whose memory can be given back and fetched again."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigurationError
+
+_ALIGNED = 64  # bytes, as the allocator of torch has it
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class DiskTensors:
+    """Copies of `tensors` in a memory-mapped file without a name, in the folder for temporary files; it goes with its last tensor.
+
+    They are read and written like others: the kernel fetches a page when it is touched. Its cache may keep more pages than the process
+    has mapped, as long as nobody else needs the memory.
+
+    Raises:
+        ConfigurationError: the folder cannot hold them.
+
+    >>> (kept,) = DiskTensors([torch.ones(3)]).tensors
+    >>> kept
+    tensor([1., 1., 1.])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        places = [0]
+        for tensor in tensors:
+            places.append(places[-1] + -(-tensor.nbytes // _ALIGNED) * _ALIGNED)
+        self.nbytes = max(1, places[-1])
+        try:
+            with tempfile.TemporaryFile(prefix="thinwire-") as file:
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk is an error here, and a crash later
+                self._map = mmap.mmap(file.fileno(), self.nbytes)
+        except OSError as error:
+            raise ConfigurationError(
+                f"anchors='disk': {self.nbytes:,} bytes are needed in {tempfile.gettempdir()}, which cannot hold them ({error}). Set TMPDIR "
+                "to a folder with room, or choose anchors='host'."
+            ) from None
+        self.tensors = [self._kept(tensor, begin) for tensor, begin in zip(tensors, places)]
+
+    def _kept(self, tensor: Tensor, begin: int) -> Tensor:
+        if not tensor.numel():
+            return tensor
+        flat = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+        return flat.view(tensor.shape).copy_(tensor)
+
+    def read(self) -> None:
+        """Bring all pages into memory; waits for the disk, and for another thread. The kernel's own MADV_WILLNEED reads 8 MB at most."""
+        torch.frombuffer(self._map, dtype=torch.uint8)[:: mmap.PAGESIZE].max()
+
+    def release(self) -> None:
+        """Give the memory back. The values stay in the file."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def unread_nbytes(self) -> int:
+        """Bytes that are not in memory. A thread that touches them waits for the disk."""
+        pages = np.zeros(-(-self.nbytes // mmap.PAGESIZE), dtype=np.uint8)
+        begin = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        if _LIBC.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(self.nbytes), ctypes.c_void_p(pages.ctypes.data)):
+            return 0  # the kernel does not say
+        return mmap.PAGESIZE * int((pages & 1 == 0).sum())

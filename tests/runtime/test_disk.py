@@ -1,0 +1,111 @@
+"""Outer state on disk: the same bits as in memory, two fragments of it in memory, and a word where the disk is too slow."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.pieces.partition import BySize
+from thinwire.runtime.disk import DiskTensors
+from thinwire.runtime.saved_state import restore, saved
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd
+
+
+@pytest.mark.parametrize("recipe", [tw.streaming_diloco, tw.streaming_sign])
+def test_bits_on_disk_are_those_in_memory(recipe: Any) -> None:
+    """After every step, of all that is saved, also where a round is refused; and after a state was loaded."""
+    strategy = recipe(every=4, delay=1, partition=BySize(3))
+
+    def poison(replica: tw.Replica, step: int) -> None:
+        if step == 6 and replica.group.rank == 1:
+            next(replica.model.parameters()).grad = torch.full_like(next(replica.model.parameters()), torch.nan)
+
+    one, other = (
+        journey(dataclasses.replace(strategy, anchors=place), 2, before_step=poison) for place in ("host", "disk")
+    )
+    for host, disk in zip(one, other):
+        assert host.heard("refused") and len(host.heard("refused")) == len(disk.heard("refused"))
+        for of_host, of_disk in zip([host.final_agreed, *host.agreed], [disk.final_agreed, *disk.agreed]):
+            assert of_host.keys() == of_disk.keys()
+            assert all(same_bits(of_host[name], of_disk[name]) for name in of_host)
+        assert all(same_bits(a, b) for a, b in zip([host.final, *host.weights], [disk.final, *disk.weights]))
+
+
+PAGEOUT = 21  # Linux: forget pages that are written, also in the cache
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 512), *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 1))
+
+
+def resident_nbytes(tensor: Tensor) -> int:
+    """Bytes of the mapping that holds `tensor` which this process has in memory, by the kernel's count."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split(" ", 1)[0]
+        if not word.endswith(":"):
+            begin, end = (int(address, 16) for address in word.split("-"))
+            here = begin <= tensor.data_ptr() < end
+        elif here and word == "Rss:":
+            return 1024 * int(line.split()[1])
+    raise AssertionError("the tensor is in no mapping")
+
+
+def test_two_fragments_are_in_memory() -> None:
+    """And all values are there after a checkpoint was read, which touches them all."""
+    strategy = dataclasses.replace(tw.streaming_sign(every=6, delay=1, partition=BySize(6)), anchors="disk")
+
+    def replica(group: tw.Group) -> None:
+        model = layers()
+        optimizer = sgd(model)
+        with tw.Replica(strategy, model, optimizer, group) as attached:
+            fragments = attached._training.fragments
+            held = [one.disk for one in fragments]
+            for step in range(1, 16):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+                if step == 9:  # also without rounds in flight, after all were touched
+                    before = {name: value.clone() for name, value in saved(fragments).items()}
+                    restore(fragments, before, attached.state()[1], strategy.outer)
+                    assert all(same_bits(value, before[name]) for name, value in saved(fragments).items())
+                    assert all(one.disk is not file for one, file in zip(fragments, held))
+                    continue
+                resident = [resident_nbytes(one.anchor) for one in fragments]
+                most = max(one.disk.nbytes for one in fragments if one.disk)
+                assert sum(resident) <= 2 * most + len(fragments) * 8192, (step, resident)
+                assert step < 6 or sum(resident) >= most // 2, (step, resident)
+
+    tw.run_threads(1, replica, timeout=600.0)
+
+
+def test_who_waits_for_the_disk_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskTensors([torch.arange(4_000_000.0)])  # more than the kernel reads ahead
+    disk._map.flush()
+    disk._map.madvise(PAGEOUT)  # a file system that is itself in memory keeps them
+    disk.read()
+    assert disk.unread_nbytes() == 0 and float(disk.tensors[0][-1]) == 3_999_999
+    monkeypatch.setattr(DiskTensors, "unread_nbytes", lambda self: 4096)
+    one, *_ = journey(dataclasses.replace(tw.streaming_diloco(every=4, delay=1), anchors="disk"), 2)
+    (told,) = one.heard("warning")
+    assert "departure, which waits for the rest" in told["message"] and told["step"] >= 4
+
+
+def test_where_all_fragments_are_needed_at_once_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in (tw.data_parallel(), tw.recipes.eager_diloco(), tw.recipes.qsr()):
+        with pytest.raises(tw.ConfigurationError, match=r"anchors='disk': .* choose anchors='host'"):
+            dataclasses.replace(other, anchors="disk")
+    with pytest.raises(tw.ConfigurationError, match="'host', 'device' or 'disk' is needed"):
+        dataclasses.replace(tw.diloco(), anchors="tape")  # type: ignore[arg-type]
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(tw.ConfigurationError, match=r"20,096 bytes are needed in .* Set TMPDIR"):
+        DiskTensors([torch.zeros(5000), torch.zeros(3)])
