@@ -1,6 +1,7 @@
 """Gossip beside methods in which all hear all: methods x topologies x 8 and 32 replicas, at equal tokens.
 
     python benchmarks/decentralised.py [--steps 210] [--seeds 0 1 2] [--only TEXT ...] [--into FILE] [--quick]
+    python benchmarks/decentralised.py --cut
 
 Replicas are threads of one process, with one thread of torch, and a small model of the next byte, on the sources of Python's standard
 library; all have the same start and different batches. AdamW, at the same rate, where a method has no inner optimizer of its own.
@@ -13,6 +14,8 @@ busiest replica. The mean at the end is not counted.
 1 Gbit/s and carry one message at a time, a path takes 50 ms. Then the same, and the path between the replicas 0 and 1 has 20 Mbit/s.
 
 Broken off, it goes on where it was with the same --into. `make tables` writes docs/gossip.md and its picture from the result.
+--cut: d_psgd among eight on a ring that is cut in two for a third of the rounds and healed: how far replicas are apart within the halves, and
+the halves from each other, relative to the mean's norm. Into results/cut.json.
 --quick: 30 steps of two methods and 8 replicas, one seed, kept apart.
 """
 
@@ -25,7 +28,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +42,11 @@ import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.decoupled.pairs import a2cid2, ad_psgd
 from thinwire.exchange import Gossip
-from thinwire.pieces.inner_optimizers import AdamW
-from thinwire.recipes import choco, d_psgd, moshpit, noloco, sgp, streaming_diloco, streaming_sign
+from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, at_the_worst_point
+from thinwire.recipes import choco, d_psgd, dfedsam, dfedsam_mgs, moshpit, noloco, sgp, streaming_diloco, streaming_sign
+from thinwire.recipes.gradients import SGD_RATE
 from thinwire.strategy import Strategy
-from thinwire.topology import Complete, Exponential, OnePeerExponential, RandomPairs, Ring, Torus
+from thinwire.topology import Complete, Cut, Exponential, OnePeerExponential, RandomPairs, Ring, Torus
 
 SIZES, EVERY = (8, 32), 10
 BATCH, CONTEXT, LR, WARMUP = 16, 8, 5e-3, 20
@@ -59,6 +64,11 @@ METHODS: dict[tuple[str, str], Callable[[], Any]] = {
     ("choco, 4 bits", "torus"): lambda: choco(every=EVERY, topology=Torus()),
     ("moshpit", "grid of 4"): lambda: moshpit(every=EVERY),
     ("noloco", "random pairs"): lambda: noloco(every=EVERY),
+    ("dfedsam", "ring"): lambda: dfedsam(every=EVERY),
+    ("dfedsam_mgs", "ring"): lambda: dfedsam_mgs(every=EVERY),
+    ("dfedsam_mgs", "one-peer exp."): lambda: dfedsam_mgs(every=EVERY, topology=OnePeerExponential()),
+    ("d_psgd, SGD", "ring"): lambda: replace(d_psgd(every=EVERY), inner=SGD(0.9, SGD_RATE)),
+    ("d_psgd, SAM", "ring"): lambda: replace(d_psgd(every=EVERY), inner=SAM()),
     ("ad_psgd", "ring"): lambda: ad_psgd(every=EVERY),
     ("a2cid2", "ring"): lambda: a2cid2(every=EVERY),
     ("a2cid2, 4 bits", "ring"): lambda: a2cid2(every=EVERY, codec=tw.codecs.E3M0()),
@@ -101,7 +111,24 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
 
 
-def trained(method: Any, size: int, steps: int, seed: int) -> dict[str, float]:
+def backward(model: nn.Module, windows: Tensor) -> float:
+    loss = loss_of(model, windows)
+    loss.backward()
+    return float(loss.detach())
+
+
+class Told:
+    """What all replicas held after each round of `EVERY` steps."""
+
+    def __init__(self) -> None:
+        self.weights: dict[tuple[int, int], tuple[Tensor, float]] = {}
+
+    def hear(self, rank: int, number: int, model: nn.Module) -> None:
+        with torch.no_grad():
+            self.weights[rank, number] = flat(model), float(loss_of(model, text()[1]))
+
+
+def trained(method: Any, size: int, steps: int, seed: int, told: Told | None = None) -> dict[str, float]:
     """One run. Losses are of held-out text, in nats a byte."""
     train, held_out = text()
     ledgers = [Ledger() for _ in range(size)]
@@ -125,8 +152,10 @@ def trained(method: Any, size: int, steps: int, seed: int) -> dict[str, float]:
                 settings["lr"] = LR * inner.lr_factor * min(step / WARMUP, 1 - 0.9 * step / steps)
             windows = train[torch.randint(len(train), (BATCH,), generator=draw)]
             optimizer.zero_grad()
-            loss_of(model, windows).backward()
+            at_the_worst_point(optimizer, partial(backward, model, windows))
             optimizer.step()
+            if told and step % EVERY == 0:
+                told.hear(group.rank, step // EVERY, model)
         with torch.no_grad():
             own, alone = flat(model), float(loss_of(model, held_out))
             one.finish()
@@ -157,8 +186,9 @@ def seconds(strategy: Strategy, size: int, steps: int, slow: bool) -> float:
     if slow:
         rate[0, 1] = rate[1, 0] = SLOW
     exchange, delay = strategy.exchange, strategy.schedule.delay
+    compute = COMPUTE * (2 if isinstance(strategy.inner, SAM) else 1)
     for step in range(1, steps + 1):
-        now = now + COMPUTE
+        now = now + compute
         for fragment in strategy.schedule.departs(step, count):
             codec, numel = coded[fragment]
             repeats = getattr(exchange.rule, "steps", 1) if isinstance(exchange, Gossip) else 1
@@ -206,6 +236,26 @@ def cell(name: tuple[str, str], size: int, steps: int, seeds: list[int]) -> dict
     return row | {"cpu_seconds": time.process_time() - began}
 
 
+def cut_apart(steps: int, seed: int) -> list[dict[str, float]]:
+    """Eight replicas on a ring that is cut in two for the second third of the rounds, beside a whole ring: a row for each round."""
+    count, size = steps // EVERY, 8
+    told = {"whole": Told(), "cut": Told()}
+    for name, topology in (("whole", Ring()), ("cut", Cut(Ring(), count // 3, 2 * count // 3))):
+        trained(d_psgd(every=EVERY, topology=topology), size, steps, seed, told[name])
+    rows = []
+    for number in range(1, count + 1):
+        row: dict[str, float] = {"round": number}
+        for name, one in told.items():
+            x = torch.stack([one.weights[rank, number][0] for rank in range(size)])
+            halves = x.view(2, size // 2, -1)
+            middle = halves.mean(1, keepdim=True)
+            row[f"{name} within"] = float((halves - middle).norm(dim=2).square().mean().sqrt() / x.mean(0).norm())
+            row[f"{name} between"] = float((middle[0] - middle[1]).norm() / x.mean(0).norm())
+            row[f"{name} loss"] = statistics.fmean(one.weights[rank, number][1] for rank in range(size))
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=210)
@@ -213,8 +263,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="methods whose name holds one of these")
     parser.add_argument("--into", type=Path, help="where the result goes; without, results/decentralised.json")
     parser.add_argument("--quick", action="store_true", help="into a folder that is thrown away")
+    parser.add_argument(
+        "--cut", action="store_true", help="a ring that is cut in two and healed, into results/cut.json"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.cut:
+        about = provenance() | {
+            "benchmark": "cut",
+            "word": "measured",
+            "setting": {"steps": asked.steps, "every": EVERY},
+        }
+        every = [cut_apart(asked.steps, seed) for seed in asked.seeds]
+        rows = [{key: statistics.fmean(row[key] for row in of) for key in of[0]} for of in zip(*every, strict=True)]
+        about["setting"] |= {"replicas": 8, "seeds": asked.seeds}
+        print(save("cut", about | {"rows": rows}, asked.into))
+        return
     names, sizes = [name for name in METHODS if any(part in name[0] for part in asked.only or [""])], SIZES
     if asked.quick:
         names, sizes, asked.steps, asked.seeds = names[1:4:2], SIZES[:1], 30, [0]
