@@ -371,7 +371,7 @@ GOSSIP: dict[str, tw.Strategy] = {
     "sgp": RECIPES["sgp"](),
     "gradient_tracking": RECIPES["gradient_tracking"](),
     "dfedsam": RECIPES["dfedsam"](every=3),
-    "dfedsam_mgs": RECIPES["dfedsam_mgs"](every=3, delay=1, steps=2, topology=tw.topology.OnePeerExponential()),
+    "dfedsam_mgs": RECIPES["dfedsam_mgs"](every=3, delay=1, gossip_steps=2, topology=tw.topology.OnePeerExponential()),
     "moshpit": RECIPES["moshpit"](topology=tw.topology.MoshpitGrid(2)),
     "moshpit, one row, in the air": RECIPES["moshpit"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "noloco in the air, 4 bits": RECIPES["noloco"](

@@ -148,7 +148,7 @@ def dfedsam_mgs(
     *,
     every: int = 10,
     delay: int = 0,
-    steps: int = 4,
+    gossip_steps: int = 4,
     radius: float = 0.01,
     momentum: float = 0.9,
     topology: Topology = Ring(),
@@ -165,7 +165,7 @@ def dfedsam_mgs(
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        steps: Q, gossip steps of a round, 1 to 8.
+        gossip_steps: Q, gossip steps of a round, 1 to 8.
         radius: ρ, the length of the perturbation of SAM.
         momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
         topology: who talks to whom.
@@ -182,7 +182,7 @@ def dfedsam_mgs(
     return Strategy(
         schedule=Staggered(every, delay),
         partition=partition,
-        exchange=Gossip(topology, MGS(AdaptThenCombine(), steps)),
+        exchange=Gossip(topology, MGS(AdaptThenCombine(), gossip_steps)),
         merge=Keep(),
         inner=SAM(SGD(momentum, lr_factor=SGD_RATE), radius),
     )
