@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
     *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md", "docs/experts.md"),
+    "docs/gossip.md",
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
@@ -520,6 +521,85 @@ def deadlines(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["sent in", *traces], rows
 
 
+def decentralised(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/decentralised.py: a method on a graph; losses over seeds, bytes of the busiest, seconds of a step."""
+    heads = ["method", "graph", "replicas", "loss", "own loss", "apart", "busiest link, MB", "busiest replica, MB"]
+    rows = []
+    for row in result["rows"]:
+        times = [row.get(name) for name in ("seconds", "seconds_slow")]
+        rows.append(
+            [row["method"], row["topology"], str(row["replicas"]),
+             f"{row['loss']:.4f}" + (f" ± {row['spread']:.4f}" if row["spread"] else ""), f"{row['own_loss']:.4f}",
+             f"{row['distance']:.2%}", f"{row['link_nbytes'] / 1e6:.3g}", f"{row['replica_nbytes'] / 1e6:.3g}",
+             *("–" if one is None else f"{one:.2f}" for one in times)]
+        )  # fmt: skip
+    return [*heads, "s a step", "with a slow path"], rows
+
+
+def decentralised_picture(result: Result) -> str:
+    """Loss against the bytes of the busiest replica, a dot a method on a graph."""
+    data = []
+    for index, size in enumerate(dict.fromkeys(row["replicas"] for row in result["rows"])):
+        rows = [row for row in result["rows"] if row["replicas"] == size]
+        data.append(
+            {"mode": "markers+text", "x": [row["replica_nbytes"] / 1e6 for row in rows], "y": [row["loss"] for row in rows],
+             "text": [f"{row['method']}, {row['topology']}" for row in rows], "name": f"{size} replicas",
+             "line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index), "size": 9}}
+        )  # fmt: skip
+    x = {"title": {"text": "MB that the busiest replica sends"}, "type": "log"}
+    layout = {"xaxis": x, "yaxis": {"title": {"text": "held-out loss of what is saved"}}}
+    return drawing(
+        ChartState("", data, layout), "Gossip beside methods in which all hear all, at equal tokens", _remark(result)
+    )
+
+
+CUT = ("whole", "cut")
+
+
+def cut(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rounds of benchmarks/decentralised.py --cut: the last before it, the last of it, and later ones."""
+    third = len(result["rows"]) // 3
+    told = {
+        1: "",
+        third: "last before the cut",
+        2 * third: "last of the cut",
+        2 * third + 1: "healed",
+        3 * third: "end",
+    }
+    rows = []
+    for row in result["rows"]:
+        if (number := int(row["round"])) in told and told[number]:
+            parts = [f"{row[f'{name} {what}']:.2%}" for what in ("within", "between") for name in reversed(CUT)]
+            rows.append([told[number], str(number), *parts, *(f"{row[f'{name} loss']:.4f}" for name in reversed(CUT))])
+    heads = ["", "round", "within the halves", "whole ring", "between the halves", "whole ring", "loss", "whole ring"]
+    return heads, rows
+
+
+def cut_picture(result: Result) -> str:
+    """How far apart replicas are, round by round, on the cut ring and on the whole one."""
+    data = []
+    for index, what in enumerate(("between", "within")):
+        for name in reversed(CUT):
+            line = {"color": colour(index), "width": 2} | ({"dash": "dash"} if name == "whole" else {})
+            ring = "cut in two" if name == "cut" else "whole ring"
+            data.append(
+                {"mode": "lines", "x": [row["round"] for row in result["rows"]], "name": f"{what} the halves, {ring}",
+                 "y": [row[f"{name} {what}"] for row in result["rows"]], "line": line}
+            )  # fmt: skip
+    layout = {"xaxis": {"title": {"text": "round"}}, "yaxis": {"title": {"text": "distance / norm of the mean"}}}
+    third = len(result["rows"]) // 3
+    title = f"A ring of eight, cut in two from round {third + 1} to {2 * third}"
+    return drawing(ChartState("", data, layout), title, _remark(result))
+
+
+def _remark(result: Result) -> str:
+    setting, machine = result["setting"], result["machine"]
+    return (
+        f"{result['word'].capitalize()}, {result['date'][:10]}: {setting['steps']} steps, {len(setting['seeds'])} seed(s). "
+        f"{machine['cpu'].strip()}, commit {(result['commit'] or 'unknown')[:7]}."
+    )
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
@@ -545,8 +625,14 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "unequal": unequal,
     "coding": coding,
     "deadlines": deadlines,
+    "decentralised": decentralised,
+    "cut": cut,
 }
-PICTURES: dict[str, Callable[[Result], str]] = {"family": family_picture}
+PICTURES: dict[str, Callable[[Result], str]] = {
+    "family": family_picture,
+    "decentralised": decentralised_picture,
+    "cut": cut_picture,
+}
 
 
 def main() -> None:

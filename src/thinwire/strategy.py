@@ -259,7 +259,7 @@ class Strategy:
         """Filters that fit, and one owner of momentum before and after the exchange."""
         check_filters(self.filters)
         if self.inner is not None and (not isinstance(self.inner, Inner) or isinstance(self.inner, type)):
-            raise ConfigurationError(f"inner={self.inner!r}: AdamW(), SGD(), Muon() or None (any) is needed.")
+            raise ConfigurationError(f"inner={self.inner!r}: AdamW(), SGD(), Muon(), SAM() or None (any) is needed.")
         owner = next((one for one in self.filters if one.momentum), None)
         if owner and self.outer.init(torch.zeros(1)):
             raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,12 +13,14 @@ import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.errors import NonFiniteError
 from thinwire.pieces.gossip import AdaptThenCombine, Choco, CombineThenAdapt, NoLoCo, PushSum, Tracking
+from thinwire.pieces.mgs import MGS
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
 from thinwire.testing.strategies import any_order_of_arrival, predicted_is_counted, resumed_is_never_stopped
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 from thinwire.topology import (
     Complete,
+    Cut,
     Exponential,
     Listed,
     MoshpitGrid,
@@ -90,6 +93,8 @@ def distance(x):
         gossip(OnePeerExponential(), PushSum()),
         gossip(Ring(), Tracking()),
         gossip(MoshpitGrid(), AdaptThenCombine()),
+        gossip(ONE_WAY, MGS(PushSum(), 2)),
+        gossip(Cut(Ring(), 2, 5), AdaptThenCombine()),
         gossip(RandomGroups(4), NoLoCo()),
         gossip(RandomPairs(), NoLoCo()),
     ],
@@ -119,6 +124,39 @@ def test_consensus_contracts_as_the_spectrum_says(topology):
     assert all(ratio <= found.factor + 1e-5 for ratio in shrunk)
     if found.second:
         assert shrunk[-1] == pytest.approx(found.second, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("topology", "rule"),
+    [(Ring(), AdaptThenCombine()), (OnePeerExponential(), AdaptThenCombine()), (ONE_WAY, PushSum())],
+    ids=str,
+)
+def test_a_round_of_several_gossip_steps_is_as_many_rounds(topology, rule):
+    """To the last bit, without training: so ‖x − mean‖ shrinks by ‖W^Q − J‖, and the mean stays."""
+    once, _, _, _ = apart(gossip(topology, rule), SIZE, 6)
+    steps, _, _, _ = apart(gossip(topology, MGS(rule, 3)), SIZE, 2)
+    if rule == AdaptThenCombine():
+        assert torch.equal(steps[1], once[3]) and torch.equal(steps[2], once[6])
+    torch.testing.assert_close(steps[2], once[6], atol=1e-6, rtol=0)
+    assert topology != OnePeerExponential() or distance(steps[1]) < 2e-6  # three of them are the mean of eight
+
+
+def test_dfedsam_without_radius_is_local_sgd_with_gossip():
+    plain = journey(tw.recipes.dfedsam(every=3, radius=0.0), 4, steps=7)
+    inner = tw.recipes.dfedsam().inner.inner
+    other = journey(dataclasses.replace(tw.recipes.d_psgd(every=3), inner=inner), 4, steps=7)
+    assert all(same_bits(a, b) for one, two in zip(plain, other) for a, b in zip(one.weights, two.weights))
+    sharp = journey(tw.recipes.dfedsam(every=3), 4, steps=7)
+    assert not same_bits(sharp[0].weights[0], plain[0].weights[0])
+
+
+def test_halves_that_are_cut_apart_agree_within_and_come_together_when_healed():
+    x, _, _, _ = apart(gossip(Cut(Ring(), 1, 40), AdaptThenCombine()), SIZE, 80)
+    cut, healed = x[40], x[80]
+    assert distance(cut[:4]) < 1e-2 * distance(x[0]) and distance(cut[4:]) < 1e-2 * distance(x[0])
+    between = distance(torch.stack([cut[:4].mean(0), cut[4:].mean(0)]))
+    assert between == pytest.approx(distance(torch.stack([x[1][:4].mean(0), x[1][4:].mean(0)])), rel=1e-4)
+    assert distance(healed) < 1e-2 * between
 
 
 @pytest.mark.parametrize(
@@ -236,7 +274,9 @@ def test_all_end_with_the_same_weights_and_train_apart_before(name):
 
 
 @pytest.mark.parametrize("asks", [1, 2, 5, 9])
-@pytest.mark.parametrize("name", ["d_psgd", "sgp", "noloco in the air, 4 bits", "combined, then adapted, in the air"])
+@pytest.mark.parametrize(
+    "name", ["d_psgd", "sgp", "dfedsam_mgs", "noloco in the air, 4 bits", "combined, then adapted, in the air"]
+)
 def test_a_stop_spreads_and_all_stop_at_one_step(name, asks):
     def ask(replica, step):
         if step == asks and replica.group.rank == 3:

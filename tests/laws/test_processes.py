@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core_processes import FOUR, POISON_STEP, STRATEGIES, everything, run_world, train, uneven
+from core_processes import CUT, FOUR, POISON_STEP, STRATEGIES, everything, healed, run_world, train, uneven
 
 import thinwire as tw
 from thinwire.testing.toy import journey, same_bits
@@ -99,3 +99,16 @@ def test_shards_without_a_site_are_refused(world):
 def test_law_6_on_shards(world):
     for results in world:
         assert results["resumed"] and all(results["resumed"])
+
+
+def test_eight_processes_that_are_cut_in_two_and_healed_have_the_bits_of_threads(tmp_path):
+    processes = run_world(healed, tmp_path, machines=({},) * 8)
+    for process, thread in zip(processes, journey(CUT, 8, steps=24), strict=True):
+        for a, b in zip([*process.weights, process.final], [*thread.weights, thread.final], strict=True):
+            assert same_bits(a, b)
+
+    def between(step):  # the halves' means
+        means = torch.stack([one.weights[step - 1] for one in processes]).view(2, 4, -1).mean(1)
+        return float((means[0] - means[1]).norm())
+
+    assert between(12) > 2 * between(4) and between(24) < between(12) / 2

@@ -21,7 +21,18 @@ from thinwire.pieces.gossip import (
     radius_of_pairs,
     radius_of_rounds,
 )
-from thinwire.topology import Complete, Exponential, Listed, OnePeerExponential, RandomPairs, Ring, mixing
+from thinwire.pieces.mgs import MGS
+from thinwire.topology import (
+    Complete,
+    Exponential,
+    Listed,
+    Mesh,
+    MoshpitGrid,
+    OnePeerExponential,
+    RandomPairs,
+    Ring,
+    mixing,
+)
 
 
 def play(rule, topology, x, rounds, *, train=None, codec=None, state=None, seed=0):
@@ -228,3 +239,38 @@ def test_push_sum_finds_the_mean_where_plain_averaging_is_off():
 def test_refused(rule, topology, codec, said):
     with pytest.raises(ConfigurationError, match=said):
         rule.check(topology, codec)
+
+
+# ---- several gossip steps
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "published"),
+    [(Ring(), 16, (0.949, 0.812)), (Ring(), 100, (0.9987, 0.9947)), (Mesh(10), 100, (0.9795, 0.9204))],
+    ids=str,
+)
+def test_four_gossip_steps_are_the_published_table(topology, size, published):
+    """Four rounds of the rule without training are one with four steps: the slowest direction shrinks by λ⁴."""
+    weights = mixing(topology, size)
+    value, vectors = np.linalg.eigh(weights)
+    slowest = torch.from_numpy(vectors[:, [-2]])
+    assert float(value[-2]) == pytest.approx(published[0], abs=1e-3 if size == 16 else 1e-4)
+    after, _ = last(play(AdaptThenCombine(), topology, slowest, 4))
+    assert float(after.norm() / slowest.norm()) == pytest.approx(published[1], abs=1e-3 if size == 16 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: MGS(NoLoCo()), "whole weights is needed"),
+        (lambda: MGS(Choco()), "whole weights is needed"),
+        (lambda: MGS(MGS()), "whole weights is needed"),
+        (lambda: MGS(steps=0), "1 to 8 gossip steps"),
+        (lambda: MGS(steps=9), "1 to 8 gossip steps"),
+        (lambda: MGS().check(MoshpitGrid(), Identity()), "take their mean at once"),
+        (lambda: MGS().check(Ring(), E3M0()), "choose choco"),
+    ],
+)
+def test_gossip_steps_that_cannot_be(made, said):
+    with pytest.raises(ConfigurationError, match=said):
+        made()

@@ -156,6 +156,16 @@ def resumed(group: Any) -> list[bool]:
     return same
 
 
+CUT = tw.recipes.d_psgd(topology=tw.topology.Cut(tw.topology.Ring(), 4, 12))
+
+
+def healed(rank: int) -> Journey:
+    """A replica on a ring of eight that is cut in two, and healed."""
+    journey = travel(Plan(CUT, steps=24), tw.TorchGroup.from_world(replicas=8, timeout=600.0))
+    torch.distributed.barrier()  # who leaves earlier must not take from the others what they still read
+    return journey
+
+
 def everything(rank: int) -> dict[str, Any]:
     four = tw.TorchGroup.from_world(replicas=4, timeout=600.0)
     two = tw.TorchGroup.from_world(replicas=2, timeout=600.0)

@@ -311,16 +311,18 @@ TOPOLOGIES = [
     *(row(tw.topology.RandomGroups(4)), row(tw.topology.MoshpitGrid(2)), row(tw.topology.MoshpitGrid())),
     *(row(tw.topology.RandomRegular(3)), row(tw.topology.ErdosRenyi(0.9)), row(tw.topology.BarabasiAlbert(2))),
     row(tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)))),
+    row(tw.topology.Cut(tw.topology.Ring(), 2, 4)),
 ]
 RULES = [
     *(row(tw.pieces.gossip.AdaptThenCombine()), row(tw.pieces.gossip.CombineThenAdapt())),
     *(row(tw.pieces.gossip.NoLoCo()), row(tw.pieces.gossip.NoLoCo(0.3, 0.7, 0.5)), row(tw.pieces.gossip.Choco())),
-    *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking())),
+    *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking()), row(tw.pieces.mgs.MGS(steps=2))),
 ]
 INNERS = [
     row(tw.pieces.inner_optimizers.AdamW()),
     row(tw.pieces.inner_optimizers.SGD(0.9, 10.0)),
     row(tw.pieces.inner_optimizers.Muon()),
+    row(tw.pieces.inner_optimizers.SAM(tw.pieces.inner_optimizers.SGD(0.9), 0.05)),
 ]
 
 
@@ -368,6 +370,8 @@ GOSSIP: dict[str, tw.Strategy] = {
     "choco": RECIPES["choco"](codec=tw.codecs.E3M0(4)),
     "sgp": RECIPES["sgp"](),
     "gradient_tracking": RECIPES["gradient_tracking"](),
+    "dfedsam": RECIPES["dfedsam"](every=3),
+    "dfedsam_mgs": RECIPES["dfedsam_mgs"](every=3, delay=1, gossip_steps=2, topology=tw.topology.OnePeerExponential()),
     "moshpit": RECIPES["moshpit"](topology=tw.topology.MoshpitGrid(2)),
     "moshpit, one row, in the air": RECIPES["moshpit"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "noloco in the air, 4 bits": RECIPES["noloco"](

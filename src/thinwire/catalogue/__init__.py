@@ -80,6 +80,7 @@ from thinwire.topology.drawn import RandomRegular as RandomRegular
 from thinwire.topology.drawn import ErdosRenyi as ErdosRenyi
 from thinwire.topology.drawn import BarabasiAlbert as BarabasiAlbert
 from thinwire.topology.fixed import Listed as Listed
+from thinwire.topology.fixed import Cut as Cut
 
 # What a replica makes of what its neighbours say.
 from thinwire.pieces.gossip import NoLoCo as NoLoCo
@@ -88,6 +89,7 @@ from thinwire.pieces.gossip import CombineThenAdapt as CombineThenAdapt
 from thinwire.pieces.gossip import Choco as Choco
 from thinwire.pieces.gossip import PushSum as PushSum
 from thinwire.pieces.gossip import Tracking as Tracking
+from thinwire.pieces.mgs import MGS as MGS
 
 # What is made of what all have sent.
 from thinwire.pieces.aggregate import Mean as Mean
@@ -128,6 +130,7 @@ from thinwire.pieces.merge import Reset as Reset
 # The inner optimizer, where a method is one with it.
 from thinwire.pieces.inner_optimizers import AdamW as AdamW
 from thinwire.pieces.inner_optimizers import Muon as Muon
+from thinwire.pieces.inner_optimizers import SAM as SAM
 from thinwire.pieces.inner_optimizers import SGD as SGD
 
 # What is not let into a packet, and what packets may tell.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from thinwire.codecs import Codec
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.exchange.base import Arrival, Exchange, Settle
-from thinwire.exchange.chunks import Message, cut, packets_nbytes
+from thinwire.exchange.chunks import Message, Signal, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
@@ -26,19 +27,25 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.schedule import Adaptive
 from thinwire.rng import Key
 from thinwire.topology import Topology, check_size
-from thinwire.topology.base import Weights
+from thinwire.topology.base import Union, Weights
 from thinwire.types import State
 
 
 @dataclass(frozen=True)
 class _Said:
-    """One vector of a round: its first element among all vectors of the round, its messages, and its stage."""
+    """One vector of a gossip step: its first element among all vectors of the round, its messages, and its stage."""
 
     begin: int
     codec: Codec
     messages: tuple[Message, ...]
     stage: Stage
-    own: list[Outgoing]
+    targets: list[int]
+    own: list[Outgoing] = field(default_factory=list)
+
+    def send(self, signal: Signal, key: Key) -> None:
+        shifted = partial(_shifted, signal, self.begin)
+        for index, message in enumerate(self.messages):
+            self.own.append(self.stage.send(index, message, self.targets, shifted, key))
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,22 @@ class _Reduced:
     begin: int
     mean: Reduction
 
+    def send(self, signal: Signal, key: Key) -> None:
+        self.mean.send(partial(_shifted, signal, self.begin))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A gossip step: its vectors, and the weights of the packets, by rank; None: equal."""
+
+    said: list[_Said | _Reduced]
+    shares: Mapping[int, float] | None
+
 
 @dataclass(frozen=True)
 class _Departure:
     round: Round
-    said: list[_Said | _Reduced]
-    shares: Mapping[int, float] | None  # the weights of the packets, by rank; None: equal
+    steps: list[_Step]
 
 
 @dataclass(frozen=True)
@@ -130,47 +147,41 @@ class Gossip(Exchange):
         return self.rule.init(torch.zeros(numel))  # only the size counts here
 
     def depart(self, round_: Round, state: State) -> _Departure:
+        steps = [self._expected(round_, step) for step in range(self.rule.steps)]
+        for one in steps[0].said:
+            one.send(round_.signal, round_.key)
+        return _Departure(round_, steps)
+
+    def _expected(self, round_: Round, step: int) -> _Step:
+        """Stand ready to receive what the neighbours send in gossip step `step` of the round."""
         key, rank, size = round_.key, round_.rank, round_.size
-        weights = _weights(self, size, 0 if self.topology.fixed else key.round, key.fragment, key.seed)
+        number = 0 if self.topology.fixed else key.round * self.rule.steps + step
+        weights = _weights(self, size, number, key.fragment, key.seed)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
         members = _group(self, weights, rank)
         said: list[_Said | _Reduced] = []
-        begin = 0
-        for number, (codec, numel) in enumerate(self.rule.vectors(round_.codec, round_.numel)):
+        begin, vectors = 0, self.rule.vectors(round_.codec, round_.numel)
+        for place, (codec, numel) in enumerate(vectors):
             if members:
-                mean = Reduction(round_, codec, numel, 2 * number, members=members)
+                mean = Reduction(round_, codec, numel, 2 * place, members=members)
                 mean.expect()
-                mean.send(partial(_shifted, round_, begin))
                 said.append(_Reduced(begin, mean))
-                begin += numel
-                continue
-            stage, messages = Stage(round_, codec, number), cut(codec, 0, numel)
-            stage.expect(dict.fromkeys(sources, messages))
-            signal = partial(_shifted, round_, begin)
-            own = [stage.send(index, message, targets, signal, key) for index, message in enumerate(messages)]
-            said.append(_Said(begin, codec, messages, stage, own))
+            else:
+                stage = Stage(round_, codec, step * len(vectors) + place)
+                messages = cut(codec, 0, numel)
+                stage.expect(dict.fromkeys(sources, messages))
+                said.append(_Said(begin, codec, messages, stage, targets))
             begin += numel
-        return _Departure(round_, said, _shares(weights[rank], [*sources, rank]))
+        return _Step(said, _shares(weights[rank], [*sources, rank]))
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, flags = departure.round, [0] * departure.round.size
-        for one in departure.said:
-            if isinstance(one, _Reduced):
-                flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
-                _check_sound(flags, round_.key)
-                continue
-            room = Decoder(round_, one.codec, one.messages)
-            for index, message in enumerate(one.messages):
-                heard = one.stage.receive(index)
-                own = one.own[index].wait()
-                for rank, said in (heard | {round_.rank: one.own[index].flags}).items():
-                    flags[rank] |= said
-                _check_sound(flags, round_.key)
-                packets = {peer: one.stage.packet(index, peer) for peer in heard} | {round_.rank: own}
-                for coded in message.ranges:
-                    mean = room.mean(coded, packets, round_.key, departure.shares)
-                    settle(one.begin + coded.begin, mean, partial(room.sent, coded, own, round_.key))
-            room.close()
+        for step, following in pairwise(departure.steps):
+            heard = torch.empty(sum(numel for _, numel in self.rule.vectors(round_.codec, round_.numel)))
+            flags = _arrived(round_, step, flags, partial(_kept, heard))
+            for one in following.said:
+                one.send(partial(_part, heard), round_.key)
+        flags = _arrived(round_, departure.steps[-1], flags, settle)
         round_.close()
         return Arrival(tuple(flags), {})
 
@@ -179,7 +190,7 @@ class Gossip(Exchange):
         vectors = self.rule.vectors(codec, numel)
         ranks = range(size) if rank is None else (rank,)
         if not self.topology.grouped:
-            return self.most_neighbours(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
+            return self.most_targets(size, rank) * sum(packets_nbytes(cut(one, 0, n)) for one, n in vectors)
         places = {self._place(size, number, one) for number in range(self.topology.rounds(size) or 1) for one in ranks}
         return max(sum(_nbytes_in_group(one, n, size, *place) for one, n in vectors) for place in places)
 
@@ -188,10 +199,20 @@ class Gossip(Exchange):
         row = self.topology.edges(size, number)[rank]
         return int(row.sum()) + 1, int(row[:rank].sum())
 
-    def most_neighbours(self, size: int, rank: int | None = None) -> int:
-        """The number of replicas to which replica `rank` sends in a round; without `rank`: the largest of all replicas."""
-        sent = np.stack([self.topology.edges(size, n).sum(1) for n in range(self.topology.rounds(size) or 1)])
+    def most_targets(self, size: int, rank: int | None = None) -> int:
+        """The number of replicas to which replica `rank` sends in a round, each counted in every gossip step; without `rank`: the largest of all
+        replicas.
+        """
+        steps, period = self.rule.steps, self.topology.rounds(size) or 1
+        sent = np.stack(
+            [sum(self.topology.edges(size, n * steps + step).sum(1) for step in range(steps)) for n in range(period)]
+        )
         return int(sent.max() if rank is None else sent[:, rank].max())
+
+    @property
+    def of_rounds(self) -> Topology:
+        """Who hears whom in a round, in any of its gossip steps."""
+        return self.topology if self.rule.steps == 1 else Union(self.topology, self.rule.steps)
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return link.seconds(self.nbytes_sent(codec, numel, size)) if size > 1 else 0.0
@@ -214,12 +235,42 @@ def _nbytes_in_group(codec: Codec, numel: int, size: int, members: int, place: i
     return (members - 1) * packets_nbytes(cut(codec, 0, numel))
 
 
+def _arrived(round_: Round, step: _Step, flags: list[int], settle: Settle) -> list[int]:
+    """Give `settle` the means of a gossip step; returns all flags so far."""
+    for one in step.said:
+        if isinstance(one, _Reduced):
+            flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
+            _check_sound(flags, round_.key)
+            continue
+        room = Decoder(round_, one.codec, one.messages)
+        for index, message in enumerate(one.messages):
+            heard = one.stage.receive(index)
+            own = one.own[index].wait()
+            for rank, said in (heard | {round_.rank: one.own[index].flags}).items():
+                flags[rank] |= said
+            _check_sound(flags, round_.key)
+            packets = {peer: one.stage.packet(index, peer) for peer in heard} | {round_.rank: own}
+            for coded in message.ranges:
+                mean = room.mean(coded, packets, round_.key, step.shares)
+                settle(one.begin + coded.begin, mean, partial(room.sent, coded, own, round_.key))
+        room.close()
+    return flags
+
+
 def _settled(settle: Settle, first: int, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
     settle(first + begin, mean, sent)
 
 
-def _shifted(round_: Round, first: int, begin: int, end: int) -> Tensor:
-    return round_.signal(first + begin, first + end)
+def _kept(into: Tensor, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
+    into[begin : begin + mean.numel()] = mean
+
+
+def _part(of: Tensor, begin: int, end: int) -> Tensor:
+    return of[begin:end]
+
+
+def _shifted(signal: Signal, first: int, begin: int, end: int) -> Tensor:
+    return signal(first + begin, first + end)
 
 
 def _others(row: np.ndarray, rank: int) -> list[int]:

@@ -163,7 +163,7 @@ class Run:
             return own or AdamW()
         inner = parse(asked, offered=pieces_of("pieces.inner_optimizers"), own_files=True)
         if not isinstance(inner, Inner):
-            raise ConfigurationError(f"optimizer={asked!r}: AdamW, SGD(...) or Muon is needed.")
+            raise ConfigurationError(f"optimizer={asked!r}: AdamW, SGD(...), Muon or SAM(...) is needed.")
         if not isinstance(made, Strategy):
             raise ConfigurationError(
                 f"optimizer={asked!r} with {self.method.label}: that method is an optimizer itself; leave it out."

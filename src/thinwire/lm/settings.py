@@ -262,7 +262,7 @@ class OptimizerSpec(Checked):
     steps: int = 800
     """Inner steps of every replica."""
     optimizer: str | None = None
-    """Inner optimizer: AdamW, SGD(0.9, lr_factor=100) or Muon. Default: the strategy's own, or AdamW if it has none."""
+    """Inner optimizer: AdamW, SGD(0.9, lr_factor=100), Muon, or SAM(...) around one of them. Default: the strategy's own, or AdamW if it has none."""
     lr: float | None = None
     """Peak learning rate for AdamW; other inner optimizers multiply it by their own factor. Default: 10.24 / width^1.5 for a size trained whole
     with AdamW, otherwise 0.006."""

@@ -35,6 +35,7 @@ from thinwire.lm.tokens_mean import descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
+from thinwire.pieces.inner_optimizers import at_the_worst_point
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.replica import Replica
@@ -267,7 +268,7 @@ class Trainer(ABC):
         if isinstance(replica, Attached) and replica.idle:
             replica.skip()
             return math.nan, math.nan
-        loss = descend(self.model, replica, self._loss, run.data.accumulate)
+        loss = at_the_worst_point(self.optimizer, lambda: descend(self.model, replica, self._loss, run.data.accumulate))
         replica.exchange_gradients()
         strategy = replica.strategy if isinstance(replica, Replica) else None
         by_filters = strategy and strategy.filters  # before the exchange

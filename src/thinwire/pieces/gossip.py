@@ -39,6 +39,16 @@ class GossipRule(Protocol):
         next."""
         return False
 
+    @property
+    def steps(self) -> int:
+        """Gossip steps of a round: each vector is the mean over the neighbours, of the neighbours' means, and so on, so many times."""
+        return 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a round may have several gossip steps."""
+        return False
+
     def check(self, topology: Topology, codec: Codec) -> None:
         """Raise `ConfigurationError` if the rule is not sound on `topology`, or with `codec`."""
         check_whole(self, codec)
@@ -93,6 +103,8 @@ class AdaptThenCombine(GossipRule):
     AdaptThenCombine()
     """
 
+    repeats: ClassVar[bool] = True
+
     def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
         return (theta,)
 
@@ -111,6 +123,8 @@ class CombineThenAdapt(GossipRule):
     >>> CombineThenAdapt()
     CombineThenAdapt()
     """
+
+    repeats: ClassVar[bool] = True
 
     def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
         return (x,)
@@ -301,6 +315,8 @@ class PushSum(GossipRule):
     >>> PushSum()
     PushSum()
     """
+
+    repeats: ClassVar[bool] = True
 
     def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
         return outgoing(topology.edges(size, number, fragment, seed))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -150,6 +152,57 @@ class Muon:
             )
 
 
+@dataclass(frozen=True)
+class SAM:
+    """Sharpness-aware minimisation (Foret et al., arXiv 2010.01412) around another inner optimizer: its steps take the gradient at the worst
+    point nearby.
+
+        ĝ = ∇f(θ + radius·g / ‖g‖),   g = ∇f(θ),   the same batch twice, ‖·‖ over all parameters of the replica
+
+    Twice the computing of an inner step. The perturbation never stays in the weights, and buffers, such as running statistics, are updated
+    once. Without a gradient, or with one that is not finite, weights are not perturbed. Needs whole parameters: not sharded ones.
+
+    Args:
+        inner: the optimizer that steps along ĝ.
+        radius: ρ, the length of the perturbation, 0 or more. 0: `inner` alone, bit for bit.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> SAM(SGD(0.9), radius=0.05)
+    SAM(inner=SGD(momentum=0.9, lr_factor=1.0), radius=0.05)
+    """
+
+    inner: Inner = AdamW()
+    radius: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Inner) or isinstance(self.inner, type | SAM):
+            raise ConfigurationError(f"SAM(inner={self.inner!r}): AdamW(), SGD() or Muon() is needed.")
+        if not 0 <= self.radius < math.inf:
+            raise ConfigurationError(f"SAM(radius={self.radius}): 0 or more is needed; 0.01 to 0.05 are usual.")
+
+    @property
+    def lr_factor(self) -> float:
+        return self.inner.lr_factor
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        if any(is_sharded(p) for p in _parameters(model)):
+            raise ConfigurationError(
+                f"{self} on a sharded replica: the norm of all its gradients is needed, a rank has its shards'; choose {self.inner}, or one "
+                "rank a replica."
+            )
+        return SharpnessAware(self.inner.make(model, lr, weight_decay), model, self.radius)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, SharpnessAware) or optimizer.radius != self.radius:
+            raise ConfigurationError(
+                f"the strategy's inner optimizer is {self}, {type(optimizer).__name__} was given; give what "
+                f"thinwire.pieces.inner_optimizers.SharpnessAware(optimizer, model, radius={self.radius:g}) returns."
+            )
+        self.inner.check(optimizer.parts[0])
+
+
 class UnfusedSGD(torch.optim.SGD):
     """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, whose state it has, with every product and sum rounded
     separately. torch's rounds a product and its sum once or twice, depending on the processor, so replicas with equal gradients drift apart.
@@ -209,6 +262,71 @@ class Both(torch.optim.Optimizer):
         for part, count in zip(self.parts, self._counts):
             part.param_groups, part.state = self.param_groups[begin : begin + count], self.state
             begin += count
+
+
+class SharpnessAware(Both):
+    """`SAM` for a loop: `step(closure)` calls the closure twice, at θ and at the worst point nearby; or `perturbed` around the second backward.
+
+    Args:
+        optimizer: steps along the second gradient; this optimizer shares its groups and state.
+        model: its buffers are set back after the second backward.
+        radius: ρ, the length of the perturbation.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, radius: float) -> None:
+        self.radius, self._model, self._ready = radius, model, False
+        super().__init__(optimizer)
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """A context in which the weights are θ + radius·g / ‖g‖, and all gradients are gone; call backward once more, on the same batch."""
+        with torch.no_grad():
+            held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            before = [p.detach().clone() for p in held]
+            buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+            norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+            scale = self.radius / (float(norm) + 1e-12)
+            for p in held if math.isfinite(scale) and scale > 0 else []:
+                assert p.grad is not None
+                p.add_(p.grad, alpha=scale)
+        self.zero_grad()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(held, before):
+                    p.copy_(value)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        self._ready = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """With a closure, which sets all gradients to zero, and computes the loss and the gradients. Raises `ModelError` without, unless
+        the gradients are those of `perturbed`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+                with self.perturbed():
+                    closure()
+        elif not self._ready:
+            raise ModelError(
+                "step() of SAM without a closure, and no backward inside perturbed(): it would step along the gradient at the weights "
+                "themselves. Call step(closure), or backward once more within `with optimizer.perturbed():`."
+            )
+        self._ready = False
+        super().step()
+        return loss
+
+
+def at_the_worst_point(optimizer: torch.optim.Optimizer, backward: Callable[[], float]) -> float:
+    """Compute the gradients with `backward`, twice if `optimizer` is `SharpnessAware`; the loss at the weights themselves."""
+    loss = backward()
+    if isinstance(optimizer, SharpnessAware):
+        with optimizer.perturbed():
+            backward()
+    return loss
 
 
 def check_momentum(optimizer: torch.optim.Optimizer, owner: object) -> None:

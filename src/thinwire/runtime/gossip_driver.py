@@ -102,7 +102,7 @@ class GossipFlights(Flights):
     def begins(self, number: int) -> None:
         """Called before round `number` of the first fragment departs."""
         if number >= self.window[1]:
-            rounds = spread(self._gossip.topology, self.group.size, number, 0, self.training.strategy.seed)
+            rounds = spread(self._gossip.of_rounds, self.group.size, number, 0, self.training.strategy.seed)
             self.window = number, number + max(1, rounds)
         if self._asked and number == self.window[0]:
             self.pipeline.stop_requested = True

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from thinwire.codecs import in_full
 from thinwire.comm import Group, run_threads
 from thinwire.errors import LinkError
+from thinwire.pieces.inner_optimizers import at_the_worst_point
 from thinwire.pieces.partition import Fragment
 from thinwire.replica import Replica
 from thinwire.rng import derive
@@ -76,8 +78,14 @@ def batch(seed: int, rank: int, step: int, size: int = 4) -> tuple[Tensor, Tenso
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
-    ((model(x) - y) ** 2).mean().backward()
+    at_the_worst_point(optimizer, partial(_backward, model, x, y))
     optimizer.step()
+
+
+def _backward(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    loss = ((model(x) - y) ** 2).mean()
+    torch.autograd.backward(loss)
+    return float(loss.detach())
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -160,7 +168,7 @@ def travel(plan: Plan, group: Group) -> Journey:
         for step in range(1, plan.steps + 1):
             x, y = batch(plan.seed, plan.data(group.rank), step)
             optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
+            at_the_worst_point(optimizer, partial(_backward, model, x, y))
             plan.before_step(replica, step)
             optimizer.step()
             journey.weights.append(weights(model))

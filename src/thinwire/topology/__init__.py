@@ -10,7 +10,7 @@ from thinwire.topology.drawn import (
     RandomPairs,
     RandomRegular,
 )
-from thinwire.topology.fixed import Complete, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
+from thinwire.topology.fixed import Complete, Cut, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.rates import fewest_meetings, fitted_rates
 from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
@@ -19,6 +19,7 @@ __all__ = [
     "BarabasiAlbert",
     "Clocks",
     "Complete",
+    "Cut",
     "ErdosRenyi",
     "Exponential",
     "Listed",

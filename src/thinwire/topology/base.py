@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -45,6 +46,25 @@ class Topology(Protocol):
     def rounds(self, size: int) -> int:
         """The number of rounds after which the edges repeat; 0 if they are drawn again in every round."""
         return 1
+
+
+@dataclass(frozen=True)
+class Union(Topology):
+    """Each replica sends to all those to which it sends in `count` successive rounds of `topology`."""
+
+    topology: Topology
+    count: int
+
+    @property
+    def fixed(self) -> bool:
+        return self.topology.fixed
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        rounds = range(number * self.count, (number + 1) * self.count)
+        return np.asarray(np.stack([self.topology.edges(size, one, fragment, seed) for one in rounds]).any(axis=0))
+
+    def rounds(self, size: int) -> int:
+        return self.topology.rounds(size)
 
 
 def check_size(topology: Topology, size: int, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Graphs that are the same in every round."""
+"""Graphs that are the same in every round, or follow from its number."""
 
 from __future__ import annotations
 
@@ -164,6 +164,52 @@ class Listed(Topology):
         for one, other in self.pairs_of_replicas:
             edges[one, other] = True
         return edges if self.one_way else edges | edges.T
+
+
+@dataclass(frozen=True)
+class Cut(Topology):
+    """`topology` without the edges between two sides in the rounds `begin` to `end` − 1, as of a link that fails and is healed. It is known
+    before: nothing is detected, and no message is lost. Weights in these rounds are Metropolis' of the edges that are left.
+
+    Args:
+        topology: a graph whose edges go both ways.
+        begin: the first round without these edges, at least 1.
+        end: the first round with all edges again.
+        side: the ranks below it are one side; None: half of all.
+
+    Raises:
+        ConfigurationError: that is no cut, or edges go one way.
+
+    >>> [int(Cut(Ring(), begin=1, end=3).edges(8, number).sum()) for number in range(4)]
+    [16, 12, 12, 16]
+    """
+
+    topology: Topology = Ring()
+    begin: int = 1
+    end: int = 2
+    side: int | None = None
+
+    fixed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        whole = type(self.begin) is int and type(self.end) is int and 1 <= self.begin < self.end
+        if not isinstance(self.topology, Topology) or isinstance(self.topology, type) or not whole:
+            raise ConfigurationError(
+                f"{self}: a topology and 1 <= begin < end are needed, such as Cut(Ring(), 10, 20)."
+            )
+
+    def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
+        edges, side = self.topology.edges(size, number, fragment, seed), size // 2 if self.side is None else self.side
+        if not 0 < side < size or not (edges == edges.T).all():
+            raise ConfigurationError(
+                f"{self} among {size} replicas: replicas on both sides, and edges that go both ways, are needed; choose a side from 1 to "
+                f"{size - 1}, and a graph such as Ring()."
+            )
+        first = np.arange(size) < side
+        return edges & (first == first[:, None]) if self.begin <= number < self.end else edges
+
+    def rounds(self, size: int) -> int:
+        return 0  # they do not repeat
 
 
 def read_edges(path: Path) -> Listed:
