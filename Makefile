@@ -16,8 +16,9 @@ help:            ## this list
 demo: .venv/.demo        ## two replicas train one model over an emulated 5 Mbit/s link: about two minutes
 	$(BIN)/thinwire train
 
+# Workers and the processes that tests start read modules that are compiled, whatever this shell says of bytecode: a fifth of a worker's start.
 test: .venv/.dev         ## all tests that take seconds, by four workers
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-slow: .venv/.dev    ## the other tests: minutes each
 	$(BIN)/python -m pytest -m slow

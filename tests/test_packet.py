@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import CODECS, EXCHANGES
+from pieces import CODECS, EXCHANGES, over
 
 import thinwire as tw
 from thinwire.packet import (
@@ -126,8 +126,8 @@ def test_a_header_with_a_fitting_checksum(head):
         open_packet(packet, DUE)
 
 
-@pytest.mark.parametrize("field", ["codec", "sender", "fragment", "round", "part", "numel", "nbytes"])
-@pytest.mark.parametrize("value", [0, (1 << 32) - 1, (1 << 60) + 7])
+@over("field", ["codec", "sender", "fragment", "round", "part", "numel", "nbytes"])
+@over("value", [0, (1 << 32) - 1, (1 << 60) + 7])
 def test_each_field_is_compared(field, value):
     """Named, with what was sent and what was due. Lengths lead to no allocation: the size was known before."""
     value &= {"numel": (1 << 64) - 1, "nbytes": (1 << 64) - 1, "sender": 0xFFFF, "fragment": 0xFFFF}.get(

@@ -22,7 +22,7 @@ codecs = pytest.mark.parametrize("row", CODECS, ids=str)
 everything = over("data", [*NORMAL, *EXTREME])
 
 
-@codecs
+@over("row", CODECS)
 @over("n", SIZES)
 def test_size_is_known(row, n):
     laws.size_is_known(row.piece, n)
@@ -360,8 +360,8 @@ def test_not_finite_is_refused(bad, at):
         check_finite(x)
 
 
-@codecs
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@over("row", CODECS)
+@over("bad", [float("nan"), float("inf")])
 def test_no_codec_encodes_it(row, bad):
     x = gaussian(1000)
     x[999] = bad
@@ -376,7 +376,7 @@ def test_finite_is_not_refused(data):
     check_finite(draw(data, 0))
 
 
-@codecs
+@over("row", CODECS)
 def test_a_refused_packet_holds_no_values(row):
     """What travels instead says REFUSED, on the same number of bytes, all zero."""
     (group,) = ThreadGroup.create(1)

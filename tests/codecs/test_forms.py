@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from pieces import CODECS
+from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire.codecs import exact
@@ -65,8 +65,8 @@ def above(x: torch.Tensor, threshold: float) -> int:
     return select_above(x, threshold, torch.empty(0, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("count", [1, 100, 2622, MANY // 10, MANY // 4])
+@over("name", TENSORS)
+@over("count", [1, 100, 2622, MANY // 10, MANY // 4])
 def test_a_sample_changes_no_result(name, count):
     """Exactly the largest, of equal ones the first: as a stable sort has them."""
     x = TENSORS[name]

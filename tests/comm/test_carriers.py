@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from group_laws import CASES, TIMEOUT, all_laws, run_case, run_processes
+from pieces import over
 from secure_groups import run_secure
 
 from thinwire.comm import run_threads
 from thinwire.comm.secure import Hub
 
 
-@pytest.mark.parametrize("case", CASES)
+@over("case", CASES)
 def test_threads(case):
     run_threads(int(case[-1]), lambda group: run_case(case, group), TIMEOUT)
 
@@ -21,7 +22,7 @@ def gloo(tmp_path_factory):
     return run_processes(all_laws, 4, tmp_path_factory.mktemp("gloo"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@over("case", CASES)
 def test_gloo(case, gloo):
     assert None not in gloo, "a process died or hung"
     failures = [failures[case] for failures in gloo if case in failures]
@@ -35,7 +36,7 @@ def hub(tmp_path_factory):
     hub.close()
 
 
-@pytest.mark.parametrize("case", CASES)
+@over("case", CASES)
 def test_secure(case, hub, tmp_path):
     """Each replica a thread, with a key and TLS connections of its own."""
     run_secure(hub, int(case[-1]), lambda group: run_case(case, group), tmp_path)

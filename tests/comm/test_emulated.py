@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from pieces import over
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup, parse_link
 from thinwire.comm.emulated import Uplink
@@ -32,8 +33,8 @@ def test_links_are_read_and_written(text, rate, delay):
     assert parse_link(text) == link
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.3, 1 / 3, 1e6 / 7, 123456789.125, 2.5e11, 1e20])
-@pytest.mark.parametrize("delay", [0.0, 0.03, 1 / 3, 1e-7 / 3, 12.0, 3e-5])
+@over("rate", [1.0, 0.3, 1 / 3, 1e6 / 7, 123456789.125, 2.5e11, 1e20])
+@over("delay", [0.0, 0.03, 1 / 3, 1e-7 / 3, 12.0, 3e-5])
 def test_every_link_survives_its_text(rate, delay):
     assert Link.parse(str(Link(rate, delay))) == Link(rate, delay)
 

@@ -75,7 +75,7 @@ def test_same_bytes(row, data, by_reference):
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS if "refuses" not in row.claims], ids=str)
-@pytest.mark.parametrize("n", [1, 130, 5000])
+@over("n", [1, 130, 5000])
 def test_any_bytes_decode_alike(row, n, by_reference):
     """Codes that no encoding makes, scales of all kinds: NaN where the reference has NaN."""
     payload = torch.randint(0, 256, (row.piece.nbytes(n),), generator=_draw, dtype=torch.uint8)

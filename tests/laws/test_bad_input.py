@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from pieces import over
 from torch import nn
 
 import thinwire as tw
@@ -307,7 +308,7 @@ CONFIGURATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CONFIGURATIONS)
+@over("case", CONFIGURATIONS)
 def test_configuration(case):
     make, message = CONFIGURATIONS[case]
     with pytest.raises(tw.ConfigurationError) as caught:

@@ -12,7 +12,7 @@ import torch
 from hostile import NUMELS, check_payload, check_python_memory, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import CODECS
+from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire.rng import Key
@@ -42,7 +42,7 @@ def test_changed_bytes(place, numel, changes):
 
 
 @places
-@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+@over("byte", [0x00, 0x7F, 0x80, 0xFF])
 def test_memory_of_python(place, byte):
     for numel in NUMELS:
         check_python_memory(place, numel, bytes([byte]))

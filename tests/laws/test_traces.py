@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from pieces import over
 from torch import nn
 
 import thinwire as tw
@@ -135,7 +136,7 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize(("H", "P", "tau", "alpha", "mu", "offsets"), GRID)
+@over("H, P, tau, alpha, mu, offsets", GRID)
 def test_reference(H, P, tau, alpha, mu, offsets):
     """H not divisible by P, more fragments than steps, delays up to H − 1, any mix and momentum: fp32 rounding apart, the same numbers."""
     first = tw.pieces.schedule.short_first(H, P, tau) if offsets == "short" else tuple(H + p * H // P for p in range(P))

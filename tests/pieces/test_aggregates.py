@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import AGGREGATES, METHODS
+from pieces import AGGREGATES, METHODS, over
 from torch import Tensor
 
 import thinwire as tw
@@ -53,8 +53,8 @@ def bears(aggregate: Aggregate, size: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("row", AGGREGATES, ids=str)
+@over("codec", CODECS)
+@over("row", AGGREGATES)
 def test_of_one_replica_it_makes_what_that_says(row, codec):
     if "clips" in row.claims or not bears(row.piece, 1):
         return

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch
-from pieces import CODECS, GOSSIP, METHODS, OUTERS, SCHEDULES, TABLE
+from pieces import CODECS, GOSSIP, METHODS, OUTERS, SCHEDULES, TABLE, over
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse
@@ -20,7 +20,7 @@ def test_every_piece_has_a_row():
     assert set(PIECES.values()) == in_table
 
 
-@pytest.mark.parametrize("row", CODECS, ids=str)
+@over("row", CODECS)
 def test_a_codec_declares_no_more_than_its_row_claims(row):
     """What is tried here stands in the row, by hand; of chance both say the same."""
     chance = {"unbiased", "drawn", "shared"}
@@ -31,7 +31,7 @@ def test_every_recipe_is_a_method():
     assert set(RECIPES) <= set(METHODS) | set(GOSSIP)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@over("name", RECIPES)
 def test_recipes_have_no_logic(name):
     """Defaults that make a strategy at once, and a body of one statement and at most 15 lines."""
     assert isinstance(RECIPES[name](), tw.Strategy)
@@ -43,7 +43,7 @@ def test_recipes_have_no_logic(name):
     )
 
 
-@pytest.mark.parametrize("value", [row.piece for row in TABLE] + list((METHODS | GOSSIP).values()), ids=str)
+@over("value", [row.piece for row in TABLE] + list((METHODS | GOSSIP).values()))
 def test_text_is_the_value(value):
     """What a piece prints makes the same piece again; equal pieces are equal keys."""
     again = parse(repr(value))
@@ -127,7 +127,7 @@ def test_outer_matches_the_recursion_in_double():
 
 
 @pytest.mark.parametrize("schedule", [row.piece for row in SCHEDULES if "steady" in row.claims], ids=str)
-@pytest.mark.parametrize("fragments", [1, 2, 3, 5, 16])
+@over("fragments", [1, 2, 3, 5, 16])
 def test_each_fragment_once_in_any_period(schedule, fragments):
     """After warm-up, in any window of H steps: also when P does not divide H, and when P > H."""
     offsets = getattr(schedule, "offsets", None)

@@ -8,8 +8,8 @@ import re
 import textwrap
 from enum import Enum
 
-import pytest
 from pages import ROOT
+from pieces import over
 from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
 
 # A unit, what is counted, or the range of a plain number.
@@ -115,7 +115,7 @@ def test_the_public_names_are_counted():
     assert len(PUBLIC) > 300
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@over("name", COMPOSED)
 def test_methods_have_equation_difference_and_bytes(name):
     """A name of `--strategy` says what it computes, what is not the paper's, what it sends, and predicts the bytes in its example."""
     text = inspect.getdoc(COMPOSED[name]) or ""

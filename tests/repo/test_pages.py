@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from pages import PAGES, ROOT, blocks, commands
+from pieces import over
 from torch.distributed.run import get_args_parser
 
 from thinwire.cli import VERBS, options
@@ -89,7 +90,7 @@ def check(command: str, folder: Path) -> None:
             pytest.fail(f"{program} is not a command that this test knows")
 
 
-@pytest.mark.parametrize(("block", "command"), commands(), ids=lambda value: str(value))
+@over("block, command", commands())
 def test_commands_exist(block, command, elsewhere):
     check(command, elsewhere)
 
@@ -130,7 +131,7 @@ def test_the_readmes_loop_is_short():
     assert len(body) <= 12
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@over("page", PAGES)
 def test_run_files_load(page, tmp_path):
     for block in blocks(page, "toml"):
         (tmp_path / "run.toml").write_text(block.text)
@@ -138,13 +139,13 @@ def test_run_files_load(page, tmp_path):
         assert tomllib.loads(block.text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@over("page", PAGES)
 def test_every_fence_names_a_language_that_is_checked(page):
     opened = re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)[::2]
     assert set(opened) <= {"bash", "python", "toml", "text"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@over("page", PAGES)
 def test_links_lead_somewhere(page):
     """To a file, and in a page to a heading."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):

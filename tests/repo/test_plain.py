@@ -6,8 +6,8 @@ import ast
 import re
 import statistics
 
-import pytest
 from pages import PAGES, ROOT
+from pieces import over
 
 MEAN, LONGEST = 16, 35  # words in a sentence
 # A turn of phrase, as a pattern of prose in small letters, and what to write.
@@ -44,11 +44,7 @@ def count(sentence: str) -> int:
     return len(re.findall(r"[\w’'…·()\[\]/%°^_.−+=×≤≥→←-]*\w[^\s]*", sentence))
 
 
-EACH = pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
+EACH = over("page", [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")])
 
 
 @EACH
@@ -77,7 +73,7 @@ plan/*.py records/*.py runtime/*.py simulate/*.py topology/*.py
 """
 
 
-@pytest.mark.parametrize("pattern", CODE.split())
+@over("pattern", CODE.split())
 def test_no_docstring_is_a_puzzle(pattern):
     files = sorted((ROOT / "src/thinwire").glob(pattern))
     found = [

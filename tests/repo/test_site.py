@@ -9,6 +9,7 @@ import code_map
 import pytest
 import yaml
 from pages import PAGES, ROOT
+from pieces import over
 
 import thinwire
 
@@ -81,7 +82,7 @@ def too_long(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@over("page", PAGES)
 def test_pages_can_be_skimmed(page):
     found = too_long(page.read_text())
     assert page.relative_to(ROOT).as_posix() in NOT_YET or not found, "\n\n".join(found)

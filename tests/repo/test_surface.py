@@ -12,8 +12,8 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from pages import ROOT
+from pieces import over
 from public_names import DOCUMENTED
 
 import thinwire
@@ -101,12 +101,12 @@ def options_of(command: str) -> type:
     return kind
 
 
-@pytest.mark.parametrize("command", OPTIONS)
+@over("command", OPTIONS)
 def test_options_of_verbs(command):
     assert sorted(fields(options_of(command))) == sorted(OPTIONS[command].split())
 
 
-@pytest.mark.parametrize("command", OPTIONS)
+@over("command", OPTIONS)
 def test_every_option_is_explained(command, capsys):
     """Each field is followed by its docstring, which is its help."""
     source = inspect.getsource(options_of(command)) + inspect.getsource(Run) + inspect.getsource(settings)

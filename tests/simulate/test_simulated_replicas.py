@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import Oracle
-from pieces import METHODS
+from pieces import METHODS, over
 
 import thinwire as tw
 from thinwire.comm import Link
@@ -97,12 +97,12 @@ def test_the_strategys_own_schedule_and_exchange_are_asked(monkeypatch):
 # ---- laws
 
 
-@pytest.mark.parametrize("over", [0, 1])
-@pytest.mark.parametrize("name", METHODS)
-def test_bytes_are_those_of_the_formula(name, over):
+@over("more", [0, 1])
+@over("name", METHODS)
+def test_bytes_are_those_of_the_formula(name, more):
     strategy, numels = METHODS[name], sizes_for(METHODS[name])
     periods = 5
-    steps = periods * strategy.schedule.every + over
+    steps = periods * strategy.schedule.every + more
     outcome = simulate(strategy, numels, alike(3), steps)
     calendar = Calendar(strategy.schedule, len(numels), lambda step: 1.0)
     departures = [(p, step) for step in range(1, steps + 1) for p in calendar.departs(step)]
@@ -121,7 +121,7 @@ def test_bytes_are_those_of_the_formula(name, over):
     assert outcome.busy_seconds == pytest.approx([8 * expected / 1e6] * 3)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@over("name", METHODS)
 def test_nothing_happens_before_its_cause(name):
     strategy, heard = METHODS[name], Heard()
     speeds = spread(1.0, 0.3, 4, 0, "speeds")
@@ -140,14 +140,14 @@ def test_nothing_happens_before_its_cause(name):
         assert (begin >= end).all()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@over("name", METHODS)
 def test_on_a_perfect_link_there_is_nothing_but_computing(name):
     outcome = simulate(METHODS[name], sizes_for(METHODS[name]), alike(3, FAST), 50)
     assert outcome.compute_utilization == pytest.approx(1, abs=1e-6)
     assert outcome.wall_seconds == pytest.approx([50.0] * 3) and outcome.compute_seconds.tolist() == [50.0] * 3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@over("name", METHODS)
 def test_one_replica_sends_nothing_and_never_waits(name):
     outcome = simulate(METHODS[name], sizes_for(METHODS[name]), alike(1, Link(1.0, 100.0)), 50)
     assert outcome.nbytes_sent.tolist() == [0] and outcome.stall_seconds.tolist() == [0]

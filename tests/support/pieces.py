@@ -47,19 +47,20 @@ def row(piece: Any, *claims: str, error: float | None = 0.0) -> Row:
     return Row(piece, frozenset(claims), error)
 
 
-def over(name: str, values: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def over(names: str, values: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As `parametrize`, but one test: thousands of them cost more than what they try. A failure says for which value."""
+    several = [name.strip() for name in names.split(",")]
 
     def wrap(test: Callable[..., None]) -> Callable[..., None]:
         def all_of_them(**arguments: Any) -> None:
             for value in values:
                 try:
-                    test(**arguments, **{name: value})
+                    test(**arguments, **dict(zip(several, value if len(several) > 1 else [value])))
                 except BaseException as error:
-                    error.add_note(f"where {name} is {value!r}")
+                    error.add_note(f"where {names} is {value!r}")
                     raise
 
-        rest = [p for p in inspect.signature(test).parameters.values() if p.name != name]
+        rest = [p for p in inspect.signature(test).parameters.values() if p.name not in several]
         all_of_them.__signature__ = inspect.Signature(rest)
         all_of_them.__name__, all_of_them.__doc__ = test.__name__, test.__doc__
         return all_of_them

@@ -8,6 +8,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -98,6 +99,7 @@ def _annotated(hint: Any, *marks: Any) -> Any:
     return Annotated.__class_getitem__((hint, *marks))  # type: ignore[attr-defined]
 
 
+@cache
 def _helps(kind: type) -> dict[str, str]:
     """The text below each field of a dataclass in its source."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
