@@ -1,4 +1,4 @@
-"""Bytes from a peer are hostile: whatever they are, they are the packet that was due or a `PacketError`."""
+"""Bytes from a peer are hostile: they decode to the expected packet or raise `PacketError`."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def test_a_header_with_a_fitting_checksum(head):
 @over("field", ["codec", "sender", "fragment", "round", "part", "numel", "nbytes"])
 @over("value", [0, (1 << 32) - 1, (1 << 60) + 7])
 def test_each_field_is_compared(field, value):
-    """Named, with what was sent and what was due. Lengths lead to no allocation: the size was known before."""
+    """The error names the given and the expected value. A length leads to no allocation, because the size was known before."""
     value &= {"numel": (1 << 64) - 1, "nbytes": (1 << 64) - 1, "sender": 0xFFFF, "fragment": 0xFFFF}.get(
         field, 0xFFFFFFFF
     )
     packet = sealed(replace(DUE, **{field: value}))
-    with pytest.raises(tw.PacketError, match=rf"replica 3 sent {field} {value}, {getattr(DUE, field)} was due"):
+    with pytest.raises(tw.PacketError, match=rf"replica 3 sent {field} {value}, {getattr(DUE, field)} was expected"):
         open_packet(packet, DUE)
 
 
@@ -144,7 +144,7 @@ def test_other_steps_are_a_disagreement():
         tw.DisagreementError, match=r"replica 3 is in this round after 1235 inner steps, .* counted 1234"
     ):
         open_packet(sealed(replace(DUE, step=1235)), DUE)
-    with pytest.raises(tw.PacketError, match="replica 3 sent step 1234, 0 was due"):
+    with pytest.raises(tw.PacketError, match="replica 3 sent step 1234, 0 was expected"):
         open_packet(sealed(DUE), replace(DUE, step=0))
 
 
@@ -168,7 +168,7 @@ def test_a_packet_may_be_shorter_where_that_is_agreed():
 
 def test_what_is_said():
     cases = {
-        r"replica 3 sent 93 bytes, 94 were due\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
+        r"replica 3 sent 93 bytes, 94 were expected\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
         r"replica 3 sent magic b'NOPE' version 4, .* Run the same version of Thinwire on every replica": tensor(
             b"NOPE" + GOOD[4:]
         ),
@@ -250,7 +250,7 @@ def test_hostile_values_reach_no_anchor(codec):
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS if "refuses" in row.claims], ids=str)
 def test_hostile_indices_end_training_and_say_why(codec):
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), codec=codec)
-    with pytest.raises(tw.PacketError, match=r"indices are not ascending|a coded payload|coded places"):
+    with pytest.raises(tw.PacketError, match=r"indices are not ascending|a coded payload|coded indices"):
         with_hostile(strategy, 2, 2)
 
 

@@ -6,7 +6,7 @@
     ├── DataError                         text that is missing, empty or unreadable
     ├── JobError                          a fault in a job file of the user's own
     ├── CheckpointError                   a checkpoint that is damaged, foreign or absent
-    ├── PacketError                       bytes from a peer that are not the packet that was due
+    ├── PacketError                       bytes from a peer that are not the expected packet
     ├── NonFiniteError                    NaN or infinity in a delta; refused before it reaches an anchor
     └── PeerError                         the fault lies between replicas
         ├── DisagreementError             replicas differ in model, strategy or protocols

@@ -12,11 +12,11 @@
 | 4     | step     | inner step after which it departs, the same on all; 0: not said  |
 | 4     | part     | which message of the round: its stage, and its place there       |
 | 8     | numel    | elements of the delta in this message                            |
-| 8     | nbytes   | of the payload, which may be less than what is due where its codec `varies` |
+| 8     | nbytes   | of the payload, at most the expected number if its codec `varies` |
 | 4     | checksum | CRC-32 of the header with this field zero, then the payload      |
 
-All little-endian, 48 bytes. Bytes from a peer are hostile until `open_packet` has compared every field with what is
-due; nothing is allocated from a length they contain. CRC-32 finds accidents, not forgery: see docs/design.md on open
+All little-endian, 48 bytes. Bytes from a peer are hostile until `open_packet` has compared every field with the expected
+value; no memory is allocated by a length in them. CRC-32 detects accidents, not forgery: see docs/design.md on open
 networks.
 """
 
@@ -105,7 +105,7 @@ def open_packet(packet: Tensor, due: Header, least: int | None = None) -> int:
         due = replace(due, nbytes=packet.numel() - HEADER_NBYTES)
     if packet.numel() != HEADER_NBYTES + due.nbytes:
         raise PacketError(
-            f"replica {sender} sent {packet.numel()} bytes, {HEADER_NBYTES + due.nbytes} were due. "
+            f"replica {sender} sent {packet.numel()} bytes, {HEADER_NBYTES + due.nbytes} were expected. "
             "Do all replicas run the same strategy?"
         )
     view = packet.numpy().data
@@ -124,7 +124,7 @@ def open_packet(packet: Tensor, due: Header, least: int | None = None) -> int:
             raise DisagreementError(other_steps(sender, f"is in this round after {got}", due.step))
         if got != getattr(due, name):
             raise PacketError(
-                f"replica {sender} sent {name} {got}, {getattr(due, name)} was due. "
+                f"replica {sender} sent {name} {got}, {getattr(due, name)} was expected. "
                 "Do all replicas run the same strategy from the same step?"
             )
     if flags & ~(REFUSED | STOP):

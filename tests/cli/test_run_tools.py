@@ -154,7 +154,7 @@ def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.Captu
     assert "begun with other settings: seed 0 there, 1 given" in capsys.readouterr().err
     assert main(["resume"]) == 2 and "the run folder is needed first" in capsys.readouterr().err
     assert sorted(path.name for path in run.iterdir()) == before and Run.load(run / "run.toml").placement.replicas == 2
-    for name, says in (("dgc", "dgc remembers what each replica has not sent"), ("fedavg", "fedavg remembers")):
+    for name, says in (("dgc", "dgc keeps what each replica has not sent"), ("fedavg", "fedavg keeps")):
         Run.load(run / "run.toml").with_strategy(name).save(run / "run.toml")
         assert main(["resume", str(run), "--replicas", "3"]) == 2
         assert says in capsys.readouterr().err

@@ -146,12 +146,12 @@ def test_a_frame_that_says_another_size_is_not_unpacked():
     bomb = framed(bytes(1 << 20))  # a megabyte in few bytes, which says that it is a gigabyte
     bomb[:5] = bytes([0xA0]) + struct.pack("<I", 1 << 30)
     for frame in (bomb, framed(bytes(due + 1)), framed(bytes(due - 1)), framed(bytes(due), write_content_size=False)):
-        assert "were due" in refused(codec, behind_length(frame), 4096)
+        assert "were expected" in refused(codec, behind_length(frame), 4096)
     honest = framed(bytes(due))
     assert "damaged" in refused(codec, behind_length(honest[:-1]), 4096)
-    assert "more were due" in refused(codec, behind_length(honest)[:-1], 4096)
-    assert "more were due" in refused(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
-    assert "no encoding makes" in refused(codec, b"\1\2" + bytes(honest), 4096)
+    assert "more were expected" in refused(codec, behind_length(honest)[:-1], 4096)
+    assert "more were expected" in refused(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
+    assert "no encoder writes" in refused(codec, b"\1\2" + bytes(honest), 4096)
     out = torch.zeros(4096)
     codec.decode_add(torch.frombuffer(bytearray(behind_length(honest) + b"more"), dtype=torch.uint8), out, Key())
     assert not out.any()
@@ -164,7 +164,7 @@ def test_places_that_no_encoding_makes(k, byte):
     """Gaps that lead out of the tensor, codes that end too early, and a k that there is not."""
     codec, numel = Entropy(TopK(0.5)), 1000
     payload = bytes([1, k]) + bytes([byte]) * (codec.nbytes(numel) - 2)
-    assert "coded places" in refused(codec, payload, numel)
+    assert "coded indices" in refused(codec, payload, numel)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_places_that_no_encoding_makes(k, byte):
 )
 def test_frames_of_gaps_that_no_encoding_makes(high):
     codec, numel = Entropy(TopK(0.5)), 1000
-    assert "coded places" in refused(codec, b"\1\x80" + behind_length(framed(high))[2:], numel)
-    assert "were due" in refused(codec, b"\1\x80" + behind_length(framed(bytes(1 << 16)))[2:], numel)
-    assert "coded places" in refused(codec, b"\1\xff" + behind_length(framed(bytes(500)))[2:], numel)
+    assert "coded indices" in refused(codec, b"\1\x80" + behind_length(framed(high))[2:], numel)
+    assert "were expected" in refused(codec, b"\1\x80" + behind_length(framed(bytes(1 << 16)))[2:], numel)
+    assert "coded indices" in refused(codec, b"\1\xff" + behind_length(framed(bytes(500)))[2:], numel)
 
 
 @pytest.mark.parametrize(

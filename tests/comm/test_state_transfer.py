@@ -74,7 +74,7 @@ def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
     [
         (framed(b"x" * 9, magic=b"HTTP")[:1], "began a state transfer with b'HTTP'"),
         (framed(b"x" * 9, version=3)[:1], "version 3"),
-        (framed(b"x" * 9, nbytes=1 << 60)[:1], "at most 1,048,576 are due"),
+        (framed(b"x" * 9, nbytes=1 << 60)[:1], "at most 1,048,576 are expected"),
         (framed(b"x" * 9, digest=bytes(32)), "damaged in transit"),
         (framed(b"x" * 9), "cannot be read"),
         (framed(struct.pack("<Q", 2) + b"{}"), "cannot be read"),

@@ -43,7 +43,7 @@ def test_receives_match_in_posting_order_before_and_after_the_send():
 def test_another_size_than_was_due_names_both():
     zero, one = ThreadGroup.create(2)
     zero.post(0, {1: octets(1, 2, 3)}, {})
-    with pytest.raises(PacketError, match=r"replica 0 sent 3 bytes where 2 were due"):
+    with pytest.raises(PacketError, match=r"replica 0 sent 3 bytes where 2 were expected"):
         one.post(0, {}, {0: octets(0, 0)}).wait()
 
 

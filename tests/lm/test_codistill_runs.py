@@ -110,7 +110,7 @@ def test_what_cannot_talk(tmp_path: Path, text: str) -> None:
         check(run_of(text, strategy="codistill(probe=32, top=256)"))
     first = run_in(tmp_path / "first", run_of(text, models=(), model="nano", replicas=1, steps=1, tokenizer="bpe:300"))
     stored = str(first / "models/replica-0/model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"unlike tokenizers \(.*model.safetensors bpe-.*, nano bytes"):
+    with pytest.raises(ConfigurationError, match=r"different tokenizers \(.*model.safetensors bpe-.*, nano bytes"):
         check(run_of(text, models=(stored, "nano")))
     check(run_of(text, models=(stored, stored)))
 

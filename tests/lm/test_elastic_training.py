@@ -319,7 +319,7 @@ def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run:
     ("change", "says"),
     [
         ({"strategy": "data_parallel"}, "cannot run elastically"),
-        ({"least": 3}, "least=3 with replicas=2: no round would ever be held"),
+        ({"least": 3}, "least=3 with replicas=2: no round would be possible"),
         ({"least": 0}, "least=0: at least 1"),
         ({"uplink": "100mbit"}, "carrier='processes'"),
         ({"grace": "soon"}, "grace='soon': a time or a number of steps is needed"),

@@ -173,7 +173,7 @@ def test_two_homes_behind_nat_and_a_cloud(silent, tmp_path, capsys):
             told = ["--listen", f"{CLOUD}:29530", "--run-file", str(tmp_path / "run.toml")]
             told += ["--elastic"] if silent else []
             hub = space.start(0, [sys.executable, "-m", "thinwire", "hub", "--out", str(folder), *told])
-            assert hub.stdout and any("a replica comes with" in line for line in hub.stdout)
+            assert hub.stdout and any("a replica joins by" in line for line in hub.stdout)
             hub.stdout.close()  # a hub whose lines nobody reads goes on
             unasked = (
                 f"import socket; one = socket.socket(); one.setblocking(False); one.connect_ex(('{ROUTERS}.1', 22))"

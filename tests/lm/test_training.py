@@ -356,12 +356,12 @@ def test_the_cause_of_a_failure_is_told_once_and_only_that(tmp_path: Path) -> No
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
     last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
     told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], tmp_path)
-    assert told.startswith("replicas 0, 1 (exit code -9, -9): said nothing; was it killed?\nAll they said")
+    assert told.startswith("replicas 0, 1 (exit code -9, -9): said nothing; was it killed?\nTheir whole output")
     assert "--resume" not in told  # there is nothing to resume from
     (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
     assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
-        f"All they said is in {tmp_path / 'logs'}. Go on from the last checkpoint with --resume.",
+        f"Their whole output is in {tmp_path / 'logs'}. Resume from the last checkpoint with --resume.",
     ]
 
 

@@ -82,10 +82,10 @@ def test_a_man_in_the_middle(kind, hub, tmp_path):
 
 
 SAID = {  # by a member with a right key, as the first frame after its welcome
-    "a frame again": (frames.LEAVE, 0, b"", 0, "frame 0 where 1 was due"),
-    "a frame too early": (frames.LEAVE, 0, b"", 7, "frame 7 where 1 was due"),
+    "a frame again": (frames.LEAVE, 0, b"", 0, "frame 0 where 1 was expected"),
+    "a frame too early": (frames.LEAVE, 0, b"", 7, "frame 7 where 1 was expected"),
     "an unknown kind": (200, 0, b"", 1, "of kind 200"),
-    "a kind that is the hub's": (frames.GONE, 1, b"\0", 1, "not due here"),
+    "a kind that is the hub's": (frames.GONE, 1, b"\0", 1, "not allowed here"),
     "another length": (frames.PULL, 1, b"\0" * 27, 1, "27 bytes"),
     "a frame for itself": (frames.ACK, 0, bytes(16), 1, "for member 0 of 2"),
     "a frame for nobody": (frames.ACK, 9, bytes(16), 1, "for member 9 of 2"),
@@ -327,7 +327,7 @@ def test_half_open_connections(tmp_path):
         run_secure(token, 2, rounds, tmp_path / "keys")
         most = max(most, len(list(files.iterdir())) - before)
         assert most <= 2 * 3 * (STRANGERS + CLOSING) + 256, most  # three files for each, some just closing
-        assert "others came" in (tmp_path / "hub" / "audit.txt").read_text()
+        assert "others connected" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         for one in opened:
             one.close()

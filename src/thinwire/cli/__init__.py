@@ -40,7 +40,7 @@ _USAGE = "\n".join(
     [
         "thinwire: train one model on many replicas joined by thin links",
         "",
-        "usage: thinwire VERB [options]      (thinwire VERB --help says more)",
+        "usage: thinwire VERB [options]      (thinwire VERB --help shows the options)",
         "",
         *(f"  {verb:<13}{text}" for verb, text in VERBS.items()),
         "",
@@ -74,20 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, *rest = arguments
     if verb not in VERBS:
         print(
-            f"thinwire: {verb!r} is no verb; there are {', '.join(VERBS)}. `thinwire --help` says more.",
+            f"thinwire: {verb!r} is no verb; there are {', '.join(VERBS)}. `thinwire --help` explains them.",
             file=sys.stderr,
         )
         return 2
     try:
         with _heard():
             return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
-    except JobError as error:  # the user's own file: its line, and nothing around it
+    except JobError as error:  # an error in the user's own file: only its line is shown
         print(printable_lines(str(error)), file=sys.stderr)
         return 1
     except ThinwireError as error:
         print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except OSError as error:  # a full disk, a folder that is gone
+    except OSError as error:  # a full disk, a missing folder
         print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:

@@ -23,23 +23,23 @@ from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_share
 
-LR_SHARE = 0.1  # of the run's learning rate, for an expert; the paper's seed has 6e-4, its experts 6e-5
+LR_SHARE = 0.1  # an expert's share of the run's learning rate; the paper's seed has 6e-4, its experts 6e-5
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire branch` takes, beside every option of a run."""
+    """The options of `thinwire branch`, beside every option of a run."""
 
     MOST_USED: ClassVar[tuple[str, ...]] = ("domain", "out", "flops")
 
     run_settings: Run
     """The settings of the expert's training. Default: those of RUN, with a tenth of its learning rate."""
     run: Path | None = None
-    """The folder of the run to branch from, which has ended; an expert's own folder, too."""
+    """The folder of the finished run to branch from; it may be an expert's folder."""
     domain: str | None = None
     """Name of the domain, which is the name of the expert's folder: letters, digits, - and _."""
     out: Path = Path("experts")
-    """The ensemble: a folder with a folder for each expert. Experts that are there are not touched."""
+    """The ensemble: a folder with a folder for each expert. Existing experts do not change."""
     flops: float | None = None
     """Train for this number of floating-point operations, instead of --steps: equal compute for unequal sizes."""
     trained: bool = False
@@ -49,7 +49,7 @@ class Options:
 
     @staticmethod
     def base(arguments: Sequence[str]) -> Run:
-        """The settings that are not given: those of the run to branch from."""
+        """The defaults: the settings of the run to branch from."""
         folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
         if folder is None or not (folder / "run.toml").exists():
             return Run()
@@ -134,7 +134,7 @@ def _folder(asked: Options) -> Path:
 
 
 def _paid_for(asked: Options) -> Run:
-    """The run with the steps that --flops pays for."""
+    """The run with the number of steps for --flops."""
     run = asked.run_settings
     if asked.flops is None:
         return run
@@ -158,7 +158,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _table(ensemble: Ensemble) -> Table:
-    """What each expert has cost."""
+    """The cost of each expert."""
     table = options.table(f"experts in {ensemble.folder}")
     for head in ("domain", "parameters", "tokens", "floating-point operations", "share"):
         table.add_column(head, justify="left" if head == "domain" else "right")

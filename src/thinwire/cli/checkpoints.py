@@ -18,12 +18,12 @@ from thinwire.records.units import text_of_nbytes
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire checkpoints` takes."""
+    """The options of `thinwire checkpoints`."""
 
     run: tyro.conf.Positional[Path]
-    """The run folder. The run may be going on."""
+    """The run folder. The run may be active."""
     verify: bool = False
-    """Hash every file. Without, sizes are compared."""
+    """Hash every file. Default: only compare sizes."""
     prune: int | None = None
     """Hash every file, and delete all but the newest N whole ones."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""What a machine offers to a run: processors, memory, network, disk. Each thing looked at is a `CheckResult`."""
+"""Checks of a machine for a run: processors, memory, network, disk. Each check gives a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUND_TRIP_LIMIT = 2.0  # seconds for the self-test of gloo
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at. `do` says what to do about it."""
+    """The result of one check. `do` is advice for a problem."""
 
     what: str
     level: Literal["ok", "warning", "problem"]
@@ -46,7 +46,7 @@ class CheckResult:
 
 
 def warn_unless(good: bool, what: str, says: str, do: str) -> CheckResult:
-    """`do` is shown only if the check is not good."""
+    """The result of a check; `do` is shown only if it is not `good`."""
     return CheckResult(what, "ok", says) if good else CheckResult(what, "warning", says, do)
 
 
@@ -73,7 +73,7 @@ def offers() -> Iterator[CheckResult]:
 
 
 def network() -> Iterator[CheckResult]:
-    """Backends, interfaces, a round trip, and whether a link can be shaped."""
+    """Backends, interfaces, a round trip, and the shaping of a link."""
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     if "gloo" in backends:
         yield CheckResult("torch.distributed", "ok", ", ".join(backends))
@@ -95,7 +95,7 @@ def cores() -> int:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes in all, and bytes that a program can get."""
+    """Total bytes, and bytes that a program can get."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return (int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10)
@@ -124,7 +124,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def round_trip(nbytes: int = 4 << 20) -> CheckResult:
-    """gloo within this process: two ends, a byte there and back, then `nbytes` there."""
+    """Test gloo within this process: send a byte there and back, then `nbytes` one way."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # exported without saying so
     times: list[float] = []
     failures: list[str] = []
@@ -157,7 +157,7 @@ def round_trip(nbytes: int = 4 << 20) -> CheckResult:
 
 
 def shaping() -> CheckResult:
-    """Make a network namespace with a slow loopback, and take it away again."""
+    """Make a network namespace with a slow loopback, and remove it."""
     name = f"thinwire-doctor-{os.getpid()}"
     tbf = f"tc -n {name} qdisc add dev lo root tbf rate 10mbit burst 32kb latency 50ms"
     why = ""
@@ -175,12 +175,12 @@ def shaping() -> CheckResult:
         not why,
         "shaped links",
         f"network namespaces with tc tbf can{'not' if why else ''} be made{f' ({why})' if why else ''}",
-        "only benchmarks need them: Linux, root, and apt install iproute2; --link emulates a link without",
+        "only benchmarks need them: Linux, root, and apt install iproute2; --link emulates a link without them",
     )
 
 
 def disk(runs: Path) -> CheckResult:
-    """Room where run folders go."""
+    """The free space for run folders."""
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):

@@ -32,7 +32,7 @@ from thinwire.report.terminal import waiting
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire compare` takes, beside every option of a run."""
+    """The options of `thinwire compare`, beside every option of a run."""
 
     MOST_USED: ClassVar[tuple[str, ...]] = ("strategies", "out")
 
@@ -81,13 +81,13 @@ def main(arguments: Sequence[str]) -> int:
             for strategy, run in settings.items():
                 folder = out / f"{_folder_of(strategy)}-seed-{seed}"
                 try:
-                    with suppress(KeyboardInterrupt):  # the second signal; what there is by then is shown
+                    with suppress(KeyboardInterrupt):  # the second signal; the results so far are shown
                         train.train_to_the_end(run.changed(seed=seed), folder, console, stop)
                     folders[strategy].append(folder)
                 except (ThinwireError, OSError) as error:
                     failed.setdefault(strategy, str(error))
                     console.print(f"{folder} failed: {error}", soft_wrap=True, highlight=False, markup=False)
-                except Exception as error:  # a fault of the program: the other strategies are still worth their time
+                except Exception as error:  # a bug in the program; the other strategies still run
                     failed.setdefault(strategy, f"{type(error).__name__}: {error}")
                     traceback.print_exc()
         rows = _told(folders, failed, out, console, asked)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 def _told(
     folders: dict[str, list[Path]], failed: dict[str, str], out: Path, console: Console, asked: Options
 ) -> list[dict[str, Any]]:
-    """The table, the page and the JSON of the runs that were begun; returns the table's rows."""
+    """Show the table, and write the page and the JSON, of the runs that have begun. Returns the table's rows."""
     begun = {strategy: [record for folder in its if (record := _record(folder))] for strategy, its in folders.items()}
     rows = [_row(strategy, records) for strategy, records in begun.items() if records]
     left = [strategy for strategy, records in begun.items() if not records and strategy not in failed]
@@ -120,7 +120,7 @@ def _told(
 
 
 def _folder_of(strategy: str) -> str:
-    """The name of the folders of its runs."""
+    """The name of the folder of a strategy's runs."""
     return re.sub(r"[^a-zA-Z0-9_.]+", "-", strategy).strip("-")
 
 
@@ -160,7 +160,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
 
 
 def _named(summaries: Sequence[Summary]) -> list[str]:
-    """The losses that the evaluations of all name, if they name several."""
+    """The names of the losses in all evaluations, if there are several."""
     first = summaries[0].losses
     return [name for name in first if all(name in s.losses for s in summaries)] if len(first) > 1 else []
 

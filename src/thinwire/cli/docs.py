@@ -1,4 +1,4 @@
-"""`thinwire docs`: the pages of the documentation, which travel with the package."""
+"""`thinwire docs`: the pages of the documentation, which are part of the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire docs` takes."""
+    """The options of `thinwire docs`."""
 
     page: tyro.conf.Positional[str] = ""
     """A page's name, such as elastic or methods/diloco. Default: the list of pages."""

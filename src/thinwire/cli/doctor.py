@@ -40,13 +40,13 @@ from thinwire.plan.memory import Memory, kept_nbytes, placed, replica_memory
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.strategy import Strategy
 
-_MEASURED_SECONDS = 3.0  # after which no further step is timed
-LARGE = 1 << 28  # bytes of text above which it is only looked at, not tokenised
+_MEASURED_SECONDS = 3.0  # seconds after which no further step is timed
+LARGE = 1 << 28  # bytes of text above which it is not tokenised
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire doctor` takes."""
+    """The options of `thinwire doctor`."""
 
     run: tyro.conf.Positional[Path | None] = None
     """A run file to check against this machine."""
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine(asked: Options, link: Link | None) -> Iterator[CheckResult]:
-    """Everything, machine first."""
+    """All checks, those of the machine first."""
     yield from machine.offers()
     yield from machine.network()
     yield machine.disk(asked.runs)
@@ -102,7 +102,7 @@ def examine(asked: Options, link: Link | None) -> Iterator[CheckResult]:
 
 
 def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterator[CheckResult]:
-    """A run file against this machine: file, text, model, memory, cores, link."""
+    """Check a run file on this machine: file, text, model, memory, cores, link."""
     try:
         run = Run.load(file, options.advise)
     except ConfigurationError as error:
@@ -152,7 +152,7 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
 
 
 def text(run: Run) -> Generator[CheckResult, None, int]:
-    """Look at the text and return the vocabulary. Large text is not tokenised."""
+    """Check the text, and return the size of the vocabulary. Large text is not tokenised."""
     nbytes = sum(source.nbytes for source in find(run.data.text)) if run.data.text else 0
     if nbytes > LARGE and isinstance(make_tokenizer(run.data, run.model.model), Bytes):
         yield CheckResult("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
@@ -203,7 +203,7 @@ def available_nbytes(strategy: Strategy) -> int:
 
 
 def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
-    """Say what works but is of no use; raise `ConfigurationError` if `here` replicas are more than this machine's memory holds."""
+    """Print warnings about useless settings. Raise `ConfigurationError` if `here` replicas do not fit into this machine's memory."""
     if run.make_method():
         strategy, total, parts = Strategy(), sum(4 * p.numel() for p in model.parameters()), " for its weights"
     else:
@@ -250,7 +250,7 @@ def predicted_nbytes(
 
 
 def measured_step(run: Run, vocabulary: int) -> float:
-    """Seconds of one inner step of the run's model, alone on this machine's share of cores: the quickest of a few. The first is not counted."""
+    """Seconds of one inner step of the run's model on a replica's share of the cores: the fastest of a few, without the first one."""
     threads = torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, loss_of = timed(run, vocabulary, device)
@@ -267,7 +267,7 @@ def measured_step(run: Run, vocabulary: int) -> float:
                 torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            loss.item()  # a GPU has finished only now
+            loss.item()  # wait for the GPU
             taken.append(time.perf_counter() - began)
         return min(taken[1:])
     finally:
@@ -275,7 +275,7 @@ def measured_step(run: Run, vocabulary: int) -> float:
 
 
 def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:
-    """`run`, which `follows_link`, with the delay for its link and for an inner step as it takes here; and a line about it."""
+    """`run`, whose delay follows its link, with the delay for its link and for the time of an inner step here; and a line about it."""
     with torch.random.fork_rng():  # its random draws do not change those of the run
         seconds = measured_step(run, getattr(model, "vocabulary", 256))
     return with_delay(run, model, seconds)
@@ -284,13 +284,13 @@ def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:
 def enough(
     strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int, link: Link | None, seconds: float
 ) -> Iterator[CheckResult]:
-    """The link against the sustained floor b·N/(H·T), and a flight against its delay τ·T."""
+    """Compare the link with the least sustained rate b·N/(H·T), and the time of a flight with its delay τ·T."""
     every, delay = strategy.schedule.every, strategy.schedule.delay
     nbytes = strategy.nbytes_per_period(fragments, replicas)
     floor = 8 * nbytes / (every * seconds)
     says = f"{text_of_nbytes(nbytes)} in {every} steps of {text_of_seconds(seconds)}: at least {text_of_rate(floor)} up (predicted)"
     says += f"; {strategy.bound}" if strategy.bound else ""
-    if link is None or not floor:  # one replica alone sends nothing
+    if link is None or not floor:  # a single replica sends nothing
         yield CheckResult("link", "ok", says, "give --link RATE to compare with yours" if floor else "")
         return
     share = link.bits_per_second / floor
@@ -310,7 +310,7 @@ def enough(
 def timeouts(
     placement: Placement, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
 ) -> CheckResult:
-    """The one time-out model for replicas that come and go, as this run needs it."""
+    """The heartbeat time-out of an elastic run with these settings."""
     of = membership.timeouts(placement, strategy, fragments, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return CheckResult(

@@ -29,20 +29,20 @@ MIXTURE, MEAN = "mixture", "mean of weights"
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire evaluate` takes."""
+    """The options of `thinwire evaluate`."""
 
     run: tyro.conf.Positional[Path]
     """The folder of a run, or of an ensemble that `thinwire branch` made."""
     text: tuple[str, ...] = ()
-    """Files or folders, a row each. Their held-out part is evaluated, which training does not see. Default: the run's own text."""
+    """Files or folders, one row for each. Their held-out part is evaluated, which is not trained on. Default: the run's own text."""
     prior: tuple[str, ...] = ()
-    """Of an ensemble: files of development text, from whose first 100 held-out sequences the prior over experts is cached. Default: uniform."""
+    """For an ensemble: files of development text. Their first 100 held-out sequences give the prior over experts. Default: uniform."""
     batch: int = 8
     """Sequences per batch."""
     sequence: int | None = None
     """Tokens per sequence. Default: as in training."""
     eval_batches: int = 16
-    """Batches of each text, at most."""
+    """Most batches of each text."""
     column: str = "text"
     """Name of the text column in .jsonl and .parquet files."""
     json: bool = False
@@ -76,7 +76,7 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
 
 def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
     if not asked.text:
-        raise ConfigurationError(f"{asked.run} is an ensemble: say on which text; add --text FILE FILE, a row each.")
+        raise ConfigurationError(f"{asked.run} is an ensemble: text is needed; add --text FILE FILE, one row for each.")
     ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
     domains, mean = [one.domain for one in ensemble.experts], ensemble.mean()
     prior = ensemble.cached_prior(asked.prior, asked.column, asked.sequence) if asked.prior else None
@@ -101,7 +101,7 @@ def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence
 
 
 def _scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """log p of every token by each model alone, BT, of all batches."""
+    """log p of every token by each single model, BT, for all batches."""
     return {
         name: torch.cat([scores_of(model, tokens, targets) for tokens, targets in batches])
         for name, model in models.items()

@@ -1,4 +1,4 @@
-"""`thinwire export`: a run's model, for use elsewhere."""
+"""`thinwire export`: writes a run's model for use in other programs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from thinwire.lm.trained import TrainedModel, trained_model
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire export` takes."""
+    """The options of `thinwire export`."""
 
     run: tyro.conf.Positional[Path]
     """The run folder. Exports the newest checkpoint of a running run; of an ensemble the mean of its experts' weights."""
     to: Literal["hf", "safetensors", "dcp"] = "hf"
-    """hf: a folder for transformers' from_pretrained, model and tokenizer; a bundled model is an Apertus there. safetensors: under the
-    names that the model has here, for --model. dcp: the same tensors, under `model`, for torch.distributed.checkpoint."""
+    """hf: a folder with model and tokenizer for transformers' from_pretrained; a bundled model becomes an Apertus. safetensors: the tensors
+    under their names in Thinwire, for --model. dcp: the same tensors, under `model`, for torch.distributed.checkpoint."""
     out: Path | None = None
-    """The folder to write, new or empty. Without: RUN/exported-hf, -safetensors or -dcp."""
+    """The folder to write, new or empty. Default: RUN/exported-hf, -safetensors or -dcp."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     dcp = asked.to == "dcp"
     hf = not dcp and (
         asked.to == "hf" or not isinstance(trained.model, Transformer)
-    )  # a model of transformers has one form
+    )  # a model of transformers has only one form
     if dcp:
         store_as_dcp(out, trained.spec, trained.model)
     elif hf and isinstance(trained.model, Transformer):
@@ -70,12 +70,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _mean(folder: Path) -> TrainedModel:
-    """What an ensemble can be written as: one model, whose weights are the mean of all experts'."""
+    """One model for an ensemble, whose weights are the mean of all experts'."""
     found = Ensemble.read(folder)
     mean = found.mean()
     if mean is None:
         raise ConfigurationError(
-            f"{folder} has experts of unlike shapes, {', '.join(f'{one.domain} {one.parameters:,}' for one in found.experts)} parameters: "
+            f"{folder} has experts of different shapes, {', '.join(f'{one.domain} {one.parameters:,}' for one in found.experts)} parameters: "
             "only equal ones have a mean. Use the ensemble with thinwire sample and evaluate, or export one expert's folder."
         )
     options.advise(f"{folder}: the mean of the weights of {len(found.experts)} experts")

@@ -1,4 +1,4 @@
-"""Pictures that verbs write on request: FILE.svg, FILE.png or FILE.html, by the name's end."""
+"""Pictures that verbs write on request: FILE.svg, FILE.png or FILE.html, by the suffix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(path: Path | None) -> None:
 
 
 def draw(chart: Chart, title: str, path: Path, provenance: str) -> None:
-    """Write the chart's first view as a picture, or all of it as a page. The PNG is the SVG, in pixels, on a light ground."""
+    """Write the chart's first view as a picture, or the whole chart as a page. The PNG is the SVG in pixels on a light background."""
     view = chart.views[0]
     if path.suffix == ".html":
         body = f"<h1>{escape(title)} {word(provenance)}</h1><section>{chart_place('figure', chart)}</section>"

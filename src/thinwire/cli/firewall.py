@@ -33,7 +33,7 @@ def rules(addresses: Sequence[str], master_port: int) -> str:
             accepts.append(f"        {word} saddr @{name} tcp dport {ports} accept")
     return "\n".join(
         [
-            "# rank 0's address book, the lighthouse, and the ports that gloo takes of those that the system chooses",
+            "# rank 0's store, the lighthouse, and the system's range of ephemeral ports, which gloo uses",
             "table inet thinwire {}",
             "delete table inet thinwire",
             "table inet thinwire {",

@@ -24,16 +24,16 @@ from thinwire.records.units import text_of_nbytes
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire follow` takes."""
+    """The options of `thinwire follow`."""
 
     run: tyro.conf.Positional[str]
-    """The folder of a run that was started with --publish, here or on a disk that machines share; or a token of the run's hub."""
+    """The folder of a run that was started with --publish, on this machine or a shared disk; or a token of the run's hub."""
     out: Path = Path("live")
-    """The model folder to keep: a link to the newest version, which is replaced at once and as a whole."""
+    """The model folder to keep: a link to the newest version, which is replaced atomically."""
     once: bool = False
     """Fetch the newest version and end. Without it: continue until the run ends."""
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0
-    """Seconds between two looks."""
+    """Seconds between two checks."""
     name: str | None = None
     """With a token: this follower's name. One that begins with follower- can only receive."""
     keys: Path = Path(".thinwire")
@@ -80,7 +80,7 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
 def _follow(
     asked: Options, follower: WeightsFollower, final: type[Exception], say: Callable[[str], object]
 ) -> tuple[Followed | None, int, int]:
-    """The newest version, the bytes and the number of all."""
+    """Follow the versions. Returns the newest one, and the bytes and the number of all."""
     newest, total, versions, failures, waits = None, 0, 0, 0, False
     while newest is None or not newest.over:
         found = None
@@ -92,7 +92,7 @@ def _follow(
             if isinstance(error, final) or (failures > 2 and (asked.once or not isinstance(error, LinkError))):
                 raise
             if failures == 3:
-                say(f"{error}; trying on")
+                say(f"{error}; trying again")
         if found:
             newest, total, versions = found, total + found.nbytes, versions + 1
             say(told(found))
@@ -107,7 +107,7 @@ def _follow(
 
 
 def told(found: Followed) -> str:
-    """One version, in a line."""
+    """A line about one version."""
     line = f"version {found.version}, step {found.step}: {text_of_nbytes(found.nbytes)}"
     share = f"{found.nbytes / max(1, found.full_nbytes):.1%} of a full copy of the weights"
     if found.first and found.copied == found.fragments:

@@ -24,17 +24,18 @@ from thinwire.records.printable import printable
 from thinwire.records.published import PublishedFolder
 
 PORT = 29530
-# A cipher of TLS 1.2 that a P-256 key cannot serve, so that gRPC speaks TLS 1.3 or nothing.
+# A cipher of TLS 1.2 that a P-256 key cannot use, so that gRPC accepts only TLS 1.3.
 ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire hub` takes."""
+    """The options of `thinwire hub`."""
 
     do: tyro.conf.Positional[Literal["run", "list", "invite", "revoke", "rotate"]] = "run"
-    """run: be the hub until interrupted. The others work on its folder, while it runs or not: list its members and elastic runs, invite more, revoke
-    one, or rotate: begin to replace the hub's authority, and when all members have a certificate of the new one, end the old one."""
+    """run: start the hub, until interrupted. The others change its folder, while it runs or not. list: its members and elastic runs. invite: a
+    new token. revoke: end a member's rights. rotate: begin to replace the hub's authority, and, when all members have a certificate of the new
+    one, end the old one."""
     who: tyro.conf.Positional[str | None] = None
     """The name of the member to revoke."""
     out: Path = Path("hub")
@@ -50,16 +51,16 @@ class Options:
     uses: int = 1
     """Number of replicas that may join with the token."""
     hours: float = 24.0
-    """Hours for which the token holds."""
+    """Hours for which the token is valid."""
     reduce: int | None = None
-    """Average the packets of so many replicas here, whose run file has exchange = 'Star("hub")' (thinwire docs secure). Default: the hub passes
-    packets on, and reads none."""
+    """Number of replicas whose packets are averaged here; their run file has exchange = 'Star("hub")' (thinwire docs secure). Default: the hub
+    forwards packets, and reads none."""
     elastic: bool = False
-    """Replicas may die, return and join late (thinwire docs elastic). Default: all replicas of the run file stay from begin to end."""
+    """Replicas may die, return and join late (thinwire docs elastic). Default: the replicas of a run are the same from begin to end."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints the value for a run."""
     name: str | None = None
-    """The one name that may join with the token."""
+    """The only name that may join with the token."""
     group: tuple[str, ...] = ()
     """The only runs that replicas with the token may join: names, as in thinwire join --group. Default: any run. With --reduce: the one run
     whose packets are averaged."""
@@ -74,14 +75,14 @@ def main(arguments: Sequence[str]) -> int:
         Options,
         prog="thinwire hub",
         args=list(arguments),
-        description="Run the server that all replicas dial: it admits them by a token, and passes on their messages.",
+        description="Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
     )
     if (asked.do == "revoke") != (asked.who is not None):
         raise ConfigurationError("a name is for revoke only: thinwire hub revoke NAME --out FOLDER.")
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)
-    # gRPC reads this when it is imported, and has no option for it.
+    # gRPC reads this variable when it is imported, and has no option for it.
     os.putenv("GRPC_SSL_CIPHER_SUITES", ONLY_TLS13)
     if asked.do == "invite":
         from thinwire.comm.secure import invite
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
         with opened_state(asked.out) as state:
             state.revoke(asked.who or "")
-        console.print(f"{asked.who} is revoked: a hub that runs puts it out at once", highlight=False)
+        console.print(f"{asked.who} is revoked: a running hub removes it at once", highlight=False)
         return 0
     return _run(asked, console)
 
@@ -158,7 +159,7 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
         return nullcontext()
     from thinwire.lm.reducing import LOG, reducing
 
-    say(f"it averages packets of {asked.reduce} replicas; what it does stands in {folder / LOG}")
+    say(f"it averages packets of {asked.reduce} replicas; its log is {folder / LOG}")
     return reducing(folder, asked.reduce, *asked.group)
 
 
@@ -175,9 +176,9 @@ def _told(asked: Options, console: Console, token: str) -> int:
     times = "once" if asked.uses == 1 else f"{asked.uses} times"
     who = f" by {asked.name}" if asked.name else ""
     where = f" for {', '.join(asked.group)}" if asked.group else ""
-    console.print(f"join token, to be used {times}{who}{where} within {asked.hours:g} hours; keep it like a password:")
+    console.print(f"join token, valid for {asked.hours:g} hours, to use {times}{who}{where}; keep it like a password:")
     console.print(f"  {token}", soft_wrap=True, highlight=False, markup=False)
-    console.print("a replica comes with: thinwire join TOKEN [run.toml] --name NAME", highlight=False, markup=False)
+    console.print("a replica joins by: thinwire join TOKEN [run.toml] --name NAME", highlight=False, markup=False)
     if asked.json:
         print(json.dumps({"token": token}), flush=True)
     return 0

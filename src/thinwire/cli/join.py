@@ -27,7 +27,7 @@ from thinwire.report.terminal import waiting
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire join` takes."""
+    """The options of `thinwire join`."""
 
     token: tyro.conf.Positional[str]
     """The join token that thinwire hub printed."""
@@ -42,10 +42,10 @@ class Options:
     keys: Path = Path(".thinwire")
     """The folder that keeps this replica's key and its certificate."""
     group: str = ""
-    """Replicas that give the same word train together; needed where several runs meet at one hub. At a hub of elastic runs it is the
-    name of the run, as thinwire hub list shows it."""
+    """Replicas with the same word train together; needed if several runs use one hub. At a hub of elastic runs it is the
+    name of the run, which thinwire hub list shows."""
     timeout: float = 86_400.0
-    """Seconds to wait until all replicas are there."""
+    """Seconds to wait until all replicas have joined."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -95,7 +95,7 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
 
 
 def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
-    console.print(f"waiting until all {run.placement.replicas} replicas are there", highlight=False)
+    console.print(f"waiting until all {run.placement.replicas} replicas have joined", highlight=False)
     with join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout) as group:
         console.print(
             f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}",

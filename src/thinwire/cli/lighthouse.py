@@ -23,7 +23,7 @@ from thinwire.membership.server import Lighthouse
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire lighthouse` takes."""
+    """The options of `thinwire lighthouse`."""
 
     host: str = "127.0.0.1"
     """The address of this machine to listen at, in a network that you trust. Default: reachable from this machine only."""
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         Options,
         prog="thinwire lighthouse",
         args=list(arguments),
-        description="Be the place where replicas that come and go find each other, until interrupted.",
+        description="Run the server at which the replicas of an elastic run find each other, until interrupted.",
     )
     if not 0 < asked.heartbeat_timeout < 86_400:
         raise ConfigurationError(
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     ended: list[
         int
-    ] = []  # not an Event: set by a handler while this very thread holds its lock, it would wait for itself
+    ] = []  # not an Event: a signal handler that sets it in this thread, while the thread holds its lock, would deadlock
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda told, _: ended.append(told))
 
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     only = "nothing is encrypted, and the replicas' own ports are open: trusted networks or tunnels only."
     says = [
         f"lighthouse at {lighthouse.address}",
-        f"a replica that is not heard for {asked.heartbeat_timeout:g} s is taken for dead",
-        f"replicas come with: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME{held}",
-        f"only who holds the secret in {asked.secret} is heard: copy it to every machine; {only}"
+        f"a replica without a heartbeat for {asked.heartbeat_timeout:g} s counts as dead",
+        f"replicas join by: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME{held}",
+        f"only replicas with the secret in {asked.secret} are admitted: copy it to every machine; {only}"
         if asked.secret
         else f"warning: anybody who reaches this port can end a run or join it; give --secret FILE. And {only}",
         *([] if _only_here(asked.host) else ["open the port only to the replicas"]),
@@ -90,7 +90,7 @@ def _only_here(host: str) -> bool:
 
 
 def _reached_at(lighthouse: Lighthouse) -> str:
-    """Listening at every address is no address to tell others."""
+    """The address for others; if it listens at every address, the machine's name."""
     try:
         everywhere = ipaddress.ip_address(lighthouse.host).is_unspecified
     except ValueError:

@@ -1,4 +1,4 @@
-"""`thinwire new`: a job file to begin with."""
+"""`thinwire new`: writes a template of a job file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).parents[1] / "jobs" / "template.py"
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire new` takes."""
+    """The options of `thinwire new`."""
 
     file: tyro.conf.Positional[Path]
     """The file to write, such as my_job.py."""

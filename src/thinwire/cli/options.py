@@ -21,28 +21,28 @@ from thinwire.errors import ConfigurationError
 from thinwire.report.terminal import Terminal
 
 if TYPE_CHECKING:
-    from thinwire.lm.run import Run  # which needs torch
+    from thinwire.lm.run import Run  # it needs torch
 
 T = TypeVar("T")
 
 
 MOST_USED = ("strategy", "replicas", "steps", "model", "text", "batch", "lr", "link")
 _GROUPS = {
-    "most_used": ("Most used", "What most people set. The other options are below, in the tables of a run file."),
-    "method": ("[method]", "What the replicas exchange, and when. Without a value: as the strategy's recipe has it."),
+    "most_used": ("Most used", "The most used options. The others are below, in the tables of a run file."),
+    "method": ("[method]", "What the replicas exchange, and when. Default: the strategy's recipe."),
     "data": ("[data]", "Text, tokens, the size of an inner step, evaluation."),
-    "model": ("[model]", "What is trained."),
+    "model": ("[model]", "The model that is trained."),
     "optimizer": ("[optimizer]", "The inner steps."),
-    "placement": ("[placement]", "Replicas, the links between them, and what happens when one fails."),
+    "placement": ("[placement]", "Replicas, the links between them, and failures."),
     "command": ("Other", "The seed, and options of this command."),
 }
 
 
 def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -> T:
-    """The options of `verb`. Where it takes a `Run`, its settings are options too, in groups; a run file (the first
-    argument), or the one in `--out` when resuming, gives the defaults; or `kind.base(arguments)` does.
+    """Read the options of `verb`. If it takes a `Run`, the settings of the run are options too, in groups. Their defaults are those of
+    a run file (the first argument, or the one in `--out` when resuming), or of `kind.base(arguments)`.
 
-    Of its own options, `kind.MOST_USED` names those that stand in the first group.
+    `kind.MOST_USED` names those of the verb's own options that are in the first group.
     """
     prog = f"thinwire {verb}"
     if "run_settings" not in {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
 
 
 def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], description: str) -> dict[str, Any]:
-    """What was given, or the default, by name, of a run's settings and of `kind`'s own options."""
+    """The values, given or default, of a run's settings and of `kind`'s own options, by name."""
     from thinwire.lm.run import PART_OF, PARTS, Run
 
     members: dict[str, list[tuple[str, Any, Any]]] = {group: [] for group in _GROUPS}
@@ -113,7 +113,7 @@ def _helps(kind: type) -> dict[str, str]:
 
 
 def advise(line: str) -> None:
-    """A line of advice, for people."""
+    """Print a line of advice for people."""
     print(line, file=sys.stderr)
 
 

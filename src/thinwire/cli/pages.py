@@ -1,4 +1,4 @@
-"""The report page, as verbs write it: with what only rooms above the report know."""
+"""The report page of the verbs, with sections from packages above `report`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from thinwire.report.report import Section
 from thinwire.report.report import write_report as write
 
 _TEXT = (
-    "Time in inner steps against the rate of the uplink, from each run's strategy, fragments and median inner step: where a faster link "
-    "would help, and how slow it may become."
+    "The share of the time in inner steps against the rate of the uplink, from each run's strategy, fragments and median inner step. It "
+    "shows where a faster link would help, and how slow a link may be."
 )
 
 

@@ -31,7 +31,7 @@ from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, 
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire probe` takes."""
+    """The options of `thinwire probe`."""
 
     run: tyro.conf.Positional[Path | None] = None
     """A run file: its model, sequence and precision are timed."""
@@ -50,13 +50,13 @@ class Options:
     replicas: int = 2
     """Number of replicas, with --link or under torchrun (one rank of each is measured)."""
     seconds: float = 0.5
-    """Seconds that a train of blocks lasts, about; a micro-batch may take twice as long."""
+    """Approximate seconds of a train of blocks; a micro-batch may take twice as long."""
     trips: int = 20
     """Number of round trips per pair."""
     name: str | None = None
     """Name of this machine. Default: its host name."""
     timeout: float = 300.0
-    """Seconds that a silent replica is waited for."""
+    """Seconds to wait for a silent replica."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         path = asked.out / (f"{machine.name}.toml" if len(machines) > 1 else "machine.toml")
         machine.save(
             path,
-            f"What {machine.name} does, measured by `thinwire probe` on {_today()}. Edit freely: thinwire docs plan.",
+            f"The machine {machine.name}, measured by `thinwire probe` on {_today()}. Edit freely: thinwire docs plan.",
         )
         found.setdefault("machines", []).append(str(path))
         console.print(_machine_table(machine))
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | None, list[Machine]]:
-    """Links first, then all machines at once, as in training; every rank's facts go to all."""
+    """Measure the links, then all machines at once, as in training. Every rank's results are sent to all."""
     probe = probe_links(group, name, asked.seconds, asked.trips) if asked.what != "machine" else None
     if asked.what == "links":
         return probe, []
@@ -134,7 +134,7 @@ def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | No
 
 
 def _emulated(link: Link, asked: Options) -> Probe:
-    """Threads of this process on links of that kind."""
+    """Measure threads of this process on emulated links."""
 
     def body(group: Group) -> Probe:
         linked = LinkedGroup(group, link)
@@ -148,7 +148,7 @@ def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> d
     path, raw = asked.out / "links.toml", asked.out / "links.samples.json"
     comment = (
         f"Links between {len(links)} replicas, {word}; written by `thinwire probe` on {_today()}.\n"
-        "alone: rate and one-way delay (half a round trip) with nothing else on the link; together: everybody sends to everybody.\n"
+        "alone: rate and one-way delay (half a round trip) without other traffic; together: every replica sends to every other.\n"
         "Edit freely: thinwire docs plan."
     )
     links.save(path, comment)
@@ -166,7 +166,7 @@ def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> d
     console.print(table)
     latency, rate = (probe.round.latency_seconds, probe.round.bits_per_second) if probe.round else (None, None)
     says = f"{text_of_seconds(latency)} and {text_of_rate(rate)} a replica"
-    console.print(f"a round, everybody to everybody: {says}", highlight=False)
+    console.print(f"a round, every replica to every other: {says}", highlight=False)
     console.print(f"written: {path}, {raw}", soft_wrap=True, highlight=False)
     rows = [
         {"from": links.names[a], "to": links.names[b], "bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds,
@@ -196,7 +196,7 @@ def _machine_table(machine: Machine) -> Table:
     )
     table.caption = (
         f"update {update}; disk {disk}/s; a replica's process before it has a model {text_of_nbytes(machine.base_nbytes)}\n"
-        f"million parameters a second, encode / decode: {speeds}"
+        f"million parameters per second, encode / decode: {speeds}"
     )
     return table
 

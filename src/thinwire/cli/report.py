@@ -23,7 +23,7 @@ from thinwire.report.progress import compare_table
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire report` takes."""
+    """The options of `thinwire report`."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Run folders. Several are drawn side by side."""
@@ -43,9 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError("no run folder was given; write thinwire report runs/NAME, with as many as you like.")
     console = options.console(asked.json)
     if live := [name for name in named(asked.log) if SINKS[name].live]:
-        raise ConfigurationError(
-            f"log={asked.log!r}: {live[0]} is asked while a run goes on; give it to thinwire train."
-        )
+        raise ConfigurationError(f"log={asked.log!r}: {live[0]} reads metrics during a run; give it to thinwire train.")
     if asked.diagnose:
         return _diagnose(asked, console)
     page = write_report(asked.runs, asked.out or asked.runs[0] / "report.html")
@@ -64,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _diagnose(asked: Options, console: Console) -> int:
     if len(asked.runs) > 1:
-        raise ConfigurationError(f"--diagnose with {len(asked.runs)} runs: one is needed; ask for them one by one.")
+        raise ConfigurationError(f"--diagnose with {len(asked.runs)} runs: one is needed; diagnose them one by one.")
     diagnosis = diagnose(asked.runs[0])
     if diagnosis.ways:
         console.print(delay_table(diagnosis))

@@ -20,20 +20,20 @@ from thinwire.lm.trained import trained_model
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire sample` takes."""
+    """The options of `thinwire sample`."""
 
     run: tyro.conf.Positional[Path]
-    """The run folder, or an ensemble's. Of a running run the newest checkpoint is used."""
+    """The run folder, or an ensemble's. For a running run the newest checkpoint is used."""
     prompt: tyro.conf.Positional[str] = ""
     """The text to continue. Without it: the beginning of a text."""
     tokens: int = 200
-    """Tokens to write, at most: the end of a text ends it."""
+    """Most tokens to write; the end of a text stops earlier."""
     temperature: float = 0.8
-    """0 takes the best token each time; more is more various."""
+    """0 takes the most probable token each time; higher values give more varied text."""
     seed: int = 0
     """Seed of the sampling: the same seed gives the same text."""
     prior: tuple[str, ...] = ()
-    """Of an ensemble: files of development text, from whose first 100 held-out sequences the prior over experts is cached. Default: uniform."""
+    """For an ensemble: files of development text. Their first 100 held-out sequences give the prior over experts. Default: uniform."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     written = generate(language_model, prompt or [tokenizer.end], asked.tokens, asked.temperature, asked.seed)
     if tokenizer.end in written:
         written = written[: written.index(tokenizer.end)]
-    text = tokenizer.decode([*prompt, *written])  # together: a token may end within a letter
+    text = tokenizer.decode([*prompt, *written])  # together, because a token may end within a character
     if asked.json:
         print(json.dumps({"text": text, "tokens": len(written), "step": step}))
     else:

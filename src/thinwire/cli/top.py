@@ -23,15 +23,15 @@ PAGE_WIDTH = 150  # columns
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire top` takes."""
+    """The options of `thinwire top`."""
 
     run: tyro.conf.Positional[str] = "runs"
-    """A run folder, or one with several: then the run that was written last. One that has ended is shown as it ended. Or HOST:PORT of a run
-    with --log prometheus."""
+    """A run folder, or a folder of several: then the run that was written last. An ended run is shown in its last state. Or HOST:PORT of a
+    run with --log prometheus."""
     once: bool = False
-    """Print one frame and end; so it is where stdout is no terminal."""
+    """Print one frame and end, as it does if stdout is no terminal."""
     page: Path | None = None
-    """Keep this HTML file at the newest frame, until Ctrl-C or the end; a browser that shows it loads it again every two seconds."""
+    """Keep this HTML file at the newest frame, until Ctrl-C or the end. A browser reloads it every two seconds."""
     json: bool = False
     """One frame; stdout ends with one JSON object."""
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(path: Path, picture: RenderableType, live: bool) -> None:
-    """Replace the page by this frame; a `live` one loads itself again."""
+    """Replace the page by this frame; a `live` page reloads itself."""
     sheet = Console(file=io.StringIO(), record=True, width=PAGE_WIDTH)
     sheet.print(picture)
     text = sheet.export_html(inline_styles=True)

@@ -39,7 +39,7 @@ DEMO = Run.of(link="5mbit,30ms")
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire train` takes."""
+    """The options of `thinwire train`."""
 
     MOST_USED: ClassVar[tuple[str, ...]] = ("out", "resume")
 
@@ -60,14 +60,14 @@ class Options:
     name: str | None = None
     """With --lighthouse: this replica's own name; keep it when the replica returns. replica-0 to replica-N each read one share of the text."""
     secret: Path | None = None
-    """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic alone makes its own."""
+    """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic without it makes its own."""
     log: str | None = None
-    """Tell the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics)."""
+    """Send the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics)."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
     def elastically(self) -> Options:
-        """The run that was asked for: --elastic and --lighthouse set its carrier."""
+        """The options with the carrier that --elastic and --lighthouse set."""
         if (self.lighthouse is None) != (self.name is None):
             given, needed = ("--lighthouse", "--name") if self.name is None else ("--name", "--lighthouse")
             raise ConfigurationError(
@@ -83,7 +83,7 @@ class Options:
         secure = self.run_settings.placement.carrier in ("secure", "secure-elastic")
         if secure and self.lighthouse:
             raise ConfigurationError(
-                "--lighthouse with --carrier secure: replicas on several machines meet at a hub then; start it with "
+                "--lighthouse with --carrier secure: with this carrier replicas on several machines meet at a hub; start it with "
                 "thinwire hub --elastic, and each replica with thinwire join."
             )
         carrier = "secure-elastic" if secure else "elastic"
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
         doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
         if follows_link(run) and not (
             asked.resume or asked.joining or place
-        ):  # one process decides, in the file that all replicas read
+        ):  # one process decides, and writes the file that all replicas read
             run, delay = doctor.fitted_to_link(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
@@ -159,14 +159,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
-    """Raise `ConfigurationError` where options do not go together."""
+    """Raise `ConfigurationError` if options contradict each other."""
     if run.placement.elastic:
         if place is not None:
             raise ConfigurationError(
                 f"carrier={run.placement.carrier!r} under torchrun, which starts a fixed group; start it with thinwire train alone."
             )
         if asked.joining:
-            Presence(asked.joining.name, "", 0)  # a name that cannot be, an address or a secret fails here
+            Presence(asked.joining.name, "", 0)  # raises an error for an invalid name, address or secret
             asked.joining.meeting.member(run, asked.joining.name)
     if run.placement.carrier == "secure" and place is not None:
         raise ConfigurationError(
@@ -188,8 +188,8 @@ def other_number(run: Run, folder: Path) -> bool:
 
 
 def complete(run: Run, folder: Path) -> bool:
-    """Whether `folder` holds a run with all the steps of `run`, and the model that came out."""
-    models = [folder, *folder.glob("models/*")]  # of each replica, where these are unlike
+    """Whether `folder` holds a run with all the steps of `run`, and the trained model."""
+    models = [folder, *folder.glob("models/*")]  # the second for replicas with different models
     begun = any((one / "model.safetensors").exists() for one in models) and any(folder.glob("events/*.jsonl"))
     return begun and RunRecord.load(folder).summary.steps >= run.optimizer.steps
 
@@ -215,7 +215,7 @@ def train(
 
 
 def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
-    """Under torchrun every rank comes here; the first one writes, shows and reports."""
+    """Train as one rank under torchrun; rank 0 writes, shows and reports."""
     if asked.out is None:
         raise ConfigurationError("under torchrun all ranks need one name for the run folder; add --out FOLDER.")
     shards = max(1, world // run.placement.replicas)
@@ -281,7 +281,7 @@ def finish(
     try:
         record = RunRecord.load(folder)
     except DataError:
-        if stop.is_set():  # before anything was begun
+        if stop.is_set():  # before training began
             raise KeyboardInterrupt(stop.number) from None
         raise
     summary = summary_of(record)
@@ -293,7 +293,7 @@ def finish(
         console.print(f"{told} (predicted)", highlight=False)
     try:
         drawn = f"report: {write_report([folder], folder / 'report.html')}"
-    except DataError as error:  # the run is whole without
+    except DataError as error:  # the run is complete without it
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
     if told := of_stalls(record, folder):
@@ -307,7 +307,7 @@ def finish(
 
 
 def of_stalls(record: RunRecord, folder: Path) -> str:
-    """What to do about a run that waited for rounds for over a tenth of its time; empty for others."""
+    """Advice for a run that waited for rounds for over a tenth of its time; empty for others."""
     share = record.summary.stall_seconds / record.summary.wall_seconds if record.summary.wall_seconds else 0.0
     if not share > 0.1:
         return ""
@@ -315,7 +315,7 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     recipe = NAMED.get(recipe_name(str(record.settings.get("strategy"))))
     if recipe is not None and "delay" not in inspect.signature(recipe).parameters:
         return told
-    return f"{told}; thinwire doctor {folder / 'run.toml'} says which --delay would not wait"
+    return f"{told}; thinwire doctor {folder / 'run.toml'} shows the --delay without waits"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tensor to bytes and back: pure, without state or network."""
+"""Codecs turn tensors into bytes and back. They are pure: no state, no network."""
 
 from thinwire.codecs.base import (
     Codec,

@@ -1,4 +1,4 @@
-"""The interface of a codec, and checks that all codecs share."""
+"""The interface of a codec, and the checks that all codecs use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.packet import HEADER_NBYTES
 from thinwire.rng import Key
 
 Shapes = tuple[tuple[int, ...], ...]
-Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and how much it counts
+Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and its weight
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Places:
-    """Ascending places, packed in `width` bits each: `count` in each `chunk` of `numel` neighbours, and a share, rounded up, of the last chunk."""
+    """Ascending indices of `width` bits each: `count` in each `chunk` neighbours of `numel`, and in a shorter last chunk its share, rounded up."""
 
     numel: int
     chunk: int
@@ -39,13 +39,13 @@ class Places:
 
     @property
     def kept(self) -> int:
-        """The number of places."""
+        """The number of indices."""
         whole, rest = divmod(self.numel, self.chunk)
         return whole * self.count - (-self.count * rest // self.chunk)
 
     @property
     def width(self) -> int:
-        """Bits of a place in a chunk, 1 at least."""
+        """Bits of an index in a chunk, at least 1."""
         return max(1, (self.chunk - 1).bit_length())
 
     @property
@@ -60,11 +60,11 @@ Part = Symbols | Places
 class Codec(Protocol):
     """Turns a flat fp32 tensor into a predictable number of bytes on its device, and back.
 
-    A codec is a frozen dataclass; its text is its identity on the wire. What it draws by chance is a pure function of
+    A codec is a frozen dataclass; its text is its identity on the wire. Its random numbers are a pure function of
     the packet's `key`, which both sides know. A subclass writes `nbytes`, `encode` and `decode_add`, and **declares**
-    what else it can do: the defaults of the declarations below are those of a codec that can do nothing special. No caller
-    asks for a codec's type. Laws (`thinwire.testing.check` runs them): the payload has exactly `nbytes(numel)` bytes, all of them
-    written; decoding depends on bytes and key only; what is claimed holds. Of one that `varies`, fewer bytes may travel.
+    its other abilities. The defaults of the declarations below are those of a codec without special abilities. No caller
+    tests a codec's type. Laws (`thinwire.testing.check` runs them): the payload has exactly `nbytes(numel)` bytes, and all of them
+    are written; decoding depends on bytes and key only; the claims hold. A codec that `varies` may send fewer bytes.
     """
 
     @abstractmethod
@@ -75,36 +75,36 @@ class Codec(Protocol):
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> int | None:
         """Write flat fp32 `x` into `payload` (uint8, `nbytes(x.numel())`). Raises `NonFiniteError` if `x` holds NaN or infinity.
 
-        Returns None, or for a codec that `varies` how many bytes at the front of `payload` count; zeros follow them.
+        Returns None; a codec that `varies` returns the number of bytes used at the front of `payload`, and writes zeros behind them.
         """
 
     @abstractmethod
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         """Add `weight` times the decoded values to flat fp32 `out`; the same bits on every machine.
 
-        The bytes are a peer's and may be any. `PacketError` where they cannot be decoded, with `out` as it was. Else
-        they decode to something, in time and memory that depend on `out.numel()` only; a hostile scale may make it
-        NaN or infinite. All replicas see the same, so all of them drop the round when the anchor comes out not
-        finite (`flight`), and nothing has changed.
+        The bytes come from a peer and may be arbitrary. Raises `PacketError` if they cannot be decoded, and leaves `out` unchanged.
+        Otherwise they decode to some values, in time and memory that depend on `out.numel()` only. A hostile scale may make
+        these NaN or infinite. All replicas decode the same values, so if the new anchor is not finite, all of them drop the
+        round, and nothing changes.
         """
 
     # ---- claims
 
     @property
     def claims(self) -> frozenset[str]:
-        """What the codec promises of its values, to be tried by `thinwire.testing.check`: see `thinwire.testing.CLAIMS`."""
+        """The properties that the codec claims for its values; `thinwire.testing.check` tests them, `thinwire.testing.CLAIMS` lists them."""
         return frozenset()
 
     @property
     def grain(self) -> int | None:
-        """A delta may be cut at multiples of this many elements and its parts coded one by one, with the same values
-        and in as many bytes. None: only as a whole.
+        """A delta may be cut at multiples of this number of elements and its parts encoded one by one, with the same values
+        and the same number of bytes. None: only as a whole.
         """
         return None
 
     @property
     def any_device(self) -> bool:
-        """Whether the codec, without those inside it, makes the same bytes on every device; else a delta crosses to the host first."""
+        """Whether the codec itself, without codecs inside it, makes the same bytes on every device; otherwise deltas are copied to the host first."""
         return False
 
     @property
@@ -115,14 +115,13 @@ class Codec(Protocol):
 
     @property
     def samples(self) -> bool:
-        """Whether it sends values that are drawn by chance and scaled up: the error may exceed the values, and a mean cannot
-        be coded again."""
+        """Whether it sends randomly drawn values, scaled up: the error may exceed the values, and a mean cannot be encoded again."""
         return False
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round, as the end of a sentence that begins with the codec; empty: they
-        may come and go."""
+        """The reason why every round needs the same replicas, as the end of a sentence that begins with the codec; empty if
+        replicas may join and leave."""
         how = (
             "divides by those who sent a value, where a delta may count more than another; the codec inside it does not"
         )
@@ -132,32 +131,32 @@ class Codec(Protocol):
 
     @property
     def varies(self) -> bool:
-        """Whether the number of bytes depends on the values: `nbytes` is the most, which is predicted and allocated. Only the
-        outermost codec may vary; its `decode_add` takes a payload with anything behind the bytes that count.
+        """Whether the number of bytes depends on the values: `nbytes` is the largest number, which is predicted and allocated. Only the
+        outermost codec may vary; its `decode_add` ignores everything behind the used bytes of a payload.
         """
         return False
 
     def layout(self, numel: int) -> tuple[Part, ...]:
-        """The parts of the payload for `numel` elements, in order, for a codec that codes it once more."""
+        """The parts of the payload for `numel` elements, in order, for a codec that compresses the payload further."""
         return (Symbols(self.nbytes(numel)),)
 
     # ---- shapes
 
     @property
     def needs_shapes(self) -> bool:
-        """Whether it uses the shapes of the tensors that lie one after another in x. Without shapes it takes x as one vector; a
+        """Whether it uses the shapes of the tensors that are concatenated in x. Without shapes it treats x as one vector. A
         replica calls `fitted` for each of its fragments."""
         return False
 
     def fitted(self, shapes: Shapes) -> Codec:
-        """This codec for tensors of these `shapes`; it takes what they do not cover of x as vectors."""
+        """This codec for tensors of these `shapes`; it treats the rest of x as a vector."""
         return self
 
     def spans_of_rest(self, numel: int) -> tuple[tuple[int, int], ...]:
-        """Where parts of x begin and end that are too small for this codec and travel in another."""
+        """The first and last bound of each part of x that is too small for this codec, and is sent in another."""
         return ()
 
-    # ---- how finely it codes, for policies
+    # ---- precision, for policies
 
     @property
     def sparse(self) -> bool:
@@ -169,16 +168,16 @@ class Codec(Protocol):
         return self
 
     def forms(self) -> tuple[Codec, ...]:
-        """Finer and coarser forms of this codec, to choose from; none if they are not known."""
+        """Finer and coarser forms of this codec, from which a policy chooses; empty if none are known."""
         return ()
 
     def within(self, share: float, numel: int) -> Codec:
-        """For a codec with levels: this codec, at the finest level that makes at most `share` of its `nbytes(numel)`, or at the coarsest. On the
-        wire, and to whom it is sent, they are one codec.
+        """For a codec with levels: this codec at the finest level that makes at most `share` of its `nbytes(numel)`, or at the coarsest. All
+        levels are the same codec to receivers and on the wire.
         """
         return self
 
-    # ---- packets together
+    # ---- joint decoding
 
     @property
     def joint(self) -> bool:
@@ -189,28 +188,28 @@ class Codec(Protocol):
         """The estimate of `numel` values from all `packets`, in their order; the same bits on every machine."""
         raise unwritten(self, "joint", "decode_joint")
 
-    # ---- sums on the way
+    # ---- sums in transit
 
     @property
     def linear(self) -> bool:
-        """Whether its codes may be added on the way, by any all-reduce, instead of being gathered.
+        """Whether its codes may be added in transit, by any all-reduce, instead of being gathered.
 
-        It goes in phases, as many as `sizes` are long. In each, every replica makes a code of its own x, given the means of
-        the phases before, and the codes are averaged: `codes = [mean over replicas of project(x, tuple(codes), key)]`.
-        Laws: `project` is linear in x for given means; `expand(codes)` is linear in the last of them. So with the mean
-        code last it is the estimate of the mean delta; with the replica's own code last it is what this replica has
-        sent, and its feedback keeps the rest (the *local* form of PowerSGD's residual: held against the estimate it would
-        grow without bound where replicas differ for good). Chance is the round's `shared` one only.
+        There are `len(sizes)` phases. In each, every replica projects its own x to a code, given the mean codes of the earlier
+        phases, and the codes are averaged: `codes = [mean over replicas of project(x, tuple(codes), key)]`.
+        Laws: `project` is linear in x for given means; `expand(codes)` is linear in the last code. With the mean code
+        last, `expand` gives the estimate of the mean delta. With the replica's own code last, it gives what this replica has
+        sent, and feedback keeps the rest. This is the *local* form of PowerSGD's residual: a residual against the estimate would
+        grow without bound if replicas differ permanently. Random numbers come from the round's `shared` stream only.
         """
         return False
 
     @property
     def all_reduced(self) -> bool:
-        """Whether an all-reduce may carry it: it is `linear`, or a float whose mean is rounded once more at little loss."""
+        """Whether an all-reduce may carry it: it is `linear`, or a float format whose mean can be rounded again at little loss."""
         return self.linear
 
     def sizes(self, numel: int) -> tuple[int, ...]:
-        """How many fp32 values each phase adds."""
+        """The number of fp32 values that each phase adds up."""
         raise unwritten(self, "linear", "sizes")
 
     def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
@@ -222,21 +221,23 @@ class Codec(Protocol):
         raise unwritten(self, "linear", "expand")
 
     def remembered(self, numel: int) -> int | None:
-        """For a `linear` codec that starts from its last round (PowerSGD's Q): how many values it starts from, the first part of
-        the last phase's mean code. `AllReduce` remembers them, alike on all replicas. None: it starts anew each round."""
+        """For a `linear` codec that starts from its last round (PowerSGD's Q): the number of these values, which are the first part
+        of the last phase's mean code. `AllReduce` keeps them, equal on all replicas. None: each round starts anew."""
         return None
 
     def warmed(self, last: Tensor) -> Codec:
-        """This codec, starting from the `last` values remembered; from random ones where they are zero, as at first."""
+        """This codec, starting from the `last` kept values, and from random ones where these are zero, as in the first round."""
         return self
 
 
-VALUES = frozenset({"exact", "odd", "contractive", "idempotent"})  # claims that a codec inside another may lend it
+VALUES = frozenset(
+    {"exact", "odd", "contractive", "idempotent"}
+)  # claims that a codec may take over from one inside it
 
 
 def chance(parts: Sequence[Codec], own: Literal["", "unbiased", "drawn"] = "", fair: bool = True) -> frozenset[str]:
-    """What a codec around `parts` claims about randomness. `own`: it draws by itself, alike for all senders; `fair`: it is linear in
-    what they decode to.
+    """The claims about randomness of a codec around `parts`. `own`: its own random numbers, equal for all senders; `fair`: whether it
+    is linear in the decoded values of the parts.
     """
     drawing = [part for part in parts if part.claims & {"unbiased", "drawn"}]
     if not drawing and not own:
@@ -247,7 +248,7 @@ def chance(parts: Sequence[Codec], own: Literal["", "unbiased", "drawn"] = "", f
 
 
 def unwritten(piece: object, declared: str, member: str) -> ConfigurationError:
-    """The error for a piece that declares something and lacks the member for it.
+    """The error for a piece that lacks the member for one of its declarations.
 
     Args:
         piece: a codec, or another piece.
@@ -262,10 +263,10 @@ def unwritten(piece: object, declared: str, member: str) -> ConfigurationError:
 
 
 def packet_nbytes(codec: Codec, numel: int) -> int:
-    """Bytes of a packet: 48 of header, and the payload. For a codec that `varies` it is the largest number.
+    """Bytes of a packet: 48 of header, and the payload. For a codec that `varies`, this is the largest number.
 
     Args:
-        codec: what the packet is encoded with.
+        codec: the packet's codec.
         numel: number of elements.
 
     >>> from thinwire.codecs import Cast
@@ -278,7 +279,8 @@ def packet_nbytes(codec: Codec, numel: int) -> int:
 def check_finite(x: Tensor) -> None:
     """Raise `NonFiniteError` if `x` holds NaN or infinity.
 
-    One pass over `x`: a sum of squares in fp32 can overflow for finite input, so only where that sum is not finite each element is looked at.
+    It takes one pass over `x`: the sum of squares in fp32. This sum can overflow for finite input, so if it is not finite, each element is
+    checked.
 
     Args:
         x: fp32, of any shape.
@@ -299,8 +301,8 @@ def not_finite(x: Tensor) -> NonFiniteError:
 
 
 def check_fit(codec: Codec, values: Tensor, payload: Tensor, shorter: bool = False) -> None:
-    """Raise `ConfigurationError` unless `payload` has the size that `codec` needs for flat fp32 `values`, or may be `shorter`. Kernels
-    check nothing more.
+    """Raise `ConfigurationError` unless `payload` has the size that `codec` needs for flat fp32 `values`; `shorter` allows smaller ones.
+    Kernels do no further checks.
     """
     due = codec.nbytes(values.numel())
     fits = payload.shape == (due,) or (shorter and payload.dim() == 1 and len(payload) < due)
@@ -344,7 +346,7 @@ def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
 
     Args:
         codec: the outermost one, a dataclass.
-        change: gives another codec for a codec, or the same.
+        change: returns the codec that replaces a codec, or the same one.
 
     >>> from thinwire.codecs import Cast, Identity, TopK
     >>> rebuilt(TopK(0.01, Cast("bf16")), lambda one: Identity() if isinstance(one, Cast) else one)
@@ -356,8 +358,8 @@ def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
 
 
 def check_inner(codec: object, name: str, inner: object, joint: bool = False) -> None:
-    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector and, without `joint`, none whose
-    packets are decoded together.
+    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector. Without `joint`, also raise it for a
+    codec that decodes packets jointly.
     """
     given = f"{type(codec).__name__}({name}={inner!r})"
     if not isinstance(inner, Codec) or isinstance(inner, type):
@@ -373,7 +375,7 @@ def check_inner(codec: object, name: str, inner: object, joint: bool = False) ->
 
 
 def check_alone(given: str, inner: Codec) -> None:
-    """Raise `ConfigurationError` if `inner` holds a codec that is `joint`: nested in `given`, its `decode_joint` is never called."""
+    """Raise `ConfigurationError` if `inner` contains a `joint` codec, because nested in `given` its `decode_joint` is never called."""
     if any(one.joint for one in nested(inner)):
         raise ConfigurationError(
             f"{given}: `joint` would never be called inside this codec; make it the outermost one, or put it inside Squares, "
@@ -382,7 +384,7 @@ def check_alone(given: str, inner: Codec) -> None:
 
 
 def warm_up(codec: Codec) -> None:
-    """Encode and decode once, so that compiled code is ready before a first round waits for it: seconds once on a machine, then milliseconds.
+    """Encode and decode once, so that compiled code is ready before the first round: seconds the first time on a machine, then milliseconds.
 
     Args:
         codec: the codec of the coming rounds.
@@ -391,7 +393,7 @@ def warm_up(codec: Codec) -> None:
     >>> warm_up(Identity())
     """
     codec = codec.fitted(((1 << 8, 1 << 8),))
-    x = torch.ones(1 << 16)  # so many that all ways are taken
+    x = torch.ones(1 << 16)  # enough elements to compile all branches
     payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
     for eighths in range(9):
         form = codec.within(eighths / 8, x.numel())

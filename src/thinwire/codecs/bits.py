@@ -1,4 +1,4 @@
-"""Whole numbers of a few bits, packed without gaps, lowest bit first."""
+"""Packs integers of a few bits without gaps, lowest bit first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The first `count` numbers in `packed`, as int64."""
+    """Return the first `count` numbers in `packed` as int64."""
     numbers = torch.empty(count, dtype=torch.int64, device=packed.device)
     kernels.of(packed, numbers).unpack(packed, numbers, width)
     return numbers

@@ -1,8 +1,8 @@
-"""Formats of a few bits with one scale per block: small floats and small whole numbers.
+"""Formats of a few bits with one scale per block: small floats and small integers.
 
-All are coded alike. A code is a sign (its highest bit) and a magnitude that counts upward through the format's grid: in even
-steps from zero to the least normal number, above it in steps that double at each power of two. Whole numbers are the
-format that never gets to its least normal number.
+All have the same form. A code is a sign (its highest bit) and a magnitude, an index into the format's grid. The grid has even
+steps from zero to the smallest normal number; above it the steps double at each power of two. Integers are the
+format whose grid ends below its smallest normal number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALE_NBYTES = {"exponent": 1, "bf16": 2, "fp32": 4}
 
 
 class Blocks(Codec, ABC):
-    """What all formats here share: `block`, the form of its `scale`, the `rounding`, and the layout on the wire.
+    """The common part of the formats here: `block`, the form of its `scale`, the `rounding`, and the layout on the wire.
 
     ⌈n·bits/8⌉ bytes of codes (lowest bits first), then ⌈n/block⌉ scales: "exponent" is a signed byte e for 2^e, e =
     ⌈log₂(max|x| / largest)⌉; "bf16" (rounded up) and "fp32" hold max|x| / largest itself. Nothing is clipped, so
@@ -55,7 +55,7 @@ class Blocks(Codec, ABC):
 
     @property
     def grain(self) -> int | None:
-        return self.block if self.rounding == "nearest" else None  # each element has its own place in the stream
+        return self.block if self.rounding == "nearest" else None  # an element's random number depends on its index
 
     @property
     def claims(self) -> frozenset[str]:
@@ -84,7 +84,7 @@ class Blocks(Codec, ABC):
 
 @dataclass(frozen=True)
 class Floats(Blocks):
-    """Small floats, whose `grid` is the class's own."""
+    """Small floats; each class has its own `grid`."""
 
     block: int = 128
     scale: Scale = "exponent"
@@ -95,7 +95,7 @@ class Floats(Blocks):
 class E3M0(Floats):
     """4-bit floats: a sign, three bits of exponent, no mantissa, and a scale per block: ±{0, ¼, ½, 1, 2, 4, 8, 16}.
 
-    The error is about 3.8 % of the energy whatever the distribution, because the grid is logarithmic.
+    The error is about 3.8 % of the energy for any distribution, because the grid is logarithmic.
 
     Source: Streaming DiLoCo (arXiv 2501.18512, §2.3) names the format; scale, bias and rounding are not in the paper
     and follow oneDNN's f4_e3m0 with a block scale. On the wire 4 + 8/block bits per parameter, with a one-byte
@@ -136,8 +136,8 @@ class E2M1(Floats):
 class E4M3(Floats):
     """8-bit floats with three bits of mantissa, up to 448, and a scale per block. A code is a `torch.float8_e4m3fn`.
 
-    Source: OCP 8-bit floating point 1.0 (E4M3, saturating; the two NaN are never made). It needs a scale, since the
-    format spans 2⁻⁹ … 448, and deltas are smaller. 8 + 8/block bits per parameter, with a one-byte exponent.
+    Source: OCP 8-bit floating point 1.0 (E4M3, saturating; the two NaN are never made). It needs a scale, because the
+    format spans 2⁻⁹ … 448 and deltas are smaller. 8 + 8/block bits per parameter, with a one-byte exponent.
 
     Args:
         block: number of neighbours that share a scale; even.
@@ -172,10 +172,10 @@ class E5M2(Floats):
 
 @dataclass(frozen=True)
 class Int(Blocks):
-    """Whole numbers of 8, 4 or 2 bits, symmetric: −L … L with L = 2^(bits−1) − 1, and a scale per block.
+    """Symmetric integers of 8, 4 or 2 bits, −L … L with L = 2^(bits−1) − 1, and a scale per block.
 
-    The uniform quantiser (as QSGD, arXiv 1610.02132, with the maximum as norm, where rounding is "stochastic"). On
-    the wire sign and magnitude, so that all codes but −0 are used: bits + 8/block bits per parameter.
+    The uniform quantiser; with "stochastic" rounding it is that of QSGD (arXiv 1610.02132) with the maximum as norm. The
+    wire has sign and magnitude, so all codes except −0 are used: bits + 8/block bits per parameter.
 
     Args:
         bits: 8, 4 or 2.

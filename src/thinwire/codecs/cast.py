@@ -42,7 +42,7 @@ class Identity(Codec):
 
 @dataclass(frozen=True)
 class Dense(Codec):
-    """fp32 for some rounds, in place of a codec of this `grain`: it is cut at the same places, so the exchange's state fits both."""
+    """fp32 for some rounds, instead of a codec with this `grain`: deltas are cut at the same elements, so the exchange's state fits both."""
 
     grain: int = 1
 
@@ -64,7 +64,7 @@ class Dense(Codec):
 
 
 def in_full(codec: Codec) -> Identity | Dense:
-    """The fp32 codec for a round in place of `codec`, which may be cut at the same places.
+    """The fp32 codec that replaces `codec` in a round; deltas may be cut at the same elements.
 
     Args:
         codec: the usual one.

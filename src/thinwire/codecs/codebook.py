@@ -1,4 +1,4 @@
-"""Two bits a value, with a table of four."""
+"""Two bits per value, with a table of four values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Codebook(Codec):
 
         bin(v) = clip(round((v − mean) / (6·std / 4)) + 2, 0, 3)
 
-    Contractive, whatever the values: v is replaced by a mean, so ‖q(x)‖² + ‖q(x) − x‖² = ‖x‖². Not odd: the bins are
+    Contractive for any values: v is replaced by a mean, so ‖q(x)‖² + ‖q(x) − x‖² = ‖x‖². Not odd: the bins are
     centred at −2, −1, 0 and 1 steps.
 
-    Source: SparseLoCo (Sarfi et al., 2025; released code). For the values of a sparse codec, `ChunkedTopK(4096, 64,
-    Codebook())`; what that keeps has two humps, so that two of the bins hold nearly all, and `Sign()` is about as good
-    with one bit (docs/formats.md). *Differs*: the mean travels inside the table.
+    Source: SparseLoCo (Sarfi et al., 2025; released code). It encodes the values of a sparse codec, `ChunkedTopK(4096, 64,
+    Codebook())`. The kept values have two modes, so two of the bins hold nearly all of them, and `Sign()` is about as good
+    with one bit (docs/formats.md). *Differs*: the mean is sent inside the table.
 
-    On the wire: ⌈n/4⌉ bytes of codes, lowest bits first, then four fp32: 2 bits a value and 16 bytes a packet.
+    On the wire: ⌈n/4⌉ bytes of codes, lowest bits first, then four fp32: 2 bits per value and 16 bytes per packet.
 
     >>> Codebook().nbytes(64)
     32

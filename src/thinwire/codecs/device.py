@@ -1,4 +1,4 @@
-"""From a delta on the GPU to a packet in host memory."""
+"""Encodes a delta on the GPU into a packet in host memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from thinwire.rng import Key
 
 
 def runs_anywhere(codec: Codec) -> bool:
-    """Whether `codec`, with all inside it, makes the same bytes on any device."""
+    """Whether `codec`, with all codecs inside it, makes the same bytes on every device."""
     return all(part.any_device for part in nested(codec))
 
 
 def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> int:
     """Encode values that may be on another device than the payload.
 
-    Where the codec makes the same bytes on every device it encodes where the values are, so that only the packet's bytes cross.
+    A codec that makes the same bytes on every device encodes on the device of the values, so that only the packet's bytes are copied.
 
     Args:
         x: flat fp32, on any device.
-        codec: what they are encoded with.
+        codec: the codec of the packet.
         payload: flat uint8 of `codec.nbytes(x.numel())` bytes.
-        key: of the packet.
+        key: the packet's key.
 
     Returns:
-        How many bytes of `payload` count.
+        The number of used bytes of `payload`.
 
     >>> from thinwire.codecs import Identity
     >>> encode_from(torch.ones(3), Identity(), torch.empty(12, dtype=torch.uint8), Key())

@@ -1,4 +1,4 @@
-"""Codes once more what a codec makes, without loss, in as many bytes as its values need."""
+"""Compresses a codec's payload without loss, to as many bytes as its values need."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
 
 _PLAIN, _CODED = 0, 1  # the first byte
-_Stream = tuple[int, int]  # of symbols: bytes of a number, and which of them
+_Stream = tuple[int, int]  # a stream of symbols: bytes per number, and the index of the byte in it
 
 
 @dataclass(frozen=True)
 class Entropy(Codec):
-    """`codec`'s payload, coded once more without loss: symbols by zstd, ascending places by the gaps between them.
+    """Compress `codec`'s payload without loss: symbols by zstd, ascending indices by the gaps between them.
 
-    Values are those of `codec`, bit for bit. *The size depends on the values*: `nbytes` is a bound, one byte more than `codec`'s, and what
-    travels is less where the values allow it (docs/pieces.md has measured sizes). Plan, simulation and timeouts go by the bound.
+    The values are those of `codec`, bit for bit. *The size depends on the values*: `nbytes` is a bound, one byte more than `codec`'s, and
+    packets are shorter if the values allow it (docs/pieces.md has measured sizes). Plans, simulations and timeouts use the bound.
 
-    On the wire: a byte that says whether anything is coded; for each list of places k and a Rice code of the gaps between them, or a
-    zstd frame of these where that is shorter; then all symbols as zstd frames of level 1 (RFC 8878), of numbers of 2 or 4 bytes a frame for
-    the first bytes, and one for the second ones. Where that is not less than `codec`'s payload, this is sent as it is. Codes of 4 bits
-    shrink to their entropy, 7 to 17 % less for `E3M0`; a place costs about log₂(e/density) bits, not log₂ n.
+    On the wire: a byte that tells whether the payload is compressed; for each list of indices k and a Rice code of the gaps between them,
+    or a zstd frame of the gaps if that is shorter; then all symbols as zstd frames of level 1 (RFC 8878). Numbers of 2 or 4 bytes have one
+    frame for their first bytes, one for their second bytes, and so on. If the result is not shorter than `codec`'s payload, the payload is
+    sent unchanged. Codes of 4 bits shrink to their entropy, 7 to 17 % less for `E3M0`; an index costs about log₂(e/density) bits, not log₂ n.
 
-    Needs the extra: pip install thinwire[zstd]. Cost: see docs/pieces.md. A delta on a GPU crosses to the host before it is encoded.
+    Needs the extra: pip install thinwire[zstd]. Cost: see docs/pieces.md. A delta on a GPU is copied to the host before it is encoded.
 
     Args:
-        codec: any; the outermost one is inside this one.
+        codec: the codec whose payload is compressed; any codec of known size.
 
     Raises:
         ConfigurationError: the codec's size varies already, or zstandard is not installed.
@@ -99,18 +99,18 @@ class Entropy(Codec):
         return self.codec.decode_joint(plain, numel)
 
     def _plain(self, payload: Tensor, numel: int) -> Tensor:
-        """What `codec` has made. Raises `PacketError`."""
+        """The payload of `codec`. Raises `PacketError`."""
         nbytes = self.codec.nbytes(numel)
         if not nbytes:
             return payload[:0]
         reader = PayloadReader(payload.contiguous().numpy())
         kind = int(reader.take(1)[0])
         if kind not in (_PLAIN, _CODED):
-            raise PacketError(f"a coded payload begins with {kind}, which no encoding makes. {REPEAT}")
+            raise PacketError(f"a coded payload begins with the byte {kind}, which no encoder writes. {REPEAT}")
         plain = reader.take(nbytes) if kind == _PLAIN else _decoded(reader.data, self.codec.layout(numel))
         return torch.from_numpy(plain)
 
-    # ---- what the codec inside declares
+    # ---- declarations of the codec inside
 
     @property
     def claims(self) -> frozenset[str]:
@@ -158,7 +158,7 @@ class Entropy(Codec):
 
 
 def _coded(plain: Bytes, layout: tuple[Part, ...]) -> Bytes:
-    """What says `plain`: its lists of places, then its symbols."""
+    """The compressed form of `plain`: its lists of indices, then its symbols."""
     symbols: dict[_Stream, list[Bytes]] = {}
     coded = []
     for part, of in zip(layout, _split(plain, layout)):
@@ -171,7 +171,7 @@ def _coded(plain: Bytes, layout: tuple[Part, ...]) -> Bytes:
 
 
 def _decoded(coded: Bytes, layout: tuple[Part, ...]) -> Bytes:
-    """The reverse. Raises `PacketError`; what is allocated depends on `layout` only."""
+    """The reverse of `_coded`. Raises `PacketError`; the allocated memory depends on `layout` only."""
     reader, plain = PayloadReader(coded), np.empty(sum(part.nbytes for part in layout), np.uint8)
     due: dict[_Stream, list[Bytes]] = {}
     for part, of in zip(layout, _split(plain, layout)):

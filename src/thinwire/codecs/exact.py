@@ -1,7 +1,7 @@
 """Sums whose bits do not depend on the machine.
 
-A packet must decode to the same bits on every replica, but the order in which a library's matrix product adds depends on
-processor, version and number of threads. Here the order is fixed, or does not matter.
+A packet must decode to the same bits on every replica, but a library's matrix product adds in an order that depends on
+processor, version and number of threads. The sums here have a fixed order, or do not depend on it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _RUN = 1 << 20
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` in fp64, for a [n, k] and b [k, m].
 
-    The rows of a and the columns of b are first rounded to ⌊(52 − ⌈log₂ k⌉) / 2⌋ bits of their largest (23 for k = 64),
-    so few that all partial sums are whole numbers below 2⁵³: in whatever order they are added, nothing is rounded.
+    The rows of a and the columns of b are first rounded to ⌊(52 − ⌈log₂ k⌉) / 2⌋ bits of their largest value (23 for k = 64).
+    Then all partial sums are integers below 2⁵³, and no sum is rounded in any order.
     """
     bits = (52 - (max(1, a.shape[1]) - 1).bit_length()) // 2
     (whole_a, scale_a), (whole_b, scale_b) = _whole(a, 1, bits), _whole(b, 0, bits)
@@ -29,7 +29,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _whole(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """`x` as whole numbers up to 2^bits, and the powers of two to multiply them by."""
+    """`x` as integers up to 2^bits, and the powers of two that scale them back."""
     x = x.double()
     most = x.abs().amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True)
     scale = torch.ldexp(torch.ones_like(most), torch.frexp(most).exponent - bits)
@@ -43,21 +43,21 @@ def total(x: Tensor) -> Tensor:
         first = x[:half].clone()
         first[: len(x) - half] += x[half:]
         x = first
-    return x.sum(0)  # of one, or of none
+    return x.sum(0)  # one row, or none
 
 
 def summed(x: Tensor) -> float:
-    """The sum of flat `x`, in fp64: of each 2²⁰ elements by `total`, then from first to last."""
+    """The sum of flat `x` in fp64: `total` of each 2²⁰ elements, added from first to last."""
     return _in_order(total(part.double()) for part in torch.split(x, _RUN))
 
 
 def energy(x: Tensor) -> float:
-    """‖x‖² of flat `x`, as `summed`."""
+    """‖x‖² of flat `x`, added like `summed`."""
     return _in_order(total(part.double().square_()) for part in torch.split(x, _RUN))
 
 
 def _in_order(parts: Iterable[Tensor]) -> float:
-    """Python's own `sum` compensates from 3.12 on, and not before."""
+    """The sum in the given order. Python's `sum` compensates rounding since 3.12 only."""
     added = 0.0
     for part in parts:
         added += float(part)
@@ -65,16 +65,16 @@ def _in_order(parts: Iterable[Tensor]) -> float:
 
 
 def root(x: Tensor) -> Tensor:
-    """√x of fp32, rounded as IEEE has it. torch's own is MKL's, which on some processors is off by a last bit: of fp64 that is lost here,
-    since no root of an fp32 number is within 2⁻⁵⁰ of where fp32 rounds up.
+    """√x of fp32, rounded as in IEEE 754. torch uses MKL's root, whose last bit is wrong on some processors. In fp64 that error does not
+    matter: no root of an fp32 number is within 2⁻⁵⁰ of a point where rounding to fp32 changes.
     """
     return x.double().sqrt_().float()
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """fp32 `columns` [n, r] made orthonormal from left to right, in fp64; those that depend on the ones before become zero.
+    """Orthonormalise fp32 `columns` [n, r] from left to right, in fp64. Columns that depend on earlier ones become zero.
 
-    Gram and Schmidt's, each projection taken off twice (Giraud, Langou, 2002: twice is enough).
+    Gram-Schmidt with each projection subtracted twice (Giraud, Langou, 2002: twice is enough).
     """
     made: list[Tensor] = []
     for column in columns.double().unbind(1):
@@ -90,7 +90,7 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 @cache
 def cosines(size: int) -> Tensor:
-    """The orthonormal DCT-II as a matrix [size, size] in fp64, frequency by place; its transpose is its inverse."""
+    """The orthonormal DCT-II as a matrix [size, size] in fp64; rows are frequencies, and its transpose is its inverse."""
     return torch.tensor(
         [
             [math.sqrt((2 if f else 1) / size) * math.cos(math.pi * f * (2 * i + 1) / (2 * size)) for i in range(size)]
@@ -101,5 +101,5 @@ def cosines(size: int) -> Tensor:
 
 
 def saturated(x: Tensor) -> Tensor:
-    """fp64 to fp32. Values that are too large become the largest fp32; infinities, which a hostile peer may send, stay, so that they are found."""
+    """Convert fp64 to fp32. Too large values become the largest fp32; infinities, which a hostile peer may send, stay, so that they are noticed."""
     return torch.where(x.isinf(), x, x.clamp(-_LARGEST, _LARGEST)).float()

@@ -1,4 +1,4 @@
-"""A codec in several finenesses, of which the sender takes one for each round."""
+"""A codec with several levels of precision, of which the sender chooses one for each round."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class Levelled(Codec):
-    """Encode in one of `codecs`, the finest that arrives in time: a round that would land late travels at a coarser level.
+    """Encode in the finest of `codecs` that arrives in time: a round that would land late is sent at a coarser level.
 
-    The sender chooses, for each round by itself: the finest whose bytes arrive before the round is to land (τ inner steps after its
-    departure), by what the rounds before have taken (runtime/deadlines.py). Where there is no deadline (τ = 0, the end of a run,
-    replicas that come and go) or nothing is known yet (the first round), that is the first codec. So what a run sends depends on its link, and a
-    run that is done again is another one. The level stands in the packet, so all
-    replicas decode alike. What a coarser level loses is the strategy's `Feedback` to keep, without which it is lost.
+    Each sender chooses for each round: the finest level whose bytes arrive before the round must land (τ inner steps after its
+    departure), predicted from the times of earlier rounds (runtime/deadlines.py). Without a deadline (τ = 0, the end of a run, elastic
+    runs) and in the first round it takes the first codec. So the bytes of a run depend on its link, and a repeated run may differ.
+    The packet contains the level, so all replicas decode alike. The strategy's `Feedback` keeps what a coarser level loses.
 
-    Source: the controller of CacheGen (Liu et al., arXiv 2310.07240, §6). *Differs*: for deltas, with feedback in place of recomputing; by
-    what was observed, never by what a trace will be.
+    Source: the controller of CacheGen (Liu et al., arXiv 2310.07240, §6). *Differs*: it is for deltas, with feedback instead of recomputing;
+    it uses observed times only, no known trace.
 
-    On the wire: a byte with the level's number, then that codec's payload. The size depends on the level: `nbytes` is the largest.
+    On the wire: a byte with the level's number, then that codec's payload. The size depends on the level; `nbytes` is the largest.
 
     Args:
         codecs: from the finest to the coarsest, two or more; each makes fewer bytes than the one before.
-        level: the number of the one that encodes, from 0; the replica sets it.
+        level: the number of the codec that encodes, from 0; the replica sets it.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -42,7 +41,9 @@ class Levelled(Codec):
     """
 
     codecs: tuple[Codec, ...]
-    level: int = field(default=0, repr=False, compare=False)  # filled in; to whom it is sent, all levels are one codec
+    level: int = field(
+        default=0, repr=False, compare=False
+    )  # set by the replica; all levels are the same codec to receivers
 
     varies: ClassVar[bool] = True
     biased: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Matrices of low rank in place of matrices."""
+"""Sends matrices as products of low rank."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from thinwire.rng import Key, draw
 
 @dataclass(frozen=True)
 class LowRank(Codec):
-    """Send each n × m matrix M as P·Qᵀ, with P [n, rank] orthonormal and Q [m, rank] = Mᵀ·P; send vectors, and matrices
-    that would not get smaller, unchanged.
+    """Send each n × m matrix M as P·Qᵀ, with P [n, rank] orthonormal and Q [m, rank] = Mᵀ·P. Vectors, and matrices that
+    would not get smaller, are sent unchanged.
 
     Encoding, with Q₀ of ±1 drawn from the round's shared stream:
 
         P ← orthonormal(M·Q),  Q ← Mᵀ·P      `iterations` times (subspace iteration)
 
-    P·Qᵀ = P·Pᵀ·M is a projection of M, so it is contractive, and exact where M's rank is not above `rank`. Where `values` round P,
-    Q is the one that fits what is left of P best, Mᵀ·P·(Pᵀ·P)⁻¹. Few bits for the factors and more rank are the better use of
-    bytes: `LowRank(16, values=E2M1())` is as long as `LowRank(2)` (docs/formats.md).
+    P·Qᵀ = P·Pᵀ·M is a projection of M, so it is contractive, and exact if M's rank is at most `rank`. If `values` round P,
+    Q is the best fit for the rounded P, Mᵀ·P·(Pᵀ·P)⁻¹. Few bits for the factors and a higher rank use bytes
+    better: `LowRank(16, values=E2M1())` is as long as `LowRank(2)` (docs/formats.md).
 
-    In an all-reduce it is PowerSGD: P = mean of Mᵢ·Q, made orthonormal by everybody alike, then Q = mean of Mᵢᵀ·P, so that
-    all replicas together do what one would with the mean of their M. `AllReduce` remembers Q, the same bits on all, and the next
-    round goes on from there: one iteration a round, which over the rounds converges to what changes slowly in M. A column of Q that is
-    zero begins anew from chance; each column is brought to the scale of 1 by a power of two, which changes no direction.
+    In an all-reduce it is PowerSGD: P = mean of Mᵢ·Q, orthonormalised alike on all replicas, then Q = mean of Mᵢᵀ·P. So
+    the replicas together compute what one would compute for the mean of their M. `AllReduce` keeps Q, with the same bits on all, and
+    the next round starts from it: one iteration per round, which converges to the slowly changing part of M. A zero column of Q
+    is replaced by random values; each column is scaled to about 1 by a power of two, which changes no direction.
 
-    Source: PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, Algorithm 1). *Differs*: where packets are gathered
-    there is no Q that all share, and each round starts from chance: `iterations` make up for it, at no cost on the wire, and in an
-    all-reduce are not used. Use it with `Feedback`.
+    Source: PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, Algorithm 1). *Differs*: if packets are gathered,
+    replicas share no Q, and each round starts from random values. More `iterations` compensate for this at no cost on the wire; an
+    all-reduce does not use them. Use it with `Feedback`.
 
-    On the wire: P of all matrices, Q of all, then the rest, each in its own payload of `values`: rank·(n + m) values a
-    matrix. `shapes` are those of the fragment's tensors; a replica fills them in (without any, all is a vector). Cost:
-    2·iterations·rank multiplications a value, and rank to decode it; memory 8 bytes a value of the largest matrix.
+    On the wire: P of all matrices, Q of all matrices, then the rest, each in its own payload of `values`: rank·(n + m) values per
+    matrix. A replica sets `shapes` to those of the fragment's tensors; without them all is one vector. Cost:
+    2·iterations·rank multiplications per value, and rank to decode it; memory of 8 bytes per value of the largest matrix.
 
     Args:
         rank: columns of P and Q.
         iterations: number of subspace iterations.
         values: the codec of the factors.
-        shapes: of the fragment's tensors; the replica sets them.
-        last: flat fp32, Q of the round before, if the exchange starts from it.
+        shapes: those of the fragment's tensors; the replica sets them.
+        last: flat fp32, Q of the previous round, if the exchange starts from it.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -61,7 +61,7 @@ class LowRank(Codec):
     iterations: int = 2
     values: Codec = Identity()
     shapes: Shapes = ()
-    last: Tensor | None = field(default=None, repr=False, compare=False)  # filled in
+    last: Tensor | None = field(default=None, repr=False, compare=False)  # set by the exchange
 
     needs_shapes: ClassVar[bool] = True
     linear: ClassVar[bool] = True
@@ -113,7 +113,7 @@ class LowRank(Codec):
             self.values.decode_add(room, code, key)
         out.add_(self._expanded(codes[0], codes[1], codes[2], out.numel()).mul_(weight))
 
-    # ---- as a sum on the way, and from the last one on
+    # ---- in an all-reduce, with the last round's Q
 
     def remembered(self, numel: int) -> int:
         return self._counts(numel)[1]
@@ -146,10 +146,10 @@ class LowRank(Codec):
         ranks = range(max(1, self.rank // 2), 2 * self.rank + 1)
         return tuple(replace(self, rank=rank) for rank in ranks if rank != self.rank)
 
-    # ---- where things are
+    # ---- the order of the values
 
     def _parts(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The matrices that get smaller, and the rest, flat."""
+        """The matrices that get smaller, and the rest as flat tensors."""
         matrices, rest = split(x, self.shapes)
         small = [m for m in matrices if self.rank * sum(m.shape) < m.numel()]
         return small, [m.reshape(-1) for m in matrices if self.rank * sum(m.shape) >= m.numel()] + rest
@@ -161,12 +161,12 @@ class LowRank(Codec):
         return left, right, sum(part.numel() for part in rest)
 
     def _factors(self, flat: Tensor, matrices: list[Tensor], side: int) -> list[Tensor]:
-        """P (side 0) or Q (side 1) of each matrix, out of all."""
+        """P (side 0) or Q (side 1) of each matrix, as views of `flat`."""
         sizes = [self.rank * m.shape[side] for m in matrices]
         return [part.view(-1, self.rank) for part in flat.split_with_sizes(sizes)] if sizes else []
 
     def _started(self, matrices: list[Tensor], key: Key) -> list[Tensor]:
-        """Q₀: the last round's; where there is none, signs from the round's shared stream."""
+        """Q₀: that of the last round, or signs from the round's shared stream if there is none."""
         sizes = [self.rank * matrix.shape[1] for matrix in matrices]
         drawn = draw(key.shared("factors"), 0, sum(sizes)).sign().double()
         q = self._factors(drawn, matrices, 1)
@@ -193,12 +193,12 @@ class LowRank(Codec):
 
 
 def _scaled(q: Tensor, drawn: Tensor) -> Tensor:
-    """The columns of `q`, their largest brought to between ½ and 1; those of `drawn` where they are zero."""
+    """The columns of `q`, scaled so that their largest values are between ½ and 1; zero columns are replaced by those of `drawn`."""
     most = q.abs().amax(0)
     return torch.where(most > 0, torch.ldexp(q.double(), -torch.frexp(most).exponent), drawn)
 
 
 def _fitting(matrix: Tensor, p: Tensor) -> Tensor:
-    """The Q for which ‖M − P·Qᵀ‖ is least; zero for the columns of P that are."""
+    """The Q that minimises ‖M − P·Qᵀ‖; its columns are zero where those of P are."""
     p = p.double()
     return saturated(matrix.double().T @ p @ torch.linalg.pinv(p.T @ p, hermitian=True))

@@ -1,4 +1,4 @@
-"""The mean over those who sent a value, in place of the mean over all."""
+"""The mean of each value over the replicas that sent it, instead of the mean over all."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class OverSenders(Codec):
 
         x̂_i = Σ_m w_m·c_mi / Σ_{m: c_mi ≠ 0} w_m
 
-    For sparse codecs. If replicas choose differently, the mean over all shrinks a value that few have sent. This mean does
-    not, so it is *no estimate of the mean delta*, and larger. Inside a change of basis the mean is taken there: so
+    For sparse codecs. If replicas choose different values, the mean over all shrinks a value that few have sent. This mean does
+    not, so it is *no estimate of the mean delta*, and is larger. Inside a change of basis the mean is taken in that basis:
     `Squares(DCT(OverSenders(ChunkedTopK(4096, 32)), axes=2))` is DeMo's (arXiv 2411.19870, released code), and
     `OverSenders(ChunkedTopK(4096, 64))` that of SparseLoCo's (Sarfi et al., 2025, released code). *Differs*: a replica that sends a
     zero has not sent it.
 
-    On the wire: the codec's bytes. Cost: one pass a packet.
+    On the wire: the codec's bytes. Cost: one pass per packet.
 
     Args:
         codec: a sparse one.
@@ -68,14 +68,14 @@ class OverSenders(Codec):
         return mean_over_senders(self._decoded(packets, numel), numel)
 
     def _decoded(self, packets: Sequence[Said], numel: int) -> Iterator[tuple[Tensor, float]]:
-        values = torch.zeros(numel)  # and again zeros after each
+        values = torch.zeros(numel)  # `mean_over_senders` sets them to zero again after each packet
         for payload, key, weight in packets:
             self.codec.decode_add(payload, values, key)
             yield values, weight
 
 
 def mean_over_senders(values: Iterable[tuple[Tensor, float]], numel: int) -> Tensor:
-    """Σ w·x / Σ_{x ≠ 0} w of each element, in fp32 and in this order; 0 where all are 0.
+    """Σ w·x / Σ_{x ≠ 0} w of each element, in fp32 and in the given order; 0 where all x are 0.
 
     Args:
         values: flat fp32 values of `numel` elements each, with their weights; they are zeros afterwards.

@@ -1,4 +1,4 @@
-"""One codec a tensor, in place of one for all that travels together."""
+"""One codec for each tensor, instead of one for a whole fragment."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from thinwire.rng import Key
 
 @dataclass(frozen=True)
 class Each(Codec):
-    """Encode every matrix alone in `codec`, or in its own of `chosen`; encode vectors, and matrices of fewer than `least` elements,
-    together in `rest`.
+    """Encode every matrix separately in `codec`, or in its own codec of `chosen`. Encode vectors, and matrices of fewer than `least`
+    elements, together in `rest`.
 
-    So TopK keeps its share of every matrix, and Sign has a scale a matrix: what DGC (arXiv 1712.01887), PowerSGD and CGX do, whose
-    biases and norms travel dense. The codec may need shapes (LowRank); it is fitted to each matrix. Chance is drawn
-    anew for each.
+    So TopK keeps its share of every matrix, and Sign has one scale per matrix, as in DGC (arXiv 1712.01887), PowerSGD and CGX, which
+    send biases and norms dense. The codec may need shapes (LowRank); it is fitted to each matrix. Each matrix has its own
+    random numbers.
 
-    On the wire: the payload of one matrix after another, then that of the rest. `shapes` are those of the fragment's tensors; a
-    replica fills them in (without any, all is rest). Contractive where all its codecs are.
+    On the wire: the payload of one matrix after another, then that of the rest. A replica sets `shapes` to those of the fragment's
+    tensors; without them all is rest. Contractive if all its codecs are.
 
     Args:
         codec: for every matrix.
         rest: the codec for vectors and small matrices, together.
         least: elements below which a matrix is small.
-        shapes: of the fragment's tensors; the replica sets them.
+        shapes: those of the fragment's tensors; the replica sets them.
         chosen: a codec for each matrix; a policy sets them.
 
     Raises:
@@ -81,7 +81,7 @@ class Each(Codec):
 
     @property
     def matrices(self) -> Shapes:
-        """The shapes of those that travel by themselves, as rows and columns."""
+        """The shapes of the separately encoded matrices, as rows and columns."""
         parts, _ = self._parts(torch.empty(sum(map(math.prod, self.shapes)), device="meta"))
         return tuple((part.shape[0], part.shape[1]) for part in parts)
 
@@ -109,7 +109,7 @@ class Each(Codec):
         decoded, begin = [], 0
         for number, (codec, part) in enumerate(
             self._coded(out)
-        ):  # all, before `out` is touched: one may not be decodable
+        ):  # decode all before `out` changes, because one may raise
             end = begin + codec.nbytes(part.numel())
             decoded.append(torch.zeros_like(part))
             codec.decode_add(payload[begin:end], decoded[-1], _keyed(key, number), weight)
@@ -121,7 +121,7 @@ class Each(Codec):
             vector.add_(values)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Views of flat `x`: the matrices that travel by themselves."""
+        """Views of flat `x`: the separately encoded matrices."""
         return self._parts(x)[0]
 
     def spans_of_rest(self, numel: int) -> tuple[tuple[int, int], ...]:
@@ -129,7 +129,7 @@ class Each(Codec):
         return tuple((int(part.storage_offset()), int(part.storage_offset()) + part.numel()) for part in rest)
 
     def _coded(self, x: Tensor) -> Iterator[tuple[Codec, Tensor]]:
-        """Each matrix of `x`, flat, with its codec; then the rest with its own."""
+        """Yield each matrix of `x`, flat, with its codec; then the rest with its codec."""
         matrices, rest = self._parts(x)
         for codec, matrix in zip(self.chosen or [self.codec] * len(matrices), matrices):
             yield codec.fitted((tuple(matrix.shape),)), matrix.reshape(-1)
@@ -142,5 +142,5 @@ class Each(Codec):
 
 
 def _keyed(key: Key, number: int) -> Key:
-    """Streams of its own for each part; those of the first are the packet's."""
+    """A key with separate streams for each part; part 0 has the packet's streams."""
     return replace(key, part=key.part + (number << 20))

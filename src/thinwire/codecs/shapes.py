@@ -1,4 +1,4 @@
-"""The tensors of known shapes that lie one after another in a flat tensor."""
+"""Splits a flat tensor into the concatenated tensors of known shapes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from thinwire.codecs.base import Shapes
 
 
 def split(x: Tensor, shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
-    """Views of flat `x`: its matrices (more than two dimensions: the first by all others), and all the rest, flat, in order.
+    """Views of flat `x`: its matrices (of more dimensions: the first by all others), and the rest as flat tensors in order.
 
-    What `shapes` do not cover is rest, and so is a tensor that reaches behind the end of `x`.
+    Elements that `shapes` do not cover belong to the rest, and so does a tensor that extends beyond the end of `x`.
     """
     matrices, rest, begin = [], [], 0
     for shape in shapes:
@@ -29,5 +29,5 @@ def split(x: Tensor, shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def checked(shapes: Shapes) -> Shapes:
-    """`shapes` as tuples of whole numbers, so that equal shapes are equal values."""
+    """`shapes` as tuples of integers, so that equal shapes compare equal."""
     return tuple(tuple(int(length) for length in shape) for shape in shapes)

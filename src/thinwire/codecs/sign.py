@@ -1,4 +1,4 @@
-"""One bit a value."""
+"""One bit per value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from thinwire.rng import Key
 class Sign(Codec):
     """Send the signs, and one fp32 scale s for each `block` (None: for the whole tensor): ±s, with + for zero.
 
-    `scale` "mean" is s = mean|x|, the best there is: ‖q(x) − x‖² = (1 − ‖x‖₁² / (n·‖x‖₂²))·‖x‖². "l2" is s = ‖x‖₂/√n,
-    as 1-bit Adam has it (arXiv 2102.02888); it keeps the norm but is *not contractive*: where few values are large the
-    error is up to twice the energy, and error feedback over it can grow.
+    `scale` "mean" is s = mean|x|, which has the smallest error: ‖q(x) − x‖² = (1 − ‖x‖₁² / (n·‖x‖₂²))·‖x‖². "l2" is
+    s = ‖x‖₂/√n, as in 1-bit Adam (arXiv 2102.02888). It keeps the norm but is *not contractive*: if few values are large,
+    the error is up to twice the energy, and the residual of error feedback can grow.
 
     On the wire: ⌈n/8⌉ bytes of signs (lowest bit first, 1 is negative), then the scales: 1 + 32/block bits per
     parameter. It cannot represent zero, so use it inside a sparse codec or with feedback.

@@ -1,6 +1,6 @@
-"""A few of the values, and where they are. The values themselves travel in any dense codec.
+"""Sparse codecs send a few of the values and their indices. The values are encoded in any dense codec.
 
-Payload: the values' own payload, then the indices (none where both sides can draw them).
+Payload: the payload of the values, then the indices (none if both sides can draw them).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _FACTORS = (
     1.5,
     2.0,
     4.0,
-)  # of a density: fine near 1, or little can be exchanged for little
+)  # factors of a density, dense near 1, because policies trade in small steps
 
 
 class LargestOfChunks(Codec, ABC):
-    """What `TopK` and `ChunkedTopK` share: the largest values of each chunk in the codec `values`, then their places in the chunk."""
+    """The common part of `TopK` and `ChunkedTopK`: the largest values of each chunk in the codec `values`, then their indices in the chunk."""
 
     values: Codec
 
@@ -81,7 +81,7 @@ class LargestOfChunks(Codec, ABC):
         begin = self.values.nbytes(places.kept)
         within = unpack(payload[begin:], places.kept, places.width)
         if places.chunk < places.numel:
-            _check_ascending(within[within >= places.chunk], places.chunk)  # none, unless the chunk is no power of two
+            _check_ascending(within[within >= places.chunk], places.chunk)  # empty if the chunk is a power of two
         index = _index(within, places)
         _check_ascending(index, out.numel())
         out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
@@ -89,13 +89,13 @@ class LargestOfChunks(Codec, ABC):
 
 @dataclass(frozen=True)
 class TopK(LargestOfChunks):
-    """Send exactly the k = ⌈density·n⌉ largest values by magnitude of the whole tensor; of equal ones the first. Found by a
-    threshold from a sample where there are many.
+    """Send exactly the k = ⌈density·n⌉ largest values by magnitude of the whole tensor; of equal ones the first. For many values a
+    threshold from a sample finds them.
 
-    Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Alone it does much worse on deltas than few
-    bits for all (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
+    Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Without feedback it is much worse on deltas than few
+    bits for every value (Streaming DiLoCo, arXiv 2501.18512, §3); use it with feedback.
 
-    On the wire: the values in ascending order of index, then k indices of ⌈log₂ n⌉ bits. With the default values
+    On the wire: the values in ascending order of index, then k indices of ⌈log₂ n⌉ bits. With the default `values` this is
     density·(16 + ⌈log₂ n⌉) bits per parameter: 0.36 for 1 % of a million.
 
     Args:
@@ -127,7 +127,7 @@ class ChunkedTopK(LargestOfChunks):
     """Send the `count` largest values by magnitude of each `chunk` neighbours, so that an index needs few bits.
 
     Source: SparseLoCo (Sarfi et al., 2025) and DeMo (arXiv 2411.19870), which cut matrices into squares of 64 × 64;
-    *differs*: here a chunk is a run of the flat fragment. A last, shorter chunk keeps its share, rounded up.
+    *differs*: here a chunk is a range of the flat fragment. A shorter last chunk keeps its share, rounded up.
 
     On the wire: the values, chunk by chunk in ascending order of index, then their indices within the chunk in
     ⌈log₂ chunk⌉ bits each: 12 for 4096, two in three bytes. count/chunk·(b + 12) bits per parameter: 0.44 for 64 of
@@ -169,12 +169,12 @@ class ChunkedTopK(LargestOfChunks):
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """Send k = ⌈density·n⌉ values, drawn from the round's shared stream, times n/k. No indices travel.
+    """Send k = ⌈density·n⌉ random values, times n/k. The round's shared random stream chooses them, so no indices are sent.
 
-    Unbiased, if the values are (`Identity`, or rounded "stochastic"): E q(x) = x, E ‖q(x)‖² = n/k·‖x‖². All replicas
-    send the same coordinates of a round, and each round draws others. *Not contractive*, so not for error feedback,
-    which would amplify what is held back. density·b bits per parameter. In an all-reduce the values are added in
-    fp32, whatever `values`.
+    Unbiased, if `values` is (`Identity`, or "stochastic" rounding): E q(x) = x, E ‖q(x)‖² = n/k·‖x‖². All replicas
+    send the same coordinates in a round, and each round has others. *Not contractive*, so not for error feedback,
+    which would amplify the residual. density·b bits per parameter. An all-reduce adds the values in
+    fp32, for any `values`.
 
     Args:
         density: k/n, in (0, 1].
@@ -238,7 +238,7 @@ class RandomK(Codec):
         return torch.zeros(numel, device=values.device).index_copy_(0, index, values)
 
     def _drawn(self, numel: int, key: Key, device: torch.device) -> Tensor:
-        """Where the k least of n distinct draws are: every set is as likely as any other, on every machine the same."""
+        """The indices of the k smallest of n distinct random numbers: all sets are equally likely, and equal on every machine."""
         index = torch.empty(math.ceil(self.density * numel), dtype=torch.int64, device=device)
         kernels.of(index).select_drawn(key.shared("coordinates"), numel, index)
         return index
@@ -252,7 +252,7 @@ def _check(codec: object, density: float, values: Codec) -> None:
 
 
 def _largest(codec: Codec, x: Tensor, payload: Tensor, places: Places) -> Tensor:
-    """Of each chunk the places of the largest by magnitude, ascending; as many as travel."""
+    """The ascending indices of each chunk's largest values by magnitude, as many as are sent."""
     index = torch.empty(places.kept, dtype=torch.int64, device=x.device)
     if not kernels_for(codec, x, payload).select_largest(x, places.chunk, places.count, index):
         raise not_finite(x)
@@ -260,7 +260,7 @@ def _largest(codec: Codec, x: Tensor, payload: Tensor, places: Places) -> Tensor
 
 
 def _index(within: Tensor, places: Places) -> Tensor:
-    """The indices of the values that travel, of their places in their chunks."""
+    """The indices of the sent values in the whole tensor, from their indices `within` their chunks."""
     if places.chunk >= places.numel:
         return within
     starts = torch.arange(0, places.numel, places.chunk, device=within.device)
@@ -268,7 +268,7 @@ def _index(within: Tensor, places: Places) -> Tensor:
 
 
 def _check_ascending(index: Tensor, numel: int) -> None:
-    """What a peer sent is used as an index only if it is one."""
+    """Check a peer's indices before they are used."""
     if len(index) and (int(index[-1]) >= numel or not bool((index[1:] > index[:-1]).all())):
         raise PacketError(f"a packet's indices are not ascending below {numel}; run the same version on every replica.")
 

@@ -1,7 +1,7 @@
-"""Codes bytes once more: a stream of symbols by zstd, and ascending places by the gaps between them.
+"""Lossless coding of bytes: streams of symbols by zstd, and ascending indices by the gaps between them.
 
-Decoders take any bytes, since a peer sends them: they refuse them, or decode exactly as many as were due, in memory of a
-size that is known beforehand.
+Decoders accept arbitrary bytes, because peers send them: they refuse them, or decode exactly the expected number, in memory of
+a size that is known beforehand.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from thinwire.errors import PacketError
 
 Bytes = NDArray[np.uint8]
 Gaps = NDArray[np.int64]
-LEVEL = 1  # of zstd: higher ones take longer, and find no more in codes of a few bits
+LEVEL = 1  # zstd's level: higher ones take longer, and do not shorten codes of a few bits
 REPEAT = "Run the same strategy and version of Thinwire on every replica."
 _PLAIN, _FRAME = 0, 1  # the first byte of symbols
-_FRAMED = 0x80  # of the first byte of places: the gaps are a frame, not a Rice code
-_MORE = 255  # in a frame of gaps: so many, and those of the next byte
+_FRAMED = 0x80  # a bit of the first byte of indices: the gaps are a frame, not a Rice code
+_MORE = 255  # in a frame of gaps: 255, and the next byte is added
 _LENGTH = struct.Struct("<I")
-_LEAST_WINDOW = 1 << 10  # of a zstd frame
+_LEAST_WINDOW = 1 << 10  # the smallest window of a zstd frame, in bytes
 
 
 class PayloadReader:
@@ -36,7 +36,9 @@ class PayloadReader:
 
     def take(self, count: int) -> Bytes:
         if len(self.data) < count:
-            raise PacketError(f"a coded payload ends after {len(self.data)} bytes, {count} more were due. {REPEAT}")
+            raise PacketError(
+                f"a coded payload ends after {len(self.data)} bytes, {count} more were expected. {REPEAT}"
+            )
         taken, self.data = self.data[:count], self.data[count:]
         return taken
 
@@ -56,7 +58,7 @@ def symbols_decoded(reader: PayloadReader, count: int) -> Bytes:
     """The next `count` symbols. Raises `PacketError`."""
     kind = int(reader.take(1)[0])
     if kind not in (_PLAIN, _FRAME):
-        raise PacketError(f"coded symbols begin with {kind}, which no encoding makes. {REPEAT}")
+        raise PacketError(f"coded symbols begin with the byte {kind}, which no encoder writes. {REPEAT}")
     return reader.take(count) if kind == _PLAIN else _unframed(reader, count, count)
 
 
@@ -68,7 +70,7 @@ def _framed(data: Bytes) -> Bytes:
 
 
 def _unframed(reader: PayloadReader, least: int, most: int) -> Bytes:
-    """What the next frame holds, `least` to `most` bytes. Its size is looked at before anything is allocated."""
+    """The content of the next frame, `least` to `most` bytes. Its size is checked before memory is allocated."""
     zstandard = _zstandard()
     frame = reader.take(_LENGTH.unpack(reader.take(_LENGTH.size).tobytes())[0])
     try:
@@ -78,22 +80,20 @@ def _unframed(reader: PayloadReader, least: int, most: int) -> Bytes:
             return np.frombuffer(unpacker.decompress(frame.data), np.uint8)
     except zstandard.ZstdError as error:
         raise PacketError(f"a coded payload is damaged ({error}). {REPEAT}") from None
-    raise PacketError(
-        f"a coded payload says that it has {said.content_size} bytes, {least} to {most} were due. {REPEAT}"
-    )
+    raise PacketError(f"a coded payload declares {said.content_size} bytes, {least} to {most} were expected. {REPEAT}")
 
 
-# ---- ascending places
+# ---- ascending indices
 
 
 def places_coded(plain: Bytes, of: Places) -> Bytes:
-    """The shorter of two codes of the gaps between packed places.
+    """The shorter of two codes of the gaps between packed indices.
 
-    A byte k, then their Rice code, gaps of 2^k (kernels/rice.py): the shortest for gaps that are drawn. Or a byte 0x80 + s, then the s
-    low bits of all gaps, and a frame of their high parts, a byte each: the shortest where some gaps come again and again, as in real
-    deltas, whose large values are in the same columns of a matrix. A high part from 255 on is a byte 255 and the rest of it.
+    The first is a byte k, then their Rice code with parameter k (kernels/rice.py): it is the shortest for random gaps. The second is a byte
+    0x80 + s, then the s low bits of all gaps, and a frame of their high parts, one byte each: it is the shortest if gaps repeat, as in real
+    deltas, whose large values are in the same columns of a matrix. A high part of 255 or more is a byte 255 and then the remainder.
     """
-    from thinwire.kernels import rice  # a compiler takes its time
+    from thinwire.kernels import rice  # slow to import: it compiles
 
     places = unpack(torch.from_numpy(plain), of.kept, of.width)
     k, gaps = rice.parameter(places, of.count), rice.gaps(places, of.count)
@@ -117,7 +117,7 @@ def _gaps_framed(gaps: Gaps, shift: int) -> Bytes:
 
 
 def places_decoded(reader: PayloadReader, of: Places) -> Bytes:
-    """The next places, packed. Raises `PacketError`."""
+    """Decode the next indices, packed. Raises `PacketError`."""
     from thinwire.kernels import rice
 
     kind = int(reader.take(1)[0])
@@ -147,7 +147,7 @@ def _gaps(reader: PayloadReader, shift: int, of: Places) -> Gaps:
 
 
 def _summed(gaps: Gaps, of: Places) -> Gaps:
-    """The places behind `gaps`, chunk by chunk."""
+    """The indices with these `gaps`, chunk by chunk."""
     places, whole = gaps + 1, of.numel // of.chunk * of.count
     for part, limit in ((places[:whole].reshape(-1, of.count), of.chunk), (places[None, whole:], of.numel % of.chunk)):
         np.cumsum(part, axis=1, out=part)
@@ -158,7 +158,7 @@ def _summed(gaps: Gaps, of: Places) -> Gaps:
 
 
 def _not_ascending(of: Places) -> PacketError:
-    return PacketError(f"coded places are not {of.kept} ascending ones below {of.numel}. {REPEAT}")
+    return PacketError(f"coded indices are not {of.kept} ascending numbers below {of.numel}. {REPEAT}")
 
 
 def _joined(first: int, *parts: Bytes) -> Bytes:

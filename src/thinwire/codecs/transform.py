@@ -1,6 +1,6 @@
-"""Codecs in another basis or order: an orthonormal change of it, then any codec.
+"""Codecs in another basis or order: an orthonormal transform, then any codec.
 
-‖T·x‖ = ‖x‖, so what the inner codec claims (contractive, unbiased) the whole claims too, on as many bytes.
+‖T·x‖ = ‖x‖, so the whole has the claims of the inner codec (contractive, unbiased) and the same number of bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from thinwire.codecs.shapes import checked, split
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, draw
 
-_CHUNK = 1 << 17  # elements worked on at a time, so that intermediates stay in the cache
+_CHUNK = 1 << 17  # elements processed at a time, so that intermediates stay in the cache
 Run = tuple[int, int, int]  # this many rectangles of rows × columns neighbours
 
 
 class Rearranged(Codec, ABC):
-    """What all here share: `codec` sees the values in another basis or order, on as many bytes."""
+    """The common part of the classes here: `codec` encodes the values in another basis or order, in the same number of bytes."""
 
     codec: Codec
 
@@ -33,7 +33,7 @@ class Rearranged(Codec, ABC):
 
     @abstractmethod
     def back(self, values: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Add to `out` what `values` of the codec inside are in x's own basis or order, `weight` times."""
+        """Add `weight` times the `values` of the codec inside, in x's own basis or order, to `out`."""
 
     def nbytes(self, numel: int) -> int:
         return self.codec.nbytes(numel)
@@ -52,9 +52,9 @@ class Rearranged(Codec, ABC):
 
 
 class Turned(Rearranged):
-    """What DCT and Hadamard share: x is cut into runs, each is turned by itself in fp64, and `codec` sees the result.
+    """The common part of DCT and Hadamard: x is cut into runs, each is transformed separately in fp64, and `codec` encodes the result.
 
-    A last, shorter run is cut further and turned in its own length, so nothing is padded.
+    A shorter last run is cut further and transformed in its own length, so nothing is padded.
     """
 
     @property
@@ -68,7 +68,7 @@ class Turned(Rearranged):
 
     @abstractmethod
     def runs(self, numel: int) -> Iterator[Run]:
-        """How `numel` elements are cut, in order."""
+        """The runs of `numel` elements, in order."""
 
     @abstractmethod
     def turn(self, x: Tensor, inverse: bool, key: Key) -> Tensor:
@@ -111,17 +111,17 @@ class DCT(Turned):
 
         y_f = √((2 − [f = 0]) / side) · Σ_i x_i · cos(π·f·(2i + 1) / (2·side))
 
-    What varies slowly along a run comes to lie in few coefficients. Of a last, shorter square the whole rows are turned as
-    a rectangle and what is left as a row.
+    Values that vary slowly along a run have few large coefficients. In a shorter last square the whole rows are transformed as
+    a rectangle, and the remaining elements as a row.
 
     Source: DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870), whose form is
     `Squares(DCT(OverSenders(ChunkedTopK(4096, 32)), axes=2))` with `Feedback(eta=0.999, beta=0.999)`; *differs*: there
     the squares are the largest that divide a matrix.
 
-    On the wire: the codec's bytes. Cost: axes·side multiplications a value. Exact to 2⁻²³ of the largest of a run.
+    On the wire: the codec's bytes. Cost: axes·side multiplications per value. Exact to 2⁻²³ of the largest value of a run.
 
     Args:
-        codec: for the coefficients.
+        codec: the codec of the coefficients.
         side: neighbours of a run, 2 to 1024.
         axes: number of dimensions that are transformed: 1 for runs, 2 for squares.
 
@@ -171,16 +171,16 @@ class Hadamard(Turned):
 
         y = H·D·x,   D = diag(±1),   H_ij = (−1)^popcount(i & j) / √block
 
-    It spreads an outlier over its whole run, so that what comes out is near to Gaussian whatever went in: good before formats
-    with even steps (`Int`) and coarse blocks, of no use to those with a logarithmic grid, and bad before sparse codecs.
-    D is drawn from the round's shared stream, the same for all runs. A last, shorter run is cut into powers of two.
+    It spreads an outlier over its whole run, so that the result is nearly Gaussian for any values. This is good before formats
+    with even steps (`Int`) and coarse blocks, has no effect on logarithmic grids, and is bad before sparse codecs.
+    The round's shared random stream gives D, which is the same for all runs. A shorter last run is cut into powers of two.
 
     Source: randomised rotation as in Suresh, Yu, Kumar, McMahan (arXiv 1611.00429, §3); *differs*: in blocks.
 
-    On the wire: the codec's bytes. Cost: log₂ block additions a value.
+    On the wire: the codec's bytes. Cost: log₂ block additions per value.
 
     Args:
-        codec: for the rotated values.
+        codec: the codec of the rotated values.
         block: number of neighbours that are rotated together, a power of two.
 
     Raises:
@@ -228,19 +228,19 @@ class Hadamard(Turned):
 
 @dataclass(frozen=True)
 class Squares(Rearranged):
-    """Cut matrices into squares of side × side, each a run of side² in `codec`; the rest comes last.
+    """Cut matrices into squares of side × side, each a run of side² values for `codec`; the rest comes last.
 
     With it a chunk holds neighbours in both directions of a matrix, as in SparseLoCo (Sarfi et al., 2025:
-    `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo. *Differs*: edges that make no whole square, and vectors, follow behind in
-    their own order; there squares get smaller until they divide the matrix.
+    `Squares(ChunkedTopK(4096, 64, Codebook()))`) and DeMo. *Differs*: edges that make no whole square, and vectors, come last in
+    their own order; in these papers the squares get smaller until they divide the matrix.
 
-    On the wire: the codec's bytes; only the order is another. `shapes` are those of the fragment's tensors; a replica fills
-    them in (without any, nothing is a matrix). Cost: a copy.
+    On the wire: the codec's bytes in another order. A replica sets `shapes` to those of the fragment's tensors; without
+    them nothing is a matrix. Cost: a copy.
 
     Args:
-        codec: for runs of side² values.
+        codec: the codec of runs of side² values.
         side: rows and columns of a square, a number of at least 2.
-        shapes: of the fragment's tensors; the replica sets them.
+        shapes: those of the fragment's tensors; the replica sets them.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -286,7 +286,7 @@ class Squares(Rearranged):
             begin += part.numel()
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """Views of `x` in the order in which `codec` sees their elements."""
+        """Views of `x` in the order in which `codec` encodes them."""
         squares, edges = [], []
         matrices, rest = split(x, self.shapes)
         for matrix in matrices:

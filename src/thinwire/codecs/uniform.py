@@ -1,4 +1,4 @@
-"""Even levels between the least and the largest value."""
+"""Even levels between the smallest and the largest value of a block."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from thinwire.codecs.exact import saturated
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
-_CHUNK = 1 << 16  # elements worked on at a time, so that intermediates stay in the cache
+_CHUNK = 1 << 16  # elements processed at a time, so that intermediates stay in the cache
 
 
 @dataclass(frozen=True)
 class Levels(Codec):
-    """2^bits even levels from the least to the largest value of each block:
+    """2^bits even levels from the smallest to the largest value of each block:
 
         unit = (max − min) / (2^bits − 1),   level = ⌊(x − min) / unit + ½⌋,   decoded min + level·unit
 
-    No level is wasted where values lie more to one side of zero; where they lie around it, *zero is no level*, and half a unit may come
-    out for it. ‖q(x) − x‖² ≤ block / (2·(2^bits − 1)²)·‖x‖², so contractive for 4 bits in blocks of up to 450. Idempotent; not odd.
+    No level is wasted if most values have one sign. If they have both, *zero is no level*, and may decode to half a unit.
+    ‖q(x) − x‖² ≤ block / (2·(2^bits − 1)²)·‖x‖², so it is contractive for 4 bits in blocks of up to 450. Idempotent; not odd.
 
-    Source: CGX (Markov et al., arXiv 2111.08617), whose quantiser this is. *Differs*: min and max travel, where CGX sends min and a unit
-    that is rounded to fp32; and units below 1e-10 are units too.
+    Source: the quantiser of CGX (Markov et al., arXiv 2111.08617). *Differs*: min and max are sent, where CGX sends min and a unit
+    that is rounded to fp32; units below 1e-10 are kept.
 
-    On the wire: the levels (lowest bits first), then min and max of each block in fp32: bits + 64/block bits per parameter. In plain
-    torch, on the CPU: a hundred times slower than the formats with kernels, and a delta on a GPU crosses to the host in fp32.
+    On the wire: the levels (lowest bits first), then min and max of each block in fp32: bits + 64/block bits per parameter. It runs in
+    plain torch on the CPU: a hundred times slower than the formats with kernels, and a delta on a GPU is copied to the host in fp32.
 
     Args:
         bits: 1 to 8.
-        block: number of neighbours that share a least and a largest value; a multiple of 8.
+        block: number of neighbours that share a smallest and a largest value; a multiple of 8.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -89,7 +89,9 @@ class Levels(Codec):
                 unpack(payload[place:][: packed_nbytes(part.numel(), self.bits)], part.numel(), self.bits)
             )
             least, largest = torch.split(ends[begin : begin + len(level)], 1, 1)
-            values = saturated(least * (1 - share) + largest * share).mul_(weight)  # of each level; both ends exactly
+            values = saturated(least * (1 - share) + largest * share).mul_(
+                weight
+            )  # the value of each level; exact at both ends
             part.add_(values.gather(1, level).view(-1)[: part.numel()])
             begin += len(level)
 
@@ -98,13 +100,13 @@ class Levels(Codec):
         return (1 << self.bits) - 1
 
     def _parts(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Runs of whole blocks of flat `x`, and where in the payload their levels begin."""
+        """Yield runs of whole blocks of flat `x`, with the offset of their levels in the payload."""
         place = 0
         for part in torch.split(x, max(1, _CHUNK // self.block) * self.block):
             yield place, part
             place += packed_nbytes(part.numel(), self.bits)
 
     def _blocks(self, x: Tensor) -> Tensor:
-        """Flat `x` as [blocks, block]; the last is filled up with its last value."""
+        """Flat `x` as [blocks, block]; the last block is filled with its last value."""
         missing = -x.numel() % self.block
         return (torch.cat([x, x[-1:].expand(missing)]) if missing else x).view(-1, self.block)

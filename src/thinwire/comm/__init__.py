@@ -1,6 +1,6 @@
-"""Who carries bytes between replicas: threads, processes under torch.distributed, or a hub over mutual TLS; counted, or on an emulated link.
+"""The carriers of bytes between replicas: threads, processes under torch.distributed, or a hub over mutual TLS; counted, or on an emulated link.
 
-The names are loaded at their first use: a hub's own process needs no torch.
+Names are loaded at their first use, because a hub's process needs no torch.
 """
 
 from importlib import import_module

@@ -24,7 +24,7 @@ _FAMILIES = {int(socket.AF_INET): slice(4, 8), int(socket.AF_INET6): slice(8, 24
 
 
 def parse(blob: bytes, size: int) -> tuple[str, int]:
-    """Host and port in what gloo wrote for a group of `size`. Raises `LinkError` for what gloo must not see."""
+    """The host and port that gloo wrote for a group of `size`. Raises `LinkError` for bytes that gloo must not read."""
     try:
         (name,) = _NUMBER.unpack_from(blob, 0)
         (address,) = _NUMBER.unpack_from(blob, 8 + min(name, NAME_NBYTES))
@@ -39,15 +39,15 @@ def parse(blob: bytes, size: int) -> tuple[str, int]:
         host = socket.inet_ntop(family, sockaddr[_FAMILIES[family]])
     except (ValueError, struct.error):
         raise LinkError(
-            f"{len(blob)} bytes were found where a member of a group of {size} says at which address gloo listens, and "
-            "they are not of that form. Somebody else writes into this store, or that member runs another torch."
+            f"{len(blob)} bytes were found instead of the address at which gloo of a member listens, in a group of {size}. "
+            "Somebody else writes into this store, or that member runs another version of torch."
         ) from None
     return host, int.from_bytes(sockaddr[2:4], "big")
 
 
 class CheckedAddresses(Store):
-    """`store`, for one group of `size` members, as gloo may see it. `own`: where this member's gloo listens, if it says so in
-    the form that is known here; of another torch's form nothing is checked.
+    """A view of `store` for one group of `size` members, which checks what gloo reads. `own`: the address of this member's gloo, if it
+    has the known form; if another version of torch writes another form, nothing is checked.
     """
 
     def __init__(self, store: Store, size: int) -> None:

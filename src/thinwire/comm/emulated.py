@@ -39,7 +39,7 @@ class Link:
         delay_seconds: seconds from sending a bit to its arrival, 0 or more.
 
     Raises:
-        ConfigurationError: a rate or a delay that cannot be.
+        ConfigurationError: the rate is not positive, or the delay is negative.
 
     >>> link = Link.parse("50mbit,30ms")
     >>> link
@@ -104,7 +104,7 @@ class Uplink:
         self._free_at = float("-inf")
 
     def book(self, now: float, nbytes: int) -> tuple[float, float]:
-        """Take the next message; when its first bit leaves and when its last bit arrives."""
+        """Book the next message. Returns the times at which its first bit leaves and its last bit arrives."""
         start = max(now, self._free_at)
         occupied = self.link.serialisation_seconds(nbytes)
         self._free_at = start + occupied
@@ -130,13 +130,13 @@ class _Departure(NamedTuple):
 class LinkedGroup(WrappedGroup):
     """`group` with `link` as this replica's uplink. Every replica must wrap its group.
 
-    `busy_seconds` is how long the uplink was (or is booked to be) occupied, all messages together: over the wall time, it is the link's use.
-    The `timeout` of the carrier must be longer than the time that messages spend on a peer's link.
+    `busy_seconds` is the total time for which messages occupy the uplink, booked ones included; divided by the wall time it is the link's
+    utilisation. The `timeout` of the carrier must be longer than the time that messages spend on a peer's link.
 
     Args:
         group: carries the messages.
         link: the uplink: its rate and its delay.
-        ledger: is told how long every message that was handed over had been queued and on the link.
+        ledger: counts the time of every message in the queue and on the link.
 
     >>> from thinwire import run_threads
     >>> from thinwire.comm import gather
@@ -152,7 +152,7 @@ class LinkedGroup(WrappedGroup):
         super().__init__(group)
         self.link, self.ledger = link, ledger
         self._uplink = Uplink(link)
-        # In order of arrival too: one delay for all, so a message that leaves later arrives later.
+        # Also in the order of arrival: all messages have the same delay.
         self._departures: deque[_Departure] = deque()
         self._changed = threading.Condition()
         self._closed = self._carrying = False
@@ -164,7 +164,7 @@ class LinkedGroup(WrappedGroup):
     def post(
         self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> Transfer:
-        """See `Group.post`. Receives are posted at once, sends when they are due."""
+        """See `Group.post`. Receives are posted at once, sends when they arrive on the emulated link."""
         send = travelling(self, tag, send)
         arriving = self.group.post(tag, {}, recv, purpose, sized)
         with self._changed:
@@ -185,7 +185,7 @@ class LinkedGroup(WrappedGroup):
         return transfer
 
     def close(self) -> None:
-        """See `Group.close`. What is still on the uplink never arrives."""
+        """See `Group.close`. Messages that are still on the uplink never arrive."""
         with self._changed:
             self._closed = True
             while self._departures:
@@ -194,7 +194,7 @@ class LinkedGroup(WrappedGroup):
         self.group.close()
 
     def _carry(self) -> None:
-        """Hand each message to the carrier when it is due, and never earlier, until none is left."""
+        """Hand each message to the carrier at its time of arrival, and never earlier, until none is left."""
         while True:
             with self._changed:
                 if not self._departures:
@@ -249,7 +249,7 @@ class _LinkedTransfer:
 
 
 def _in_units(value: float, units: Mapping[str, Decimal]) -> str:
-    """`value` in the largest unit of which there is at least one; exact, so that it can be read back."""
+    """`value` in the largest unit that is not larger than it; exact, so that it can be parsed again."""
     exact = Decimal(repr(value))
     unit = next((name for name, scale in units.items() if exact >= scale), list(units)[-1])
     number = f"{exact / units[unit]:f}"

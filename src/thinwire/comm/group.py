@@ -1,8 +1,8 @@
-"""What it means to carry bytes between replicas.
+"""The interface of carriers of bytes between replicas.
 
-A `Group` is the set of replicas that exchange with each other, seen from one of them. It moves messages of known size,
-or of a known largest size, from point to point and knows nothing of tensors' meaning, rounds or fragments: wrappers that count bytes or slow a
-link need only these few methods.
+A `Group` is the set of replicas that exchange with each other, seen from one of them. It sends messages of known size,
+or of a known largest size, from one replica to another, and knows nothing of tensors, rounds or fragments. So wrappers that count bytes
+or emulate a link need only these few methods.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from thinwire.errors import ConfigurationError, LinkError
 
 _LENGTH = struct.Struct("<Q")
-TAGS = 1 << 30  # carriers take tags below this; `gather` uses the two just above
-FINISH = TAGS + 2  # of the messages with the purpose "finish"
+TAGS = 1 << 30  # carriers take tags below this; `gather` uses the next two
+FINISH = TAGS + 2  # the tag of messages with the purpose "finish"
 
 
 Messages = Mapping[int, Tensor]  # by the rank of the peer
@@ -26,10 +26,10 @@ Sized = Callable[[Tensor], int]  # the number of bytes that the message in a buf
 
 
 class Transfer(Protocol):
-    """Messages on their way.
+    """Messages in transit.
 
     `queued_seconds` (waiting for the uplink) and `transfer_seconds` (from the first bit to the arrival of the last)
-    are what an emulated link (`LinkedGroup`) did to the messages sent; 0.0 on a carrier that cannot know.
+    are the times of sent messages on an emulated link (`LinkedGroup`); 0.0 on other carriers, which cannot measure them.
     """
 
     @property
@@ -40,14 +40,14 @@ class Transfer(Protocol):
 
     @property
     def arrivals(self) -> Mapping[int, float]:
-        """When `wait` saw the message of each peer to be there (`time.monotonic`): no earlier than it was."""
+        """The times at which `wait` found the message of each peer (`time.monotonic`); a message may have arrived earlier."""
 
     def wait(self) -> None:
-        """Return when all that was posted has been handed over and received; call it from one thread.
+        """Return when all posted messages have been handed over and received. Call it from one thread.
 
-        A message may stay with its sender until the receiver has posted its side (gloo does that): post both
-        directions before waiting for either. Raises `LinkError`: a peer is gone, or too late. The buffers of a
-        transfer that failed are lost: never use them again.
+        A message may stay with its sender until the receiver has posted its side (as in gloo), so post both
+        directions before waiting for either. Raises `LinkError` if a peer is gone, or too late. Never use the buffers of a
+        failed transfer again.
         """
 
 
@@ -55,9 +55,9 @@ class Transfer(Protocol):
 class Group(Protocol):
     """Carries bytes between replicas.
 
-    `rank` is this replica's place in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors. Both sides know
-    their sizes beforehand; or, where a size depends on values, the most it may be: then the receiver's buffer has that size, the
-    message is shorter and contains its length. So no length is sent ahead, which would cost a round trip.
+    `rank` is this replica's number in 0..`size`-1. Messages are one-dimensional contiguous uint8 CPU tensors. Both sides know
+    their sizes beforehand. If a size depends on values, both know its upper bound: the receiver's buffer has that size, and the
+    message may be shorter and contains its length. So no length is sent ahead, which would cost a round trip.
     """
 
     @property
@@ -73,8 +73,8 @@ class Group(Protocol):
 
         May be called from any thread, with several posts open at once. Messages between two replicas under one `tag`
         are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages do
-        not travel. `purpose` is a word for the ledger. With `sized`, a message received may be shorter than its buffer; it is
-        called for the length of the message, which comes from a peer and must be checked. Raises `LinkError` only if this group was closed;
+        are not sent. `purpose` is a word for the ledger. With `sized`, a received message may be shorter than its buffer; `sized` returns
+        the message's length, which comes from a peer and must be checked. Raises `LinkError` only if this group was closed;
         `wait` raises errors of a peer.
         """
 
@@ -127,15 +127,15 @@ def travelling(group: Group, tag: int, messages: Messages) -> dict[int, Tensor]:
 
 
 def gather(group: Group, payload: bytes, limit: int, purpose: str) -> list[bytes]:
-    """Everybody's `payload` in rank order, on every replica.
+    """Return the `payload` of every replica in rank order, on every replica.
 
-    Lengths travel first (8 bytes each) and are checked against `limit` before anything is allocated. Every gather uses the same two tags: at
-    most one at a time in a group.
+    Lengths are sent first (8 bytes each) and checked against `limit` before memory is allocated. Every gather uses the same two tags, so
+    a group can have one at a time.
 
     Args:
         group: the replicas; all call this.
-        payload: what this replica says, of any length up to `limit`.
-        limit: bytes that one payload may have.
+        payload: this replica's bytes, of any length up to `limit`.
+        limit: the most bytes of one payload.
         purpose: a word for the ledger and for messages.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What was sent and received: every byte, by peer and by purpose.
+"""Counts every byte that was sent and received, by peer and by purpose.
 
-Put the counter next to the carrier, inside any `LinkedGroup`: it counts where bytes are handed over.
+Put the counter next to the carrier, inside any `LinkedGroup`, because it counts bytes when they are handed over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup, 
 
 @dataclass
 class Count:
-    """What went to, or came from, one peer for one purpose. Seconds are sums over messages; messages may overlap."""
+    """Messages to, or from, one peer for one purpose. Seconds are sums over messages; messages may overlap."""
 
     nbytes: int = 0
     messages: int = 0
@@ -32,12 +32,12 @@ _Counts = dict[tuple[str, int], Count]  # by purpose and peer
 class Ledger:
     """Counts of bytes, messages and seconds, by purpose and peer; threads may write at once.
 
-    A message sent is counted when the carrier took it, in full even if the peer then dies; a message received, when
+    A sent message is counted when the carrier has taken it, in full even if the peer then dies; a received message, when
     its transfer is complete.
 
-    What the seconds are, for a message *sent*: `queued_seconds` from the post until its first bit left the uplink,
-    `transfer_seconds` from there to the arrival of its last bit. Only an emulated link (`LinkedGroup`) knows these; on a real
-    network both stay 0, because a sender cannot see when its bytes leave or arrive. For a message *received*:
+    For a *sent* message, `queued_seconds` is the time from the post until its first bit left the uplink, and
+    `transfer_seconds` the time from there to the arrival of its last bit. Only an emulated link (`LinkedGroup`) knows these; on a real
+    network both stay 0, because a sender cannot see when its bytes leave or arrive. For a *received* message,
     `queued_seconds` is 0, and `transfer_seconds` runs from the post of the receive to the moment at which `wait`
     found the message. That can be measured on every carrier. It contains the whole way, and the peer's lateness too, so bytes over
     seconds is at most the rate of the path from that peer. `waited` is the total time of threads in `wait`.
@@ -56,24 +56,24 @@ class Ledger:
         self._waited: dict[str, float] = {}
 
     def add_sent(self, purpose: str, peer: int, nbytes: int) -> None:
-        """One message of `nbytes` was handed to the carrier."""
+        """Count one message of `nbytes` that was handed to the carrier."""
         self._add(self._sent, purpose, peer, Count(nbytes, 1))
 
     def add_on_link(self, purpose: str, peer: int, queued_seconds: float, transfer_seconds: float) -> None:
-        """An emulated link has carried one message, which `add_sent` counts."""
+        """Add the times of one message on an emulated link; `add_sent` counts the message."""
         self._add(self._sent, purpose, peer, Count(0, 0, queued_seconds, transfer_seconds))
 
     def add_received(self, purpose: str, peer: int, nbytes: int, transfer_seconds: float = 0.0) -> None:
-        """One message of `nbytes` has arrived, `transfer_seconds` after it was asked for."""
+        """Count one message of `nbytes` that arrived `transfer_seconds` after its receive was posted."""
         self._add(self._received, purpose, peer, Count(nbytes, 1, 0.0, transfer_seconds))
 
     def add_waited(self, purpose: str, seconds: float) -> None:
-        """A thread waited `seconds` for a transfer."""
+        """Add `seconds` that a thread waited for a transfer."""
         with self._lock:
             self._waited[purpose] = self._waited.get(purpose, 0.0) + seconds
 
     def add(self, counted: Mapping[str, Any]) -> None:
-        """Go on from what an earlier session counted: its `as_dict`, or {} if there was none."""
+        """Add the counts of an earlier session: its `as_dict`, or {} if there was none."""
         for counts, way in ((self._sent, "sent"), (self._received, "received")):
             for purpose, peers in counted.get(way, {}).items():
                 for peer, count in peers.items():
@@ -82,15 +82,15 @@ class Ledger:
             self.add_waited(purpose, seconds)
 
     def sent(self, purpose: str | None = None, peer: int | None = None) -> int:
-        """Bytes sent, of all purposes and to all peers unless said."""
+        """Bytes sent; of all purposes and to all peers unless given."""
         return self._sum(self._sent, purpose, peer)
 
     def received(self, purpose: str | None = None, peer: int | None = None) -> int:
-        """Bytes received, of all purposes and from all peers unless said."""
+        """Bytes received; of all purposes and from all peers unless given."""
         return self._sum(self._received, purpose, peer)
 
     def waited(self, purpose: str | None = None) -> float:
-        """Seconds spent waiting, for all purposes unless said."""
+        """Seconds spent waiting; for all purposes unless given."""
         with self._lock:
             return sum(seconds for name, seconds in self._waited.items() if purpose in (None, name))
 

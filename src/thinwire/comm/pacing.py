@@ -1,12 +1,12 @@
 """Paces TCP connections to the uplink's rate, by Linux's pacing for each connection.
 
-Several connections that share an uplink do not know of each other. Each grows until the router before the thin link
+Connections that share an uplink do not know of each other. Each sends faster until the router before the thin link
 drops packets, and losses near the end of a message cost round trips. A connection that is paced to its share
-of the rate never fills that router's queue, whatever congestion control the system has.
+of the rate never fills that router's queue, with any congestion control.
 
-Outer rounds come with pauses between, and after each pause Linux forgets what a connection could carry and starts
-slowly: a packet of 1 MB over 80 ms then takes 3.5 times its ideal time (docs/machines.md). BBR does not; where the
-system lets a process choose it, paced connections take it. The better remedy needs root:
+There are pauses between outer rounds, and after each pause Linux forgets a connection's congestion window and starts
+slowly: a packet of 1 MB over 80 ms then takes 3.5 times its ideal time (docs/machines.md). BBR does not start slowly; if the
+system lets a process choose it, paced connections use it. The better remedy needs root:
 `sysctl net.ipv4.tcp_slow_start_after_idle=0`; then the system's own congestion control stays.
 
 gloo does not expose its sockets, but they are files of this process: those that are new after a group was made are its connections.
@@ -28,7 +28,7 @@ _SO_MAX_PACING_RATE = 47  # Linux; Python gives it no name before 3.12
 
 
 def connections() -> set[SocketFile]:
-    """The connected TCP sockets of this process; none where the system does not list them."""
+    """The connected TCP sockets of this process; empty if the system does not list them."""
     return {file for file in socket_files() if _connected(file)}
 
 
@@ -60,5 +60,5 @@ def pace(files: set[SocketFile], bits_per_second: float) -> int:
 def _starts_slowly_after_idle() -> bool:
     try:
         return _AFTER_IDLE.read_text().strip() != "0"
-    except OSError:  # the kernel does not say
+    except OSError:  # the kernel does not report it
         return False

@@ -35,7 +35,7 @@ class SocketFile(NamedTuple):
 
 
 def socket_files() -> list[SocketFile]:
-    """All sockets of this process; none where the system does not list them."""
+    """All sockets of this process; empty if the system does not list them."""
     found: list[SocketFile] = []
     with suppress(OSError):  # not Linux
         for path in list(_FILES.iterdir()):
@@ -59,7 +59,7 @@ def opened(file: SocketFile) -> socket.socket:
 
 
 def listening() -> dict[SocketFile, Address]:
-    """The listening TCP sockets of this process; none where the system does not list them."""
+    """The listening TCP sockets of this process; empty if the system does not list them."""
     found: dict[SocketFile, Address] = {}
     for file in socket_files():
         with suppress(OSError), opened(file) as one:
@@ -78,8 +78,8 @@ def shut(file: SocketFile) -> None:
 
 
 def shut_new(before: set[SocketFile], connected: set[SocketFile], expected: int) -> None:
-    """Shut what gloo listens at, when it has made the connections `connected`: all that were `expected`, or it waits for
-    more. `before`: what listened before it began. It listens at the address from which it connects.
+    """Shut gloo's listening sockets when it has made the connections `connected`; if these are fewer than `expected`, it still waits for
+    more, and nothing is shut. `before`: the sockets that listened before gloo began. gloo listens at the address from which it connects.
     """
     if not 0 < expected <= len(connected):
         return
@@ -93,10 +93,10 @@ def shut_new(before: set[SocketFile], connected: set[SocketFile], expected: int)
 
 
 def listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at `host` alone, for a store that would listen at every address of the machine.
+    """A socket that listens at `host` only, for a store that would otherwise listen at every address of the machine.
 
-    None if that is not possible: the name is 127.0.1.1 here and another address on other machines (Debian), or the address
-    belongs to a router. Raises `OSError` if the port is taken.
+    None if that is not possible: the name resolves to 127.0.1.1 here and to another address on other machines (Debian), or the
+    address belongs to a router. Raises `OSError` if the port is taken.
     """
     try:
         place = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])

@@ -35,7 +35,7 @@ MAGIC = b"TWHO"
 VERSION = 2
 MESSAGE_NBYTES = (
     1 << 20
-)  # bytes of one message, so that a long transfer shares the link, and no message of it takes long
+)  # bytes of one message: small, so that a long transfer shares the link, and each message is short
 _LAYOUT = struct.Struct("<4sIQ")
 _DIGEST = 32
 _FACTS = "facts"
@@ -52,7 +52,7 @@ def give(
 ) -> int:
     """Send `tensors` and `facts` (JSON) to each of `peers`, which call `take`, while `others` call `stand_by`. Returns the bytes sent.
 
-    Raises `LinkError`; then the others have been told of the failure, if they can be reached.
+    Raises `LinkError`, after it has told the others of the failure, if they can be reached.
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     body = bytearray(save(whole, {_FACTS: json.dumps(facts)}))
@@ -77,7 +77,7 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
     if (magic, version) != (MAGIC, VERSION) or nbytes > limit:
         raise PacketError(
             f"replica {peer} began a state transfer with {magic!r}, version {version}, {nbytes:,} bytes; {MAGIC!r}, {VERSION} and at most "
-            f"{limit:,} are due. Run the same version and model on every replica."
+            f"{limit:,} are expected. Run the same version and model on every replica."
         )
     body, digest = torch.empty(nbytes, dtype=torch.uint8), hashlib.blake2b(digest_size=_DIGEST)
     for piece in _pieces(body):
@@ -99,7 +99,7 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
 
 
 def stand_by(group: Group, donor: int) -> None:
-    """Wait until `donor` has finished its transfer to others. Raises `LinkError` if it failed, or is silent."""
+    """Wait until `donor` has finished its transfer to others. Raises `LinkError` if it failed, or `donor` is silent."""
     state, heard = _GOES_ON, torch.empty(1, dtype=torch.uint8)
     while state == _GOES_ON:
         group.post(_TAG_OTHERS, {}, {donor: heard}, "state transfer").wait()

@@ -22,7 +22,7 @@ Key = tuple[int, int, int]  # source, destination, tag
 
 
 class _Receive:
-    """A buffer that waits for its message, which may be `shorter`. `buffer` is None once the message is not wanted any more."""
+    """A buffer that waits for its message, which may be `shorter`. `buffer` is None after the receive was given up."""
 
     def __init__(self, peer: int, buffer: Tensor, shorter: bool) -> None:
         self.peer, self.shorter = peer, shorter
@@ -39,18 +39,18 @@ class _Receive:
             self.buffer[: message.numel()].copy_(message)
         else:
             self.error = PacketError(
-                f"replica {self.peer} sent {message.numel()} bytes where {self.buffer.numel()} were due. "
+                f"replica {self.peer} sent {message.numel()} bytes where {self.buffer.numel()} were expected. "
                 "Run the same strategy and version of Thinwire on every replica."
             )
 
 
 class _Hub:
-    """What the groups of one process share. For any key, only one of `mail` and `due` has an entry."""
+    """The common state of the groups of one process. For any key, only one of `mail` and `due` has an entry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed, self.clock = threading.Condition(), clock
-        self.mail: dict[Key, deque[Tensor]] = {}  # sent, not asked for yet
-        self.due: dict[Key, deque[_Receive]] = {}  # asked for, not sent yet
+        self.mail: dict[Key, deque[Tensor]] = {}  # sent, not received yet
+        self.due: dict[Key, deque[_Receive]] = {}  # receives without a message yet
         self.closed: set[int] = set()
 
     def send(self, key: Key, message: Tensor) -> None:
@@ -67,7 +67,7 @@ class _Hub:
 
 
 def _pop(queues: dict[Key, deque[T]], key: Key) -> T:
-    """The first of a queue; an empty queue is forgotten, so that tags of past rounds cost nothing."""
+    """Take the first entry of a queue. An empty queue is deleted, so that tags of past rounds need no memory."""
     first = queues[key].popleft()
     if not queues[key]:
         del queues[key]
@@ -92,7 +92,7 @@ class _ThreadTransfer:
             errors = [receive.error for receive in self._receives if receive.error]
             missing = sorted({receive.peer for receive in self._receives if not receive.done})
             for receive in self._receives:
-                receive.buffer = None  # the caller owns it again: a late message must not write into it
+                receive.buffer = None  # it belongs to the caller again, and a late message must not write into it
         if errors:
             raise errors[0]
         gone = sorted({*self._refused, *(peer for peer in missing if peer in hub.closed)})
@@ -112,7 +112,7 @@ class _ThreadTransfer:
             )
 
     def _settled(self) -> bool:
-        """Nothing more will come, or nothing more is due."""
+        """Whether all messages have arrived, or no more can arrive."""
         closed = self._group._hub.closed
         missing = [receive.peer for receive in self._receives if not receive.done]
         return not missing or self._group.rank in closed or any(peer in closed for peer in missing)

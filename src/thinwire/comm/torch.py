@@ -9,11 +9,11 @@ How gloo (torch 2.13) behaves, measured, and what follows:
 
 * `isend` and `irecv` may be called from several threads at once, and `wait` lets other Python threads run.
 * A send ends only when the receiver has posted its side: post both directions before waiting for either.
-* A message *longer* than its buffer ends the receiving process (`std::terminate`); a shorter one is taken without a
-  word. Nothing on top of gloo prevents that without one more round trip, so sizes must be agreed on beforehand, and
-  what was received must be checked. A message of unknown size takes the second way: its buffer has the most it may have.
-* A `wait` that times out closes every connection of this replica's group, for good. Nothing else does while a thread
-  waits: `abort`, `shutdown` and `destroy_process_group` leave both ends waiting. `close` makes use of this.
+* A message *longer* than its buffer ends the receiving process (`std::terminate`); a shorter one is taken without an
+  error. A layer above gloo could prevent this only by one more round trip, so both sides must know sizes beforehand, and
+  received messages must be checked. A message of unknown size is shorter than its buffer, which has the largest size.
+* A `wait` that times out closes every connection of this replica's group permanently. Nothing else closes them while a thread
+  waits: `abort`, `shutdown` and `destroy_process_group` leave both ends waiting. `close` uses such a time-out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SEND, _RECEIVE = "send to", "receive from"
 class _Message(NamedTuple):
     verb: str  # _SEND or _RECEIVE
     peer: int
-    work: dist.Work | RuntimeError  # the error, if gloo refused it at once: told by `wait`, as all that peers do
+    work: dist.Work | RuntimeError  # the error, if gloo refused it at once: `wait` raises it, as all errors of peers
 
 
 class _TorchTransfer:
@@ -88,7 +88,7 @@ class _TorchTransfer:
 
 
 class _DeviceTransfer:
-    """Messages on their way from GPU to GPU."""
+    """Messages in transit from GPU to GPU."""
 
     queued_seconds = 0.0
     transfer_seconds = 0.0
@@ -102,7 +102,7 @@ class _DeviceTransfer:
 
     def wait(self) -> None:
         try:
-            with torch.cuda.stream(self._stream):  # not the stream of the training: it must not wait for that
+            with torch.cuda.stream(self._stream):  # not the training's stream, which must not wait for messages
                 for work in self._works:
                     work.wait()
                 for peer, buffer in self._recv.items():
@@ -142,8 +142,8 @@ class TorchGroup:
         self._process_group: dist.ProcessGroup | None = process_group  # None when closed
         self._on_device = process_group.name() == "nccl"
         self._closed = False
-        # Transfers that nobody waited for yet: a receive that is dropped while its message is on the way would leave
-        # gloo with a buffer that is gone.
+        # Transfers without a `wait` yet: a receive that is dropped while its message is in transit would leave
+        # gloo with a freed buffer.
         self._open: set[_TorchTransfer] = set()
         self._one_at_a_time = threading.Lock()
 
@@ -183,7 +183,7 @@ class TorchGroup:
             return made
 
         before, heard_before = connections(), set(listening())
-        try:  # all ranks make all groups, in the same order, and keep those they are in
+        try:  # all ranks make all groups in the same order, and keep their own
             twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
             if uplink is not None and backend == "gloo":
                 pace(connections() - before, uplink)
@@ -213,7 +213,7 @@ class TorchGroup:
             )
         if self._on_device and tag != FINISH:
             return self._post_on_device(carrier, send, recv)
-        if self._on_device:  # NCCL matches by order alone, and this message has no place in it
+        if self._on_device:  # NCCL matches messages by order only, and this message has no place in the order
             return _TorchTransfer(self, tag, purpose, [])
         messages: list[_Message] = []
         # Receives first: a message whose receiver is ready leaves at once.
@@ -230,8 +230,8 @@ class TorchGroup:
         return transfer
 
     def close(self) -> None:
-        """See `Group.close`. gloo's sockets and threads end here; those of a default group and its subgroups, which torch
-        keeps too, with `destroy_process_group`.
+        """See `Group.close`. This ends gloo's sockets and threads. Those of a default group and its subgroups, to which torch keeps a
+        reference, end with `destroy_process_group`.
         """
         carrier = self._process_group
         if self._closed or carrier is None:
@@ -240,7 +240,7 @@ class TorchGroup:
         if self.site is not None:
             self.site.close()
         if self._on_device:
-            return  # peers find out by their time-out
+            return  # peers notice it by their time-out
         for peer in range(self.size):
             if peer != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
@@ -256,8 +256,8 @@ class TorchGroup:
     ) -> Transfer:
         """Over NCCL. Not covered by tests: it needs one GPU for each replica.
 
-        NCCL knows no tags: it matches the messages of a pair by their order alone. All replicas must post in the same
-        order, both directions together; so it goes with one exchange thread, and not under a `LinkedGroup`.
+        NCCL has no tags: it matches the messages of a pair by their order only. All replicas must post in the same
+        order, both directions together; so it needs one exchange thread, and does not work under a `LinkedGroup`.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         with self._one_at_a_time, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
@@ -279,11 +279,11 @@ class TorchGroup:
         if "Timed out" in str(error):
             return (
                 f"could not {what} within {self.timeout:g} s: the link is cut, or the peer is late. "
-                "This group is dead now; leave, look at that replica, and resume from a checkpoint, "
+                "This group cannot be used any more: leave, check that replica, and resume from a checkpoint, "
                 "with a longer timeout if it was only late."
             )
         if "Application timeout" in str(error):
-            return f"could not {what}: an earlier time-out ended this group. Go on from a checkpoint."
+            return f"could not {what}: an earlier time-out ended this group. Resume from a checkpoint."
         return (
             f"could not {what}: it has left or crashed ({_first_line(error)}). See the end of its log, "
             "then resume from a checkpoint."
@@ -293,19 +293,19 @@ class TorchGroup:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
 
 
-_CONNECT_TIMEOUTS = 5  # so many of its timeouts gloo waits for a peer that is to connect to it (measured)
+_CONNECT_TIMEOUTS = 5  # gloo waits for this number of its timeouts until a peer connects (measured)
 
 
 def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
     """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
 
-    What others wrote there is checked before gloo sees it. Waits at most `seconds` for each member. Raises `LinkError`.
+    Bytes that others wrote there are checked before gloo reads them. Waits at most `seconds` for each member. Raises `LinkError`.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=seconds / _CONNECT_TIMEOUTS)
     try:  # connect at once, whatever torch's setting, because later connections are refused
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
-    except TypeError:  # an older torch, which has no other way
+    except TypeError:  # an older torch, without this setting
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     addresses = CheckedAddresses(store, size)
     try:
@@ -337,12 +337,12 @@ def start_torch(
     Args:
         rank, world_size: rank of this process and number of processes; ranks begin at 0.
         master_addr, master_port: address and port number of rank 0's store.
-        timeout_seconds: seconds within which all must come.
+        timeout_seconds: seconds within which all ranks must join.
         backend: as for `torch.distributed.init_process_group`.
-        book: the prefix of our names in a store that somebody else keeps, such as torchrun's agent; None: rank 0 keeps one.
+        book: the prefix of our names in a store of another process, such as torchrun's agent; None: rank 0 has the store.
 
     Raises:
-        LinkError: the port is taken, the host does not answer, or not all came in time.
+        LinkError: the port is taken, the host does not answer, or not all ranks joined in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
@@ -352,10 +352,12 @@ def start_torch(
         before, heard_before = connections(), set(listening())
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
         shut_new(heard_before, connections() - before, world_size - 1)
-    except (RuntimeError, OSError) as error:  # torch's DistError and its kin
+    except (RuntimeError, OSError) as error:  # also torch's DistError
         reason = _first_line(error)
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise LinkError(f"{where} is in use on this machine. End what holds it, or choose another port.") from error
+            raise LinkError(
+                f"{where} is in use on this machine. End the process that uses it, or choose another port."
+            ) from error
         if rank == 0:
             advice = f"Start all {world_size} ranks, and check that they reach {where}."
         else:
@@ -368,13 +370,13 @@ def start_torch(
 def _address_book(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
     """The store of all ranks. Without `world_size` another process keeps it, otherwise rank 0 does. Raises `OSError`."""
     if only_here(host) and (interface := loopback()):
-        os.putenv("GLOO_SOCKET_IFNAME", interface)  # for gloo, which has no other way to be told
+        os.putenv("GLOO_SOCKET_IFNAME", interface)  # gloo has no other setting for it
     listener = listen(host, port) if rank == 0 and world_size is not None else None
     keeps_it, file = rank == 0 and world_size is not None, listener.detach() if listener else None
     return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
 
 
 def _first_line(error: BaseException) -> str:
-    """What happened, without the place in gloo's source before it and the advice after it."""
+    """The first line of an error, without the position in gloo's source before it and the advice after it."""
     line = str(error).strip().split("\n")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically caused")[0]

@@ -1,4 +1,4 @@
-"""A group in which one more than the replicas takes part: a hub that averages their packets."""
+"""A group with one more member than replicas: a hub that averages their packets."""
 
 from __future__ import annotations
 

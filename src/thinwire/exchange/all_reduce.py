@@ -1,4 +1,4 @@
-"""All-reduce: partial sums of codes are sent."""
+"""The exchange that adds up codes: a reduce-scatter and an all-gather."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from thinwire.types import State
 class AllReduce(Exchange):
     """Average the codes, not the decoded values, of codecs that declare `all_reduced`: LowRank, RandomK, Identity and Cast.
 
-    A reduce-scatter and an all-gather of point-to-point messages, summed in rank order by the owner of each shard, so that all replicas
-    have the same bits on any carrier; gloo's ring pays a round trip for each of its 2(M−1) steps. Each phase of a codec is
-    one: of LowRank two, which are PowerSGD's (arXiv 1905.13727, Algorithm 1), with the residual held against what
-    this replica has sent. Codes travel in fp32; 2(M−1)/M·(4 bytes a code) sent by each, where `Direct` sends
-    (M−1)·nbytes. With Cast the mean is rounded once more, as in `TwoShot`.
+    It is a reduce-scatter and an all-gather of point-to-point messages. The owner of each shard adds in rank order, so all replicas
+    have the same bits on any carrier; gloo's ring would take a round trip for each of its 2(M−1) steps. Each phase of a codec is
+    one all-reduce. LowRank has the two of PowerSGD (arXiv 1905.13727, Algorithm 1), with the residual against this
+    replica's own message. Codes are sent in fp32: each replica sends 2(M−1)/M·(4 bytes per code), where `Direct` sends
+    (M−1)·nbytes. With Cast the mean is rounded again, as in `TwoShot`.
 
-    State: for a codec that starts from its last round (LowRank: 4 bytes a value of Q), what the next round starts from, alike on all replicas.
-    None with a `Membership`, whose replicas need not have seen the last round.
+    State: for a codec that starts from its last round (LowRank: 4 bytes per value of Q), these values, equal on all replicas.
+    There is none with a `Membership`, whose replicas may have missed the last round.
 
-    Predicted: 2 delays a phase + 8·(bytes sent) / rate.
+    Predicted: 2 delays per phase + 8·(bytes sent) / rate.
 
     >>> AllReduce()
     AllReduce()
@@ -125,7 +125,7 @@ class _Phases:
         return {"last": last.copy_(self._means[-1][: len(last)])}
 
     def _project(self, begin: int, end: int) -> Tensor:
-        """The own code of this phase, computed when its first part is needed. Raises `NonFiniteError`."""
+        """This replica's code of the phase, computed when its first part is needed. Raises `NonFiniteError`."""
         phase, codec = len(self._means), self._codec
         if len(self._own) == phase:
             signal = self.round.signal(0, self.round.numel).cpu()

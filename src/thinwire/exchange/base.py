@@ -1,4 +1,4 @@
-"""What an exchange is: how packets become one estimate."""
+"""The interface of an exchange, which turns packets into one estimate."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.types import State
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
-"""Takes the estimate of the elements from the first number on; the last gives what this replica's own packets say of them.
-Both tensors are lent until the call returns."""
+"""Called with the index of the first element, the estimate from there on, and a function that returns the values of this replica's own
+packets for the same elements. Both tensors are valid only during the call."""
 
 
 @runtime_checkable
 class Exchange(Protocol):
-    """How every replica's values of a fragment become one estimate of their mean, the same bits on all if it `agrees`.
+    """Turns all replicas' values of a fragment into one estimate of their mean, with the same bits on all if it `agrees`.
 
-    Two halves, so that several rounds share the link: `depart` starts receiving and sending, `arrive` waits, decodes
-    and hands over the estimate range by range. What an exchange remembers of a fragment is its state: `init` makes it,
-    `arrive` returns the next and changes nothing of the present one, so a round that fails has changed nothing.
+    It has two halves, so that several rounds share the link: `depart` starts receiving and sending; `arrive` waits, decodes
+    and hands over the estimate range by range. An exchange may keep a state for each fragment: `init` makes it, and
+    `arrive` returns the next one without changing the present one, so a failed round changes nothing.
 
-    Laws (tests/exchange/test_exchanges.py): the estimate depends on the bytes that travelled and on nothing else;
-    `nbytes_sent` is what the ledger counts for the purpose "packet"; a codec that does not fit is refused by `check`.
-    A subclass writes the four abstract methods, and declares what else is so of it.
+    Laws (tests/exchange/test_exchanges.py): the estimate depends on the sent bytes only;
+    `nbytes_sent` equals the ledger's count for the purpose "packet"; `check` refuses a codec that does not fit.
+    A subclass writes the four abstract methods, and declares its other properties.
     """
 
     @property
@@ -54,19 +54,19 @@ class Exchange(Protocol):
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round, as the end of a sentence that begins with the exchange; empty: they
-        may come and go, and it keeps no state of those it has met.
+        """The reason why every round needs the same replicas, as the end of a sentence that begins with the exchange; empty if
+        replicas may join and leave, and the exchange keeps no state of them.
         """
         return "does not declare that replicas may come and go (needs_fixed_group = '')"
 
     @property
     def needs_hub(self) -> bool:
-        """Whether a hub of the carrier has to average: its rank is behind those of all replicas (`WithReducer`)."""
+        """Whether a hub of the carrier must average: its rank follows those of all replicas (`WithHub`)."""
         return False
 
     @property
     def feedback(self) -> Feedback | None:
-        """The feedback of replicas that send a mean of others' values; None: they keep none."""
+        """The feedback of replicas that send a mean of others' values; None if they have none."""
         return None
 
     @property
@@ -75,25 +75,25 @@ class Exchange(Protocol):
         return True
 
     def nbytes_products(self, size: int) -> int:
-        """Bytes that a replica of `size` sends for inner products in a round whose aggregate needs them, headers included; for the ledger's
-        purpose "products".
+        """Bytes that a replica of `size` sends for inner products in a round whose aggregate needs them, headers included; the ledger's
+        purpose is "products".
         """
         return 0
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
-        """Raise `ConfigurationError` unless this exchange can carry what `codec` makes, under the strategy's `feedback`."""
+        """Raise `ConfigurationError` unless this exchange can carry packets of `codec`, under the strategy's `feedback`."""
         return
 
     def check_beside(self, strategy: Any) -> None:
-        """Raise `ConfigurationError` unless the other pieces of `strategy` can be beside this exchange."""
+        """Raise `ConfigurationError` unless the other pieces of `strategy` work with this exchange."""
         return
 
     def check_size(self, size: int) -> None:
-        """Raise `ConfigurationError` if `size` replicas cannot exchange like this; what depends on a fragment, `init` refuses."""
+        """Raise `ConfigurationError` if `size` replicas cannot use this exchange; `init` makes the checks that depend on a fragment."""
         return
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
-        """What replica `rank` of `size` remembers of a fragment, at first; on the CPU. Raises `ConfigurationError` if
+        """The first state of a fragment on replica `rank` of `size`, on the CPU. Raises `ConfigurationError` if
         the group does not fit.
         """
         return {}
@@ -104,15 +104,15 @@ class Exchange(Protocol):
 
     @abstractmethod
     def depart(self, round_: Round, state: State) -> Any:
-        """Start a round, without waiting for peers; the value returned is for `arrive`."""
+        """Start a round without waiting for peers. The returned value is passed to `arrive`."""
 
     @abstractmethod
     def arrive(self, departure: Any, settle: Settle) -> Arrival:
-        """End the round that `depart` began. Raises `LinkError`, `PacketError`."""
+        """Finish the round that `depart` began. Raises `LinkError`, `PacketError`."""
 
     @abstractmethod
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
-        """Bytes that replica `rank` of `size` (without: the one that sends most) sends for a round, headers included."""
+        """Bytes that replica `rank` of `size` (None: the one that sends most) sends in a round, headers included."""
 
     @abstractmethod
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
@@ -123,12 +123,12 @@ class Exchange(Protocol):
 class Arrival:
     """The end of a round.
 
-    There is no estimate, whatever was handed over, if it is `void` or if more flags have `REFUSED` than the aggregate tolerates.
+    There is no estimate if it is `void`, or if more flags have `REFUSED` than the aggregate tolerates; discard all values handed over.
 
     Args:
-        flags: every replica's, in rank order; a number each.
+        flags: the flags of each replica in rank order, one number each.
         state: the exchange's next state of the fragment.
-        void: the estimate has overflowed; no replica is at fault.
+        void: the estimate has overflowed, although all replicas' values were finite.
 
     >>> Arrival(flags=(0, 0), state={}).void
     False

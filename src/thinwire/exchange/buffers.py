@@ -1,4 +1,4 @@
-"""Buffers that are reused, so that a round in the steady state allocates nothing of a fragment's size."""
+"""A pool of buffers, so that rounds after the first ones allocate no memory of a fragment's size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Buffers:
-    """Lends flat CPU tensors, which are not cleared; for any thread.
+    """Lends flat CPU tensors, which are not cleared. Thread-safe.
 
     A size is rounded up to one of eight in each power of two, so that nearly equal fragments share their buffers.
 
@@ -23,7 +23,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[Tensor]] = {}  # by their bytes
+        self._free: dict[int, list[Tensor]] = {}  # by number of bytes
         self._lent: dict[int, Tensor] = {}  # by address
 
     def bytes(self, count: int) -> Tensor:
@@ -41,7 +41,7 @@ class Buffers:
         return self.bytes(4 * count).view(torch.float32)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A flat fp32 buffer for as many values as `tensor` has, on its device; only those on the CPU are reused."""
+        """A flat fp32 buffer with the number of values and the device of `tensor`; only CPU buffers are reused."""
         return self.floats(tensor.numel()) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
     def give(self, *tensors: Tensor) -> None:
@@ -53,7 +53,7 @@ class Buffers:
                     self._free.setdefault(whole.numel(), []).append(whole)
 
     def swap(self, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
-        """Take back those of `old` that are not among `new`."""
+        """Take back the buffers in `old` that are not in `new`."""
         kept = {_place(tensor) for tensor in new}
         self.give(*(tensor for tensor in old if _place(tensor) not in kept))
 

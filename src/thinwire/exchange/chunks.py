@@ -1,12 +1,13 @@
 """Cuts a vector into messages.
 
-A vector whose codec has a grain is cut there, so that its parts are encoded, sent, received and decoded at the same
-time; the bytes are the same in sum. A message is a packet (packet.py) of its own, with header and checksum; its
-payload is that of one range after another, and a range fits into the cache. Without a grain a vector is one range of
-one message. A codec that `varies` codes a message as one range, since only the last range of a packet may be shorter than foreseen.
+If the codec has a grain, the vector is cut at it, so that parts are encoded, sent, received and decoded at the same
+time; the payload bytes are the same in sum. A message is a separate packet (packet.py) with header and checksum. Its
+payload contains the payloads of its ranges one after another, and a range fits into the cache. Without a grain a vector is one
+range of one message. A codec that `varies` encodes a message as one range, because only the last range of a packet may be shorter
+than predicted.
 
-`MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU; smaller ones than this cost throughput, larger ones
-only make the last one's decoding, which nothing hides, longer (docs/log.md, 2026-11-21).
+`MESSAGE_NBYTES`: a message of gloo costs about 50 µs of CPU. Smaller messages reduce throughput; larger ones
+only lengthen the decoding of the last one, which overlaps with nothing (docs/log.md, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Signal = Callable[[int, int], Tensor]  # elements begin … end of a replica's s
 
 @dataclass(frozen=True)
 class CodedRange:
-    """Elements `begin` … `end`, coded as one, in the bytes `first` … `last` of a payload."""
+    """Elements `begin` … `end`, encoded together, in the bytes `first` … `last` of a payload."""
 
     begin: int
     end: int
@@ -55,7 +56,7 @@ class Message:
 
 
 def cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
-    """The messages for elements `begin` … `end`; for none, one message without elements."""
+    """The messages for elements `begin` … `end`; one message without elements if there are none."""
     return _cut(codec, begin, end)  # type: ignore[arg-type]  # a frozen dataclass is hashable
 
 
@@ -64,7 +65,7 @@ def _cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
     if codec.grain is None or begin == end:
         return (Message(begin, end, (CodedRange(begin, end, 0, codec.nbytes(end - begin)),)),)
     numel = codec.grain * max(1, PIECE_NUMEL // codec.grain)
-    flag = int(codec.varies)  # a byte more must not make more messages
+    flag = int(codec.varies)  # the extra byte must not make more messages
     count = max(1, MESSAGE_NBYTES // max(1, codec.nbytes(numel) - flag))
     if codec.varies:
         numel, count = numel * count, 1
@@ -79,7 +80,7 @@ def _cut(codec: Codec, begin: int, end: int) -> tuple[Message, ...]:
 
 
 def shards(codec: Codec, numel: int, size: int) -> tuple[tuple[int, int], ...]:
-    """The ranges of the shards of `size` owners: whole grains (the last may be cut); the first shards are the longer ones."""
+    """The ranges of the shards of `size` owners, in whole grains (the last grain may be shorter); the first shards are the longer ones."""
     grain = codec.grain or 1
     least, more = divmod(-(-numel // grain), size)
     ends = [min(numel, grain * (least * (k + 1) + min(more, k + 1))) for k in range(size)]
@@ -87,5 +88,5 @@ def shards(codec: Codec, numel: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 def packets_nbytes(messages: Sequence[Message], marks: int = 0) -> int:
-    """Bytes of all `messages`, headers included, each with `marks` bytes more."""
+    """Bytes of all `messages`, headers included, with `marks` additional bytes each."""
     return sum(HEADER_NBYTES + message.nbytes + marks for message in messages)

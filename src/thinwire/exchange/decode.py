@@ -1,7 +1,7 @@
 """Decodes packets and aggregates their values.
 
-For an aggregate that `needs_products`, `measure` first adds up inner products range by range, `choose` gives it those of the whole
-fragment, and then `mean` is called. A replica that refused counts as one that sent NaN, as long as the aggregate tolerates so many.
+For an aggregate that `needs_products`, `measure` first adds up inner products range by range, and `choose` passes the products of the
+whole fragment to the aggregate; then `mean` is called. A replica that refused counts as one that sent NaN, if the aggregate tolerates it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thinwire.rng import Key
 
 
 class Decoder:
-    """Decodes a round's packets, a range at a time; a tensor that it returns is valid until the next call."""
+    """Decodes a round's packets, one range at a time. A returned tensor is valid until the next call."""
 
     def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
         numel = max((coded.end - coded.begin for message in messages for coded in message.ranges), default=0)
@@ -34,13 +34,13 @@ class Decoder:
         self._tolerates = self._aggregate.tolerates(round_.size)
 
     def void(self, flags: Iterable[int]) -> bool:
-        """Whether, by all replicas' `flags`, more have refused than the aggregate tolerates, so that there is no estimate."""
+        """Whether there is no estimate because, by all replicas' `flags`, more have refused than the aggregate tolerates."""
         return sum(bool(f & REFUSED) for f in flags) > self._tolerates
 
     def measure(
         self, coded: CodedRange, first: int, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]
     ) -> None:
-        """Add the inner products of the values of `packets` in the range `coded`; what this replica aggregates begins at `first`."""
+        """Add the inner products of the values of `packets` in the range `coded`; this replica's part begins at element `first`."""
         values = torch.stack([one.decoded() for one in self._values(coded, packets, key, flags)])
         begin, end = coded.begin - first, coded.end - first
         before, after = (
@@ -51,7 +51,7 @@ class Decoder:
 
     @property
     def products(self) -> Tensor:
-        """What `measure` has added up, [size, size] in fp64."""
+        """The inner products that `measure` has added up, [size, size] in fp64."""
         return self._products
 
     def choose(self, products: Tensor) -> None:
@@ -66,7 +66,7 @@ class Decoder:
         weights: Mapping[int, float] | None = None,
         flags: Sequence[int] = (),
     ) -> Tensor:
-        """The aggregate of the range `coded` of all `packets`, in rank order; `weights` add up to 1, `flags` are the senders'."""
+        """The aggregate of the range `coded` of all `packets`, in rank order. `weights` add up to 1, `flags` are those of the senders."""
         mean = self._mean[: coded.end - coded.begin].zero_()
         values = self._values(coded, packets, key, flags)
         shares = [weights[sender] for sender in sorted(packets)] if weights else None
@@ -78,7 +78,7 @@ class Decoder:
         return mean
 
     def owners(self, coded: CodedRange, owner: int, packet: Tensor, key: Key) -> Tensor:
-        """The aggregate of the range `coded` as its `owner` sent it."""
+        """The aggregate of the range `coded` that its `owner` sent."""
         if self._joins:
             return self.mean(coded, {owner: packet}, key)
         mean = self._mean[: coded.end - coded.begin].zero_()
@@ -96,7 +96,7 @@ class Decoder:
         ]  # fmt: skip
 
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
-        """The values of the range `coded` in the own `packet`."""
+        """The values of the range `coded` in this replica's own `packet`."""
         out = self._sent[: coded.end - coded.begin].zero_()
         self._codec.decode_add(payload(packet)[coded.first : coded.last], out, key)
         return out

@@ -1,4 +1,4 @@
-"""Every replica sends to every other."""
+"""The exchange in which every replica sends its packet to every other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class _Departure:
 
 @dataclass(frozen=True)
 class Direct(Exchange):
-    """Each replica sends its packet to all others: (M−1)·nbytes sent by each, and no second rounding. Best for few replicas.
+    """Each replica sends its packet to all others: (M−1)·nbytes each, without a second rounding. Best for few replicas.
 
     Accumulation is in fp32 and in rank order, and a replica decodes its own packet too, so every replica computes the
-    same bits. Takes any codec. Predicted: delay + 8·(M−1)·nbytes / rate. (gloo asks the receiver first, which is one
-    delay more unless it stood ready.)
+    same bits. It takes any codec. Predicted: delay + 8·(M−1)·nbytes / rate. (gloo waits for the receiver's post, which adds one
+    delay unless the receive was posted before.)
 
     >>> Direct()
     Direct()

@@ -1,4 +1,4 @@
-"""The exchange that a closed form says is fastest on a given link."""
+"""Chooses the exchange with the shortest predicted round on a given link."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class _Departure(NamedTuple):
 
 @dataclass(frozen=True)
 class Fastest(Exchange):
-    """Choose for each fragment the exchange of `among` with the shortest predicted round, if every uplink is `link` (a rate and
-    a one-way delay, as in `--link`); in a tie the first.
+    """Choose for each fragment the exchange in `among` with the shortest predicted round, if every uplink is `link` (a rate and
+    a one-way delay, as in `--link`); the first one in a tie.
 
-    The prediction depends on the link, the codec, and the numbers of elements and replicas, so all replicas choose alike; replicas with
-    another `link` have another strategy, which is refused at first contact. Exchanges that the codec does not fit are skipped.
-    *Mind* that `TwoShot` rounds twice. `Strategy.describe` gives the choice with its reason, and so does a run at its start.
+    The prediction depends on the link, the codec, and the numbers of elements and replicas, so all replicas choose alike. Replicas with
+    another `link` have another strategy, and are refused at first contact. Exchanges that do not accept the codec are skipped.
+    `TwoShot` rounds twice. `Strategy.describe` shows the choice with its reason, and so does a run at its start.
 
     Args:
         link: the uplink of every replica, such as '20mbit,40ms'.
@@ -99,7 +99,9 @@ class Fastest(Exchange):
     def depart(self, round_: Round, state: State) -> _Departure:
         exchange = self.chosen(round_.codec, round_.numel, round_.size)
         due = exchange.init(round_.codec, round_.numel, round_.rank, round_.size)
-        remembered = state if due.keys() == state.keys() else {}  # else another's, for rounds in another codec
+        remembered = (
+            state if due.keys() == state.keys() else {}
+        )  # otherwise the state of another exchange, for another codec
         return _Departure(exchange, exchange.depart(round_, remembered), state)
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:

@@ -144,7 +144,7 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return self.rule.init(torch.zeros(numel))  # only the size counts here
+        return self.rule.init(torch.zeros(numel))  # only the number of elements matters here
 
     def depart(self, round_: Round, state: State) -> _Departure:
         steps = [self._expected(round_, step) for step in range(self.rule.steps)]
@@ -186,7 +186,7 @@ class Gossip(Exchange):
         return Arrival(tuple(flags), {})
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
-        """At most, where the groups of a topology have unlike sizes."""
+        """See `Exchange.nbytes_sent`; the largest number if the groups of a topology have different sizes."""
         vectors = self.rule.vectors(codec, numel)
         ranks = range(size) if rank is None else (rank,)
         if not self.topology.grouped:
@@ -224,7 +224,7 @@ def _weights(gossip: Gossip, size: int, number: int, fragment: int, seed: int) -
 
 
 def _group(gossip: Gossip, weights: Weights, rank: int) -> list[int]:
-    """The group of `rank`, where more than two take their mean together."""
+    """The group of `rank`, if more than two replicas take their mean together."""
     members = [int(one) for one in np.flatnonzero(weights[rank])]
     return members if gossip.topology.grouped and len(members) > 2 else []
 
@@ -279,7 +279,7 @@ def _others(row: np.ndarray, rank: int) -> list[int]:
 
 
 def _shares(row: np.ndarray, ranks: Sequence[int]) -> dict[int, float] | None:
-    """The weights of `ranks`; None if all are equal and add up to 1: then the sum is divided once, as in a fixed group."""
+    """The weights of `ranks`. None if all are equal and add up to 1: then the sum is divided once, as in a fixed group."""
     alike = len({float(row[rank]) for rank in ranks}) == 1 and abs(float(row.sum()) - 1) < 1e-9
     return None if alike else {rank: float(row[rank]) for rank in ranks}
 

@@ -1,4 +1,4 @@
-"""Dense within a site, compressed between sites."""
+"""The exchange for sites: fp32 within a site, the codec between sites."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
 from thinwire.types import State
 
-INSIDE = "site"  # the ledger's word for what stays within a site
+INSIDE = "site"  # the ledger's purpose of messages within a site
 MOST_SITES = MOST_STAGES - 2
 
 
 @dataclass(frozen=True)
 class Hierarchy(Exchange):
-    """Within a site the deltas are averaged in fp32; between sites each site's mean travels once, in the codec.
+    """Average deltas in fp32 within a site; send each site's mean to the other sites once, in the codec.
 
-    `sites` are their sizes, in the order of ranks, or the ranks of each: `(2, 2)` is `((0, 1), (2, 3))`. A fragment has as many shards as the
-    smallest site has replicas (one, if the codec has no grain). The k-th replica of a site owns shard k: it adds up its site's
-    values, encodes their mean, and sends it to the k-th replica of every other site. The packets that it gets from these it
-    passes on within its site unchanged. All decode the same bytes and weigh a site by its replicas, so all agree bit for bit.
+    `sites` are the sizes of the sites, in the order of ranks, or the ranks of each: `(2, 2)` is `((0, 1), (2, 3))`. A fragment has as many
+    shards as the smallest site has replicas (one, if the codec has no grain). The k-th replica of a site owns shard k: it adds up its
+    site's values, encodes their mean, and sends it to the k-th replica of every other site. It forwards the packets of these replicas
+    within its site unchanged. All decode the same bytes and weigh a site by its number of replicas, so all agree bit for bit.
 
     Source: the two hops of ZeRO++'s qgZ (arXiv 2306.10209): two sums, one rounding, no average of averages.
-    *Differs*: the first hop is not compressed, the second goes each to all. A replica sends exact values, and only the owner's encoding
-    loses something: so `feedback` is an argument here and not of the strategy, where no error would arise.
+    *Differs*: the first hop is not compressed, and in the second every site sends to all others. A replica sends exact values, and only the
+    owner's encoding has an error: so `feedback` is an argument here and not of the strategy.
 
-    Between sites, of all replicas of a site together: (S−1)·nbytes, S the number of sites, for the ledger's purpose "packet"; within,
-    for "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(what a replica sends between sites) / rate.
+    All replicas of a site together send (S−1)·nbytes to the S−1 other sites, with the ledger's purpose "packet". Messages within
+    a site have the purpose "site": see `nbytes_inside`. Predicted for the link between sites: delay + 8·(bytes that a replica sends between
+    sites) / rate.
 
     Args:
         sites: the number of replicas of each site, or the ranks of each; every rank in exactly one site.
-        feedback: keeps what the owners' rounding lost; None: it is lost.
+        feedback: keeps the error of the owners' rounding; None: it is lost.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -84,7 +85,7 @@ class Hierarchy(Exchange):
         return tuple(found)
 
     def site_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the site where `rank` is."""
+        """The ranks of the site of `rank`."""
         return next(site for site in self.ranks if rank in site)
 
     def owned(self, codec: Codec, numel: int) -> list[tuple[Message, ...]]:
@@ -143,12 +144,12 @@ class Hierarchy(Exchange):
 
 
 def _dense(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The same elements, in fp32."""
+    """The messages of the same elements in fp32."""
     return tuple(Message(m.begin, m.end, (CodedRange(m.begin, m.end, 0, 4 * m.numel),)) for m in messages)
 
 
 class _TwoHops:
-    """A round: deltas to the owners of the site (stage 0), owners to owners (1), what all owners say within the site (2 …)."""
+    """A round: deltas to the owners of the site (stage 0), owners to owners (1), the packets of all owners within the site (2 …)."""
 
     def __init__(self, round_: Round, hierarchy: Hierarchy, state: State) -> None:
         self.round, self._sites = round_, hierarchy.ranks
@@ -209,7 +210,7 @@ class _TwoHops:
                     self._inside.send(index, message, to, self.round.signal, self.round.key)
 
     def _average(self, index: int, room: Decoder) -> Outgoing:
-        """Say the site's mean of one message of the own shard, to the other sites and to the own."""
+        """Send the site's mean of one message of the own shard to the other sites and within the own site."""
         round_, message = self.round, self._mine[index]
         said = self._inside.receive(index)
         own = round_.signal(message.begin, message.end).cpu()
@@ -230,12 +231,12 @@ class _TwoHops:
         return packet
 
     def _take(self, index: int) -> None:
-        """Wait for what the owners of this site pass on of message `index`."""
+        """Wait for the packets of message `index` that the owners of this site forward."""
         for stage, site in zip(self._passed, self._sites):
             stage.receive(index, {mate: site[place] for place, mate in enumerate(self._site[: len(self._shards)])})
 
     def _packets(self, index: int, place: int, own: Sequence[Outgoing]) -> dict[int, Tensor]:
-        """What each site says, by the rank of the owner that wrote it."""
+        """The packets of each site, by the rank of the owner that wrote them."""
         found = {}
         for number, site in enumerate(self._sites):
             if place != self._place:

@@ -1,4 +1,4 @@
-"""The owner of a part of a fragment: it sends the mean of the others' values, and may keep what its codec lost for the next round."""
+"""The owner of a part of a fragment: it sends the mean of all values, and may keep the codec's error for the next round."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Owner:
     def say(
         self, index: int, mean: Callable[[CodedRange], Tensor], marks: Sequence[int], to: Sequence[int], room: Decoder
     ) -> Outgoing:
-        """Encode the mean of message `index` and send it `to` them. If too many `marks` say `REFUSED`, there is no mean."""
+        """Encode the mean of message `index` and send it `to` these ranks. If too many `marks` have `REFUSED`, there is no mean."""
         message, void = self._messages[index], room.void(marks)
         means = self._buffers.floats(message.numel)
         for coded in message.ranges:

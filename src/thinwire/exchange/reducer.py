@@ -1,7 +1,7 @@
-"""What a hub does that averages packets: it hears of each fragment once, and then takes round after round of it.
+"""The reducer of a hub that averages packets: replicas declare each fragment once, and then it averages round after round.
 
-It has no model, no weights and no vote. All sizes are known from what the replicas declare, which must be the same for all before anything is
-allocated or parsed; a packet is compared with what is due as a replica does it (`open_packet`). A fragment has a thread of its own.
+It has no model, no weights and no vote. All sizes follow from the declarations, which must be equal on all replicas before memory is
+allocated or text is parsed. It checks packets as a replica does (`open_packet`). Each fragment has its own thread.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
 from thinwire.types import State
 
-FRAGMENTS = 256  # of one group
-MOST_NBYTES = 16 << 30  # of a reducer's buffers
+FRAGMENTS = 256  # most fragments of one group
+MOST_NBYTES = 16 << 30  # most bytes of a reducer's buffers
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What all replicas have said of a fragment."""
+    """The declaration of a fragment, equal on all replicas."""
 
     codec: Codec
     feedback: Feedback | None
     numel: int
-    key: Key  # of its first round
+    key: Key  # the key of its first round
 
     @classmethod
     def of(cls, body: bytes, parse: Callable[[str], Any], sender: int) -> Declared:
-        """Raises `PacketError`."""
+        """Read the declaration in `body`. Raises `PacketError`."""
         try:
             told = json.loads(body)
             codec, feedback = parse(str(told["codec"])), parse(str(told["feedback"]))
@@ -63,7 +63,7 @@ class Declared:
         return cls(codec, feedback, numel, Key(seed, fragment, round_))
 
     def nbytes(self, size: int) -> int:
-        """Of the buffers for two rounds of `size` replicas, of which one begins while the other ends."""
+        """Bytes of the buffers for two rounds of `size` replicas, one of which begins while the other ends."""
         messages = cut(self.codec, 0, self.numel)
         part = self.numel if self.codec.grain is None else min(self.numel, PIECE_NUMEL)
         floats = 2 * part + max(message.numel for message in messages) + (2 * self.numel if self.feedback else 0)
@@ -74,9 +74,9 @@ class Reducer:
     """Averages the packets of a group's replicas until they leave.
 
     Args:
-        group: the replicas, with this one's rank behind theirs (`WithHub`).
-        parse: makes a piece of its text, and of a text that describes none raises `ConfigurationError`.
-        most_nbytes: of all buffers together.
+        group: the replicas; this process has the rank behind theirs (`WithHub`).
+        parse: makes a piece from its text; raises `ConfigurationError` for other text.
+        most_nbytes: most bytes of all buffers together.
     """
 
     def __init__(self, group: Group, parse: Callable[[str], Any], most_nbytes: int = MOST_NBYTES) -> None:
@@ -90,14 +90,14 @@ class Reducer:
         self.rounds = 0
 
     def run(self) -> str:
-        """Average until a replica leaves; return how that showed. Closes the group. Raises `PacketError`: a replica sent what was not due."""
+        """Average until a replica leaves; return the error that showed it. Closes the group. Raises `PacketError` for an unexpected message."""
         for rank in range(self._group.size):
             self._pool.submit(self._until_it_ends, self._listen, rank)
         try:
             end = self._ends.get()
             with self._lock:
                 self._closing = True
-            if isinstance(end, LinkError):  # all see that a replica is gone; what was averaged still reaches the others
+            if isinstance(end, LinkError):  # all see that a replica is gone; averages that were sent still arrive
                 wait(self._averaging)
         finally:
             self._group.close()
@@ -114,7 +114,7 @@ class Reducer:
             self._ends.put(error)
 
     def _listen(self, rank: int) -> None:
-        """Hear what a replica declares, for ever."""
+        """Receive a replica's declarations until the group is closed."""
         while True:
             message = torch.empty(DECLARED_NBYTES, dtype=torch.uint8)
             self._group.post(DECLARED_TAG, {}, {rank: message}, "declared").wait()
@@ -136,7 +136,7 @@ class Reducer:
             if of[other] != body:
                 mine, theirs = (each.decode(errors="replace").strip()[:200] for each in (body, of[other]))
                 raise PacketError(
-                    f"replicas {other} and {rank} declare other things of fragment {fragment}: {theirs!r}, {mine!r}."
+                    f"replicas {other} and {rank} declare fragment {fragment} differently: {theirs!r}, {mine!r}."
                 )
             if len(of) < self._group.size or self._closing:
                 return
@@ -149,7 +149,7 @@ class Reducer:
             self._averaging.append(self._pool.submit(self._until_it_ends, self._average, declared))
 
     def _average(self, declared: Declared) -> None:
-        """Average round after round of one fragment, for ever."""
+        """Average round after round of one fragment until the group is closed."""
         messages = cut(declared.codec, 0, declared.numel)
         number, buffers = declared.key.round, self._context.buffers
         held = declared.feedback.init(declared.numel) if declared.feedback else {}
@@ -161,7 +161,7 @@ class Reducer:
             room.close()
             before, after = (center.owner.after, held) if void else (held, center.owner.after)
             ended, held, number = center.round, after, number + 1
-            center = self._open(declared, messages, number, held)  # before the replicas have what they wait for
+            center = self._open(declared, messages, number, held)  # before the replicas have the previous mean
             ended.close()
             buffers.give(*before.values())
             with self._lock:
@@ -174,7 +174,7 @@ class Reducer:
 
 
 class _FromReplicas(Stage):
-    """What replicas send to a hub, which learns from the first of them how many inner steps they have counted."""
+    """The stage from replicas to a hub, which takes the number of inner steps from the first packet."""
 
     def _opened(self, sender: int, index: int, message: Message, room: Tensor) -> tuple[int, Tensor]:
         if not self.round.step:

@@ -1,4 +1,4 @@
-"""A round as an exchange gets it: its signal, and its buffers."""
+"""A round, as it is passed to an exchange: its signal and its buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thinwire.types import State
 
 
 class SendContext:
-    """What all rounds of one replica share: the group, the queue of what it sends, buffers, and the group's clock.
+    """The common objects of all rounds of one replica: the group, the send queue, the buffers, and the clock.
 
     Args:
         group: the replicas that exchange.
@@ -41,7 +41,7 @@ class SendContext:
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self.group, self.send_queue, self.buffers, self.clock = group, SendQueue(group, clock), Buffers(), clock
-        self.declared: dict[int, tuple[object, Transfer]] = {}  # what a hub was told of each fragment
+        self.declared: dict[int, tuple[object, Transfer]] = {}  # each fragment's declaration to a hub
 
     def close(self, wait: bool = False) -> None:
         """End the sending thread, and `wait` for its end. The group stays open."""
@@ -59,7 +59,7 @@ class Outgoing:
         self._posted: Future[None] | None = None
 
     def leaves_with(self, posted: Future[None]) -> None:
-        """Take `posted`, which is done when the packet is with the carrier; cancelled, the packet is not written either."""
+        """Take `posted`, which is done when the packet is handed to the carrier. If it is cancelled, the packet is not written either."""
         self._posted = posted
         posted.add_done_callback(lambda done: done.cancelled() and self.written.cancel())
 
@@ -69,7 +69,7 @@ class Outgoing:
         return self.packet
 
     def wait_sent(self) -> None:
-        """Return when the packet is handed over. Raises what went wrong."""
+        """Return when the packet is handed to the carrier. Raises the error of its encoding or sending."""
         self.written.result()
         if self._posted is not None:
             self._posted.result()
@@ -79,23 +79,23 @@ class Outgoing:
 
 @dataclass
 class Round:
-    """What an exchange must do: carry `numel` elements of `signal`, coded by `codec`.
+    """The task of an exchange: carry `numel` elements of `signal`, encoded by `codec`.
 
     Args:
         context: the group, its send queue and its buffers.
-        codec: what the packets are encoded with.
+        codec: the codec of the packets.
         numel: number of elements.
         key: of this replica's packet.
         signal: gives the flat fp32 values from element `begin` to `end`.
         flags: number that goes with the packet; bits of `thinwire.packet`.
         order: messages of the smallest `order` leave first (`SendQueue`).
-        step: inner steps after which it departs, where that is the same on all replicas.
-        aggregate: makes one estimate of what all replicas sent.
-        remembered: what the aggregate remembers of the rounds before.
-        after: what it remembers next; filled by the exchange.
+        step: number of inner steps before the departure, if it is the same on all replicas.
+        aggregate: makes one estimate from all replicas' values.
+        remembered: the aggregate's state before the round.
+        after: the aggregate's next state; filled by the exchange.
         outgoing: the packets that are being sent; filled by the exchange.
         packets: uint8 buffers that `close` gives back.
-        trace: what this replica sees of the round, for diagnosis.
+        trace: times of this replica's messages, for diagnosis.
         nbytes_sent: bytes of packets sent to all peers together, headers included.
 
     >>> from thinwire import run_threads
@@ -121,7 +121,7 @@ class Round:
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
-    nbytes_sent: int = 0  # of the purpose "packet", all peers together, headers included
+    nbytes_sent: int = 0  # purpose "packet", all peers together, headers included
 
     def __post_init__(self) -> None:
         self.begun = self.context.clock()
@@ -139,7 +139,7 @@ class Round:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def remembers(self, before: State) -> State:
-        """Buffers for the aggregate's next state, as large as `before`."""
+        """Buffers for the aggregate's next state, with the sizes of `before`."""
         if not self.after and before:
             self.after = {name: self.context.buffers.floats(kept.numel()) for name, kept in before.items()}
         return self.after
@@ -150,7 +150,7 @@ class Round:
         return self.packets[-1]
 
     def close(self) -> None:
-        """Wait until all that was sent is handed over, and give the buffers back. Not for a round that failed: its
+        """Wait until all packets are handed over, and give the buffers back. Do not call it for a failed round, whose
         buffers may still be written to.
         """
         for outgoing in self.outgoing:
@@ -163,18 +163,18 @@ class Round:
         self.packets.clear()
 
     def own_failure(self) -> BaseException | None:
-        """The error of this replica's own encoding, if there is one; that peers miss a message is only its consequence."""
+        """The error of this replica's own encoding, if there is one; errors of peers that miss a message follow from it."""
         for outgoing in self.outgoing:
             if outgoing.written.done() and not outgoing.written.cancelled() and outgoing.written.exception():
                 return outgoing.written.exception()
         return None
 
     def record(self, names: Sequence[str], own_seconds: float, over: bool) -> Record:
-        """What this replica saw of the round, for diagnosis. See `Record`."""
+        """This replica's observations of the round, for diagnosis. See `Record`."""
         return self.trace.record(self.key.fragment, self.key.round, names, self.rank, own_seconds, over)
 
     def times(self) -> tuple[float, float]:
-        """Seconds queued before the first bit left, and from then to the arrival of the last, as far as the carrier knows."""
+        """Seconds queued before the first bit left, and seconds from then to the arrival of the last bit, if the carrier knows them."""
         sent = [o.sent for o in self.outgoing if o.sent and o.sent.transfer.transfer_seconds]
         if not sent:
             return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""The order in which a replica's messages leave: of all that wait, those of the round that lands first.
+"""The queue of a replica's outgoing messages: those of the round that lands first leave first.
 
-What was handed to the carrier cannot be overtaken, so nothing is handed over while `WINDOW_NBYTES` are on the way; enough
-that a link is seldom idle while something waits.
+Messages that were handed to the carrier cannot be overtaken, so nothing more is handed over while `WINDOW_NBYTES` are in transit. This
+is enough that the link is seldom idle while messages wait.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from thinwire.comm.group import Group, Transfer
 
 WINDOW_NBYTES = 1 << 21
-Order = tuple[int, ...]  # the step of landing, then what departed first
+Order = tuple[int, ...]  # the step of landing, then the order of departure
 
 
 class SendQueue:
-    """One thread that runs jobs, the lowest `order` first, those of equal order as they came."""
+    """One thread that runs jobs: the lowest `order` first, and jobs of equal order in the order of arrival."""
 
     def __init__(self, group: Group, clock: Callable[[], float] = time.monotonic) -> None:
         self._group, self._clock = group, clock
@@ -47,9 +47,10 @@ class SendQueue:
         return future
 
     def send(self, tag: int, messages: Mapping[int, Tensor], purpose: str) -> Sent:
-        """Hand over `messages` as soon as there is room. For jobs: it may wait."""
+        """Hand over `messages` as soon as the window has room. Call it in jobs only, because it may wait."""
         nbytes = sum(message.numel() for message in messages.values())
-        # The new ones come on top, and on one's heels: else large ones to many peers would go one by one, a delay apart.
+        # The new messages may exceed the window, and follow each other at once: otherwise large messages to many peers would leave one by
+        # one, a delay apart.
         while len(self._on_the_way) > 1 and sum(sent.nbytes for sent in self._on_the_way) >= WINDOW_NBYTES:
             self._on_the_way.popleft().wait()
         posted = self._clock()
@@ -58,8 +59,8 @@ class SendQueue:
         return sent
 
     def close(self, wait: bool = False) -> None:
-        """Drop all waiting jobs; their futures raise `CancelledError`. With `wait` the thread has ended on return, which takes as long
-        as what it sends; close the group first.
+        """Drop all waiting jobs; their futures raise `CancelledError`. With `wait`, return when the thread has ended, after its present
+        send; close the group first.
         """
         with self._lock:
             self._closed = True
@@ -81,7 +82,7 @@ class SendQueue:
 
 
 class Sent:
-    """Messages that were handed to the carrier. Any thread may wait for them."""
+    """Messages that have been handed to the carrier. Any thread may wait for them."""
 
     def __init__(self, transfer: Transfer, nbytes: int, posted: float) -> None:
         self.transfer, self.nbytes, self.posted = transfer, nbytes, posted

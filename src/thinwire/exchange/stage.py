@@ -1,4 +1,4 @@
-"""A stage of a round: messages that all replicas send and expect at once, their headers and tags."""
+"""A stage of a round: messages that all replicas send and expect at the same time, with their headers and tags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open
 from thinwire.rng import Key
 
 PACKET = "packet"  # the ledger's purpose of a round's messages to other sites
-MOST_STAGES = 32  # of a round: their numbers have five bits in a tag
+MOST_STAGES = 32  # most stages of a round: a tag has five bits for their number
 
 
 class _Expected(NamedTuple):
@@ -29,11 +29,11 @@ class _Expected(NamedTuple):
 
 
 class Stage:
-    """One wave of a round's messages: every replica knows whose it gets and how long they are; where the codec `varies`, how
-    long they may be.
+    """One set of a round's messages. Every replica knows their senders and sizes beforehand; if the codec `varies`, their largest
+    sizes.
 
-    Several stages of a round have different numbers. `marks` bytes follow every payload, `purpose` is the ledger's.
-    Where packets of another stage are passed on, `passes` is that stage's number.
+    The stages of a round have different numbers. `marks` bytes follow every payload; `purpose` is for the ledger.
+    If the stage forwards packets of another stage, `passes` is that stage's number.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Stage:
         self._expected: list[_Expected] = []
 
     def expect(self, due: Mapping[int, Sequence[Message]]) -> None:
-        """Start receiving from each peer its messages.
+        """Start receiving the messages of each peer.
 
-        Who is looked at first changes: a carrier may see a message only after those before it.
+        The first peer to be checked changes from message to message, because a carrier may notice a message only after earlier ones.
         """
         sizes = {peer: [HEADER_NBYTES + m.nbytes + self.marks for m in of_peer] for peer, of_peer in due.items()}
         self.round.trace.expect(self.number, sizes, self.round.context.clock())
@@ -66,8 +66,8 @@ class Stage:
             self._expected.append(_Expected(transfer, messages, packets))
 
     def receive(self, index: int, authors: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Wait for the message `index` of all who send one; the flags of each. `authors` are those whose packets a peer
-        passes on. Raises `LinkError`, `PacketError`.
+        """Wait for the message `index` of all senders, and return the flags of each. `authors` are the replicas whose packets a
+        peer forwards. Raises `LinkError`, `PacketError`.
         """
         if index >= len(self._expected):
             return {}
@@ -90,7 +90,7 @@ class Stage:
         return flags
 
     def _opened(self, sender: int, index: int, message: Message, room: Tensor) -> tuple[int, Tensor]:
-        """The flags of the packet of `sender` in `room`, and as much of that as the packet has. Raises `PacketError`."""
+        """The flags of the packet of `sender` in `room`, and the packet's part of `room`. Raises `PacketError`."""
         due = self._header(replace(self.round.key, sender=sender), index, message)
         if self._sized is None:
             return open_packet(room, due), room
@@ -113,7 +113,7 @@ class Stage:
     def write(
         self, index: int, message: Message, signal: Signal, key: Key, flags: int, marks: Sequence[int] = ()
     ) -> Outgoing:
-        """Encode a message here and now."""
+        """Encode a message in this thread."""
         outgoing = self._outgoing(message)
         self._write(outgoing, index, signal, key, flags, marks)
         return outgoing
@@ -141,7 +141,7 @@ class Stage:
         return outgoing
 
     def send_bytes(self, message: Message, body: Tensor, to: Sequence[int]) -> None:
-        """Queue `body`, which is no delta, as the only message of this stage."""
+        """Queue `body`, which is not an encoded delta, as the only message of this stage."""
         outgoing = self._outgoing(message)
         payload(outgoing.packet).copy_(body)
         seal(outgoing.packet, self._header(self.round.key, 0, message))
@@ -191,13 +191,13 @@ class Stage:
                 self.round.nbytes_sent += outgoing.packet.numel() * len(to)
 
     def _header(self, key: Key, index: int, message: Message) -> Header:
-        """What is due from `key`'s sender, at the most."""
+        """The header that is expected from `key`'s sender, with the largest size."""
         part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
         name = identity(self.codec)
         return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
 
     def _tag(self, index: int) -> int:
-        """Messages of two rounds that may be in flight together, of two stages, and of two places have different
+        """The tag of message `index`. Rounds that may be in flight together, stages, and messages have different
         tags; if there are too few numbers, the order of posting distinguishes them.
         """
         return tag_of(self.round.key, self.number, index)
@@ -209,7 +209,7 @@ def tag_of(key: Key, stage: int, index: int = 0) -> int:
 
 
 def heard(packet: Tensor, size: int, sender: int) -> list[int]:
-    """The flags of each of `size` replicas as the sender received them, a byte each, which follow the payload."""
+    """The flags of each of `size` replicas as the sender received them, one byte each, behind the payload."""
     marks: list[int] = payload(packet)[-size:].tolist()
     if any(mark & ~(REFUSED | STOP) for mark in marks):
         raise PacketError(f"replica {sender} forwarded unknown flags {marks}; run the same version everywhere.")

@@ -1,4 +1,4 @@
-"""All send to one place, which sends the mean to all."""
+"""The exchange in which all send to a center, which sends the mean to all."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from thinwire.rng import Key
 from thinwire.types import State
 
 HUB = "hub"
-DECLARED_NBYTES = 4096  # of what a replica tells the hub of a fragment
+DECLARED_NBYTES = 4096  # most bytes of a replica's declaration of a fragment to the hub
 DECLARED_TAG = tag_of(Key(), MOST_STAGES - 4)
 
 
 @dataclass(frozen=True)
 class Star(Exchange):
-    """Each replica sends its packet to the center, which sends the mean back: nbytes up and nbytes down for each, few bits both ways.
+    """Each replica sends its packet to the center, which sends the mean back: nbytes up and nbytes down for each, encoded both ways.
 
     The center adds in fp32 and in rank order, and encodes the mean once, in the same codec: a second rounding, and a second
     delay. All replicas decode the same bytes, so they agree bit for bit, and the bits do not depend on where the center is.
-    With `feedback` the center adds what it held back to its next mean, as the owners of `TwoShot` do.
+    With `feedback` the center adds its rounding error to its next mean, as the owners of `TwoShot` do.
 
     `center` is the rank of a replica, or 'hub': the hub of a secure run, started with `--reduce`, or by `thinwire train --carrier
-    secure`. At a hub that relays, each replica receives the packets of all others; from one that reduces, one packet. It decodes
-    what it gets, so it reads all deltas and can bias the mean; it has no say in what replicas do with it. What it held
-    back is lost when a run is resumed.
+    secure`. From a hub that relays, each replica receives the packets of all others; from one that reduces, one packet. This hub decodes
+    all deltas, so it can read them and bias the mean; the replicas alone decide on commits. Its feedback
+    is lost when a run is resumed.
 
-    Behind each mean are M bytes: who refused. Predicted, where the center has the replicas' link: 2 delays + 8·(bytes sent by the
-    center + nbytes) / rate. State, of the center: 4 bytes a parameter, with `feedback`.
+    M bytes behind each mean tell which replicas refused. Predicted, if the center has the replicas' link: 2 delays + 8·(bytes sent by the
+    center + nbytes) / rate. State of the center: 4 bytes per parameter, with `feedback`.
 
-    *Differs* from the star of TPI-LLM (arXiv 2410.00531, §3.2): that sends sums of fp32.
+    *Differs* from the star of TPI-LLM (arXiv 2410.00531, §3.2), which sends sums in fp32.
 
     Args:
-        center: who takes the mean: the rank of a replica, or 'hub'.
-        feedback: keeps what the center's rounding lost; None: it is lost.
+        center: the rank of the replica that takes the mean, or 'hub'.
+        feedback: keeps the error of the center's rounding; None: it is lost.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -133,8 +133,8 @@ class Star(Exchange):
         return Arrival(tuple(flags), at_center.owner.after if at_center else {}, void)
 
     def _mean(self, departure: _Departure, index: int, center: int) -> int:
-        """Wait for message `index` from the center; its flags. Raises `LinkError`, `PacketError`, `DisagreementError`."""
-        sender = departure.round.size  # of the mean, wherever the center is
+        """Wait for message `index` from the center, and return its flags. Raises `LinkError`, `PacketError`, `DisagreementError`."""
+        sender = departure.round.size  # the sender in the mean's header, for any center
         try:
             return departure.down.receive(index, {center: sender})[center]
         except (PacketError, DisagreementError) as error:
@@ -161,7 +161,7 @@ class Star(Exchange):
         return link.seconds(packets_nbytes(messages)) + link.seconds(from_center)
 
     def _rank(self, size: int) -> int:
-        """The center's rank; a hub comes behind all replicas."""
+        """The center's rank; a hub has the rank behind those of all replicas."""
         return size if self.center == HUB else int(self.center)
 
 
@@ -175,17 +175,17 @@ class _Departure:
 
 
 def stages(round_: Round) -> tuple[Stage, Stage]:
-    """To the center, and from it."""
+    """The stages to the center and from it."""
     return Stage(round_, round_.codec, 0), Stage(round_, round_.codec, 1, marks=round_.size)
 
 
 def mean_key(round_: Round) -> Key:
-    """Of the mean, wherever the center is."""
+    """The key of the mean, for any center."""
     return replace(round_.key, sender=round_.size, part=1)
 
 
 class Center:
-    """A round as the center sees it: a replica, or a hub, whose rank is behind those of all replicas."""
+    """The center's side of a round. It is a replica, or a hub with the rank behind those of all replicas."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Center:
         self.owner = Owner(self.down, mean_key(round_), messages, feedback, state)
 
     def average(self, index: int, room: Decoder, own: Outgoing | None = None) -> Outgoing:
-        """Wait for message `index` of all, and send their mean to all. Raises `LinkError`, `PacketError`."""
+        """Wait for message `index` of all replicas, and send their mean to all. Raises `LinkError`, `PacketError`."""
         round_, said = self.round, self.up.receive(index)
         packets = {peer: self.up.packet(index, peer) for peer in round_.peers}
         if own:
@@ -216,8 +216,8 @@ class Center:
 
 
 def declare(round_: Round, feedback: Feedback | None) -> None:
-    """Tell the hub what will be sent of this fragment, once in a group. Raises `ConfigurationError`: no hub averages there, or the fragment has
-    changed since.
+    """Declare this fragment to the hub, once in a group. Raises `ConfigurationError` if no hub averages, or the fragment has changed
+    since then.
     """
     context, key = round_.context, round_.key
     told = {

@@ -1,4 +1,4 @@
-"""One round without training: for measurements, and to try an exchange out."""
+"""One round without training, for measurements and tests of an exchange."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def once(
     """Exchange flat fp32 `delta` with all replicas of `context`, outside of any training.
 
     Args:
-        exchange: how the packets travel.
+        exchange: how packets become their mean.
         context: the group, its send queue and its buffers.
-        codec: what the packets are encoded with.
+        codec: the codec of the packets.
         delta: flat fp32.
         key: of this replica's packet.
         state: of the exchange, as its `init` made it.
         flags: number that goes with the packet; bits of `thinwire.packet`.
 
     Returns:
-        The estimate of the mean, or None where a replica refused the round; and what else arrived.
+        The estimate of the mean, or None if a replica refused the round; and the `Arrival`.
 
     >>> from thinwire import run_threads
     >>> from thinwire.codecs import Identity

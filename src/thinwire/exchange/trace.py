@@ -1,4 +1,4 @@
-"""What becomes of a round's messages, noted as it happens: a few stamps of this replica's clock for each peer."""
+"""The times of a round's messages: a few stamps of this replica's clock for each peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Noted:
 
 
 class Trace:
-    """The stamps of one round. Any thread may add some, and read them at any time."""
+    """The stamps of one round. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,14 +28,14 @@ class Trace:
         self._received: dict[tuple[int, int], _Noted] = {}
 
     def expect(self, stage: int, nbytes: Mapping[int, Sequence[int]], now: float) -> None:
-        """Note that messages of so many bytes are expected from each peer."""
+        """Note that messages of these `nbytes` are expected from each peer."""
         with self._lock:
             for peer, sizes in nbytes.items():
                 if sizes:
                     self._received[stage, peer] = _Noted(sum(sizes), len(sizes), begin=now)
 
     def left(self, stage: int, index: int, nbytes: int, to: Collection[int], now: float) -> None:
-        """Note that a message for all of `to` was handed to the carrier."""
+        """Note that a message for the ranks `to` was handed to the carrier."""
         with self._lock:
             for peer in to:
                 noted = self._sent.setdefault((stage, peer), _Noted(begin=now))
@@ -44,7 +44,7 @@ class Trace:
                     noted.at[index] = now
 
     def came(self, stage: int, index: int, peers: Sequence[int], began: float, arrivals: Mapping[int, float]) -> None:
-        """Note that messages of `peers`, waited for in that order from `began` on, were there at `arrivals`."""
+        """Note that messages of `peers`, awaited in this order since `began`, had arrived at `arrivals`."""
         with self._lock:
             seen = began
             for peer in peers:
@@ -65,12 +65,12 @@ class Trace:
             self._received[stage, peer].nbytes -= nbytes
 
     def lies_there(self, stage: int, peer: int) -> None:
-        """Note that a message of `peer` is there, at an unknown time before now."""
+        """Note that a message of `peer` has arrived, at an unknown time before now."""
         with self._lock:
             self._received[stage, peer].there += 1
 
     def not_taken(self, peer: int | None) -> None:
-        """Note that `peer` (None: some peer) cannot take all that was sent to it."""
+        """Note that `peer` (None: an unknown peer) does not receive the messages to it."""
         with self._lock:
             for (_, to), noted in self._sent.items():
                 if to == peer:
@@ -79,7 +79,7 @@ class Trace:
     def record(
         self, fragment: int, number: int, names: Sequence[str], rank: int, own_seconds: float, over: bool
     ) -> Record:
-        """The notes so far, with the replicas' names; a hub that averages has none, and is left out."""
+        """The record so far, with the replicas' names; a hub that averages has no name, and is left out."""
         with self._lock:
             sent, received = (
                 tuple(

@@ -1,4 +1,4 @@
-"""Shards to their owners, the owners' means to all."""
+"""The exchange with owners of shards: shards go to their owners, and the owners' means to all."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class TwoShot(Exchange):
-    """Each replica owns a shard, receives it from all, and sends its mean to all: 2(M−1)/M·nbytes sent by each. `Direct` sends
-    (M−1)·nbytes, which is more from three replicas on.
+    """Each replica owns a shard, receives it from all, and sends its mean to all: 2(M−1)/M·nbytes each. `Direct` sends
+    (M−1)·nbytes, which is more for three replicas or more.
 
     The owner adds in fp32 and in rank order, and encodes the mean in the same codec: a second rounding, and a second
     delay. All replicas decode the same bytes, the owner too, so they agree bit for bit. With `feedback` the owner adds
-    what it held back to its next mean (1-bit Adam's two sides, arXiv 2102.02888, Algorithm 1, if the strategy has
-    `Feedback()` as well); both telescope: Σ c + e = Σ mean at the owner, Σ sent + e = Σ Δ at each replica.
+    its rounding error to its next mean (1-bit Adam's error feedback on both sides, arXiv 2102.02888, Algorithm 1, if the strategy has
+    `Feedback()` as well). Both sums telescope: Σ c + e = Σ mean at the owner, Σ sent + e = Σ Δ at each replica.
 
-    Shards are cut at the codec's grain. *A codec without a grain codes each shard by itself*: with its own scale, as in
-    1-bit Adam, its own largest values, its own chance. A codec that needs shapes is refused (a shard has none), and so
-    is RandomK (what was drawn would be drawn again): `AllReduce` and `Direct` take both.
+    Shards are cut at the codec's grain. *A codec without a grain encodes each shard separately*: with its own scale, as in
+    1-bit Adam, its own largest values, and its own random numbers. A codec that needs shapes is refused (a shard has none), and so
+    is RandomK (it would sample twice): `AllReduce` and `Direct` take both.
 
-    Behind each mean are M bytes: who refused. Predicted: 2 delays + 8·(bytes sent) / rate. State, of the owner: 4/M
-    bytes a parameter, with `feedback`.
+    M bytes behind each mean tell which replicas refused. Predicted: 2 delays + 8·(bytes sent) / rate. State of the owner: 4/M
+    bytes per parameter, with `feedback`.
 
     Args:
-        feedback: keeps what the owners' second rounding lost; None: it is lost.
+        feedback: keeps the error of the owners' second rounding; None: it is lost.
 
     >>> TwoShot()
     TwoShot(feedback=None)
@@ -92,7 +92,7 @@ class TwoShot(Exchange):
 
 
 def reduction_nbytes(codec: Codec, numel: int, size: int, rank: int, marks: int | None = None) -> int:
-    """Bytes that the member `rank` of `size` sends: the shards of the others, and its own mean to each of them, with `marks` bytes (None: `size`)."""
+    """Bytes that member `rank` of `size` sends: the shards of the others, and its own mean to each of them with `marks` more bytes (None: `size`)."""
     messages = [cut(codec, *span) for span in shards(codec, numel, size)]
     others = sum(packets_nbytes(of) for owner, of in enumerate(messages) if owner != rank)
     return others + (size - 1) * packets_nbytes(messages[rank], marks=size if marks is None else marks)
@@ -104,7 +104,7 @@ def _matrix(size: int) -> Message:
 
 
 def _doubles(body: Tensor) -> Tensor:
-    """Bytes at any address as fp64."""
+    """The bytes of `body`, at any address, as fp64."""
     return torch.empty(body.numel() // 8, dtype=torch.float64).view(torch.uint8).copy_(body).view(torch.float64)
 
 
@@ -130,17 +130,17 @@ class Reduction:
         self._scatter = Stage(round_, codec, number)
         self._gather = Stage(round_, codec, number + 1, marks=round_.size)
         self._products = Stage(round_, Identity(), MOST_STAGES - 2, purpose="products")
-        self._own: dict[tuple[int, int], Outgoing] = {}  # by owner and place
+        self._own: dict[tuple[int, int], Outgoing] = {}  # by owner and index of the message
 
     def expect(self) -> None:
-        """Stand ready to receive."""
+        """Post all receives."""
         self._scatter.expect(dict.fromkeys(self.peers, self.messages[self.round.rank]))
         self._gather.expect({peer: self.messages[peer] for peer in self.peers})
         if self.round.aggregate.needs_products:
             self._products.expect(dict.fromkeys(self.peers, (_matrix(self.round.size),)))
 
     def send(self, signal: Signal) -> None:
-        """Send each owner its shard, the owners in turn, from the next rank on."""
+        """Send each owner its shard, in the order of ranks from the next rank on."""
         rank, place = self.round.rank, self.members.index(self.round.rank) + 1
         owners = [*self.members[place:], *self.members[:place]]
         for index in range(max(map(len, self.messages.values()))):
@@ -150,7 +150,7 @@ class Reduction:
                     self._own[owner, index] = self._scatter.send(index, message, to, signal, self._scattered(owner))
 
     def arrive(self, settle: Settle) -> Arrival:
-        """Average the own shard, then take all means."""
+        """Average the own shard, then receive all means."""
         room = Decoder(self.round, self.codec, (message for of in self.messages.values() for message in of))
         rank = self.round.rank
         owner = Owner(self._gather, self._gathered(rank), self.messages[rank], self._feedback, self._state)
@@ -175,7 +175,7 @@ class Reduction:
         return Arrival(tuple(flags), owner.after, void)
 
     def _scattered_flags(self, index: int) -> list[int]:
-        """Wait for message `index` of the own shard from all; returns the flags of each, by rank."""
+        """Wait for message `index` of the own shard from all, and return the flags of each, by rank."""
         said, mine = self._scatter.receive(index), self._own[self.round.rank, index]
         mine.wait()
         said[self.round.rank] = mine.flags
@@ -186,7 +186,7 @@ class Reduction:
         return {peer: self._scatter.packet(index, peer) for peer in self.peers} | own
 
     def _multiply(self, room: Decoder, said: Sequence[Sequence[int]]) -> None:
-        """Tell all the inner products over the own shard, and add up those of all owners in rank order."""
+        """Send the inner products over the own shard to all, and add up those of all owners in rank order."""
         rank, size = self.round.rank, self.round.size
         messages, key, first = self.messages[rank], self._scattered(rank), self.messages[rank][0].begin
         for index, (message, flags) in enumerate(zip(messages, said)):
@@ -202,7 +202,7 @@ class Reduction:
         room.choose(total)
 
     def _average(self, index: int, flags: Sequence[int], owner: Owner, room: Decoder) -> Outgoing:
-        """Say the mean of one message of the own shard to all."""
+        """Send the mean of one message of the own shard to all."""
         packets, key = self._packets(index), self._scattered(self.round.rank)
         return owner.say(index, lambda coded: room.mean(coded, packets, key, flags=flags), flags, self.peers, room)
 

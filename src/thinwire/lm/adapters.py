@@ -79,7 +79,7 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def save_adapters(folder: Path, model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `source` is the base model's name."""
+    """Write the files for `peft.PeftModel.from_pretrained(base, folder)`; `source` is the base model's name."""
     config: Any = _base(model).peft_config["default"]  # type: ignore[index]
     config.base_model_name_or_path, config.inference_mode = source, True
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _base(model: nn.Module) -> nn.Module:
 
 
 def _adaptable(layer: nn.Module) -> bool:
-    """A matrix: torch's, or GPT-2's transposed one."""
+    """Whether `layer` is a linear layer: torch's, or GPT-2's transposed one."""
     return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
@@ -109,7 +109,7 @@ def _peft(rank: int) -> Any:
 def averaging_gap(several: Sequence[Mapping[str, Tensor]]) -> float:
     """The relative error of averaging factors instead of products: ‖mean B · mean A − mean (B·A)‖ / ‖mean (B·A)‖ over all layers.
 
-    `several` are the weights (state dicts) of replicas that were trained apart. 0 where all A are the same (as with A frozen), or
+    `several` are the weights (state dicts) of separately trained replicas. The result is 0 if all A are equal (for example frozen), or
     all B.
     """
     apart = whole = 0.0

@@ -1,7 +1,7 @@
-"""The bundled model as one of transformers: Apertus has its parts, in its order.
+"""Writes the bundled model as a model of transformers: Apertus has the same parts in the same order.
 
-RMSNorm before attention and MLP, QK-norm before rotary positions by halves, an MLP of two matrices, no biases. Its activation is
-a setting; ours is GELU by tanh. Learned positions are in no architecture of transformers that has the rest.
+It has RMSNorm before attention and MLP, QK-norm before rotary positions by halves, an MLP of two matrices, and no biases. Its
+activation is a setting; ours is GELU by tanh. No architecture of transformers has these parts and learned positions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OUTSIDE = {
 
 
 def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads. Raises `ConfigurationError` for learned positions, and where
+    """Write the files for `AutoModelForCausalLM.from_pretrained(folder)`. Raises `ConfigurationError` for learned positions, and if
     transformers is missing.
     """
     shape = model.architecture
@@ -67,7 +67,7 @@ def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> N
 
 
 def _weights(model: Transformer) -> dict[str, Tensor]:
-    """Under Apertus' names; q, k and v apart."""
+    """The weights under Apertus' names, with separate q, k and v."""
     weights: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if name in _OUTSIDE:
@@ -85,12 +85,12 @@ def _weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def _save_bytes(folder: Path) -> None:
-    """A tokenizer whose tokens are the bytes, as `AutoTokenizer.from_pretrained(folder)` reads it."""
+    """Write a tokenizer whose tokens are the bytes, for `AutoTokenizer.from_pretrained(folder)`."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # the alphabet that byte-level tokenizers write bytes in: those that can be seen as themselves, the others from 256 on
+    # the alphabet of byte-level tokenizers: printable bytes are themselves, the others are code points from 256 on
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unseen = [byte for byte in range(256) if byte not in seen]
     alphabet = {chr(byte): byte for byte in seen} | {chr(256 + n): byte for n, byte in enumerate(unseen)}

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: those of all its replicas that are here, step by step."""
+"""The checkpoints of a run's replicas in this folder, by step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointSet:
 
     step: int
     saved: tuple[Saved, ...]
-    missing: tuple[str, ...]  # replicas that have none of this step
+    missing: tuple[str, ...]  # replicas without a checkpoint of this step
 
     @property
     def when(self) -> float:
@@ -40,22 +40,22 @@ class CheckpointSet:
 
     @property
     def problems(self) -> list[str]:
-        """The problems, one a line; empty if all replicas of this folder have a whole checkpoint."""
+        """The problems, one per line; empty if all replicas of this folder have a whole checkpoint."""
         return [f"{one.replica}: {one.problem}" for one in self.saved if one.problem] + [
             f"{name} has none" for name in self.missing
         ]
 
 
 def replicas_of(folder: Path) -> list[str]:
-    """The replicas that have trained in this folder, by name: those of other machines are in the folders there."""
+    """The names of the replicas that have trained in this folder; other machines have their own folders."""
     logs = {path.stem for path in folder.glob("events/*.jsonl")}
     return sorted(logs | {path.name for path in folder.glob("checkpoints/*") if path.is_dir()})
 
 
 def list_checkpoints(folder: Path, hashes: bool = False) -> list[CheckpointSet]:
-    """By step, oldest first; files are hashed, or only their sizes are compared. The run may be going on.
+    """The checkpoints by step, oldest first. Files are hashed, or only their sizes are compared. The run may be active.
 
-    Raises `ConfigurationError` where there is no run.
+    Raises `ConfigurationError` if there is no run.
     """
     if not (folder / "run.toml").exists():
         raise ConfigurationError(
@@ -82,19 +82,21 @@ def _of_replica(folder: Path, hashes: bool) -> Iterator[Saved]:
         try:
             files = [file.stat() for file in path.iterdir()]
             when = path.stat().st_mtime
-        except OSError:  # dropped by the run just now
+        except OSError:  # the run has just deleted it
             continue
         yield Saved(folder.name, path, step_of(path), when, sum(file.st_size for file in files), problem)
 
 
 def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
-    """Delete old checkpoints, and return those that were deleted. Every file is hashed before.
+    """Delete old checkpoints, and return them. Every file is hashed first.
 
     The newest `keep` whole sets stay, and everything newer. In an elastic run `each` replica resumes from its own checkpoint, so the
     newest `keep` whole checkpoints of each stay. Raises `ConfigurationError`, and deletes nothing, if there is no whole set.
     """
     if keep < 1:
-        raise ConfigurationError(f"--prune {keep}: at least 1 is needed; 2 keeps one for when the newest is damaged.")
+        raise ConfigurationError(
+            f"--prune {keep}: at least 1 is needed; 2 keeps a second one if the newest is damaged."
+        )
     sets = list_checkpoints(folder, hashes=True)
     groups = [[saved for one in sets for saved in one.saved if saved.replica == name] for name in replicas_of(folder)]
     if each:

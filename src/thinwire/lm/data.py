@@ -1,13 +1,13 @@
-"""Text as batches: found, split, tokenised once into a cache, and read from there.
+"""Text as batches: finds files, splits them, tokenises them once into a cache, and reads batches from there.
 
     corpus = Corpus.open(["books/", "notes.jsonl"])
     tokens_BT, targets_BT = corpus.batch(seed=0, replica=1, replicas=4, step=17, batch=8, sequence=128)
 
-Without paths the text is the Python standard library: about 10 MB of code and prose that every Python has.
+Without paths the text is the Python standard library: about 10 MB of code and prose in every Python installation.
 
-The cache has one folder for each (sources, tokenizer): `tokens.bin` (flat little-endian uint8, uint16 or uint32: the
+The cache has one folder for each pair of sources and tokenizer: `tokens.bin` (flat little-endian uint8, uint16 or uint32: the
 training text, then the held-out text), `manifest.json`, and `tokenizer.json` if merges were learned. The
-process that holds its lock file writes it under another name and renames it. It may be deleted at any time.
+process with its lock file writes it under another name and renames it. It may be deleted at any time.
 
 Shapes: B batch, T sequence.
 """
@@ -40,9 +40,12 @@ from thinwire.lm.tokens import BPE, SUFFIXES, Bytes, Source, Tokenizer, dtype_of
 from thinwire.records.files import contents, parsed
 from thinwire.rng import derive
 
-FORMAT = 1  # of the cache; a new number rebuilds every cache
-SAMPLE = 256 << 20  # bytes of text that merges are learned from
-BLOCKS, BLOCK = 64, 1 << 20  # a checksum reads so many blocks, evenly spaced: opening 100 GB must not take minutes
+FORMAT = 1  # format of the cache; a new number rebuilds every cache
+SAMPLE = 256 << 20  # bytes of text from which merges are learned
+BLOCKS, BLOCK = (
+    64,
+    1 << 20,
+)  # number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
 
 
 # The cache: tokens on disk
@@ -50,7 +53,7 @@ BLOCKS, BLOCK = 64, 1 << 20  # a checksum reads so many blocks, evenly spaced: o
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache folder holds. `split` is "files" (whole files held out) or "tail" (the end of the text)."""
+    """The content of a cache folder. `split` is "files" (whole files are held out) or "tail" (the end of the text is)."""
 
     format: int
     name: str
@@ -77,7 +80,7 @@ def default_cache() -> Path:
 
 
 def _checksum(file: Path) -> str:
-    """BLAKE2b of the length and of at most BLOCKS blocks, evenly spaced: the whole of a file up to 64 MiB."""
+    """BLAKE2b of the length and of at most BLOCKS evenly spaced blocks; of the whole file up to 64 MiB."""
     size = file.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with file.open("rb") as stream:
@@ -103,9 +106,9 @@ def _load(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
 
 
 def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenizer, column: str, share: float) -> Corpus:
-    """Tokenise into a folder of another name, then rename it, so that what has the right name is whole."""
+    """Tokenise into a folder of another name, then rename it, so that a folder with the right name is whole."""
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged cache
         making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
@@ -152,19 +155,19 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold this cache folder's lock: of all threads and processes one prepares it, the others wait and then load it."""
+    """A context with this cache folder's lock: one thread or process prepares the cache, the others wait and then load it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name}.lock").open("w")
     except OSError as error:
         raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
-    with lock:  # closing it, or dying, lets it go
+    with lock:  # closing the file, or the end of the process, releases the lock
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[bytes]) -> tuple[int, int, int]:
-    """Append the tokens of `sources`; returns (tokens, files skipped, bytes), a document's end counted as one byte."""
+    """Append the tokens of `sources`. Returns (tokens, skipped files, bytes); a document's end counts as one byte."""
     dtype = dtype_of(tokenizer.vocabulary).newbyteorder("<")
     begin, skipped, nbytes = out.tell(), 0, 0
     for source in sources:
@@ -187,7 +190,7 @@ def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[
 
 
 def _sample(sources: list[Source], column: str) -> Iterator[str]:
-    """Every n-th piece of the training text, so many that about SAMPLE bytes come together."""
+    """Every n-th piece of the training text, about SAMPLE bytes in all."""
     stride = 1 + sum(source.nbytes for source in sources) // SAMPLE
     number = 0
     for source in sources:
@@ -206,7 +209,7 @@ def _sample(sources: list[Source], column: str) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised text on disk, cut into windows of `sequence` tokens. Made by `Corpus.open`; never in memory whole."""
+    """Tokenised text on disk, cut into windows of `sequence` tokens. `Corpus.open` makes it; it is never loaded as a whole."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -222,17 +225,17 @@ class Corpus:
         column: str = "text",
         held_out_share: float = 0.05,
     ) -> Corpus:
-        """Find the text and tokenise it, unless a sound cache of just this text and tokenizer is there.
+        """Find the text and tokenise it, unless there is a sound cache of this text and tokenizer.
 
-        paths            files and folders; none is the Python standard library
+        paths            files and folders; empty: the Python standard library
         tokenizer        `Bytes()` by default; an untrained `BPE` is trained on the training text
         cache            a folder; by default the user's cache folder
-        column           where .jsonl and .parquet keep the text
-        held_out_share   of the text, for evaluation: whole files, chosen by the hash of their names; where files
-                         are too few to come near this share, the end of the text (`describe` says which)
+        column           the name of the text column in .jsonl and .parquet files
+        held_out_share   share of the text for evaluation: whole files, chosen by the hash of their names; if there are too few
+                         files for this share, the end of the text (`describe` shows which)
 
-        Sources are known by path, size and time of change. Files that are not UTF-8 are skipped and counted.
-        Errors: DataError for a path that is not there, no text, a wrong column, a broken line.
+        Sources are identified by path, size and time of change. Files that are not UTF-8 are skipped and counted.
+        Errors: DataError for a missing path, no text, a wrong column, a broken line.
         """
         if not 0.0 < held_out_share <= 0.5:
             raise ConfigurationError(
@@ -253,22 +256,22 @@ class Corpus:
 
     @property
     def vocabulary(self) -> int:
-        """What the model's vocabulary must be."""
+        """The number of different tokens, which the model's vocabulary must have."""
         return self.tokenizer.vocabulary
 
     @property
     def bytes_per_token(self) -> float:
-        """Over the whole text; nats per byte = nats per token / this. A document's end counts as one byte."""
+        """Bytes per token of the whole text: nats per byte = nats per token / this. A document's end counts as one byte."""
         return self.manifest.nbytes / self.manifest.tokens
 
     @property
     def fingerprint(self) -> str:
-        """Equal where the tokens and their split are equal: what replicas compare when they should share one text."""
+        """A digest of the tokens and their split, which replicas that share one text compare."""
         known = (self.tokenizer.fingerprint, self.manifest.checksum, self.manifest.training_tokens)
         return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 
     def windows(self, sequence: int) -> int:
-        """Number of windows of the training text: stretches of `sequence` tokens and their successors."""
+        """Number of windows of the training text; a window has `sequence` tokens and the next token of each."""
         return max(0, (self.manifest.training_tokens - 1) // sequence)
 
     def batch(
@@ -284,9 +287,9 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         """tokens_BT and targets_BT (int64; the targets are the next tokens) of a replica's `step`, counted from 0.
 
-        A pure function of its arguments. Replica m owns the windows m, m + replicas, ...: what two replicas read
-        never overlaps. It reads each of its windows once an epoch, in its own order, which is new in every epoch.
-        A replica of several ranks passes `shard` of `shards`: its rows of the same batch.
+        A pure function of its arguments. Replica m owns the windows m, m + replicas, ..., so the windows of two replicas
+        never overlap. It reads each of its windows once per epoch, in an order that differs between replicas and epochs.
+        A rank of a sharded replica passes `shard` of `shards`, and gets its rows of the same batch.
         """
         for given, low, high, name in (
             (replica, 0, replicas, "replica"), (shard, 0, shards, "shard"),
@@ -315,7 +318,7 @@ class Corpus:
     def held_out(self, batch: int, sequence: int, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Batches of the held-out text, evenly spread over it, at most `limit`; the same on every replica.
 
-        Only full batches, so that their mean is the mean over tokens; one smaller batch if the text has no full one.
+        All batches are full, so that their mean is the mean over tokens; if the text has no full batch, there is one smaller one.
         """
         first, count = self.manifest.training_tokens, self.manifest.tokens - self.manifest.training_tokens
         windows = max(0, (count - 1) // sequence)
@@ -334,7 +337,7 @@ class Corpus:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def describe(self) -> dict[str, str | int | float]:
-        """What the text is, for display."""
+        """Facts about the text, for display."""
         held_out = {"files": f"{self.manifest.held_out_files} whole files", "tail": "the end of the text"}
         return {
             "text": self.manifest.name,

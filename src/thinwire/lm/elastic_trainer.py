@@ -1,4 +1,4 @@
-"""Training as one member of an elastic run, in which replicas come and go."""
+"""Training as one member of an elastic run, which replicas may join and leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.lm.trainer import Trainer
 from thinwire.membership import Membership
 from thinwire.replica import Replica
 
-MOST_NAMED = 1000  # ranges of samples in a summary
+MOST_NAMED = 1000  # most ranges of samples in a summary
 
 
 class ElasticTrainer(Trainer):
@@ -33,7 +33,7 @@ class ElasticTrainer(Trainer):
         run, log, strategy = self.run, self.log, self.run.make_strategy()
         self._named: dict[str, list[list[Any]]] = {"lost": [], "returned": []}
         fragments = strategy.partition.fragments(self.model)
-        self._log_start(strategy, fragments)  # before the first contact, which may take long
+        self._log_start(strategy, fragments)  # before the first contact, which may take a long time
         self._timeouts = AdaptiveTimeouts(strategy, run.placement, fragments, self._time_a_step())
         reader = self._lease()
         if reader:
@@ -64,7 +64,7 @@ class ElasticTrainer(Trainer):
         return replica
 
     def _time_a_step(self) -> float:
-        """Seconds of an inner step, about; the first one, which allocates and compiles, is not counted."""
+        """Approximate seconds of an inner step; the first one, which allocates and compiles, is not counted."""
         torch.autograd.backward(mean_of(self._loss(0)))
         began = time.monotonic()
         torch.autograd.backward(mean_of(self._loss(0)))
@@ -113,7 +113,7 @@ class ElasticTrainer(Trainer):
         return True
 
     def _wait_for_others(self) -> None:
-        """Keep the final state for members that are missing, until they have it, the time is over or a stop is asked for."""
+        """Keep the final state for missing members, until they have it, the time is over or a stop is requested."""
         while not self.group.closed and not self.place.stop.is_set():
             time.sleep(0.05)  # not stop.wait: see `join` in lm/membership.py
 

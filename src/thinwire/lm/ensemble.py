@@ -1,6 +1,6 @@
 """An ensemble of experts as a folder: ENSEMBLE/DOMAIN is the run of one expert, and has an expert.json beside its model.
 
-There is no list of the experts. So several can be trained at once, on machines that know nothing of each other, and adding one
+There is no list of the experts. So several can be trained at once, on machines that do not communicate, and adding one
 changes no file of the others. expert.json is written last: a folder without it is not an expert yet.
 """
 
@@ -34,16 +34,16 @@ from thinwire.lm.tokens import Tokenizer
 from thinwire.lm.trained import TrainedModel
 from thinwire.records.files import contents, opened, parsed
 
-FORMAT = 1  # of expert.json
+FORMAT = 1  # format of expert.json
 FILE = "expert.json"
 DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Expert:
-    """The content of expert.json. `sha256` is that of model.safetensors, `parent` that of the model from which the expert branched, or "".
+    """The content of expert.json. `sha256` is the digest of model.safetensors, `parent` that of the model from which the expert branched,
 
-    `tokens` and `flops` are those of the expert's own training, of all its replicas.
+    or "". `tokens` and `flops` count the expert's own training, all replicas together.
     """
 
     domain: str
@@ -131,11 +131,11 @@ class Ensemble:
 
     @property
     def sequence(self) -> int:
-        """The longest that each expert was trained with, in tokens."""
+        """The longest sequence with which every expert was trained, in tokens."""
         return min(expert.sequence for expert in self.experts)
 
     def mean(self) -> TrainedModel | None:
-        """One model whose weights are the mean of all experts'; None where their shapes differ."""
+        """One model whose weights are the mean of all experts'; None if their shapes differ."""
         states = [model.state_dict() for model in self.models]
         shapes = [{name: value.shape for name, value in state.items()} for state in states]
         heads = {getattr(getattr(model, "architecture", None), "heads", 0) for model in self.models}
@@ -157,7 +157,7 @@ class Ensemble:
 
 
 def enter(folder: Path, run: Run, tokens: int, parent: str) -> Expert:
-    """Make the finished run in `folder` an expert for the domain that its folder is named after, and return it."""
+    """Make the finished run in `folder` an expert for the domain with the folder's name, and return it."""
     model = make_model(ModelSpec(model=model_in(folder)), run.data.sequence, 0, _vocabulary(folder))
     flops, parameters = tokens * flops_per_token(model, run.data.sequence), sum(p.numel() for p in model.parameters())
     expert = Expert(folder.name, sha256_of(folder), parent, parameters, run.data.sequence, tokens, float(flops))
@@ -185,7 +185,7 @@ def sha256_of(folder: Path) -> str:
 
 
 def flops_per_token(model: nn.Module, sequence: int) -> int:
-    """Floating-point operations to train on one token: of a built-in size as it counts them, otherwise 6 for each parameter."""
+    """Floating-point operations to train on one token: a built-in size counts them; for other models 6 for each parameter."""
     if isinstance(model, Transformer):
         return model.architecture.flops_per_token(sequence)
     return 6 * sum(parameter.numel() for parameter in model.parameters())
@@ -196,7 +196,7 @@ def _vocabulary(folder: Path) -> int:
 
 
 def _mean(values: Sequence[Tensor]) -> Tensor:
-    """The mean in fp64, rounded once. For integer values: the first model's."""
+    """The mean in fp64, rounded once. Integer values are taken from the first model."""
     if not values[0].is_floating_point():
         return values[0]
     return torch.stack([value.double() for value in values]).mean(0).to(values[0].dtype)

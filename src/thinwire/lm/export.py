@@ -1,4 +1,4 @@
-"""The file that `thinwire train` leaves, RUN/model.safetensors, and a model from it to be trained further."""
+"""Writes the trained model, RUN/model.safetensors, and loads it for further training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thinwire.records.files import opened, parsed, save_file
 
 
 def described(path: str | Path) -> Mapping[str, Any]:
-    """What the file says of its model: size, vocabulary, positions, context, its tokenizer's fingerprint. Raises `ModelError`."""
+    """The file's metadata about its model: size, vocabulary, positions, context, its tokenizer's fingerprint. Raises `ModelError`."""
     if (Path(path).parent / "config.json").exists():
         raise ModelError(
             f"{path} is beside a config.json: a model of transformers, which is loaded by its folder; give --model hf:{Path(path).parent}."
@@ -57,14 +57,14 @@ def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transforme
     said = described(path)
     if said["vocabulary"] != vocabulary:
         raise ConfigurationError(
-            f"{path} knows {said['vocabulary']} tokens, the tokenizer has {vocabulary}; take the tokenizer that it was trained with (--tokenizer)."
+            f"{path} has {said['vocabulary']} tokens, the tokenizer has {vocabulary}; take the tokenizer that it was trained with (--tokenizer)."
         )
     size = SIZES[said["model"]]
     context = max(said.get("context", size.context), sequence)
     shape = dataclasses.replace(size, vocabulary=vocabulary, positions=said["positions"], context=context)
     model = Transformer(shape)
     try:
-        # on meta, where a run is only looked at, copying would do nothing, with a warning for each tensor
+        # on the device "meta", when a run is only inspected, copying would do nothing and give a warning for each tensor
         model.load_state_dict(load_file(path), assign=model.embedding.weight.is_meta)
     except RuntimeError as error:
         raise ModelError(f"{path} does not fit the model that it names: {error}") from None
@@ -73,7 +73,7 @@ def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transforme
 
 @contextmanager
 def draft_folder(folder: Path, what: str) -> Iterator[Path]:
-    """A folder to write `what` into; at the end its files take their places in `folder`, one by one, the model last."""
+    """A context with a folder for `what`. At its end the files are renamed into `folder` one by one, the model last."""
     draft = Path(tempfile.mkdtemp(prefix=f".{what}-", dir=folder))
     try:
         yield draft
@@ -92,10 +92,10 @@ def store(
     writer: str,
     mark: str = "",
 ) -> None:
-    """Write `weights` (a state dict of `model`, made of `spec`) to folder/model.safetensors; with LoRA merged, and the adapters
-    by themselves, in peft's form, to folder/adapter; a `mark` such as .stale is added to both names. A Hugging Face model is
-    written as transformers reads it.
-    Several replicas may do so at once, each with its own `writer` name. Raises `CheckpointError`.
+    """Write `weights` (a state dict of `model`, made by `spec`) to folder/model.safetensors. LoRA adapters are merged into them, and
+    also written separately, in peft's form, to folder/adapter. A `mark` such as .stale is added to both names. A Hugging Face
+    model is written in the form of transformers.
+    Several replicas may write at once, each with its own `writer` name. Raises `CheckpointError`.
     """
     whole = merged(model, weights) if spec.lora else weights
     path = folder / f"model{mark}.safetensors"
@@ -105,7 +105,7 @@ def store(
                 save_model(draft, model, whole, tokenizer.fingerprint)
                 (draft / "model.safetensors").replace(draft / path.name)
             else:
-                # one entry: safetensors writes several in no fixed order, and the same run must give the same bytes
+                # one entry, because safetensors writes several in no fixed order, and equal runs must give equal bytes
                 said = {"thinwire": json.dumps(_description(spec, tokenizer, model))}
                 save_file(whole, draft / path.name, said)
         if spec.lora:
@@ -117,16 +117,16 @@ def store(
 
 
 def store_as_dcp(folder: Path, spec: ModelSpec, model: nn.Module) -> None:
-    """Write the weights of `model` to `folder` in the format of torch.distributed.checkpoint, as {"model": state dict}; LoRA merged.
+    """Write the weights of `model` to `folder` in the format of torch.distributed.checkpoint, as {"model": state dict}, with merged LoRA.
 
-    Its `.metadata` is a pickle, as torch writes it: so nothing here reads it.
+    torch writes its `.metadata` as a pickle, so nothing here reads it.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and for this alone
+    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and needed here only
 
     weights = model.state_dict()
     whole = merged(model, weights) if spec.lora else weights
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is how one process saves
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves without it
         with draft_folder(folder, "export") as draft:
             save({"model": dict(whole)}, checkpoint_id=draft, no_dist=True)
 

@@ -1,4 +1,4 @@
-"""Training as one replica of a fixed group, which is there from the first step to the last."""
+"""Training as one replica of a fixed group, whose replicas are the same from the first step to the last."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FixedTrainer(Trainer):
             self._log_start(attached.strategy, attached.fragments)
             return attached
         strategy = self.run.make_strategy()
-        self._log_start(strategy, strategy.partition.fragments(self.model))  # before kernels are compiled
+        self._log_start(strategy, strategy.partition.fragments(self.model))  # before the kernels are compiled
         tokens = self.run.data.tokens if self.run.placement.weigh == "tokens" else None
         return Replica(
             strategy, self.model, self.optimizer, self.group, tokens=tokens,
@@ -68,7 +68,7 @@ class FixedTrainer(Trainer):
         return False
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        # If each replica has read as much as it could, no single position describes all.
+        # If replicas have different speeds, no single position describes all.
         unequal = isinstance(self.replica, Attached) and self.replica.own_steps
         return super()._summary(stopped) | ({"samples": {}} if unequal else {})
 

@@ -28,7 +28,7 @@ MODEL, STATES = "model.safetensors", "thinwire-states.json"
 class Followed:
     """A version that has arrived. `nbytes` were fetched for it, the list included; a full copy of its weights has `full_nbytes`.
 
-    `copied`: fragments that were fetched as full copies. `first`: the first version of this follower.
+    `copied`: number of fragments that were fetched as full copies. `first`: whether it is this follower's first version.
     """
 
     version: int
@@ -42,11 +42,11 @@ class Followed:
 
 
 class WeightsFollower:
-    """Keeps the folder `out` at the newest version that `source` has.
+    """Keeps the folder `out` at the newest version of `source`.
 
-    `out` is a symbolic link to the folder of a version beside it, so it changes atomically. The folder of the version before
-    stays until the next one, for processes that are reading it. After a restart the follower resumes from the version that it finds in
-    `out`, and from objects that were fetched in part.
+    `out` is a symbolic link to the folder of a version beside it, so it changes atomically. The folder of the previous version
+    stays until the next one, for processes that are reading it. After a restart the follower resumes from the version in
+    `out`, and from partly fetched objects.
 
     Raises:
         ConfigurationError: `out` exists, and is no such link.
@@ -61,14 +61,14 @@ class WeightsFollower:
             out.rmdir()
         self._parts = self._room / "parts"
         self._parts.mkdir(parents=True, exist_ok=True)
-        self._states: dict[int, tuple[str, Bits]] = {}  # of each fragment: its name and its values
+        self._states: dict[int, tuple[str, Bits]] = {}  # name and values of each fragment's state
         self._layout: tuple[Resource, Layout, dict[str, Tensor]] | None = None
         self._read = b""
-        self._nbytes = 0  # fetched since the last version
+        self._nbytes = 0  # bytes fetched since the last version
         self._first = True
 
     def update(self) -> Followed | None:
-        """Fetch what is new, and replace the folder; None if there is nothing new.
+        """Fetch the newest version, and replace the folder; None if there is nothing new.
 
         Raises `DataError` if an object of the list was deleted (the next update reads the list again), and `PacketError` for an object that
         does not match its digest; the folder stays as it was.
@@ -110,7 +110,7 @@ class WeightsFollower:
         return values, copied
 
     def _fetch(self, what: Resource) -> bytes:
-        """Fetch an object and verify it; a part that arrived before is not fetched again. Raises `PacketError`, `DataError`."""
+        """Fetch an object and verify it; a part that has arrived before is not fetched again. Raises `PacketError`, `DataError`."""
         path = self._parts / what.digest
         with path.open("ab") as file:
             for chunk in self._source.read(what.digest, file.tell()) if file.tell() < what.nbytes else ():
@@ -139,7 +139,7 @@ class WeightsFollower:
         return self._layout[1:]
 
     def _find_states(self, places: Sequence[TensorPlace], fragments: int) -> None:
-        """Load the fragments from the version in the folder, as far as it has them; a state's name is the hash of its values."""
+        """Load the fragments that the version in the folder has; a state's name is the hash of its values."""
         model = self._out / MODEL
         if not model.is_file():
             return

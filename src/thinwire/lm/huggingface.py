@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model and its tokenizer, behind the same calls as our own.
+"""Any Hugging Face causal language model and its tokenizer, with the same interface as our own.
 
     model = hugging_face("llama", vocabulary=256, hidden_size=128, num_hidden_layers=4)   # fresh, no hub
     model = hugging_face("checkpoints/my-model")                                          # a local folder
@@ -33,7 +33,7 @@ from thinwire.lm.tokens import dtype_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-UNBOUNDED = 1 << 20  # the context of a model that names none (a recurrent one)
+UNBOUNDED = 1 << 20  # the context of a model without a limit (a recurrent one)
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")  # a folder with none of these is a config alone
 TOKENIZERS = (
     "tokenizer.json",
@@ -41,13 +41,13 @@ TOKENIZERS = (
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
-)  # any one will do
+)  # one of these is enough
 
 
 class HuggingFace(nn.Module):
-    """A causal language model of transformers as tokens_BT, targets_BT → `Output`; made by `hugging_face`.
+    """A causal language model of transformers as tokens_BT, targets_BT → `Output`. `hugging_face` makes it.
 
-    Our targets are the next tokens already, so the model's own `labels`, which it would shift once more, are not
+    Our targets are already the next tokens, so the model's own `labels`, which it would shift again, are not
     used: the loss is the mean cross entropy in fp32, nats per token, in training and evaluation alike.
     """
 
@@ -76,15 +76,15 @@ class HuggingFace(nn.Module):
 def hugging_face(
     source: str | Path | PretrainedConfig, vocabulary: int | None = None, seed: int = 0, **options: Any
 ) -> HuggingFace:
-    """The model that `source` names.
+    """Make the model that `source` names.
 
     source       a transformers configuration, or the name of a kind of model ("llama", "gpt2"): fresh parameters;
                  a folder: its parameters, or fresh ones if it has only config.json;
                  a name with a slash: fetched from the hub
-    vocabulary   tokens the data's tokenizer has: checked, and taken for a kind that `options` gives no vocab_size
-    seed         of fresh parameters. transformers draws normal numbers, whose last bit may differ between
-                 processors: replicas on unlike machines start from one saved folder.
-    options      of the configuration, for a kind of model
+    vocabulary   number of tokens of the data's tokenizer: checked, and used for a kind of model without vocab_size in `options`
+    seed         seed of fresh parameters. transformers draws normal numbers, whose last bit may differ between
+                 processors: replicas on different machines must start from one saved folder.
+    options      options of the configuration, for a kind of model
 
     Errors: ConfigurationError without transformers, for an unknown name, or a vocabulary that is too small;
     ModelError for a folder that cannot be loaded.
@@ -114,9 +114,9 @@ def hugging_face(
 def outline(
     source: str | Path | PretrainedConfig, vocabulary: int | None = None, device: torch.device | None = None
 ) -> HuggingFace:
-    """The model that `source` names, without values: only its configuration is read (or fetched from the hub), never weights.
+    """The model that `source` names, without values: only its configuration is read (or fetched from the hub), no weights.
 
-    On the device "meta", or on the given one (for torch's fake tensors). Errors: as `hugging_face`.
+    It is on the device "meta", or on the given one (for torch's fake tensors). Errors: like `hugging_face`.
     """
     transformers = _transformers(source)
     config, _ = _configuration(transformers, source, vocabulary, {})
@@ -136,37 +136,39 @@ def outline(
 
 
 def save_model(folder: Path, model: HuggingFace, weights: Mapping[str, Tensor], tokenizer: str) -> None:
-    """Write what `AutoModelForCausalLM.from_pretrained(folder)` reads: `weights`, under the names of this model's state dict without
-    adapters, the configuration and what else belongs to it. `tokenizer`: the fingerprint of the one it was trained with.
+    """Write the files for `AutoModelForCausalLM.from_pretrained(folder)`: `weights`, under the names of this model's state dict without
+    adapters, the configuration and further files. `tokenizer`: the fingerprint of the tokenizer of its training.
     """
     inner: Any = model.model
     state = {name.removeprefix("model."): value.contiguous() for name, value in weights.items()}
     first: dict[int, str] = {}
-    for name, value in inner.state_dict(keep_vars=True).items():  # tied ones are written once
+    for name, value in inner.state_dict(keep_vars=True).items():  # tied weights are written once
         if name in state:
             state[name] = state[first.setdefault(id(value), name)]
     _in_fp32(inner.config)
     inner.config.thinwire = {"tokenizer": tokenizer}
     with _quiet(_transformers(folder)):
         inner.save_pretrained(str(folder), state_dict=state, max_shard_size="1000TB")  # one file
-    modes = stat.S_IMODE((folder / "config.json").stat().st_mode)  # safetensors leaves what its owner alone may read
+    modes = stat.S_IMODE(
+        (folder / "config.json").stat().st_mode
+    )  # safetensors makes files that only their owner can read
     (folder / "model.safetensors").chmod(modes)
 
 
 def has_weights(source: str) -> bool:
-    """Whether `source` names trained parameters: a folder that has some, or a name on the hub."""
+    """Whether `source` names trained parameters: a folder with weights, or a name on the hub."""
     folder = Path(source)
     return any(next(folder.glob(name), None) for name in WEIGHTS) if folder.is_dir() else "/" in source
 
 
 def own_tokenizer(source: str) -> tuple[str, str | None] | None:
-    """The tokenizer that belongs to the model `source`, as --tokenizer takes it, and its fingerprint if the model says it."""
+    """The tokenizer of the model `source`, as --tokenizer takes it, and its fingerprint if the model's files have it."""
     folder = Path(source)
     if not folder.is_dir():
         return (f"hf:{source}", None) if "/" in source else None
     try:
         said = json.loads((folder / "config.json").read_text())["thinwire"]["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError):  # not written by Thinwire
+    except (OSError, ValueError, KeyError, TypeError):  # a model that Thinwire did not write
         return (f"hf:{source}", None) if any((folder / name).exists() for name in TOKENIZERS) else None
     kind = str(said).partition("-")[0]
     return {"bytes": "bytes", "bpe": f"bpe:{folder / 'tokenizer.json'}"}.get(kind, f"hf:{source}"), str(said)
@@ -280,7 +282,7 @@ def _configuration(
 
 
 def _why(source: object, error: Exception) -> str:
-    """Why transformers found nothing: a path that is not there is no odd name of the hub."""
+    """The reason why transformers found nothing. A missing path is reported as such, not as an invalid name of the hub."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)) and not Path(str(source)).is_dir():
         return "there is no such folder"
     return str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow

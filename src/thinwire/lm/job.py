@@ -1,4 +1,4 @@
-"""The job of a run, and a look at all of it before any replica is started."""
+"""The job of a run, and its checks before any replica is started."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from thinwire.strategy import Gradients
 
 
 def open_job(run: Run, folder: Path | None = None) -> Job:
-    """What `run` trains: the user's own file, or a language model on text. `folder`: the run's, which may hold the tokenizer that it
-    began with.
+    """The job of `run`: the user's own file, or a language model on text. `folder`: the run's folder, which may hold its
+    tokenizer.
     """
     if run.model.job:
         return OwnJob(run.model.job, run.seed, run.data.batch, run.data.eval_batches)
@@ -36,8 +36,8 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
 
 
 def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Run, str]:
-    """As `check`; also `run` with deltas that count their tokens where its job packs documents and nothing else is asked for, and a line
-    on it, or "".
+    """Like `check`. Also returns `run` with deltas weighed by their tokens, if its job packs documents and no other weights are set, and a
+    line about that, or "".
     """
     each = dict.fromkeys(run.of_replica(rank) for rank in range(run.placement.replicas))
     if run.model.models:
@@ -45,7 +45,7 @@ def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Ru
         if len(set(told.values())) > 1:
             named = ", ".join(f"{model} {fingerprint}" for model, fingerprint in told.items())
             raise ConfigurationError(
-                f"models={run.model.models} with unlike tokenizers ({named}): predictions are of tokens, so all need the same one; choose models "
+                f"models={run.model.models} with different tokenizers ({named}): predictions are of tokens, so all need the same one; choose models "
                 "that were trained with it, or give --tokenizer."
             )
     jobs = [open_job(one, folder) for one in each]
@@ -56,15 +56,15 @@ def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Ru
 
 
 def _weighed(run: Run) -> tuple[Run, str]:
-    """Of a job that packs. Gradients are of the loss over all tokens already; a method with its own loop weighs in its own way."""
+    """See `check_and_weigh`. Gradients are already those of the loss over all tokens; a method with its own loop has its own weights."""
     if run.placement.weigh or run.make_method():
         return run, ""
     strategy = run.make_strategy()
     if isinstance(strategy.signal, Gradients):
         return run, ""
     if what := cannot_weigh(strategy):
-        return run, f"deltas count alike, though packed batches have unlike numbers of tokens, because of {what}"
-    told = "deltas count the tokens behind them, because the job packs documents; --weigh alike: all count alike"
+        return run, f"deltas weigh 1, though packed batches have different numbers of tokens, because of {what}"
+    told = "the weight of a delta is its number of tokens, because the job packs documents; --weigh alike: all weigh 1"
     return run.changed(weigh="tokens"), told
 
 
@@ -101,15 +101,15 @@ def _check(run: Run, job: Job) -> nn.Module:
     Calendar(
         strategy.schedule, len(strategy.partition.fragments(model)), lambda step: learning_rate(run, step)
     ).departs(1)
-    strategy.exchange.init(strategy.codec, 0, 0, run.placement.replicas)  # sites of another group are refused here
-    strategy.aggregate.check(run.placement.replicas)  # and groups with too few for the liars that are stated
+    strategy.exchange.init(strategy.codec, 0, 0, run.placement.replicas)  # refuses the sites of another group
+    strategy.aggregate.check(run.placement.replicas)  # refuses groups that are too small for the stated number of liars
     if strategy.privacy:
-        strategy.privacy.epsilon(1)  # an accountant that is missing is missed here
+        strategy.privacy.epsilon(1)  # raises an error if the accountant is not installed
     return model
 
 
 def _check_own_optimizer(run: Run) -> None:
-    """Raise `ConfigurationError` where a job's own optimizer has a rival."""
+    """Raise `ConfigurationError` if a job has its own optimizer and the run sets another."""
     made = run.method.composition(run.optimizer.clip)
     rival = f"optimizer={run.optimizer.optimizer!r}" if run.optimizer.optimizer else ""
     if run.make_method() or getattr(made, "inner", None) is not None:

@@ -1,6 +1,6 @@
-"""Start a run's replicas: as threads, as processes of this machine, or as the process that torchrun started here.
+"""Starts a run's replicas: as threads, as processes of this machine, or as the process that torchrun started here.
 
-Every way ends in `train_here`, so that a run file does the same on any of them.
+All of them end in `train_here`, so a run file gives the same result with each.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from thinwire.records.printable import printable_lines
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"
-_GRACE = 20.0  # seconds that the others get to end by themselves when one replica has failed
+_GRACE = 20.0  # seconds after a replica's failure in which the others may end by themselves
 
 
 class Stop(threading.Event):
-    """Set when the run is to stop. `number`: the signal that asked for it; SIGTERM where another process of the run was asked."""
+    """Set when the run must stop. `number`: the signal that requested it; SIGTERM if another process of the run received it."""
 
     number: int = signal.SIGTERM
 
     @property
     def exit_code(self) -> int:
-        """What the shell would say of a process that the signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
+        """The shell's exit code of a process that the signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
         return 128 + self.number
 
 
 def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
-    """Make the run folder and write its run file. Raises `ConfigurationError` rather than mix two runs.
+    """Make the run folder and write its run file. Raises `ConfigurationError` if it holds another run.
 
     On several machines every process calls it for its `replica`, because each machine has its own folder.
     """
@@ -75,7 +75,7 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
 
 
 def set_aside(folder: Path, replica: str = "*") -> None:
-    """Set aside a run's checkpoints before it begins again in its folder; none is deleted."""
+    """Rename a run's checkpoints before it begins again in its folder; none is deleted."""
     for own in folder.glob(f"checkpoints/{replica}"):
         number = next(n for n in itertools.count(1) if not (folder / f"checkpoints-{n}" / own.name).exists())
         (folder / f"checkpoints-{number}").mkdir(exist_ok=True)
@@ -90,7 +90,7 @@ def torchrun_place() -> tuple[int, int] | None:
 
 
 def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None) -> dict[str, Any]:
-    """Be the rank that torchrun's environment says, from joining the world to leaving it."""
+    """Train as the rank in torchrun's environment, from joining the world to leaving it."""
     stop = stop or Stop()
     with joined(run.placement.replicas, run.placement.timeout, parse_link(run.placement.uplink)) as group:
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -167,7 +167,7 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
     thread = threading.Thread(target=body, name="thinwire-replicas")
     with stopping(stop):
         thread.start()
-        # Not `join`: Python 3.11 takes a thread for ended whose `join` was interrupted, and would leave without it.
+        # Not `join`: in Python 3.11 a thread whose `join` was interrupted counts as ended, and the process would exit without it.
         while not done.is_set():
             try:
                 done.wait(0.2)
@@ -185,7 +185,7 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 
 
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
-    """One process a replica on this machine, in the environment that torchrun would give it. Their output goes to RUN/logs."""
+    """Run one process for each replica on this machine, in the environment that torchrun would set. Their output goes to RUN/logs."""
     replicas, port = run.placement.replicas, _free_port()
     command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
     own = [
@@ -199,9 +199,9 @@ def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop
 def run_processes(
     run: Run, folder: Path, replicas: Sequence[tuple[list[str], dict[str, str]]], tick: Tick, stop: Stop | None = None
 ) -> None:
-    """One process a replica: its command, and what its environment has beside this one's. Their output goes to RUN/logs."""
+    """Run one process for each replica: its command, and its variables in addition to this environment. Their output goes to RUN/logs."""
     stop = stop or Stop()
-    open_job(run.of_replica(0), folder)  # once, before all of them want its text tokenised; a mistake in it shows here
+    open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     processes, begins = [], []
@@ -224,7 +224,7 @@ def run_processes(
         end(processes)
         raise
     if stop.is_set() and any(process.returncode in (130, -signal.SIGINT) for process in processes):
-        raise KeyboardInterrupt(stop.number)  # one had not begun, or would not wait
+        raise KeyboardInterrupt(stop.number)  # a replica had not begun, or did not wait
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
         last = {rank: _last_words(folder / f"logs/replica-{rank}.txt", begins[rank]) for rank in failed}
         raise_for_job(last.values())
@@ -238,14 +238,14 @@ def threads_each(replicas: int) -> int:
 
 
 def sharing_cores(replicas: int) -> dict[str, str]:
-    """The environment for `replicas` processes on this machine: without it each takes all cores, and spins while it waits."""
+    """The environment for `replicas` processes on this machine: without it each would use all cores, and spin while it waits."""
     return {"OMP_NUM_THREADS": str(threads_each(replicas)), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop) -> list[int]:
-    """Wait for all, and return the ranks that would not end when another had failed.
+    """Wait for all, and return the ranks that did not end when another had failed.
 
-    The first Ctrl-C (or SIGTERM) is passed on: the replicas agree on where to stop. The second ends them.
+    The first Ctrl-C (or SIGTERM) is forwarded: the replicas agree on the step of the stop. The second ends them.
     """
     passed_on, first_failure = False, None
     silent: list[int] = []
@@ -280,7 +280,7 @@ def _last_words(log: Path, begin: int) -> str:
 
 
 def raise_for_job(last_words: Iterable[str]) -> None:
-    """Raise the `JobError` that a replica said last, if one did: then nothing else matters."""
+    """Raise the `JobError` at the end of a replica's output, if there is one, because it is the cause of all others."""
     kind = f"{JobError.__name__}: "
     for words in last_words:
         if words.startswith(kind):
@@ -288,7 +288,7 @@ def raise_for_job(last_words: Iterable[str]) -> None:
 
 
 def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str:
-    """What the replicas that failed by themselves said last: not those that only lost their peer."""
+    """The last words of the replicas that failed by themselves, without those that only lost their peer."""
     causes = [rank for rank in last if "LinkError" not in last[rank]] or list(last)
     lines = []
     for words in dict.fromkeys(last[rank] for rank in causes):  # equal messages of several replicas are shown once
@@ -296,8 +296,8 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
         who = f"replica{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}"
         lines.append(f"{who} (exit code {', '.join(str(codes[rank]) for rank in alike)}): {words}")
     whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
-    advice = " Go on from the last checkpoint with --resume." if whole else ""
-    return "\n".join([*lines, f"All they said is in {folder / 'logs'}.{advice}"])
+    advice = " Resume from the last checkpoint with --resume." if whole else ""
+    return "\n".join([*lines, f"Their whole output is in {folder / 'logs'}.{advice}"])
 
 
 @contextmanager
@@ -322,7 +322,7 @@ def stopping(stop: Stop) -> Iterator[None]:
 
 
 def stop_with_the_launcher(stop: threading.Event) -> None:
-    """A launcher that was killed cannot pass anything on: stop as after Ctrl-C when it is gone."""
+    """Stop as after Ctrl-C when the launcher is gone, because a killed launcher cannot forward a signal."""
     launcher = os.getppid()
     while os.getppid() == launcher:
         time.sleep(1.0)
@@ -342,7 +342,7 @@ def main() -> int:
 
 
 def as_replica(train: Callable[[Stop], object]) -> int:
-    """What a process that `run_processes` started does: train, and end with the launcher. Returns the exit code."""
+    """Train in a process that `run_processes` started, and end with the launcher. Returns the exit code."""
     stop = Stop()
     threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:

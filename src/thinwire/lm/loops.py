@@ -16,7 +16,7 @@ from thinwire.replica import Replica
 
 
 def check_method(run: Run, method: Method) -> None:
-    """Raise `ConfigurationError` where `method` cannot serve `run`."""
+    """Raise `ConfigurationError` if `method` cannot train `run`."""
     if isinstance(method, Codistill):
         if run.model.job:
             raise ConfigurationError(
@@ -55,8 +55,8 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
 
 
 def evaluated(replica: object) -> str:
-    """What it holds while it is evaluated: `anchors`, which all agree on; in gossip its `own` weights, and at the end the `mean` over all
-    replicas; `each` where every replica has another model; or only `start`, where its round began.
+    """The weights that are evaluated: the `anchors`, on which all agree; in gossip the replica's `own` weights, and at the end the `mean`
+    over all replicas; `each` if every replica has another model; or the `start` of its round.
     """
     if isinstance(replica, Attached):
         return replica.evaluated
@@ -77,7 +77,7 @@ def model_folder(run: Run, job: Job, place: Place | ElasticPlace, replica: objec
 
 
 def micro_batches(accumulate: int, replica: object) -> float:
-    """Micro-batches of an inner step, in the mean over all replicas."""
+    """Micro-batches of an inner step, as the mean over all replicas."""
     if isinstance(replica, ZerothOrder):
         return replica.samples
     return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)

@@ -30,7 +30,7 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class AtLighthouse:
-    """At `address`, with the run secret in the file `secret`."""
+    """A lighthouse at `address`, with the run secret in the file `secret`."""
 
     address: str
     secret: Path | None = None
@@ -46,7 +46,7 @@ class AtLighthouse:
 
 @dataclass(frozen=True)
 class AtHub:
-    """At the hub whose token is in the file `token`, in the run called `run` there; `keys` keeps the replicas' keys."""
+    """The run `run` at the hub whose token is in the file `token`; `keys` keeps the replicas' keys."""
 
     token: Path
     keys: Path
@@ -68,7 +68,7 @@ class AtHub:
 
 
 def meeting_of(words: Sequence[str]) -> Meeting:
-    """What `words()` said."""
+    """The meeting place that these `words()` describe."""
     kind, *rest = words
     if kind == "hub":
         return AtHub(Path(rest[0]), Path(rest[1]), rest[2])

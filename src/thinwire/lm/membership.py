@@ -23,7 +23,7 @@ from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Adaptive, Schedule
 from thinwire.strategy import Strategy
 
-QUIET_SECONDS = 3.0  # a member may be late for so long before it is reported
+QUIET_SECONDS = 3.0  # seconds that a member may be late before it is reported
 REPEAT_SECONDS = 30.0  # before the same reason is reported again
 
 
@@ -37,7 +37,7 @@ class MemberSpec:
 
 
 def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:
-    """Bytes that one replica sends for the largest fragment; the most, where sizes vary."""
+    """The most bytes that one replica sends for the largest fragment."""
     return max(strategy.nbytes_per_period([fragment], replicas) for fragment in fragments)
 
 
@@ -50,7 +50,7 @@ def timeouts(
 
 
 def heartbeat_timeout(schedule: Schedule | Adaptive, link: str) -> float:
-    """What a lighthouse for a run is to be told. It depends on the link alone."""
+    """The heartbeat timeout of a lighthouse for a run. It depends on the link only."""
     return Timeouts.of(schedule.every, schedule.delay, 0.0, 0, parse_link(link)).heartbeat_timeout
 
 
@@ -64,7 +64,7 @@ def make_membership(
     steps: int,
     saved: Mapping[str, Any],
 ) -> Membership:
-    """The membership of one replica: `facts` must be alike on all, beside code, strategy and model. A run has `steps` steps. `saved`:
+    """The membership of one replica: `facts` must be equal on all, like code, strategy and model. A run has `steps` steps. `saved`:
     the facts of this replica's checkpoint; empty if it has none.
     """
     times = replace(times, view=min(times.view, placement.timeout))
@@ -85,7 +85,7 @@ def make_membership(
 
 
 class RetryReporter:
-    """Reports as retry events what keeps a membership from a view for longer than `QUIET_SECONDS`: each reason once in `REPEAT_SECONDS`.
+    """Reports reasons that delay a view for longer than `QUIET_SECONDS` as retry events: each reason once in `REPEAT_SECONDS`.
 
     `step` returns the present inner step.
     """

@@ -27,7 +27,7 @@ class Place:
     shards: int = 1
     gpu: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
-    alone: bool = False  # in its folder: the other replicas write theirs elsewhere
+    alone: bool = False  # whether it is the only replica in its folder, because the others have their own
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Publishes a replica's agreed weights while it trains: each version as lossless changes in bf16 from the version before."""
+"""Publishes a replica's agreed weights while it trains: each version as lossless changes in bf16 from the previous version."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MODEL = "model.safetensors"
 
 
 class Publisher:
-    """Publishes the weights given to `offer`, in its own thread; a version that it has no time for is part of the next one.
+    """Publishes the weights given to `offer`, in its own thread. A version for which it has no time becomes part of the next one.
 
     Args:
-        folder: where it publishes.
-        fragments: of the model.
-        write_model: writes the model's folder with the agreed weights of now; config, tokenizer and tensors that are not exchanged come from it.
+        folder: the folder in which it publishes.
+        fragments: the fragments of the model.
+        write_model: writes the model's folder with the present agreed weights; config, tokenizer and tensors that are not exchanged come from it.
         failed: called once with a line if publishing fails; nothing more is published then.
     """
 
@@ -62,7 +62,7 @@ class Publisher:
         self._thread.start()
 
     def offer(self, step: int, anchors: Sequence[Tensor], over: bool = False) -> None:
-        """The agreed weights after `step`, as `Replica.anchors` gives them. Returns at once."""
+        """Take the agreed weights after `step`, as `Replica.anchors` returns them. Returns at once."""
         with self._wake:
             self._due = step, [anchor.to("cpu", torch.bfloat16) for anchor in anchors], over
             self._wake.notify()
@@ -75,7 +75,7 @@ class Publisher:
         self._thread.join()
 
     def _body(self) -> None:
-        with suppress(AttributeError, OSError):  # training goes first
+        with suppress(AttributeError, OSError):  # training has priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._wake:
@@ -104,14 +104,14 @@ class Publisher:
         self._store.announce(made, self._layout)
 
     def _changed(self, index: int, state: Bits) -> FragmentVersion:
-        """A patch from the version before. When the patches since the last full copy are a quarter of its size, a new full copy too."""
+        """A patch from the previous version. When the patches since the last full copy reach a quarter of its size, a new full copy too."""
         known, now = self._versions[index], state_of(state)
         patch = self._store.put(encode_patch(self._held[index], state))
         changes, full = [*known.changes, Change(known.state, now, patch)], known.full
         self._patched[index] += patch.nbytes
         if 4 * self._patched[index] > full.patch.nbytes:
             full, self._patched[index] = self._full(state), 0
-        # older changes are kept while they are together less than a full copy; those after the full copy are always kept
+        # older patches are kept while their sum is less than a full copy; those after the full copy are always kept
         while sum(change.patch.nbytes for change in changes) > full.patch.nbytes and changes[0].base != full.to:
             del changes[0]
         return FragmentVersion(now, state.nbytes, full, tuple(changes))
@@ -124,7 +124,7 @@ class Publisher:
 def publishing(
     run: Run, place: Place | ElasticPlace, job: Job, model: nn.Module, replica: Replica | Attached, log: EventLog
 ) -> Iterator[Publisher | None]:
-    """Publish the versions of `replica` inside the block, if `run` asks for it; and the last one at its end. Raises `ConfigurationError`."""
+    """A context that publishes the versions of `replica`, if `run` has `publish`, and the last version at its end. Raises `ConfigurationError`."""
     if not run.placement.publish or not place.writes_the_model or isinstance(replica, Attached):
         yield None
         return
@@ -160,7 +160,7 @@ def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout
     tensors, rest, found = [], dict[str, Any](), set[str]()
     with safe_open(str(folder / MODEL), "pt") as file:
         metadata = dict(file.metadata() or {})
-        for name in file.keys():  # noqa: SIM118  # it is no mapping
+        for name in file.keys():  # noqa: SIM118  # the file is no mapping
             own = name if name in places else f"model.{name}"  # the names of transformers inside our wrapper
             value = file.get_tensor(name)
             if own in places and places[own][2] == tuple(value.shape):

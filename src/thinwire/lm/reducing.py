@@ -1,6 +1,6 @@
-"""The member that averages packets beside a hub, in a process of its own: the hub itself reads no packet, and needs no torch.
+"""The member that averages packets beside a hub, in a separate process: the hub itself reads no packet, and needs no torch.
 
-python -m thinwire.lm.reducing FOLDER REPLICAS [WORD]     beside the hub in FOLDER, until stdin says so
+python -m thinwire.lm.reducing FOLDER REPLICAS [WORD]     beside the hub in FOLDER, until stdin has a line
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.exchange.reducer import Reducer
 
 KEYS, LOG = "reducer-keys", "reducer.txt"
 _PAUSE = 1.0  # seconds after a refusal
-_ORPHAN_SECONDS = 600.0  # for which it waits that a hub that was killed comes back
+_ORPHAN_SECONDS = 600.0  # seconds that it waits for a killed hub to come back
 
 
 def joined(folder: Path, replicas: int, word: str) -> SecureGroup:
@@ -36,13 +36,13 @@ def joined(folder: Path, replicas: int, word: str) -> SecureGroup:
         listens = state.meta("listen") or "127.0.0.1"
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
         listens, listens
-    )  # the hub may not reach itself by the address that it tells others
+    )  # the hub's public address may not be reachable from the hub's machine
     token = replace(invite(folder, seconds=600.0, name=REDUCER), host=own)
     return join(str(token), REDUCER, replicas + 1, folder / KEYS, with_reducer(word), threading.TIMEOUT_MAX, place=1)
 
 
 def average(group: SecureGroup) -> str:
-    """Average the packets of a group's replicas until one of them leaves; say what became of it. Raises `PacketError`."""
+    """Average the packets of a group's replicas until one of them leaves; return a line about it. Raises `PacketError`."""
     _say(f"averages for {', '.join(group.names[:-1])}")
     reducer = Reducer(WithHub(group), parse)
     end = reducer.run()
@@ -51,7 +51,7 @@ def average(group: SecureGroup) -> str:
 
 @contextmanager
 def reducing(folder: Path, replicas: int, word: str = "") -> Iterator[None]:
-    """Within: a process averages for one group after another at the hub in `folder`; what it does stands there in `LOG`."""
+    """A context in which a process averages for one group after another at the hub in `folder`; its log is `LOG` there."""
     command = [sys.executable, "-m", "thinwire.lm.reducing", str(folder), str(replicas), word]
     with (folder / LOG).open("ab") as output:
         process = subprocess.Popen(
@@ -61,7 +61,7 @@ def reducing(folder: Path, replicas: int, word: str = "") -> Iterator[None]:
         yield
     finally:
         assert process.stdin
-        with suppress(OSError):  # it has ended by itself
+        with suppress(OSError):  # the process has ended by itself
             process.stdin.write(b"end")
             process.stdin.close()
         process.wait()
@@ -72,15 +72,13 @@ def _say(line: str) -> None:
 
 
 class _Process:
-    """This process, which ends when it is told to; if its hub was killed, when the group has ended for which it averages."""
+    """This process, which ends when stdin has a line; if its hub was killed, it ends when its group has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = (folder / "reducer.lock").open("w")
         self._averages = self._orphan = False
         threading.Thread(target=self._look_at_stdin, daemon=True).start()
-        fcntl.flock(
-            self._lock, fcntl.LOCK_EX
-        )  # the reducer of a hub that was killed may still be at work for the same group
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the reducer of a killed hub may still average for the same group
 
     def serve(self, folder: Path, replicas: int, word: str) -> None:
         while not self._orphan:

@@ -46,7 +46,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
     if other := run.unlike(before.changed(replicas=new)):
         raise ConfigurationError(f"{folder} was begun with other settings: {other}. Resume with the run's own.")
     if any(being_written(path) for path in folder.glob("events/*.jsonl")):
-        raise ConfigurationError(f"a run is going on in {folder}; wait until it has stopped.")
+        raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped.")
     if run.placement.elastic:
         before.changed(replicas=new).save(folder / "run.toml")
         return (
@@ -63,7 +63,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
         )
     if strategy is None or strategy.filters:
         raise ConfigurationError(
-            f"{old} replicas there, {new} given: {run.method.label} remembers what each replica has not sent; resume with {old}."
+            f"{old} replicas there, {new} given: {run.method.label} keeps what each replica has not sent; resume with {old}."
         )
     shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
     step, data = _make(made, _newest_set(folder, old), new, strategy, strategy.partition.fragments(model), run.seed)
@@ -71,7 +71,7 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
     (folder / "checkpoints").rename(aside)
     made.rename(folder / "checkpoints")
     before.changed(replicas=new).save(folder / "run.toml")
-    for rank in range(new, old):  # a log without an end would read as a replica that was killed
+    for rank in range(new, old):  # a log without an end event would mean a killed replica
         (folder / f"events/replica-{rank}.jsonl").rename(aside / f"replica-{rank}.jsonl")
     return _line(old, new, step, data, aside.name)
 
@@ -90,10 +90,10 @@ def _line(old: int, new: int, step: int, data: str, aside: str) -> str:
 
 
 def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
-    """The newest step of which all have a whole checkpoint."""
+    """The newest set with a whole checkpoint of every replica."""
     if any(folder.glob("checkpoints/*.shard-*")):
         raise ConfigurationError(
-            f"{folder} holds sharded replicas: resume with {replicas} replicas, as the run has; whole ones alone can be made more or fewer."
+            f"{folder} holds sharded replicas: resume with {replicas} replicas, like the run; only the number of whole replicas can change."
         )
     found: list[dict[int, Checkpoint]] = []
     for rank in range(replicas):
@@ -116,7 +116,7 @@ def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
 def _make(
     into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, fragments: Sequence[Fragment], seed: int
 ) -> tuple[int, str]:
-    """Write the set for `new` replicas; its step, and what became of the data."""
+    """Write the set for `new` replicas. Returns its step, and a line about the data."""
     outer = [load_file(one.path / "outer.safetensors") for one in found]
     _check_memory(strategy, fragments, outer, new)
     gradients = isinstance(strategy.signal, Gradients)
@@ -135,7 +135,7 @@ def _make(
             own = torch.Generator().manual_seed(derive(seed, "random state", rank, found[0].step) % 2**63)
             inner = {n: value for n, value in inner.items() if not n.startswith("random")} | {"random": own.get_state()}
             state = _without_own(state)
-            if not gradients:  # there the weights are equal everywhere, and the anchors those of the start
+            if not gradients:  # with gradients all weights are equal, and the anchors are those of the start
                 model |= at_the_anchors(model, state, fragments)
         checkpoint.write(into / f"replica-{rank}", manifest, (model, inner, state), keep=1)
     return found[0].step, data
@@ -152,7 +152,7 @@ def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple
         name = f"replica-{rank}"
         lease, count, offset = ledger.lease(name), int(notes[rank]["count"]), int(notes[rank]["offset"])
         assert lease is not None  # every replica of the run has one
-        low = high = count  # the training of a replica that stays is in its weights
+        low = high = count  # the weights of a replica that stays contain its training
         if rank >= new:
             steps, (step, rest) = _landed(one, strategy), divmod(count + offset, one.step)
             low, high = (lease.first, count) if rest else (max(lease.first, s * step - offset) for s in steps)
@@ -171,7 +171,7 @@ def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple
 
 
 def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
-    """The number of a leaving replica's inner steps that are in all anchors, and of those in any."""
+    """The numbers of a leaving replica's inner steps that are in all anchors, and that are in any anchor."""
     if isinstance(strategy.signal, Gradients):
         return one.step, one.step
     if not isinstance(strategy.schedule, Schedule):
@@ -179,7 +179,7 @@ def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
     facts, steps = one.manifest["facts"], list[int]()
     since, flights = facts["since"], facts["flights"]
     for index, last in enumerate(since):
-        if str(index) in flights:  # it is dropped, and the round before it is the last that landed
+        if str(index) in flights:  # the flight is dropped, and the round before it is the last one that landed
             earlier = range(flights[str(index)][1] - 1, 0, -1)
             last = next((s for s in earlier if index in strategy.schedule.departs(s, len(since))), 0)
         if last == DROPPED:
@@ -191,21 +191,21 @@ def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:
 def _check_memory(
     strategy: Strategy, fragments: Sequence[Fragment], outer: Sequence[Mapping[str, Tensor]], new: int
 ) -> None:
-    """Whether a new replica can take over the exchange's state: if it is agreed, and has the same size for any number of replicas."""
+    """Check that a new replica can take over the exchange's state: it must be agreed, and have the same size for any number of replicas."""
     for index, fragment in enumerate(fragments):
         prefix = f"{index}.exchange."
         held = [{n.removeprefix(prefix): t for n, t in one.items() if n.startswith(prefix)} for one in outer]
         alike = all(one.keys() == held[0].keys() and all(torch.equal(one[n], held[0][n]) for n in one) for one in held)
         if any(name.startswith(f"{index}.aggregate.") for one in outer for name in one):
             raise ConfigurationError(
-                f"{new} replicas given, {len(outer)} there: {strategy.aggregate} remembers what each replica has sent; resume with {len(outer)}."
+                f"{new} replicas given, {len(outer)} there: {strategy.aggregate} keeps a state for each replica; resume with {len(outer)}."
             )
         codec = strategy.codec.fitted(fragment.shapes)
         due = [strategy.exchange.init(codec, fragment.numel, rank, new) for rank in range(new)]
         fits = all({n: t.numel() for n, t in one.items()} == {n: t.numel() for n, t in held[0].items()} for one in due)
         if not alike or not fits:
             raise ConfigurationError(
-                f"{new} replicas given, {len(outer)} there: {strategy.exchange} remembers what each replica has not sent, which depends on "
+                f"{new} replicas given, {len(outer)} there: {strategy.exchange} keeps what each replica has not sent, which depends on "
                 f"their number; resume with {len(outer)}."
             )
 

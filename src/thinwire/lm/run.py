@@ -41,8 +41,8 @@ OF_PIECES = (
     "topology",
     "optimizer",
 )  # as text
-LR = 6e-3  # peak learning rate where width does not say it
-LR_AND_WIDTH = 10.24, 1.5  # of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
+LR = 6e-3  # peak learning rate of models without a known width
+LR_AND_WIDTH = 10.24, 1.5  # peak rate of AdamW on the built-in sizes: 10.24 / width^1.5; docs/log.md has the experiment
 OF_A_CHECKPOINT = (
     "replicas",
     "seed",
@@ -70,13 +70,13 @@ class Run:
     """
 
     seed: int = 0
-    """Of everything: weights, order of the text, what codecs draw by chance."""
+    """Seed of all random numbers: weights, order of the text, codecs."""
     method: MethodSpec = MethodSpec()
     """What the replicas exchange, and when."""
     data: DataSpec = DataSpec()
     """Text, tokens, batches, evaluation."""
     model: ModelSpec = ModelSpec()
-    """What is trained."""
+    """The model that is trained."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The inner steps."""
     placement: Placement = Placement()
@@ -97,7 +97,7 @@ class Run:
         if self.needs_hub and self.placement.carrier != "secure":
             raise ConfigurationError(
                 f"exchange={self.method.exchange!r} with carrier={self.placement.carrier!r}: a hub that averages is needed; choose "
-                "carrier='secure' for a fixed group at a hub, or another exchange: of Star(0) the bits are the same."
+                "carrier='secure' for a fixed group at a hub, or another exchange: Star(0) gives the same bits."
             )
         if self.model.models:
             self._check_models(strategy)
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def lr_origin(self) -> str:
-        """The source of the learning rate, in words."""
+        """The source of the learning rate, as text."""
         default, origin = self._default_lr()
         return origin if self.lr == default else f"given; the default is {default:g}"
 
@@ -262,7 +262,7 @@ class Run:
         return self.changed(job=job, sequence=1, batch=self.data.batch if "collate" in functions(job) else 1)
 
     def made_of(self) -> dict[str, Any]:
-        """What the strategy is with all that its recipe decides, and where the learning rate is from."""
+        """The strategy with the choices of its recipe, and the source of the learning rate."""
         made, lr = self._composition(), {"lr": self.rates}
         if not isinstance(made, Strategy):
             return {"every": made.every, **lr, "composition": repr(made)}
@@ -270,7 +270,7 @@ class Run:
         return {"every": made.schedule.every, "delay": made.schedule.delay, **parts, "composition": repr(made)}
 
     def unlike(self, other: Run) -> str:
-        """The settings that prevent going on from a checkpoint of `other`; empty if it can be."""
+        """The settings that prevent resuming from a checkpoint of `other`; empty if there are none."""
         self, other = self.absolute(), other.absolute()
         given, there = self.settings(), other.settings()
         said = [
@@ -280,7 +280,7 @@ class Run:
         ]
         if _digest(given["job"]) != _digest(there["job"]):
             said.append(f"job {there['job']!r} there, {given['job']!r} given")
-        # checkpoints of the one know of rounds, the others' of flights
+        # the checkpoints of elastic runs have rounds, those of others have flights
         if self.placement.elastic != other.placement.elastic:
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
         if self._composition() != other._composition():
@@ -288,8 +288,8 @@ class Run:
         return ", ".join(said)
 
     def shared(self) -> dict[str, Any]:
-        """What all replicas must have alike beside model and strategy, which `Replica` compares itself."""
-        rate = {} if isinstance(self.make_method(), Codistill) else {"lr": self.lr}  # which goes with the model
+        """The settings that must be equal on all replicas, without model and strategy, which `Replica` compares itself."""
+        rate = {} if isinstance(self.make_method(), Codistill) else {"lr": self.lr}  # it depends on the model
         return {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")} | rate
 
     def save(self, path: Path) -> None:
@@ -327,14 +327,14 @@ class Run:
         for name, table in table_of.items():
             if table and table != PART_OF[name]:
                 due = f"in [{PART_OF[name]}]" if PART_OF[name] else "above all tables"
-                raise ConfigurationError(f"{path}: {name} stands in [{table}]; it belongs {due}.")
+                raise ConfigurationError(f"{path}: {name} is in [{table}]; it belongs {due}.")
         try:
             run = cls.of(**{n: tuple(value) if isinstance(value, list) else value for n, value in settings.items()})
         except TypeError as error:
             raise ConfigurationError(f"{path}: {error}; compare with the run.toml of a run that works.") from None
         if any(PART_OF[name] and not table for name, table in table_of.items()):
             advise(
-                f"{path} is a run file of an earlier version; the settings now stand in {_tables()} (thinwire docs start)."
+                f"{path} is a run file of an earlier version; the settings are now in {_tables()} (thinwire docs start)."
             )
         return run
 
@@ -362,6 +362,6 @@ def _absolute_model(name: str) -> str:
 
 
 def _absolute(name: str) -> str:
-    """`hf:FOLDER` and `bpe:FILE` with the whole path; text that is no path is unchanged."""
+    """`hf:FOLDER` and `bpe:FILE` with an absolute path; text that is no path is unchanged."""
     kind, colon, path = name.partition(":")
     return f"{kind}:{Path(path).absolute()}" if Path(path).exists() and not path.isdigit() and colon else name

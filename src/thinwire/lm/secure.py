@@ -29,7 +29,7 @@ from thinwire.pieces.own_files import shortened
 from thinwire.records.published import PublishedFolder
 from thinwire.records.run_file import read_run_file
 
-_WAIT_SECONDS = 600.0  # for the other replicas of this machine
+_WAIT_SECONDS = 600.0  # seconds to wait for the other replicas of this machine
 
 
 def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
@@ -49,7 +49,7 @@ def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | 
 
 
 def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
-    """Train as one replica of a group that is there, with `folder` to itself."""
+    """Train as one replica of a complete group, with its own `folder`."""
     return train_here(run, Place(_replicas_of(run, group), folder, resume, stop=stop, alone=True))
 
 

@@ -36,14 +36,14 @@ NAMED = RECIPES | METHODS | DECOUPLED | CODISTILL
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec(Checked):
-    """What the replicas exchange, and when."""
+    """The strategy: what the replicas exchange, and when."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("liars",)
 
     strategy: str = "streaming_sign"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
     (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd, ad_psgd,
-    a2cid2) or of unlike models (codistill), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    a2cid2) or of different models (codistill), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None
@@ -71,7 +71,7 @@ class MethodSpec(Checked):
     privacy: str | None = None
     """Clip deltas, add noise, and report epsilon: Privacy(clip=0.5, noise=4.0)."""
     guard: str | None = None
-    """off does not clip deltas that are out of all proportion; Guard(z=10) clips fewer of them. Default: Guard()."""
+    """Clip deltas with abnormally large norms: off clips none, Guard(z=10) clips fewer. Default: Guard()."""
     aggregate: str | None = None
     """How the deltas of all replicas become one: Mean, or a robust rule such as TrimmedMean(2) or GeometricMedian (thinwire docs robust)."""
     attack: str | None = None
@@ -89,8 +89,8 @@ class MethodSpec(Checked):
                 )
             if self.aggregate is not None or self.guard is not None or attack:
                 raise ConfigurationError(
-                    f"aggregate={self.aggregate!r}, guard={self.guard!r}, attack={self.attack!r} with {self.label}: a method with a loop of its "
-                    "own has none of them; choose a recipe."
+                    f"aggregate={self.aggregate!r}, guard={self.guard!r}, attack={self.attack!r} with {self.label}: a method with its own "
+                    "loop has none of them; choose a recipe."
                 )
             return made
         if self.guard is not None:
@@ -106,7 +106,7 @@ class MethodSpec(Checked):
         return made if self.privacy is None else dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
 
     def liar(self) -> Attack | None:
-        """What liars do, if there are any. Raises `ConfigurationError`."""
+        """The attack of the liars, if there are any. Raises `ConfigurationError`."""
         if self.attack is None:
             if self.liars is not None:
                 raise ConfigurationError(
@@ -124,7 +124,7 @@ class MethodSpec(Checked):
             given["topology"] = topology_of(self.topology)
         if self.partition and self.fragments:
             raise ConfigurationError(
-                f"partition={self.partition!r} with fragments={self.fragments}: each says how the model is cut; give one of them."
+                f"partition={self.partition!r} with fragments={self.fragments}: both set how the model is cut; give one of them."
             )
         name = recipe_name(self.strategy)
         if name in NAMED:
@@ -146,7 +146,7 @@ class MethodSpec(Checked):
             )
         if given:
             raise ConfigurationError(
-                f"strategy={self.strategy!r} with {', '.join(given)}: those go with a recipe's name ({', '.join(NAMED)}); "
+                f"strategy={self.strategy!r} with {', '.join(given)}: these options are for a recipe's name ({', '.join(NAMED)}); "
                 "write them inside the parentheses."
             )
         strategy: object = parse(self.strategy, PIECES | NAMED, [*NAMED, "Strategy"], own_files=True)
@@ -165,7 +165,7 @@ class MethodSpec(Checked):
 
     @property
     def label(self) -> str:
-        """The strategy as a person would write it: its name and its settings."""
+        """The strategy for display: its name and its settings."""
         named = (*OF_THE_RECIPE, "aggregate", "guard", "attack", "liars")
         given = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
         return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
@@ -180,7 +180,7 @@ class DataSpec(Checked):
     text: tuple[str, ...] = ()
     """Files and folders (.txt, .jsonl, .parquet, ...). Default: the sources of Python's standard library."""
     own_text: bool = False
-    """Elastic runs: the text of each replica is its own. Default: all have the same, and share it out."""
+    """Elastic runs: each replica has its own text. Default: all have the same text, and each reads a part of it."""
     column: str = "text"
     """Name of the text column in .jsonl and .parquet files."""
     tokenizer: str | None = None
@@ -199,7 +199,7 @@ class DataSpec(Checked):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a replica in an inner step."""
+        """Tokens of a replica in one inner step."""
         return self.batch * self.sequence * self.accumulate
 
 
@@ -234,7 +234,7 @@ class ModelSpec(Checked):
 
     @property
     def label(self) -> str:
-        """The model as a person would name it."""
+        """The model's name for display."""
         return taken_apart(self.job)[0].name if self.job else ", ".join(self.models) or self.model
 
     def __post_init__(self) -> None:
@@ -336,7 +336,7 @@ class Placement(Checked):
         elastic.check(strategy)
         if self.least > self.replicas:
             raise ConfigurationError(
-                f"least={self.least} with replicas={self.replicas}: no round would ever be held; choose least <= replicas."
+                f"least={self.least} with replicas={self.replicas}: no round would be possible; choose least <= replicas."
             )
 
     def _check_uplink(self) -> None:
@@ -364,5 +364,5 @@ def topology_of(text: str) -> Topology:
 
 
 def recipe_name(strategy: str) -> str:
-    """A name as recipes are listed: without spaces around it, hyphens as underscores."""
+    """The name of a recipe, without spaces around it, and with underscores instead of hyphens."""
     return strategy.strip().replace("-", "_")

@@ -20,21 +20,21 @@ from thinwire.lm.run import Run
 from thinwire.lm.settings import ModelSpec
 from thinwire.rng import derive
 
-_MAKING = threading.Lock()  # transformers patches all of torch while it loads: one thread at a time
-FLOOR = 0.05  # of the peak learning rate, where the cosine ends
+_MAKING = threading.Lock()  # transformers patches torch globally while it loads, so one thread at a time
+FLOOR = 0.05  # share of the peak learning rate at which the cosine ends
 
 
 def make_model(spec: ModelSpec, sequence: int, seed: int, vocabulary: int) -> nn.Module:
-    """The model of a run, with fresh weights or those that `spec.model` names.
+    """Make the model of a run, with fresh weights or those that `spec.model` names.
 
     Args:
         spec: size or source, adapters, positions.
         sequence: tokens of the longest sequence.
-        seed: of fresh weights and adapters; an integer number.
+        seed: seed of fresh weights and adapters; an integer number.
         vocabulary: number of different tokens.
 
     Raises:
-        ConfigurationError: the model is not known, or takes no sequence so long.
+        ConfigurationError: the model is not known, or its longest sequence is shorter.
 
     >>> type(make_model(ModelSpec(model="nano"), sequence=64, seed=0, vocabulary=256)).__name__
     'Transformer'
@@ -44,7 +44,7 @@ def make_model(spec: ModelSpec, sequence: int, seed: int, vocabulary: int) -> nn
 
 
 def outline_model(spec: ModelSpec, sequence: int, seed: int, vocabulary: int) -> nn.Module:
-    """The model without values, on the device "meta"; weights of a Hugging Face one are not read."""
+    """The model without values, on the device "meta"; the weights of a Hugging Face model are not read."""
     with torch.device("meta"):
         return _adapted(spec, sequence, seed, vocabulary, lambda source: outline(source, vocabulary))
 

@@ -33,7 +33,7 @@ def start(
         "unit": job.unit,
         "exchanges": composition.choices(shapes, run.placement.replicas) if isinstance(composition, Strategy) else [],
     }
-    on = machine()  # takes time, and the log's clock is placed by `wall_time`
+    on = machine()  # before `wall_time`, because it takes time
     return {
         "wall_time": time.time(),
         "replica": share.index
@@ -51,7 +51,7 @@ def start(
 
 
 def machine() -> Mapping[str, Any]:
-    """What a number was measured on."""
+    """The machine of a measurement."""
     here = Path(__file__).parent
     git = subprocess.run(
         ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

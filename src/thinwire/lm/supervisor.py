@@ -45,8 +45,8 @@ from thinwire.records.printable import printable_lines
 
 FINAL = 3  # exit code of a replica that would fail again
 TRIES = 5  # deaths in a row after which a replica is given up
-SETTLED = 60.0  # seconds after which a death is the first in its row again
-LONGEST = 60.0  # seconds before a replica is started again
+SETTLED = 60.0  # seconds of life after which a death counts as the first in a row again
+LONGEST = 60.0  # most seconds before a replica is started again
 STOPPING = "stopping: each replica ends its inner step and leaves a checkpoint (Ctrl-C again: at once)"
 
 Say = Callable[[str], object]
@@ -73,10 +73,10 @@ def train_elastic(
 
     Raises `LinkError` with the reason if none of them has finished; `CheckpointError` if none has anything to resume from.
     """
-    open_job(run, folder)  # once, before all of them want its text tokenised; a mistake in it shows here
+    open_job(run, folder)  # once, so that the text is tokenised before they start, and errors appear here
     (folder / "logs").mkdir(exist_ok=True)
     names = [joining.name] if joining else [f"replica-{index}" for index in range(run.placement.replicas)]
-    # replicas on other machines may hold the agreed state
+    # replicas on other machines may have the agreed state
     if resume and not joining and not any(newest(folder / "checkpoints" / name)[0] for name in names):
         raise CheckpointError(
             f"--resume: none of {', '.join(names)} has a complete checkpoint in {folder / 'checkpoints'}. Restore the missing ones, or begin "
@@ -98,31 +98,31 @@ def train_elastic(
         raise_for_job(replica.given_up for replica in replicas)
         ended = all("EndedError" in words for words in given_up)
         whole = not ended and any(folder.glob("checkpoints/*/step-*"))
-        advice = " Go on from the last checkpoints with --resume." if whole else ""
-        raise LinkError("\n".join([f"All they said is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)]))
+        advice = " Resume from the last checkpoints with --resume." if whole else ""
+        raise LinkError("\n".join([f"Their whole output is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)]))
 
 
 @dataclass
 class _Replica:
-    """One replica of this machine, over all its lives."""
+    """One replica of this machine, over all its restarts."""
 
     folder: Path
     name: str
     meeting: Meeting
     index: int
-    variables: dict[str, str]  # of its surroundings
+    variables: dict[str, str]  # its environment variables
     deaths: int = 0  # in a row
-    due: float | None = None  # when it is to be started again
+    due: float | None = None  # the time of its next start
     given_up: str = ""
     finished: bool = False
-    joined: bool = False  # in this life
-    keeps: bool = False  # it has finished, and keeps the final state for others
+    joined: bool = False  # whether it has joined since its last start
+    keeps: bool = False  # whether it has finished, and keeps the final state for others
     heard: float = 0.0
     step: int = 0
     began: float = 0.0
     process: subprocess.Popen[bytes] = field(init=False)
     _tail: Tail = field(init=False)
-    _spoken: int = 0  # bytes of its output that were said in earlier lives
+    _spoken: int = 0  # bytes of its output before its last start
 
     def __post_init__(self) -> None:
         self._tail = Tail(self.folder / "events" / f"{self.name}.jsonl")
@@ -157,14 +157,14 @@ class _Replica:
             self.step = max(self.step, event["step"])
 
     def said(self) -> str:
-        """Its last words in this life."""
+        """The end of its output since its last start."""
         with self._output.open("rb") as output:
             output.seek(self._spoken)
             lines = output.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def died(self, code: int) -> str:
-        """Plan the next life, or none; what to tell."""
+        """Plan its next start, or none. Returns a line about it."""
         how = _signal(-code) if code < 0 else f"exit code {code}"
         words = self.said()
         why = f"{how}: {words}" if words else how
@@ -184,13 +184,13 @@ def _watch(replicas: list[_Replica], needed: int, seconds: float | None, tick: T
     """Wait until all replicas have finished or were given up, and restart those that died. For `seconds` see `_see_off`; None if replicas
     run on other machines too.
 
-    The first Ctrl-C (or SIGTERM) is passed on, and no replica is restarted. The second ends them.
+    The first Ctrl-C (or SIGTERM) is forwarded, and no replica is restarted. The second ends them.
     """
     passed_on = False
     with stopping(stop):
         while any(replica.going for replica in replicas):
             tick()
-            time.sleep(0.2)  # logs and processes have no event to wait for, and the display is redrawn anyway
+            time.sleep(0.2)  # logs and processes offer no event, and the display is redrawn anyway
             if stop.is_set() and not passed_on:
                 passed_on = True
                 print(f"\n{STOPPING}", file=sys.stderr)
@@ -278,5 +278,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No plain exit: a thread of gloo may still wait for a dead peer, and if it returns while Python ends, the process aborts.
+    # Not sys.exit: a thread of gloo may still wait for a dead peer, and if it returns while Python ends, the process aborts.
     os._exit(code)

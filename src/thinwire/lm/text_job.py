@@ -1,4 +1,4 @@
-"""The job that is there without a file: a language model on text."""
+"""The default job, without a file: a language model on text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.rng import derive
 
 
 class TextJob:
-    """Next-token prediction; which windows a micro-batch has follows from its number alone."""
+    """Next-token prediction. The windows of a micro-batch follow from its number alone."""
 
     unit = "tokens"
 
@@ -35,7 +35,7 @@ class TextJob:
 
     def try_out(self, replicas: int) -> nn.Module:
         run, data = self._run, self._run.data
-        last = replicas - 1  # it has fewest windows
+        last = replicas - 1  # the replica with the fewest windows
         self.corpus.batch(run.seed, last, replicas, 0, data.batch, data.sequence)
         self.corpus.held_out(data.batch, data.sequence, data.eval_batches)
         return outline_model(run.model, data.sequence, run.seed, self.corpus.vocabulary)
@@ -87,7 +87,7 @@ class TextJob:
         store(folder, self._run.model, self.corpus.tokenizer, model, weights, writer, mark)
 
     def probe_windows(self, number: int, positions: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of part `number` of a probe set: windows of the training text, drawn alike on all replicas."""
+        """Tokens and targets of part `number` of a probe set: random windows of the training text, equal on all replicas."""
         run, sequence = self._run, self._run.data.sequence
         windows = self.corpus.windows(sequence)
         drawn = [derive(run.seed, "probe", number, row) % windows for row in range(positions // sequence)]
@@ -95,7 +95,7 @@ class TextJob:
 
 
 class TextProbe:
-    """The probe set of a run, as `codistill` asks for it, and what `model` says to it."""
+    """The probe set of a run for `codistill`, and the logits of `model` on it."""
 
     def __init__(self, job: TextJob, model: nn.Module, positions: int, device: torch.device, bf16: bool) -> None:
         self._job, self._model, self._positions, self._device, self._bf16 = job, model, positions, device, bf16

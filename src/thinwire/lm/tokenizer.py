@@ -1,7 +1,7 @@
-"""The tokenizer of a run: that of its beginning, of its settings, or of its model.
+"""The tokenizer of a run: the one in its folder, of its settings, or of its model.
 
-Token numbers mean nothing without it. So a run keeps its tokenizer beside its model (RUN/tokenizer.json), the model holds the tokenizer's
-fingerprint, and text with another tokenizer is refused.
+Token numbers have no meaning without it. So a run keeps its tokenizer beside its model (RUN/tokenizer.json), the model's file has the
+tokenizer's fingerprint, and text with another tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ FILE = "tokenizer.json"
 
 
 def open_corpus(data: DataSpec, model: str, folder: Path | None = None) -> Corpus:
-    """The text, tokenised (once on every machine), for `model` (as `--model` names it). `folder`: the run's, which may hold the tokenizer
-    that it began with.
+    """The text, tokenised (once on every machine), for `model` (as `--model` names it). `folder`: the run's folder, which may hold its
+    tokenizer.
 
     Raises `ConfigurationError` if the model was trained with another tokenizer.
     """
     corpus = Corpus.open(data.text, make_tokenizer(data, model), column=data.column)
     kept = _kept(data, model, folder)
-    if kept and kept.fingerprint != corpus.tokenizer.fingerprint:  # trained on other text, or a file that was replaced
+    if (
+        kept and kept.fingerprint != corpus.tokenizer.fingerprint
+    ):  # it was trained on other text, or its file was replaced
         corpus = Corpus.open(data.text, kept, column=data.column)
     known = _trained_with(data, model)
     if known and known != corpus.tokenizer.fingerprint:
@@ -63,8 +65,8 @@ def tokenizer_of(data: DataSpec, model: str, folder: Path) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, model: str, tokenizer: Tokenizer, writer: str) -> None:
-    """Write `tokenizer` to the run's folder, for resuming and for users of the model; bytes need no file. Several replicas may do
-    so at once, each as a `writer` with another name.
+    """Write `tokenizer` to the run's folder, for resuming and for users of the model; bytes need no file. Several replicas may write
+    at once, each with its own `writer` name.
     """
     if isinstance(tokenizer, Bytes) or (folder / FILE).exists():
         return

@@ -37,7 +37,7 @@ EXPANDED, RATIO = 256 << 20, 100
 
 @dataclass(frozen=True)
 class Source:
-    """A file of text. `name` is its path below the folder that was given: the split hangs on it, not on the machine."""
+    """A file of text. `name` is its path below the given folder: the split depends on it, not on the machine."""
 
     path: Path
     name: str
@@ -46,7 +46,7 @@ class Source:
 
 
 def standard_library() -> Iterator[Source]:
-    """The sources of this Python, without tests, character tables and what its build wrote for one machine."""
+    """The sources of this Python, without tests, character tables and files that its build wrote for one machine."""
     without = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
     for source in find([sysconfig.get_paths()["stdlib"]], without):
         if source.path.suffix == ".py" and not source.name.startswith(("config-", "_sysconfigdata")):
@@ -142,7 +142,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
                 raise DataError(
                     f"{source.path} has columns {found} · text under {column!r} is needed · name the right column"
                 )
-        # as a dictionary: a file of a few bytes may say a long text a million times
+        # as a dictionary, because a file of a few bytes may contain a long text a million times
         with parquet.ParquetFile(source.path, read_dictionary=[column], buffer_size=1 << 20) as file:
             for group in range(file.num_row_groups):
                 left = _allowance(source, file.metadata.row_group(group), column)
@@ -193,7 +193,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal where, and only where, the same text becomes the same tokens."""
+        """A digest that is equal if and only if equal texts have equal tokens."""
 
     def encode(self, text: str | bytes) -> NDArray[np.unsignedinteger[Any]]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
@@ -219,7 +219,7 @@ def bytes_per_token(tokenizer: Tokenizer, text: str | bytes) -> float:
 
 @dataclass(frozen=True)
 class Bytes:
-    """One token a byte of UTF-8. Byte 0, which no text contains, ends a document.
+    """One token per byte of UTF-8. Byte 0, which no text contains, ends a document.
 
     >>> Bytes().encode("hé").tolist()
     [104, 195, 169]
@@ -252,11 +252,11 @@ class Bytes:
 class BPE:
     """Byte-level byte-pair encoding (Sennrich et al., arXiv 1508.07909; bytes as in GPT-2): any text has tokens.
 
-    vocabulary   tokens wanted: 256 bytes, the end of a document, and merges; `train` finds fewer in a small
-                 text and then says so in its result
-    file         a trained `tokenizer.json`; None is untrained, and `Corpus.open` trains it
+    vocabulary   number of tokens: 256 bytes, the end of a document, and merges; `train` finds fewer merges in a small
+                 text, and its result then has a smaller vocabulary
+    file         a trained `tokenizer.json`; None: untrained, and `Corpus.open` trains it
 
-    Replicas must agree on tokens. Sites that hold different text give all of them one file.
+    Replicas must have the same tokens. Sites with different text must all be given one file.
 
     >>> import tempfile
     >>> trained = BPE(260).train(["low lower lowest"] * 9, Path(tempfile.mkdtemp()) / "tokenizer.json")

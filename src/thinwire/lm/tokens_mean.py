@@ -1,12 +1,12 @@
-"""Gradients of the mean over all tokens of a step, where micro-batches and replicas have unlike numbers of them.
+"""Gradients of the mean over all tokens of a step, if micro-batches and replicas have different numbers of tokens.
 
-ByteScale (arXiv 2502.21231): the mean of the micro-batches' means weighs a token more, the fewer others are beside it. So a loss may be a
-sum over tokens with their number, and the sum of all gradients is divided by all tokens:
+ByteScale (arXiv 2502.21231): the mean of the micro-batches' means gives a token in a short micro-batch a larger weight. So a loss may be
+a sum over tokens with their number, and the sum of all gradients is divided by the number of all tokens:
 
     g = Σ_m Σ_i ∇S_mi / Σ_m Σ_i T_mi
 
-over micro-batches i, and over replicas m where gradients are exchanged; where deltas are, each replica takes its own steps, and
-deltas count the tokens behind them (runtime/weighing.py).
+over micro-batches i, and over replicas m if gradients are exchanged. If deltas are exchanged, each replica takes its own steps, and
+the weight of a delta is its number of tokens (runtime/weighing.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOKENS = struct.Struct("<d")
 def descend(
     model: nn.Module, replica: Replica | Attached, loss: Callable[[int], Tensor | Summed], accumulate: int
 ) -> float:
-    """Backward of all micro-batches of the step that comes; the loss of this replica."""
+    """Do the backward passes of all micro-batches of the next step. Returns the loss of this replica."""
     total = tokens = 0.0
     for micro in range(accumulate):
         part = loss(replica.step * accumulate + micro)
@@ -49,9 +49,9 @@ def descend(
 
 @torch.no_grad()
 def _divide_by_tokens(model: nn.Module, replica: Replica | Attached, tokens: float) -> None:
-    """Make gradients of a sum those of the mean over all tokens. Collective where gradients are exchanged: 16 bytes to each other replica."""
+    """Turn gradients of a sum into those of the mean over all tokens. Collective if gradients are exchanged: 16 bytes to each other replica."""
     if isinstance(replica, Replica) and replica.tokens is not None:
-        replica.tokens = tokens  # a delta counts the tokens behind it
+        replica.tokens = tokens  # the weight of a delta
     if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients):
         tokens = _mean_over_replicas(replica.group, tokens)  # type: ignore[arg-type]  # Gradients need a fixed group
     for parameter in model.parameters():

@@ -71,7 +71,7 @@ def trained_model(folder: Path) -> TrainedModel:
     if run.model.lora:
         model = make_model(spec, run.data.sequence, run.seed, tokenizer.vocabulary)
         weights = merged(adapted, adapted.state_dict() | weights)
-    model.load_state_dict(weights, strict=False)  # tied ones are saved once
+    model.load_state_dict(weights, strict=False)  # tied weights are saved once
     return TrainedModel(model.eval(), tokenizer, spec, saved.step)
 
 
@@ -79,7 +79,9 @@ def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, T
     """A checkpoint's agreed weights, with buffers and frozen parameters; in gossip, which has no agreed weights, the replica's own."""
     weights: dict[str, Tensor] = load_file(saved.path / "model.safetensors")
     strategy = run.make_strategy()
-    if isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees:  # equal everywhere, or nowhere
+    if (
+        isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees
+    ):  # weights are equal on all replicas, or on none
         return weights
     state = load_file(saved.path / "outer.safetensors")
     return weights | at_the_anchors(weights, state, strategy.partition.fragments(model))
@@ -88,7 +90,7 @@ def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, T
 def at_the_anchors(
     model: Mapping[str, Tensor], state: Mapping[str, Tensor], fragments: Sequence[Fragment]
 ) -> dict[str, Tensor]:
-    """The parameters that are exchanged, as the anchors of a checkpoint's `state` have them, in the types of `model`."""
+    """The exchanged parameters with the values of the anchors in a checkpoint's `state`, in the types of `model`."""
     parameters: dict[str, Tensor] = {}
     for index, fragment in enumerate(fragments):
         begin = 0

@@ -1,7 +1,7 @@
-"""Train the model of a job as one replica of a group.
+"""Trains the model of a job as one replica of a group.
 
-AdamW, unless the method or the job has another, with warm-up and cosine, clipping, accumulation, autocast; evaluation of the anchors;
-checkpoints; an exact resume; and an event for everything that happens.
+It has AdamW, unless the method or the job has another optimizer, with warm-up and cosine, clipping, accumulation, autocast; evaluation of
+the anchors; checkpoints; an exact resume; and an event for each of these.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from thinwire.strategy import Gradients, Strategy
 
 @dataclass
 class Clock:
-    """The time of the loop by its parts, without evaluation and checkpoints. `trained`: inner steps of this replica."""
+    """The times of the loop's parts, without evaluation and checkpoints. `trained`: number of inner steps of this replica."""
 
     compute_seconds: float = 0.0
     loop_seconds: float = 0.0
     stall_seconds: float = 0.0
     trained: int = 0
-    other_steps: int = 0  # inner steps from before the number of replicas changed, beyond those of the present number
-    ledger: dict[str, Any] = field(default_factory=dict)  # what earlier sessions counted
+    other_steps: int = 0  # inner steps of replicas that left when the number of replicas changed
+    ledger: dict[str, Any] = field(default_factory=dict)  # the counts of earlier sessions
 
 
 class Trainer(ABC):
@@ -67,7 +67,7 @@ class Trainer(ABC):
         self.run, self.place, self.log = run, place, log
         self.ledger, self.clock, self.losses = Ledger(), Clock(), dict[str, float]()
         self._publisher: Publisher | None = None
-        self._landed = False  # something, since the last version was published
+        self._landed = False  # whether a round has landed since the last version was published
         self.job, self.share = open_job(run, place.folder), place.share(run.seed, run.placement.replicas)
         self.reader: Reader = self.share.reading
         self.share = dataclasses.replace(self.share, reader=self.reader)
@@ -102,7 +102,7 @@ class Trainer(ABC):
         self.micros = micro_batches(run.data.accumulate, self.replica)
 
     def _agree(self, facts: dict[str, Any]) -> None:
-        """Compare `facts` with the other replicas', where these are known before the model is made."""
+        """Compare `facts` with the other replicas', if these are known before the model is made."""
         return
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Trainer(ABC):
         """Resume from a checkpoint."""
 
     def _after_step(self, compute_seconds: float) -> None:
-        """Called after an inner step that took so long."""
+        """Called after an inner step with its time."""
         return
 
     @abstractmethod
@@ -133,10 +133,10 @@ class Trainer(ABC):
     @property
     @abstractmethod
     def counted_replicas(self) -> int:
-        """Replicas of which this one knows that they have trained as many."""
+        """Number of replicas that are known to have trained the same number of steps."""
 
     def _wrapped(self, group: Group) -> Group:
-        """Counted, and on the emulated link."""
+        """`group` with a counter of bytes, on the emulated link."""
         link, counted = parse_link(self.run.placement.link), CountedGroup(group, self.ledger)
         return LinkedGroup(counted, link, self.ledger) if link else counted
 
@@ -170,7 +170,7 @@ class Trainer(ABC):
         return summary
 
     def _hear(self, event: str, step: int, **fields: Any) -> None:
-        """What the replica tells of itself, on any thread."""
+        """Take an event of the replica, on any thread."""
         self.log.emit(event, step, **fields)
         self._landed = self._landed or event in ("land", "round")
 
@@ -192,17 +192,17 @@ class Trainer(ABC):
 
     @property
     def progress(self) -> int:
-        """Inner steps of the run: this replica's own, or the mean over all where each takes as many as it can."""
+        """Inner steps of the run: this replica's own, or the mean over all if replicas have different speeds."""
         replica = self.replica
         return replica.progress if isinstance(replica, Attached) else replica.step
 
     def _finish(self) -> None:
-        """The last rounds. A stop that comes now ends the waiting for the others."""
+        """The last rounds. A stop request in this phase ends the wait for the others."""
         run, replica = self.run, self.replica
         if run.placement.checkpoint_every and replica.step % run.placement.checkpoint_every:
             self._save()  # for a longer run, and for a kill in the last round
         began = time.monotonic()
-        with watching(self._pass_on_a_stop, 0.05, "thinwire-stop"):  # this thread waits for others
+        with watching(self._pass_on_a_stop, 0.05, "thinwire-stop"):  # because this thread waits for others
             if isinstance(replica, Replica):
                 replica.finish(keep_seconds=run.placement.timeout)
             else:
@@ -236,7 +236,7 @@ class Trainer(ABC):
         begin, begun = self.log.seconds(), time.monotonic()
         paused = replica.seconds
         lr = self._set_rates()
-        if isinstance(replica, ZerothOrder):  # forward passes only: there is no gradient whose norm could be told
+        if isinstance(replica, ZerothOrder):  # it has forward passes only, so there is no norm of a gradient
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
             loss = replica.iterate(lambda sample: mean_of(self._loss(first + sample)))
@@ -263,7 +263,7 @@ class Trainer(ABC):
         return lr
 
     def _descend(self, replica: Replica | Attached) -> tuple[float, float]:
-        """Backward, and the optimizer's step: the loss, and the gradient's norm."""
+        """Do the backward passes and the optimizer's step. Returns the loss and the gradient's norm."""
         run, begun = self.run, time.monotonic()
         if isinstance(replica, Attached) and replica.idle:
             replica.skip()
@@ -271,12 +271,12 @@ class Trainer(ABC):
         loss = at_the_worst_point(self.optimizer, lambda: descend(self.model, replica, self._loss, run.data.accumulate))
         replica.exchange_gradients()
         strategy = replica.strategy if isinstance(replica, Replica) else None
-        by_filters = strategy and strategy.filters  # before the exchange
+        by_filters = strategy and strategy.filters  # filters clip before the exchange
         most = math.inf if by_filters else run.optimizer.clip or math.inf
         alike = strategy is not None and isinstance(strategy.signal, Gradients) and self.place.shards == 1
         norm_value = clip(list(self.model.parameters()), most, alike)
         if not math.isfinite(norm_value):
-            self.optimizer.zero_grad()  # an inner step without update still counts: replicas keep in step
+            self.optimizer.zero_grad()  # an inner step without update still counts, so that replicas stay at the same step
             self.log.emit("skip", replica.step + 1, reason=f"the gradient's norm is {norm_value}")
         if run.placement.slow and self.share.index < len(run.placement.slow):
             time.sleep((run.placement.slow[self.share.index] - 1) * (time.monotonic() - begun))
@@ -289,7 +289,7 @@ class Trainer(ABC):
             return self.job.loss(self.model, micro, self.device)
 
     def _evaluate(self) -> None:
-        """The loss of the anchors on the held-out text, the same on every replica that knows them."""
+        """Evaluate the anchors on the held-out text. The loss is the same on every replica that has the anchors."""
         began = time.monotonic()
         self.model.eval()
         with (
@@ -313,7 +313,7 @@ class Trainer(ABC):
         )
 
     def _save(self) -> CheckpointError | None:
-        """A checkpoint that cannot be written is reported and training goes on: the previous one still exists."""
+        """Write a checkpoint. If it cannot be written, this is reported and training continues, because the previous one still exists."""
         began = time.monotonic()
         try:
             path = checkpoint.save(
@@ -349,7 +349,7 @@ class Trainer(ABC):
         )
 
     def _tokens(self) -> int:
-        """Tokens that all replicas trained, or those of an elastic member alone."""
+        """Tokens that all replicas have trained; for an elastic member only its own."""
         steps = self.counted_steps * self.counted_replicas + self.clock.other_steps
         return round(steps * self.run.data.batch * self.run.data.sequence * self.micros)
 
@@ -376,13 +376,13 @@ class Trainer(ABC):
             "samples": self.reader.facts(),
             "privacy": privacy
             and privacy.spent(releases(self.log, len(self.replica.fragments)), run.placement.replicas),
-            "weights": digest(self.replica.anchors()).hex(),  # of the outer ones: equal on all replicas
+            "weights": digest(self.replica.anchors()).hex(),  # digest of the anchors, equal on all replicas
             "link": None if parse_link(run.placement.link) is None else run.placement.link,
             "provenance": "emulated" if parse_link(run.placement.link) else "measured",
         }
 
     def _export(self, mark: str = "") -> Path:
-        """RUN/model.safetensors: the outer weights, which are the trained model; with a `mark`, those that may not be the last."""
+        """Write RUN/model.safetensors: the anchors, which are the trained model. With a `mark`, they may not be the final ones."""
         folder = model_folder(self.run, self.job, self.place, self.replica)
         weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
         if self.place.writes_the_model or folder != self.place.folder:
@@ -396,5 +396,5 @@ class Trainer(ABC):
 
 
 def _passed(before: int, after: int, every: int) -> bool:
-    """Whether there is a multiple of `every` after `before` and up to `after`, because a replica that was behind jumps ahead."""
+    """Whether there is a multiple of `every` after `before` and up to `after`; a replica that was behind may jump over several steps."""
     return bool(every) and after // every > before // every

@@ -1,4 +1,4 @@
-"""Look at something again and again beside the thread that trains."""
+"""Calls a function at intervals in a thread beside training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from thinwire.records.events import EventLog
 
-LOOK_SECONDS = 5.0  # between two counts of the open files
-FULL = 0.8  # share of the files that may be open, from which on a warning is logged
+LOOK_SECONDS = 5.0  # seconds between two counts of the open files
+FULL = 0.8  # share of the allowed open files above which a warning is logged
 _FILES = Path("/proc/self/fd")
 
 
 @contextmanager
 def watching(look: Callable[[], object], seconds: float, name: str) -> Iterator[None]:
-    """Within the block, call `look` in a thread called `name`, every `seconds`, until it returns True. The thread ends with the block."""
+    """A context in which a thread called `name` calls `look` every `seconds`, until it returns True. The thread ends with the context."""
     over = threading.Event()
 
     def body() -> None:
@@ -34,13 +34,13 @@ def watching(look: Callable[[], object], seconds: float, name: str) -> Iterator[
 
 
 def warn_of_open_files(log: EventLog) -> Callable[[], bool]:
-    """A look for `watching` that logs one warning when most files that this process may open are open.
+    """A function for `watching` that logs one warning when most of the files are open that this process may open.
 
-    At the limit gloo, which keeps every connection that a stranger makes, ends the process. The limit is raised to what
-    the system allows.
+    At the limit gloo, which keeps every connection of a stranger, ends the process. The limit is raised to the system's
+    maximum.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):  # macOS says "no limit" and means another
+    with suppress(ValueError, OSError):  # macOS reports no limit, but has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 

@@ -1,9 +1,9 @@
-"""Methods as compositions, each as its paper describes it; `streaming_sign` and the rates of `finetune` are ours.
+"""Methods as compositions of pieces, each as in its paper; `streaming_sign` and the rates of `finetune` are ours.
 
 Symbols: M replicas with N parameters each; θ_m are those of replica m, g_m its gradient, Δ_m = anchor − θ_m its delta, all fp32 tensors of
-the model's shapes; H is `every` and τ is `delay`, both in inner steps; C is the codec. *Differs* says what is not the paper's. *Wire*
-says how many bytes a replica sends; 48 bytes are the header of a message, which carries up to half a megabyte. The last example of each
-recipe predicts these bytes for a period and a model of one matrix of 1000 × 1000.
+the model's shapes; H is `every` and τ is `delay`, both in inner steps; C is the codec. *Differs* names the differences from the paper.
+*Wire* gives the bytes that a replica sends; 48 bytes are the header of a message, which carries up to half a megabyte. The last example
+of each recipe predicts these bytes for a period and a model of one matrix of 1000 × 1000.
 """
 
 from thinwire.recipes.deltas import (

@@ -1,4 +1,4 @@
-"""Methods that exchange the deltas of the whole model now and then, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
+"""Methods that exchange deltas of the whole model at intervals, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def local_sgd(*, every: int = 30, codec: Codec = Identity(), exchange: Exchange 
 
         anchor ← anchor − (1/M)·Σ_m Δ_m,   θ_m ← anchor          Δ_m = anchor − θ_m
 
-    *Differs*: deltas travel, not parameters, which is the same mean up to rounding; any inner optimizer works, and
+    *Differs*: replicas send deltas, not parameters, which gives the same mean up to rounding; any inner optimizer works, and
     its state stays with the replica.
     *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
 
@@ -170,18 +170,18 @@ def co2(
 ) -> Strategy:
     """CO2 (Sun et al., ICLR 2024): a round takes a whole period; old deltas are damped by the anchor's movement.
 
-        Λ = 1 + gap·‖x_t − x_(t−1)‖ / ‖Δ‖,   Δ: the mean delta of the round before
+        Λ = 1 + gap·‖x_t − x_(t−1)‖ / ‖Δ‖,   Δ: the mean delta of the previous round
         v ← clip(μ·v + Δ / Λ, ±φ),   x_(t+1) ← x_t − η·v,   θ_m ← x_(t+1)
 
-    *Differs*: Λ is measured in the length of a round, which all replicas know, and not in lengths of inner steps; φ
-    acts on each element.
+    *Differs*: Λ compares with the norm of the round's mean delta, which all replicas know, and not with the norms of inner
+    steps; φ acts on each element.
     *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         outer_lr: η, the learning rate of the outer step.
         outer_momentum: μ, its momentum, in [0, 1).
-        gap: factor of the penalty for how far the anchor has moved meanwhile; 0 turns it off.
+        gap: factor of the penalty for the anchor's movement during the round; 0 turns it off.
         clip: φ, the largest magnitude of the values of the outer momentum; None does not clip.
         codec, exchange: how deltas become bytes; how packets become their mean.
         anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
@@ -214,21 +214,21 @@ def l_greco(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """L-GreCo (Markov et al., arXiv 2210.17357): choose a density for each matrix, with no more loss than one density for all.
+    """L-GreCo (Markov et al., arXiv 2210.17357): choose a density for each matrix, at no more error than one density for all.
 
         minimise Σ_l bytes(c_l)   subject to   Σ_l ‖z_l − q(z_l; c_l)‖ ≤ alpha·Σ_l ‖z_l − q(z_l; codec)‖
 
     *Differs*: z_l, the delta and residual of matrix l, is replica 0's in one round, not a mean of ten; the paper
     compresses gradients.
-    *Wire*: at most (M−1) times the bytes of `codec` every H steps from each of M replicas; in a round that decides,
-    replica 0 sends 48 + 4 bytes per matrix more to each other one.
+    *Wire*: at most (M−1) times the bytes of `codec` every H steps from each of M replicas; in a round that chooses,
+    replica 0 sends 48 + 4 bytes per matrix more to each other replica.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        codec: of each matrix, before anything is measured.
+        codec: the codec of each matrix before the first choice.
         exchange, anchors: as for `diloco`.
         candidates: the codecs from which each matrix gets its own; empty: finer and coarser forms of `codec`.
-        alpha: factor by which the loss may exceed that of `codec` for all matrices; above 0.
+        alpha: factor by which the error may exceed that of `codec` for all matrices; above 0.
         window: rounds between two choices.
 
     Raises:
@@ -259,7 +259,7 @@ def outer_dgc(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """Deep Gradient Compression (arXiv 1712.01887) on deltas: each replica keeps the outer momentum itself, before the exchange.
+    """Deep Gradient Compression (arXiv 1712.01887) on deltas: each replica applies the outer momentum itself, before the exchange.
 
         u ← m·u + Δ_m,   v ← v + u,   s_m = the largest of v;   v ← v − s_m;   u ← 0 where something was sent
         anchor ← anchor − (1/M)·Σ_m s_m,   θ_m ← anchor
@@ -270,10 +270,10 @@ def outer_dgc(
 
     Args:
         every: H, inner steps between two rounds of a fragment.
-        density: share of a matrix's values that travel, in (0, 1].
-        momentum: m, kept before the exchange in place of an outer one, in (0, 1).
+        density: share of a matrix's values that are sent, in (0, 1].
+        momentum: m, applied before the exchange instead of an outer one, in (0, 1).
         codec: replaces the default, the largest `density` of each matrix.
-        policy: how the density falls at the start.
+        policy: the higher densities of the first rounds.
         exchange: how packets become their mean.
         anchors: where anchors and outer state are kept, in "host" memory, on the model's "device" or on "disk".
 
@@ -311,8 +311,8 @@ def muloco(
         inner:   B ← β·B + g,   θ ← θ − lr·0.2·√max(n, m)·orthogonal(g + β·B)          matrices of layers; AdamW for all others
         outer:   as `diloco`
 
-    *Differs*: μ is DiLoCo's 0.9, the paper's best for Muon is 0.6; deltas travel in fp32. `codec=Int(2, 64),
-    feedback=Feedback()` is the paper's in two bits.
+    *Differs*: μ is DiLoCo's 0.9, the paper's best for Muon is 0.6; deltas are sent in fp32. `codec=Int(2, 64),
+    feedback=Feedback()` is the paper's variant in two bits.
     *Wire*: (M−1)·(4·N + 48) bytes every H steps from each of M replicas, for N parameters in fp32.
 
     Args:

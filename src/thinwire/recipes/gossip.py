@@ -1,4 +1,4 @@
-"""Methods in which replicas talk to neighbours only, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
+"""Methods in which replicas exchange with neighbours only, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def noloco(
 
         δ_i ← α·δ_i + β·[θ − x]_i − γ·(x_i − [x]_i),   x_i ← x_i + δ_i,   θ_i ← x_i          [v]_i = (v_i + v_j) / 2
 
-    *Differs*: j is replica i's partner in this round, another one for every fragment; with another topology [v] is
-    the weighted mean of the neighbours. The step is in heavy-ball form, as in the released code; H is 30, the
+    *Differs*: j is replica i's partner in this round; each fragment has its own pairs. With another topology [v] is
+    the weighted mean of the neighbours. The step has heavy-ball form, as in the released code; H is 30, the
     paper's is 50.
     *Wire*: 2·(4·N + 48) bytes every H steps from each replica, for N parameters in fp32 and any number of replicas;
     at the end the mean of all.
@@ -41,10 +41,10 @@ def noloco(
         delay: τ, inner steps from departure to landing; less than `every`.
         outer_lr: β, the learning rate of the outer step.
         outer_momentum: α, its momentum, in [0, 1).
-        pull: γ, the share by which a replica is drawn to its partner, above 0; None: `outer_lr`.
-        topology: who talks to whom.
-        codec: how deltas become bytes; weights travel in fp32.
-        partition: how the model is cut into fragments; each has pairs of its own.
+        pull: γ, the share by which a replica moves to its partner, above 0; None: `outer_lr`.
+        topology: the neighbours of each replica.
+        codec: how deltas become bytes; weights are sent in fp32.
+        partition: how the model is cut into fragments; each has its own pairs.
 
     Raises:
         ConfigurationError: a setting cannot work, or replicas would diverge; the message has the number.
@@ -199,16 +199,16 @@ def moshpit(
 
         x_i ← mean of θ_j over the row of replica i along axis k mod d,   θ_i ← x_i          d = ⌈log_side M⌉ rounds: the mean of all
 
-    *Differs*: a replica's place on the grid follows from its rank, so no search for others is needed; the group is fixed,
-    and a replica that dies ends the run. *No codec*: the members of a group were in other groups in the round before, so
-    there is no common value to which they could send differences; and what a codec loses of whole weights is lost for good.
+    *Differs*: a replica's place on the grid follows from its rank, so it need not search for others; the group is fixed,
+    and a replica that dies ends the run. *No codec*: the members of a group were in other groups in the previous round, so
+    they have no common value from which to send differences, and an error in whole weights is never corrected.
     *Wire*: about 8·N·(g−1)/g bytes every H steps from each replica in a group of g, for N parameters in fp32: each
     owns a share of the mean. At the end the mean of all.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        topology: who is in a group with whom: MoshpitGrid(side), or RandomGroups(group), drawn anew in every round.
+        topology: the groups of each round: MoshpitGrid(side), or RandomGroups(group) with random groups in every round.
         partition: how the model is cut into fragments; each begins with another axis.
 
     Raises:
@@ -236,7 +236,7 @@ def choco(
     codec: Codec = E3M0(),
     partition: Partition = Whole(),
 ) -> Strategy:
-    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340): neighbours get differences to a public copy, in any codec.
+    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340): neighbours receive differences from a public copy, in any codec.
 
         q_i = codec(θ_i − x̂_i),   x̂_i ← x̂_i + q_i,   s_i ← s_i + Σ_j w_ij·q_j
         x_i ← θ_i + step·(s_i − x̂_i),   θ_i ← x_i
@@ -250,7 +250,7 @@ def choco(
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
         step: the share of the way to the neighbours that a round takes, in (0, 1]; smaller for coarser codecs.
-        topology: who talks to whom; the same in every round.
+        topology: the neighbours of each replica; the same in every round.
         codec: how differences become bytes.
         partition: how the model is cut into fragments.
 
@@ -274,20 +274,20 @@ def choco(
 def sgp(
     *, every: int = 1, delay: int = 0, topology: Topology = OnePeerExponential(), partition: Partition = Whole()
 ) -> Strategy:
-    """Stochastic gradient push (Assran et al., arXiv 1811.10792): edges go one way, and a weight travels with the weights.
+    """Stochastic gradient push (Assran et al., arXiv 1811.10792): edges have one direction, and a scalar weight is sent with the parameters.
 
         send p_ji·w_i·θ_i and p_ji·w_i to j
         w_i ← Σ_j p_ij·w_j,   x_i ← (Σ_j p_ij·w_j·θ_j) / w_i,   θ_i ← x_i          p_ji = 1 / (1 + out-degree of i)
 
-    *Differs*: p is applied by the receiver, because all replicas know the graph; with `delay` the steps of the
-    flight stay whole.
+    *Differs*: the receiver applies p, because all replicas know the graph; with `delay` a landing keeps the steps of
+    the flight.
     *Wire*: 4·N + 48 and 4 + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the mean
     of all.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        topology: who sends to whom.
+        topology: the receivers of each replica.
         partition: how the model is cut into fragments.
 
     Raises:
@@ -304,12 +304,12 @@ def sgp(
 
 
 def gradient_tracking(*, topology: Topology = Ring(), momentum: float = 0.9) -> Strategy:
-    """Gradient tracking (Di Lorenzo, Scutari, arXiv 1602.00591): D-PSGD in which every replica follows the mean gradient of all.
+    """Gradient tracking (Di Lorenzo, Scutari, arXiv 1602.00591): D-PSGD in which every replica tracks the mean gradient of all.
 
         y_i ← Σ_j w_ij·y_j + g_i(new) − g_i(old)
         θ_i ← the inner optimizer's step from x_i along y_i,   x_i ← Σ_j w_ij·θ_j
 
-    *Differs*: y is mixed before the new gradient is added, so that weights and y travel in one round; the inner
+    *Differs*: y is mixed before the new gradient is added, so that weights and y are sent in one round; the inner
     optimizer has momentum, and its factor `SGD_RATE` is ours.
     *Wire*: 2·(4·N + 48) bytes to each neighbour at every step, for N parameters in fp32; at the end the mean of
     all.

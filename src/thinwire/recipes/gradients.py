@@ -22,7 +22,7 @@ from thinwire.pieces.policy import Constant, DensityWarmup, Policy
 from thinwire.pieces.transforms import Clip, Moments, Momentum, Signs
 from thinwire.strategy import Gradients, Strategy
 
-SGD_RATE = 100.0  # times AdamW's learning rate: what suited SGD with momentum of those that were tried (docs/log.md, 2026-11-21)
+SGD_RATE = 100.0  # times AdamW's learning rate: the best factor tried for SGD with momentum (docs/log.md, 2026-11-21)
 
 
 def data_parallel(*, codec: Codec = Identity(), exchange: Exchange = Direct()) -> Strategy:
@@ -57,7 +57,7 @@ def dgc(
     policy: Policy = DensityWarmup(10),
     exchange: Exchange = Direct(),
 ) -> Strategy:
-    """Deep Gradient Compression (Lin et al., arXiv 1712.01887): momentum before the exchange, then the largest 0.1 % of
+    """Deep Gradient Compression (Lin et al., arXiv 1712.01887): apply momentum before the exchange, then send the largest 0.1 % of
     each matrix, at every step.
 
         g ← clip(g, c·√M),   u ← m·u + g,   v ← v + u,   s_m = the largest of v;   v ← v − s_m;   u ← 0 where something was sent
@@ -69,11 +69,11 @@ def dgc(
     matrices of n; more in the warm-up.
 
     Args:
-        density: share of a matrix's values that travel, in (0, 1].
-        momentum: m, kept before the exchange, in (0, 1).
+        density: share of a matrix's values that are sent, in (0, 1].
+        momentum: m, applied before the exchange, in (0, 1).
         clip: c; each replica's gradient is clipped to the norm c·√M. 0 does not clip.
         codec: replaces the default, the largest `density` of each matrix.
-        policy: how the density falls at the start.
+        policy: the higher densities of the first rounds.
         exchange: how packets become their mean.
 
     Raises:
@@ -102,7 +102,7 @@ def one_bit_adam(
     codec: Codec = Sign("l2", 4096),
     exchange: Exchange = TwoShot(Feedback()),
 ) -> Strategy:
-    """1-bit Adam (Tang et al., arXiv 2102.02888): send Adam's first moment in one bit each way; freeze the second after `freeze` steps.
+    """1-bit Adam (Tang et al., arXiv 2102.02888): send Adam's first moment in one bit in both directions; freeze the second after `freeze` steps.
 
         t < freeze:   m ← β₁·m + (1−β₁)·ḡ,   v ← β₂·v + (1−β₂)·ḡ²,   w ← w − lr·m / (√v + ε)
         after:        q_i = C(m_i + δ_i),   δ_i ← m_i + δ_i − q_i,   m ← C(mean of q_i + δ̄),   w ← w − lr·m / (√v + ε)
@@ -165,7 +165,7 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
 
 
 def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: float = 0.9) -> Strategy:
-    """EF21 (Richtárik et al., arXiv 2106.05203): send differences to what all know of a replica's gradient.
+    """EF21 (Richtárik et al., arXiv 2106.05203): send differences from a reference of each replica's gradient, which all replicas know.
 
         c_i = C(g_i − h_i),   h_i ← h_i + c_i,   w ← w − lr·momentum((1/M)·Σ_i h_i)
 
@@ -202,8 +202,8 @@ def econtrol(
         c_i = C(g_i − h_i + η·e_i),   e_i ← e_i + g_i − h_i − c_i,   h_i ← h_i + c_i
         w ← w − lr·momentum((1/M)·Σ_i h_i)
 
-    *Differs*: η is a number, as in the paper's experiments, its theory needs less; the inner optimizer has momentum
-    (`momentum=0.0`: none); `SGD_RATE` is ours.
+    *Differs*: η is a constant, as in the paper's experiments; its theory needs a smaller one. The inner optimizer has
+    momentum (`momentum=0.0`: none); `SGD_RATE` is ours.
     *Wire*: (M−1)·(48 + N·0.01·(16 + ⌈log₂ N⌉)/8) bytes a step from each of M replicas, for N parameters.
 
     Args:
@@ -236,8 +236,8 @@ def power_sgd(
         P = orthonormal(mean of (G_i + e_i)·Q),   Q_i = (G_i + e_i)ᵀ·P,   Q ← mean of Q_i
         e_i ← G_i + e_i − P·Q_iᵀ,   w ← w − lr·momentum(P·Qᵀ)
 
-    *Differs*: momentum is PyTorch's, the released code steps by ḡ + v; feedback compares with what the replica
-    itself sent; `SGD_RATE` is ours.
+    *Differs*: momentum is PyTorch's, the released code steps by ḡ + v; feedback compares with the replica's own
+    message; `SGD_RATE` is ours.
     *Wire*: 2·(M−1)/M·4·r·(n + m) bytes a step from each of M replicas for a matrix of n × m, in two phases; vectors
     travel in full.
 
@@ -320,13 +320,13 @@ def demo(
     codec: Codec = Squares(DCT(OverSenders(ChunkedTopK(4096, 32)), axes=2)),
     exchange: Exchange = Direct(),
 ) -> Strategy:
-    """DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870): the largest cosine components of what was held back, of
-    each the mean over those who sent it; sign descent.
+    """DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870): send the largest cosine components of the residual, average each
+    over the replicas that sent it, and descend by sign.
 
         e ← β·e + g,   c_m = the largest 32 of each 4096 cosine components of e,   e ← e − c_m
         w ← w − lr·sign(for each component the mean over the replicas that sent it)
 
-    *Differs*: e gathers g and not lr·g, which is the same while lr is constant; values travel in bf16 and indices
+    *Differs*: e accumulates g and not lr·g, which is the same while lr is constant; values are sent in bf16 and indices
     in 12 bits, the released code's indices in 64.
     *Wire*: (M−1)·(48 + N·(32/4096)·(16 + 12)/8) bytes a step from each of M replicas, for N parameters.
 

@@ -1,4 +1,4 @@
-"""Methods that exchange fragments of the model in turn, while training goes on. No logic here: a recipe that needs an `if` lacks a piece."""
+"""Methods that exchange fragments of the model in turn, during training. No logic here: a recipe that needs an `if` lacks a piece."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def streaming_diloco(
     """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): exchange fragments in turn, in 4 bits, during `delay`
     steps of training.
 
-    `fragments` counts those of layers (strided); what is outside the layers is one more. By default a fragment has
-    three layers, as in the paper, or fewer, so that none has more than delay / every of them: on a link that just
-    carries the average, a fragment of that size flies for `delay` steps. `partition` replaces both.
+    `fragments` counts the fragments of layers (strided); parameters outside the layers are one more. By default a fragment has
+    three layers, as in the paper, or fewer, so that none has more than the share delay / every of them: on a link that just
+    carries the average rate, a round of that size takes `delay` steps. `partition` replaces both.
 
         departs:   Δ_(m,p) = anchor_p − θ_(m,p)(t)          where (t − t_p) mod H = 0, encoded in 4 bits
         lands:     v_p ← μ·v_p + Δ_p,   anchor_p ← anchor_p − η·(Δ_p + μ·v_p)          Δ_p = (1/M)·Σ_m Δ_(m,p)
@@ -86,9 +86,9 @@ def streaming_sign(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """Streaming local SGD in signs: exchange fragments in turn, in one bit, four times as often; feedback keeps what the signs lose.
+    """Streaming local SGD in signs: exchange fragments in turn, in one bit, four times as often; feedback keeps the codec's loss.
 
-    The default of `thinwire train`. The composition is ours, its parts are known: fragments in turn (Streaming DiLoCo, arXiv
+    The default of `thinwire train`. The composition is ours, its parts are published: fragments in turn (Streaming DiLoCo, arXiv
     2501.18512), signs with error feedback (arXiv 1901.09847), averages (Local SGD, arXiv 1805.09767). docs/log.md has the experiment.
 
         departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m|,   e_m ← z_m − c_m
@@ -102,7 +102,7 @@ def streaming_sign(
     Args:
         every: H, inner steps between two rounds of a fragment.
         fragments: P, number of fragments of layers; None: as of `streaming_diloco`.
-        delay: τ, inner steps from departure to landing, less than `every`; more of them cost loss.
+        delay: τ, inner steps from departure to landing, less than `every`; a longer delay increases the loss.
         feedback: keeps the codec's loss for later rounds; None: it is lost.
         offsets: the inner step at which each fragment first departs; None: one period, spread evenly.
         codec, partition, exchange, anchors: as of `streaming_diloco`.
@@ -138,13 +138,13 @@ def finetune(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """Streaming DiLoCo for short runs, as of adapters: outer rates that need no long run.
+    """Streaming DiLoCo for short runs, such as those of adapters: with outer rates for few rounds.
 
     The rates are ours; docs/log.md has the experiment.
 
         lands:     v_p ← μ·v_p + Δ_p,   anchor_p ← anchor_p − η·(Δ_p + μ·v_p),   θ_(m,p) ← α·θ_(m,p) + (1 − α)·anchor_p
 
-    *Differs*: from `streaming_diloco` (arXiv 2501.18512): η, μ, H, τ and α alone.
+    *Differs*: from `streaming_diloco` (arXiv 2501.18512) in η, μ, H, τ and α only.
     *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N trained parameters; b = 4
     + 8/128.
 
@@ -189,12 +189,12 @@ def eager_diloco(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a round takes a whole period; the own delta counts at once.
+    """Eager updates (Kale et al., arXiv 2502.12996) on streaming fragments: a round takes a whole period; the own delta is applied at once.
 
         the outer step is taken on   Δ(k−1) + (Δ_m(k) − Δ_m(k−1)) / M          k: the number of the round
 
-    *Differs*: the step is taken in two parts: the one on Δ moves the anchor, the rest is each replica's own
-    deviation from it; fragments in turn and 4 bits are of `streaming_diloco`.
+    *Differs*: the step has two parts: the part on Δ moves the anchor, the rest is each replica's own
+    deviation from it. Fragments in turn and 4 bits are those of `streaming_diloco`.
     *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 4 + 8/128.
 
     Args:

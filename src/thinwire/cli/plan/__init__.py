@@ -1,4 +1,4 @@
-"""`thinwire plan`, and the commands beside it."""
+"""`thinwire plan`, and its further commands."""
 
 from thinwire.cli.plan.command import Options, main
 

@@ -1,4 +1,4 @@
-"""`thinwire plan`: measured links and machines in, a ranked list of settings with reasons out. `plan fit`, `pack`, `topology` and `tp` beside."""
+"""`thinwire plan`: ranks settings for measured links and machines, with reasons. `plan fit`, `pack`, `topology` and `tp` are further commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire plan` takes."""
+    """The options of `thinwire plan`."""
 
     links: tyro.conf.Positional[str]
     """links.toml (from `thinwire probe`, or written by hand), or one link for all, such as 50mbit,30ms."""
@@ -63,7 +63,7 @@ class Options:
     tokenizer: str | None = None
     """bytes or bpe:SIZE, if not the run file's."""
     tokens: str | None = None
-    """Tokens to train on, such as 20B. Default: 20 per parameter; of a job, what the run file says."""
+    """Tokens to train on, such as 20B. Default: 20 per parameter; for a job, the run file's number."""
     batch_tokens: str | None = None
     """Tokens of an inner step, all replicas together, such as 1M. Default: the scaling law's, if it holds."""
     memory: str | None = None
@@ -71,7 +71,7 @@ class Options:
     utilization: float | None = None
     """Least share of the time in training, such as 0.95."""
     deadline: str | None = None
-    """Time for all tokens, at most, such as 3d or 12h."""
+    """Most time for all tokens, such as 3d or 12h."""
     loss: float | None = None
     """Largest expected evaluation loss, in nats per token of C4, the text of the laws."""
     methods: tuple[str, ...] = SEARCHED
@@ -98,9 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in BESIDE:
         return int(importlib.import_module(f"thinwire.cli.plan.{arguments[0]}").main(list(arguments[1:])))
     beside = "; ".join(f"`thinwire plan {name}`: {text}" for name, text in BESIDE.items())
-    about = (
-        f"Rank settings for given links and machines (predicted), and write the best one's run file. Beside: {beside}."
-    )
+    about = f"Rank settings for given links and machines (predicted), and write the best one's run file. Further commands: {beside}."
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
@@ -235,7 +233,7 @@ def _sharding(asked: Options, task: Task, best: Setting) -> Table:
     for way, kept, sent in explain.shards(task, best, degrees, levels):
         cells = (text_of_nbytes(nbytes) for nbytes in sent)
         table.add_row(f"{way.weights}, {way.gradients}, {way.optimizer}", way.name, text_of_nbytes(kept), *cells)
-    table.caption = "kept: weights, gradients and moments; sent: inside the site, in an inner step"
+    table.caption = "kept: weights, gradients and moments; sent: inside the site, per inner step"
     return table
 
 

@@ -24,7 +24,7 @@ LIKELY = ("parameters", "replicas", "every", "tokens")
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire plan fit` takes."""
+    """The options of `thinwire plan fit`."""
 
     file: tyro.conf.Positional[Path]
     """CSV with a header, or a JSON list of objects: loss, parameters, and replicas, every, tokens, ... of each run."""
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     variables = asked.variables or telling(ladder)
     rows = [row for form in forms(variables) if (row := law(ladder, variables, form, asked)) is not None]
     if not rows:
-        fit(ladder, variables)  # says why
+        fit(ladder, variables)  # raises the reason
     console.print(_table(rows, asked, len(ladder)))
     for name in variables:
         low, high = ladder.columns[name].min(), ladder.columns[name].max()
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def telling(ladder: Ladder) -> tuple[str, ...]:
-    """The likely variables that vary, without those that only repeat what others say."""
+    """The likely variables that vary, without those that follow from others."""
     chosen: list[str] = []
     for name in LIKELY:
         if name in ladder.columns and len(set(ladder.columns[name])) > 1:
@@ -82,12 +82,12 @@ def telling(ladder: Ladder) -> tuple[str, ...]:
 
 
 def forms(variables: Sequence[str]) -> list[Form]:
-    """What is worth fitting in these variables."""
+    """The forms of laws to fit in these variables."""
     return ["power", *(["constant"] if len(variables) == 1 else []), *(["mixed"] if len(variables) == 2 else [])]  # type: ignore[list-item]
 
 
 def law(ladder: Ladder, variables: Sequence[str], form: Form, asked: Options) -> dict[str, Any] | None:
-    """One law with its intervals; None where the runs are too few for it."""
+    """One law with its intervals; None if there are too few runs for it."""
     try:
         fitted: Fitted = fit(ladder, variables, form)
         draws = asked.draws if form == "power" else max(10, asked.draws // 8)  # those with a constant are slower

@@ -1,4 +1,4 @@
-"""`thinwire plan pack`: sequences of mixed lengths onto ranks, balanced by cost, with the imbalance before and after."""
+"""`thinwire plan pack`: packs sequences of mixed lengths onto ranks, balanced by cost, and shows the imbalance before and after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.records.units import text_of_count
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire plan pack` takes."""
+    """The options of `thinwire plan pack`."""
 
     file: tyro.conf.Positional[Path]
     """Lengths in tokens of the sequences of one optimizer step: whole numbers, one per line."""
@@ -67,11 +67,11 @@ def _lengths(path: Path) -> list[int]:
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}; whole numbers of tokens, one a line, are needed.") from None
+        raise DataError(f"{path}: {error}; whole numbers of tokens, one per line, are needed.") from None
 
 
 def _most(packing: Packing) -> int:
-    """Micro-batches of the rank that has most."""
+    """The largest number of micro-batches of a rank."""
     return max(len(batches) for batches in packing.ranks)
 
 

@@ -31,26 +31,26 @@ TRIED = ("complete", "ring", "mesh", "torus", "exponential", "one_peer_exponenti
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire plan topology` takes."""
+    """The options of `thinwire plan topology`."""
 
     topologies: tyro.conf.Positional[tuple[str, ...]] = ()
     """Graphs to compare: ring, torus, RandomRegular(4), links.json, ... Default: all that fit the number of replicas."""
     replicas: int | None = None
-    """Number of replicas: 8, if LINKS does not say it."""
+    """Number of replicas. Default: that of LINKS, or 8."""
     links: str | None = None
-    """links.toml (from `thinwire probe`), or one link for all, such as 50mbit,30ms: tells the time until the distance has halved."""
+    """links.toml (from `thinwire probe`), or one link for all, such as 50mbit,30ms: also shows the time until the distance has halved."""
     degree: int | None = None
-    """With --links: also look for the best graph in which no replica has more neighbours."""
+    """With --links: also search the best graph in which each replica has at most this number of neighbours."""
     out: Path | None = None
     """With --degree: write the edges of that graph here, for --topology FILE.json."""
     rates: bool = False
-    """Also tell how many meetings are enough without rounds (DADAO), with one rate for all edges and with the best rates."""
+    """Also show the number of meetings that suffice without rounds (DADAO), with one rate for all edges and with the best rates."""
     strategy: str = "d_psgd"
-    """The gossip method whose bytes are told."""
+    """The gossip method whose bytes are shown."""
     model: str = "tiny"
-    """The model size whose bytes are told."""
+    """The model size whose bytes are shown."""
     explain: bool = False
-    """Also print the neighbours of each replica, round by round where they change; with --rates how often they should meet."""
+    """Also print the neighbours of each replica, round by round if they change; with --rates also the rates of their meetings."""
     plot: Path | None = None
     """Draw the first graph, or that of --degree: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     found: list[tuple[str, Topology]] = []
     if asked.degree is not None:
         if links is None:
-            raise ConfigurationError("--degree looks for the best graph over given links; give --links links.toml too.")
+            raise ConfigurationError("--degree searches the best graph over given links; give --links links.toml too.")
         nbytes = _row(asked, "", topology_of("ring"), size, None)["link_nbytes"]
         found.append((f"best of degree {asked.degree}", within_budget(links, asked.degree, nbytes)))
     elif asked.out:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _links(asked: Options) -> tuple[Links | None, int]:
-    """What --links says, and the number of replicas."""
+    """The links of --links, and the number of replicas."""
     if asked.links is None:
         return None, 8 if asked.replicas is None else asked.replicas
     if not asked.links.endswith(".toml"):
@@ -104,7 +104,7 @@ def _links(asked: Options) -> tuple[Links | None, int]:
 
 
 def _fitting(asked: Options, text: str, size: int, named: bool = True) -> list[Topology]:
-    """The graph; none for one that does not fit, unless it was `named`. Raises `ConfigurationError`."""
+    """The graph; empty for a graph that does not fit, unless it was `named`. Raises `ConfigurationError`."""
     try:
         topology = topology_of(text)
         check_size(topology, size)
@@ -122,9 +122,9 @@ def _strategy(asked: Options, topology: Topology, size: int) -> Any:
 
 
 def _row(asked: Options, text: str, topology: Topology, size: int, links: Links | None) -> dict[str, Any]:
-    """What is told of a graph. Raises `ConfigurationError`."""
+    """The row of a graph. Raises `ConfigurationError`."""
     strategy, found = _strategy(asked, topology, size), spectrum(topology, size)
-    with torch.device("meta"):  # shapes alone
+    with torch.device("meta"):  # only shapes are needed
         model = Transformer(SIZES[asked.model])
     shapes = [fragment.shapes for fragment in strategy.partition.fragments(model)]
     degrees = [topology.edges(size, number).sum(1) for number in range(topology.rounds(size) or 1)]
@@ -151,7 +151,7 @@ def _row(asked: Options, text: str, topology: Topology, size: int, links: Links 
 
 
 def _rates(topology: Topology, size: int) -> Weights | None:
-    """None where neighbours change, or edges go one way."""
+    """The best rates of the edges; None if neighbours change, or edges have one direction."""
     edges = topology.edges(size)
     return fewest_meetings(topology, size) if topology.fixed and (edges == edges.T).all() else None
 
@@ -179,7 +179,7 @@ def _table(asked: Options, rows: Sequence[dict[str, Any]], size: int) -> Table:
 def _written(
     asked: Options, found: Sequence[tuple[str, Topology]], size: int, links: Links | None, say: Callable[[str], object]
 ) -> None:
-    """The edges and the picture of the first graph, where they were asked for."""
+    """Write the edges and the picture of the first graph, if they were requested."""
     topology = found[0][1] if found else None
     if topology is None:
         return
@@ -201,7 +201,7 @@ def _written(
 
 
 def _edges(topology: Topology, size: int, rates: Weights | None) -> list[str]:
-    """Lines that say to whom each replica sends, and how often they should meet; of rounds that are drawn anew, the first three."""
+    """Lines with the receivers of each replica, and the rates of their meetings; of random rounds the first three."""
     lines = []
     if rates is not None:
         for rank, row in enumerate(rates):

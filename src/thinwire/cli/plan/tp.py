@@ -1,4 +1,4 @@
-"""`thinwire plan tp`: how a model would be split over the ranks of a site, by names and shapes, with the rule of each parameter."""
+"""`thinwire plan tp`: the split of a model over the ranks of a site, by names and shapes, with the rule of each parameter."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from thinwire.plan.split import layers_of
 from thinwire.plan.tensor_parallel import TensorParallel, derive, waiting
 from thinwire.records.units import text_of_count, text_of_seconds, text_of_share
 
-FLOPS_PER_SECOND = 1.5e14  # of a rank of which no machine.toml says more
+FLOPS_PER_SECOND = 1.5e14  # operations per second of a rank without a machine.toml
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire plan tp` takes."""
+    """The options of `thinwire plan tp`."""
 
     model: tyro.conf.Positional[str]
     """A model size, hf:NAME_OR_FOLDER, or a job file (.py)."""
     ranks: int = 2
     """Number of ranks of a site that share the model."""
     explain: bool = False
-    """Print the rule of each parameter, which is done anyway where nothing can be split."""
+    """Print the rule of each parameter, as is done if nothing can be split."""
     link: str | None = None
     """The link between the ranks, such as 400gbit,5us. A link on which training would mostly wait is refused."""
     machine: Path | None = None
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     which = {"job": asked.model} if asked.model.endswith(".py") else {"model": asked.model}
     plan = derive(layers_of(skeleton(Run.of(**which))), asked.ranks)
     console, say = options.console(asked.json), options.teller(options.console(asked.json))
-    if asked.explain or (plan.kept == plan.numel and plan.ranks > 1):  # nothing is split: say why
+    if asked.explain or (plan.kept == plan.numel and plan.ranks > 1):  # nothing is split, so show the reasons
         console.print(_table(plan))
     passed = len(plan.all_reduces)
     say(

@@ -1,4 +1,4 @@
-"""`thinwire simulate`: one study a file."""
+"""`thinwire simulate`: one file for each study."""
 
 from thinwire.cli.simulate.command import main
 

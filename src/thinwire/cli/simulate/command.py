@@ -1,4 +1,4 @@
-"""`thinwire simulate`: which replica waits for which, in virtual time. One study a file, in `studies/`."""
+"""`thinwire simulate`: studies in virtual time. Each study has its own file in this folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from thinwire.errors import ConfigurationError
 STUDIES = {
     "utilization": "the rate that a link needs for a given compute utilisation, layer by layer (the paper's table)",
     "run": "a run file, or any strategy: replicas, links, stragglers and failures, step by step",
-    "pipeline": "stages joined by slow hops: one step of 1F1B, and what closed forms make of it",
-    "fabric": "flows through leaves and spines: chance (ECMP), splitting, spraying, spines that fail",
+    "pipeline": "stages joined by slow hops: one step of 1F1B, beside closed forms",
+    "fabric": "flows through leaves and spines: random paths (ECMP), splitting, spraying, failed spines",
     "overlap": "a reduce-scatter that begins while its input is still computed (T3)",
-    "stragglers": "replicas that are late now and then: waiting, ignoring them, gradient codes, sequential codes",
+    "stragglers": "replicas that are sometimes late: waiting, ignoring them, gradient codes, sequential codes",
     "disrupted": "replicas of a gossip graph drop out: its largest part, isolated replicas, and the accuracy of the rest",
 }
 
 _USAGE = "\n".join(
     [
-        "usage: thinwire simulate STUDY [options]      (thinwire simulate STUDY --help says more)",
+        "usage: thinwire simulate STUDY [options]      (thinwire simulate STUDY --help shows the options)",
         "",
         *(f"  {study:<13}{text}" for study, text in STUDIES.items()),
         "",

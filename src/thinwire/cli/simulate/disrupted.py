@@ -20,26 +20,26 @@ from thinwire.simulate.figure import disrupted_chart
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate disrupted` takes."""
+    """The options of `thinwire simulate disrupted`."""
 
     topology: str = "BarabasiAlbert(2)"
     """The graph: BarabasiAlbert(2), Ring, Torus, RandomRegular(3), ..., or a JSON file of edges."""
     replicas: int = 50
     """Number of replicas."""
     who: Who = "degree"
-    """Who is hit: those with most neighbours, those on most shortest paths (betweenness), or any (random)."""
+    """The replicas that drop out: those with most neighbours, those on most shortest paths (betweenness), or random ones."""
     shares: tuple[float, ...] = (0.1, 0.2, 0.3)
-    """Shares of the replicas that are hit; a row for each."""
+    """Shares of the replicas that drop out; one row for each."""
     data: Data = "everywhere"
     """The replicas with data: all, only those that drop out (hit), or only the others (others)."""
     at_round: int = 30
     """The round after which they drop out."""
     rounds: int = 60
-    """Rounds in all."""
+    """Total number of rounds."""
     graphs: int = 30
     """Number of random graphs; figures are means over them."""
     runs: int = 3
-    """Number of these that are trained on. Accuracies are means."""
+    """Number of these graphs on which a model is trained. Accuracies are means over them."""
     plot: Path | None = None
     """Draw accuracy against the share of failed replicas: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
     json: bool = False
@@ -92,6 +92,6 @@ def _row(asked: Options, share: float) -> dict[str, Any]:
 
 
 def _mean(values: list[float]) -> float:
-    """Of those that there are."""
+    """The mean of the values that are numbers."""
     there = [value for value in values if not np.isnan(value)]
     return float(np.mean(there)) if there else float("nan")

@@ -24,7 +24,7 @@ from thinwire.simulate.figure import fabric_chart
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate fabric` takes."""
+    """The options of `thinwire simulate fabric`."""
 
     leaves: int = 8
     """Leaf switches: racks, or sites."""
@@ -45,7 +45,7 @@ class Options:
     policy: Policy | None = None
     """One policy. Default: all of them."""
     draws: int = 5
-    """Number of random draws, for policies that depend on chance."""
+    """Number of random draws, for random policies."""
     seed: int = 0
     """Seed of these draws."""
     plot: Path | None = None
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _row(asked: Options, given: Fabric, nbytes: int, policy: Policy) -> dict[str, Any]:
-    """One policy: means of the draws where chance has a say, and the worst of them."""
+    """The row of one policy; for random policies the mean of the draws, and the worst one."""
     best = fabric.even_load(given, asked.pattern, asked.flows)
     found, times, parts = [], [], []
     for draw in range(asked.draws if policy in fabric.BY_CHANCE else 1):
@@ -103,10 +103,10 @@ def _title(asked: Options, given: Fabric) -> str:
 
 
 _SAYS = {
-    "ecmp": "each flow on a spine by chance",
-    "round-robin": "whole flows in turn, from a spine that is drawn",
-    "split": "what is left over is cut evenly: all links alike, exactly",
-    "wrap": "cut only where a spine is full (our own)",
+    "ecmp": "each flow on a random spine",
+    "round-robin": "whole flows in turn, from a random spine on",
+    "split": "the remaining flows are cut evenly: all links have exactly equal loads",
+    "wrap": "flows are cut only where a spine is full (our own)",
     "spray": "every flow on all spines, packet by packet",
 }
 

@@ -29,7 +29,7 @@ from thinwire.simulate.overlap import (
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate overlap` takes."""
+    """The options of `thinwire simulate overlap`."""
 
     ranks: int = 8
     """Number of ranks in the ring; the product has the same number of chunks."""
@@ -84,7 +84,7 @@ def _send_seconds(asked: Options) -> float:
 
 
 def _facts(ring: RingReduction) -> dict[str, Any]:
-    """For programs."""
+    """The results as JSON, for programs."""
     seconds = {order: reduce_scatter(ring, order) for order in ORDERS}
     plain, near = memory_traffic(ring.ranks)
     return {
@@ -103,8 +103,8 @@ def _facts(ring: RingReduction) -> dict[str, Any]:
 
 
 _SAYS = {
-    "serial": "nothing is sent before all is computed",
-    "same": "all ranks compute the same chunk first: most may not send it yet",
+    "serial": "sending begins after all is computed",
+    "same": "all ranks compute the same chunk first, which most may not send yet",
     "staggered": "each rank computes first the part that it sends first (T3)",
 }
 

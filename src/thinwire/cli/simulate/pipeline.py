@@ -1,4 +1,4 @@
-"""`thinwire simulate pipeline`: one step of 1F1B over slow hops, and the closed forms beside it."""
+"""`thinwire simulate pipeline`: one step of 1F1B over slow hops, compared with closed forms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS = {"exact": pipeline_seconds, "Pipette": pipette_seconds, "AMP": amp_secon
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate pipeline` takes."""
+    """The options of `thinwire simulate pipeline`."""
 
     stages: int = 4
     """Number of stages, each on its own machine."""
@@ -54,7 +54,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    description = "One step of a pipeline (1F1B) over slow hops (simulated), and what closed forms say (predicted)."
+    description = "One step of a pipeline (1F1B) over slow hops (simulated), beside closed forms (predicted)."
     asked = options.read(Options, "simulate pipeline", arguments, description)
     figures.check(asked.plot)
     backward = 2 * asked.forward_seconds if asked.backward_seconds is None else asked.backward_seconds
@@ -82,7 +82,7 @@ def _hops(asked: Options) -> Sequence[float]:
 
 
 def _facts(pipeline: Pipeline, seconds: float) -> dict[str, Any]:
-    """For programs. Closed forms are there where they are for: equal stages, equal hops."""
+    """The results as JSON, for programs; closed forms only for equal stages and equal hops."""
     computing = pipeline.forward_seconds[0] + pipeline.backward_seconds[0]
     hop = pipeline.hop_seconds[0] if pipeline.hop_seconds else 0.0
     asked = (pipeline.stages, pipeline.micro_batches, computing, hop)
@@ -121,6 +121,6 @@ def _table(pipeline: Pipeline, found: dict[str, Any]) -> Table:
     for name, predicted in (found["predicted"] or {}).items():
         off = f"{100 * (predicted / seconds - 1):+.1f} %" if abs(predicted / seconds - 1) > 1e-9 else "0"
         table.add_row(f"{name} (predicted)", text_of_seconds(predicted), off, _SAYS[name])
-    unlike = "" if pipeline.even else "stages or hops are unlike, so there is no closed form; "
+    unlike = "" if pipeline.even else "stages or hops differ, so there is no closed form; "
     table.caption = f"{unlike}the busiest stage computes {text_of_share(found['busiest_utilization'])} of the time"
     return table

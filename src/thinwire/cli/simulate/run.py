@@ -37,12 +37,12 @@ from thinwire.simulate.replicas import SimulationResult, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.version import __version__
 
-SHOWN = 8  # replicas in the table
+SHOWN = 8  # most replicas in the table
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate run` takes, beside every option of a run."""
+    """The options of `thinwire simulate run`, beside every option of a run."""
 
     MOST_USED: ClassVar[tuple[str, ...]] = ("step_seconds", "out")
 
@@ -83,7 +83,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    description = "What a run would do on given machines and links: virtual time, no training (simulated)."
+    description = "Simulate a run on given machines and links, in virtual time and without training (simulated)."
     asked = options.read(Options, "simulate run", arguments, description)
     run, console = asked.run_settings, options.console(asked.json)
     scenario = make_scenario(asked)
@@ -257,6 +257,6 @@ def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any
     table.caption = (
         f"{shown}{failed}{summary['tokens_per_second']:,.0f} tokens/s, {summary['rounds']:,} rounds, "
         f"{text_of_bits(summary['bits_per_parameter_per_step'])} bits a parameter and step, {summary['events']:,} events\n"
-        f"no schedule computes all the time on an uplink below {text_of_rate(summary['floor_bits_per_second'])} (predicted)"
+        f"on an uplink below {text_of_rate(summary['floor_bits_per_second'])} every schedule must wait (predicted)"
     )
     return table

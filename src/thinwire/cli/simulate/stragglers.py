@@ -1,4 +1,4 @@
-"""`thinwire simulate stragglers`: what waiting for late replicas costs, and what gradient codes make of it."""
+"""`thinwire simulate stragglers`: the cost of waiting for late replicas, with and without gradient codes."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ IGNORING = "ignore the slowest"
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate stragglers` takes."""
+    """The options of `thinwire simulate stragglers`."""
 
     replicas: int = 16
     """Replicas; each holds the whole model, and a step's batch is divided among them."""
     step_seconds: str = "1s"
     """Time that a replica needs for its share of the batch if nothing delays it."""
     compute_share: float = 1.0
-    """Share of that time which grows with a replica's share of the batch; the rest is the same whatever it computes."""
+    """Share of that time which grows with a replica's share of the batch; the rest is constant."""
     pattern: Literal["bursts", "exponential"] = "bursts"
-    """bursts: each replica is now and then slow for some steps (Gilbert-Elliott); exponential: each step of each replica is delayed."""
+    """bursts: each replica is sometimes slow for some steps (Gilbert-Elliott); exponential: each step of each replica is delayed."""
     pause: str = "5s"
-    """Delay of a step: within a burst; or the mean, with exponential."""
+    """bursts: delay of a step in a burst; exponential: mean delay of a step."""
     burst_every: float = 20.0
     """Steps between two bursts of a replica, on average."""
     burst_steps: float = 2.0
     """Steps of a burst, on average."""
     recorded: Path | None = None
-    """Instead of these: a run folder, whose compute times are taken step by step."""
+    """Instead of these: a run folder with the compute times of each step."""
     stragglers: int | None = None
-    """Replicas that gradient coding, and ignoring, do without. Default: those of the fastest gradient code in the probed steps."""
+    """Number of replicas without which gradient coding, and ignoring, continue. Default: that of the fastest gradient code in the probed steps."""
     patience: float = PATIENCE
     """With sequential codes: a replica that takes more than 1 + this times as long as the first is late."""
     probe: int = 50
-    """Steps in which parameters are searched for; all figures are of the steps after them."""
+    """Steps for the search of parameters; all figures are of the steps after them."""
     steps: int = 200
     """Steps after the probed ones. A recorded run has its own number."""
     seed: int = 0

@@ -29,7 +29,7 @@ Method = Literal[
 
 @dataclass(frozen=True)
 class Options:
-    """What `thinwire simulate utilization` takes."""
+    """The options of `thinwire simulate utilization`."""
 
     parameters: float = 1e9
     """Parameters of the model, such as 1e9; all in equal layers."""
@@ -101,7 +101,7 @@ def _title(study: Study) -> str:
 def _table(study: Study, rows: Sequence[dict[str, Any]], grid: str) -> Table:
     means = "first rate of the paper's grid" if grid == "paper" else "least rate"
     table = options.table(f"{_title(study)}\nGbit/s for a compute utilisation of … (simulated; {means})")
-    table.caption = study.convention() + "\nfloor: below it no schedule computes all the time (predicted)"
+    table.caption = study.convention() + "\nfloor: below it every schedule must wait (predicted)"
     table.add_column("method", no_wrap=True)
     for head in (*(f"{target:.0%}" for target in TARGETS), "floor", "bits", "period", "delay", "fragments"):
         table.add_column(head, justify="right")

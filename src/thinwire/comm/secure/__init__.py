@@ -1,10 +1,10 @@
 """The secure carrier for open networks: mutual TLS over gRPC, through a hub that all dial, with one token to join.
 
     with thinwire.comm.secure.join(token, name="oslo", size=2) as group:
-        ...                                # a `Group`, as any other
+        ...                                # a `Group`, like any other
 
 `thinwire hub` starts the hub and prints the token. docs/secure.md describes the rights of a stranger, a member and the hub. The
-names are loaded at their first use: a hub's own process needs no torch.
+names are loaded at their first use, because a hub's process needs no torch.
 """
 
 from importlib import import_module

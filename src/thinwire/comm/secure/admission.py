@@ -20,17 +20,17 @@ from thinwire.errors import ConfigurationError, LinkError, PacketError
 JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
 ADMITTED = struct.Struct(
     "<HHI?"
-)  # bytes of the certificate, of the authorities, of the run file; whether runs are elastic
+)  # bytes of the certificate, of the authorities and of the run file; whether runs are elastic
 
 
 class Admission:
     """Admits members and renews their certificates.
 
     Args:
-        folder: of the hub; its `run.toml`, if there is one, is told to who joins.
-        state, authorities, audit: of the hub.
-        lifetime: of a certificate.
-        elastic: told to who joins: replicas come and go.
+        folder: the hub's folder; its `run.toml`, if there is one, is sent to members that join.
+        state, authorities, audit: those of the hub.
+        lifetime: the lifetime of a certificate.
+        elastic: whether runs are elastic, which is sent to members that join.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Admission:
     ) -> None:
         self._run, self._state, self.authorities, self._audit = folder / "run.toml", state, authorities, audit
         self._lifetime, self._elastic = lifetime, elastic
-        self.proxy: TcpProxy | None = None  # through which requests to join come; set by the hub
+        self.proxy: TcpProxy | None = None  # the proxy for requests to join; set by the hub
 
     async def join(self, raw: bytes, context: Any) -> bytes:
         """Admit a member, or renew its certificate."""
@@ -76,7 +76,7 @@ def opened_join(raw: bytes) -> tuple[bytes, bytes, str, bytes]:
     invitation, secret, name, request = JOIN_HEAD.unpack_from(raw)
     if len(raw) != JOIN_HEAD.size + name + request:
         raise PacketError(
-            f"a request to join of {len(raw)} bytes, where its header says {JOIN_HEAD.size + name + request}"
+            f"a request to join of {len(raw)} bytes, whose header declares {JOIN_HEAD.size + name + request}"
         )
     begin = JOIN_HEAD.size + name
     return invitation, secret, check_name(raw[JOIN_HEAD.size : begin].decode("ascii", "replace")), raw[begin:]

@@ -1,4 +1,4 @@
-"""The audit log: a line for each refusal and each change of members, with what happened, to whom, and why."""
+"""The audit log: a line for each refusal and each change of members, with the event, the member or address, and the reason."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LONGEST = 300  # characters of one text
-FILE_NBYTES = 4 << 20  # of one file; the one before it is kept, too
-STRANGERS_LINES, STRANGERS_SECONDS = 50, 10.0  # lines about strangers in so much time; the others are counted
+LONGEST = 300  # most characters of one text
+FILE_NBYTES = 4 << 20  # most bytes of one file; the previous file is kept, too
+STRANGERS_LINES, STRANGERS_SECONDS = 50, 10.0  # most lines about strangers in this time; further ones are counted
 
 
 def plain(text: object) -> str:
@@ -22,7 +22,7 @@ def plain(text: object) -> str:
 
 
 class AuditLog:
-    """Writes lines to `path`, which only its owner can read, and tells `say`. At most twice `FILE_NBYTES` are kept."""
+    """Writes lines to `path`, which only its owner can read, and calls `say` with them. At most twice `FILE_NBYTES` are kept."""
 
     def __init__(self, path: Path, say: Callable[[str], object] = lambda line: None) -> None:
         self._path, self._say, self._lock = path, say, threading.Lock()
@@ -30,7 +30,7 @@ class AuditLog:
         self._since, self._lines, self._left_out = 0.0, 0, 0
 
     def __call__(self, event: str, who: object, why: object = "") -> None:
-        """Write a line: what happened, to whom, and why."""
+        """Write a line: the event, the member or address, and the reason."""
         line = f"{event} {plain(who)}" + (f": {plain(why)}" if why else "")
         with self._lock:
             if self._path.stat().st_size > FILE_NBYTES:

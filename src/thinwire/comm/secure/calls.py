@@ -20,7 +20,7 @@ class Broken(LinkError):
 
 
 class Outdated(Broken):
-    """The certificate is of an authority that is being replaced: get a new certificate and connect again; nothing is lost."""
+    """The authority of the certificate is being replaced: get a new certificate and connect again; nothing is lost."""
 
 
 async def read(stream: Any) -> bytes:
@@ -41,7 +41,7 @@ async def written(stream: Any, frame: bytes) -> None:
 
 
 async def begun(stream: Any, frame: bytes, seconds: float) -> None:
-    """Write the first frame, for which the connection must be there within `seconds`. Raises `Refused`, `Broken`."""
+    """Write the first frame; the connection must be made within `seconds`. Raises `Refused`, `Broken`."""
     try:
         async with asyncio.timeout(seconds):
             await written(stream, frame)
@@ -50,7 +50,7 @@ async def begun(stream: Any, frame: bytes, seconds: float) -> None:
 
 
 def explained(error: grpc.aio.AioRpcError) -> LinkError:
-    """`Refused` or `Broken`."""
+    """The error as `Refused` or `Broken`."""
     return _refusal(error.code(), error.details())
 
 

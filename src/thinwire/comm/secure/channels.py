@@ -15,8 +15,8 @@ from thinwire.errors import LinkError
 SERVICE = "thinwire.Hub"
 JOIN, CONTROL, BULK, MEET, FOLLOW = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet", "Follow"))
 TLS = "TLSv1.3"
-JOIN_NBYTES = 8192  # of a request to join
-ADMITTED_NBYTES = 1 << 20  # of the answer, with a run file
+JOIN_NBYTES = 8192  # most bytes of a request to join
+ADMITTED_NBYTES = 1 << 20  # most bytes of its response, with a run file
 ANSWER_NBYTES = 1 << 23  # bytes of a response to a member: the presences of all members
 _NO_COMPRESSION = 1  # the bit of `identity`
 
@@ -28,7 +28,7 @@ _BOTH: Options = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-_PATIENT: Options = (  # gRPC gives a connection up after a minute, if the kernel does not before
+_PATIENT: Options = (  # gRPC ends a silent connection after a minute, if the kernel does not end it before
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
@@ -42,7 +42,7 @@ def _impatient(seconds: float) -> Options:
     return (
         ("grpc.keepalive_time_ms", int(1000 * seconds / 5)),
         ("grpc.keepalive_timeout_ms", answer),
-        ("grpc.http2.ping_timeout_ms", answer),  # a minute by default, whatever `keepalive_timeout_ms` says
+        ("grpc.http2.ping_timeout_ms", answer),  # a minute by default, for any `keepalive_timeout_ms`
     )
 
 
@@ -110,7 +110,7 @@ def dialled(
 
 
 def check_tls(context: Any) -> None:
-    """Raises `LinkError` if a call came by anything but TLS 1.3."""
+    """Raise `LinkError` if a call did not use TLS 1.3."""
     (version,) = context.auth_context().get("ssl_tls_version", [b"no TLS"])
     if version.decode() != TLS:
-        raise LinkError(f"{version.decode()} was spoken; {TLS} is needed")
+        raise LinkError(f"the connection uses {version.decode()}; {TLS} is needed")

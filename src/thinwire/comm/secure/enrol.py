@@ -1,9 +1,9 @@
 """Enrolment of a machine: it makes a key, checks the hub's authority by its fingerprint, and gets a certificate for its name.
 
-The token pins the authority before anything is trusted: the certificate that the hub shows at its join port is compared
-with the fingerprint, over a connection on which nothing else is sent. Only then a second one is made, which must be the
-authority's by TLS itself, and the secret goes over that. From then on the authority is known, and the key renews its
-certificate without a secret for as long as the hub has not revoked the name.
+The token pins the authority before anything is trusted: the machine compares the certificate that the hub presents at its join port
+with the fingerprint, over a connection on which nothing else is sent. Then it makes a second connection, on which TLS itself checks
+the authority, and sends the secret over it. From then on the authority is known, and the key renews its
+certificate without a secret until the hub revokes the name.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from thinwire.comm.secure.keys import (
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError
 
-ANSWER_SECONDS = 30.0  # in which a hub that is there answers
-_LONGEST = 1 << 14  # bytes of a certificate, or of the authorities
+ANSWER_SECONDS = 30.0  # most seconds of a hub's response
+_LONGEST = 1 << 14  # most bytes of a certificate, or of the authorities
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a member got: its key with certificates, the run file that the hub keeps for its members ("" if it has none), and
-    whether replicas come and go in its runs.
+    """The result of an enrolment: the member's key with certificates, the hub's run file for its members ("" if it has none), and
+    whether its runs are elastic.
     """
 
     credentials: Credentials
     run: str
     elastic: bool
-    due: float  # when to renew: half-way from now to the end of the certificate, in seconds since the epoch
+    due: float  # the time of renewal, half-way to the end of the certificate, in seconds since the epoch
 
 
 class Enrolment:
@@ -55,7 +55,7 @@ class Enrolment:
 
     Args:
         token: the invitation; its secret is used only if the hub does not know the key yet.
-        name: of this member.
+        name: the name of this member.
         folder: keeps the key.
 
     Raises:
@@ -79,7 +79,7 @@ class Enrolment:
         self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
-        """Get a certificate that is not due for renewal. Raises `Refused`, and `LinkError` while the hub is not there."""
+        """Get a certificate that is not due for renewal. Raises `Refused`, and `LinkError` while the hub cannot be reached."""
         if self._admitted is None or time.time() > self._admitted.due:
             self._admitted = await self._fresh()
         return self._admitted
@@ -90,7 +90,7 @@ class Enrolment:
         return self._admitted.run if self._admitted else ""
 
     def forget(self) -> None:
-        """The next certificate is a fresh one."""
+        """Request a fresh certificate the next time."""
         self._admitted = None
 
     async def _fresh(self) -> Admitted:
@@ -145,7 +145,7 @@ class Enrolment:
         if not _pinned(pem, self.token.authority):
             raise Refused(
                 f"{self.token.host}:{self.token.join_port} is not the hub of this token: its authority has another fingerprint. "
-                "Somebody may be in between; nothing was said to it."
+                "Somebody may have intercepted the connection; nothing was sent to it."
             )
         write_private(self._kept, pem)
         return pem

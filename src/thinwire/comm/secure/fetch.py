@@ -1,6 +1,6 @@
-"""What a hub serves to followers, which only receive: the newest list of published versions, and objects by their SHA-256.
+"""The hub's service for followers, which only receive: the newest list of published versions, and objects by their SHA-256.
 
-A request is one byte and its argument; the answer is a stream of bytes. A member whose name begins with `FOLLOWER` cannot be in
+A request is one byte and its argument; the response is a stream of bytes. A member whose name begins with `FOLLOWER` cannot join
 a group; every member may fetch.
 """
 
@@ -26,17 +26,17 @@ from thinwire.errors import DataError, PacketError
 FOLLOWER = "follower-"
 LIST, OBJECT = b"L", b"O"
 LIST_NBYTES = 64 << 20
-_OBJECT = struct.Struct("<32sQ")  # its SHA-256, the offset from which on it is wanted
+_OBJECT = struct.Struct("<32sQ")  # SHA-256 of the object, and the offset at which to begin
 
 
 class Published(Protocol):
-    """What is published, on the hub's machine."""
+    """The published versions on the hub's machine."""
 
     def newest(self) -> bytes | None:
         """The newest list. Raises `DataError`."""
 
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
-        """An object from `offset` on. Raises `DataError` where it is gone."""
+        """An object from `offset` on. Raises `DataError` if it was deleted."""
 
 
 async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
@@ -58,35 +58,35 @@ async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
 
 
 class PublishedAtHub:
-    """What the hub of `token` has for followers. For one thread; to be closed.
+    """The published versions at the hub of `token`. Use it in one thread, and close it.
 
     Args:
         token: an invitation, best for this one name: thinwire hub invite --name follower-oslo.
-        name: of this follower; one that begins with follower- can do nothing else at the hub.
+        name: the name of this follower; a name that begins with follower- permits nothing else at the hub.
         folder: keeps its key.
 
     Raises:
-        ConfigurationError: the token or the name is none.
+        ConfigurationError: the token or the name is not valid.
     """
 
     def __init__(self, token: str, name: str, folder: Path) -> None:
         self._enrolment = Enrolment(Token.read(token), name, folder)
         self._thread, self._list = LoopThread.shared(), b""
         self._channel: grpc.aio.Channel | None = None
-        self._used: object = None  # the certificate of the channel
+        self._used: object = None  # the channel's certificate
 
     def newest(self) -> bytes | None:
-        """The newest list; what has not changed is not sent again. Raises `LinkError`."""
+        """The newest list; an unchanged list is not sent again. Raises `LinkError`."""
         text = b"".join(self._answer(LIST + hashlib.sha256(self._list).digest(), LIST_NBYTES))
         self._list = text or self._list
         return self._list or None
 
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
-        """An object from `offset` on. Raises `DataError` where it is gone, `LinkError` where the connection breaks."""
+        """An object from `offset` on. Raises `DataError` if it was deleted, `LinkError` if the connection breaks."""
         return self._answer(OBJECT + _OBJECT.pack(bytes.fromhex(digest), offset), 1 << 62)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         channel, self._channel = self._channel, None
         if channel:
             self._thread.run(channel.close(None))
@@ -128,6 +128,6 @@ async def _next(call: Any) -> bytes | None:
         raise DataError(f"the hub sent nothing for {ANSWER_SECONDS:g} s") from None
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.NOT_FOUND:
-            raise DataError(f"the hub says: {error.details()}") from None
+            raise DataError(f"the hub reports: {error.details()}") from None
         raise explained(error) from None
     return None if chunk is grpc.aio.EOF else bytes(chunk)

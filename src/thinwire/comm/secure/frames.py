@@ -9,9 +9,9 @@ A frame begins with
 | 2     | rank     | to the hub: the receiver; from the hub: the sender, or the member it is about |
 | 8     | sequence | 0, 1, 2, ... of all frames of this stream in this direction               |
 
-The fields of its kind follow. Control frames and messages of at most `SMALL_NBYTES` bytes travel on the control stream, the
-chunks of longer messages on bulk streams. A receiver asks for each message (PULL) when its buffer is ready. Only
-messages that were asked for are sent, so none must be stored.
+The fields of its kind follow. Control frames and messages of at most `SMALL_NBYTES` bytes are sent on the control stream, the
+chunks of longer messages on bulk streams. A receiver requests each message (PULL) when its buffer is ready. Only
+requested messages are sent, so none must be stored.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from thinwire.errors import PacketError
 
 VERSION = 4
 CHUNK_NBYTES = 1 << 17
-SMALL_NBYTES = 1 << 13  # a message up to this size travels with control
-MEMBERS = 64  # of one group
-LIMIT_NBYTES = CHUNK_NBYTES + 2048  # of one frame
+SMALL_NBYTES = 1 << 13  # a message up to this size is sent on the control stream
+MEMBERS = 64  # most members of one group
+LIMIT_NBYTES = CHUNK_NBYTES + 2048  # most bytes of one frame
 
 HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER = range(15)
-PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # from member to member, unchanged
+PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # forwarded from member to member unchanged
 
-LEFT, REVOKED, REPLACED, LOST = range(4)  # why a member is gone
+LEFT, REVOKED, REPLACED, LOST = range(4)  # the reason why a member is gone
 REASONS = {
     LEFT: "closed its group",
     REVOKED: "was revoked at the hub",
@@ -107,7 +107,7 @@ def head(kind: int, rank: int, sequence: int) -> bytes:
 def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
     """Check and parse `raw`: a frame with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
     if len(raw) < HEADER.size:
-        raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are due")
+        raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are needed")
     kind, version, rank, number = HEADER.unpack_from(raw)
     if version != VERSION:
         raise PacketError(
@@ -115,14 +115,14 @@ def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
             "replicas, and start them again"
         )
     if number != sequence:
-        raise PacketError(f"frame {number} where {sequence} was due: repeated, lost or out of order")
+        raise PacketError(f"frame {number} where {sequence} was expected: repeated, lost or out of order")
     if kind not in kinds:
-        raise PacketError(f"a frame of kind {kind}, which is not due here")
+        raise PacketError(f"a frame of kind {kind}, which is not allowed here")
     rest = raw[HEADER.size :]
     if kind in (DATA, WELCOME, ASK, ANSWER):
         return Frame(kind, rank, (), rest)
     if len(rest) != _FIELDS[kind].size:
-        raise PacketError(f"a frame of kind {kind} with {len(rest)} bytes; {_FIELDS[kind].size} are due")
+        raise PacketError(f"a frame of kind {kind} with {len(rest)} bytes; {_FIELDS[kind].size} are needed")
     return Frame(kind, rank, _FIELDS[kind].unpack(rest))
 
 

@@ -1,4 +1,4 @@
-"""A group over a hub: `Group` for replicas that reach each other by no other way than dialling out."""
+"""A group over a hub: `Group` for replicas that can only dial out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from thinwire.comm.secure.posted import Receive
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
-FAREWELL_SECONDS = 30.0  # for which a group that closes waits for what others have asked for
-_ADVICE = "Look for its last words, then start all replicas again with --resume."
+FAREWELL_SECONDS = 30.0  # most seconds that a closing group waits until requested messages have arrived
+_ADVICE = "Read the end of its log, then start all replicas again with --resume."
 
 
 class _SecureTransfer:
@@ -74,11 +74,11 @@ class SecureGroup:
     leave it and resume from a checkpoint.
 
     Args:
-        link: the connection to the hub, which has a place in the group.
+        link: the connection to the hub, which has joined the group.
         thread: runs the link.
-        place: this replica's place.
-        timeout: seconds that a `wait` lasts at most.
-        farewell: seconds that `close` waits for others at most.
+        place: this replica's place in the group.
+        timeout: most seconds of a `wait`.
+        farewell: most seconds that `close` waits for others.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SecureGroup:
 
     @property
     def run(self) -> str:
-        """The run file that the hub keeps for its members; "" if it has none."""
+        """The hub's run file for its members; "" if it has none."""
         return self._link.run
 
     @property
@@ -134,11 +134,11 @@ class SecureGroup:
         return transfer
 
     def use_timeout(self, seconds: float) -> None:
-        """Let each `wait` from now on last at most `seconds`."""
+        """Limit each later `wait` to `seconds`."""
         self.timeout = seconds
 
     def close(self) -> None:
-        """See `Group.close`. Returns when all replicas that asked for a message of this one have it, if they can be reached."""
+        """See `Group.close`. Returns when all messages that others requested have arrived, if they can be reached."""
         with self._lock:
             if self._closed:
                 return
@@ -188,22 +188,22 @@ def join(
     bits_per_second: float | None = None,
     place: int = 0,
 ) -> SecureGroup:
-    """Dial the hub of `token`, and be one of `size` replicas that train together; returns when all are there.
+    """Dial the hub of `token`, and join a group of `size` replicas. Returns when all have joined.
 
     Args:
-        token: what `thinwire hub` printed.
-        name: of this replica: small letters, digits and hyphens. The order of the names is the order of ranks.
+        token: the token that `thinwire hub` printed.
+        name: this replica's name: small letters, digits and hyphens. The order of the names is the order of ranks.
         size: number of replicas.
         folder: keeps the replica's key, with which it may join again without a new token.
-        run: must be the same on all replicas of a group, such as the name of the run.
-        timeout: seconds that a transfer lasts at most, and that this waits for the others.
-        bits_per_second: how many bits this replica can send in a second: chunks are spaced so that small messages need not wait; None: they
-            are not spaced.
-        place: ranks follow places, and names where places are equal.
+        run: a text that must be the same on all replicas of a group, such as the name of the run.
+        timeout: most seconds of a transfer, and of the wait for the other replicas.
+        bits_per_second: the number of bits that this replica can send in a second: chunks are spaced so that small messages need not wait;
+            None: they are not spaced.
+        place: ranks follow places; equal places follow names.
 
     Raises:
         ConfigurationError: the token or the name is not valid.
-        LinkError: the hub refuses, or not all came in time.
+        LinkError: the hub refuses, or not all joined in time.
     """
     if not 1 <= size <= MEMBERS or not timeout > 0:
         raise ConfigurationError(
@@ -215,7 +215,7 @@ def join(
 
 
 def connected_group(link: HubLink, seconds: float, timeout: float, farewell: float = FAREWELL_SECONDS) -> SecureGroup:
-    """Open `link`, wait until all members are there, and return their group. Raises `LinkError`: not all came within `seconds`."""
+    """Open `link`, wait until all members have joined, and return their group. Raises `LinkError` if not all joined within `seconds`."""
     thread = LoopThread.shared()
     try:
         thread.run(link.begin())
@@ -231,7 +231,7 @@ def connected_group(link: HubLink, seconds: float, timeout: float, farewell: flo
 
 
 def admit(token: str, name: str, folder: Path | str = ".thinwire") -> Admitted:
-    """Join the hub of `token` as `name`, without a group: the hub issues a certificate and says what it tells its members.
+    """Join the hub of `token` as `name`, without a group: the hub issues a certificate, and sends its run file and settings.
 
     Args:
         token, name, folder: as for `join`.

@@ -35,7 +35,7 @@ class HubGroups:
 
     Args:
         state: keeps the groups.
-        audit: has a line for each change.
+        audit: gets a line for each change.
         patience: seconds after which a member that is not connected counts as gone.
     """
 
@@ -47,7 +47,7 @@ class HubGroups:
             self._add_relay(group)
 
     def join(self, connection: Connection, request: GroupRequest) -> None:
-        """Add a process to its group, or let it wait until all members are there. Raises `LinkError`."""
+        """Add a process to its group, or let it wait until all members have joined. Raises `LinkError`."""
         if not 1 <= request.size <= frames.MEMBERS:
             raise LinkError(f"a group of {request.size}; 1 to {frames.MEMBERS} members are possible")
         if self._reconnects(connection, request.label):
@@ -63,7 +63,7 @@ class HubGroups:
                 )
         waiting = self._waiting.setdefault(request.label, waiting)
         waiting[name] = connection, request
-        self._audit("waits", name, f"{len(waiting)} of {request.size} are here")
+        self._audit("waits", name, f"{len(waiting)} of {request.size} have joined")
         if len(waiting) == request.size:
             names = sorted(waiting, key=lambda each: (waiting[each][1].place, natural(each)))
             group = self._state.form(request.label, tuple((each, waiting[each][0].process) for each in names))
@@ -74,7 +74,7 @@ class HubGroups:
                 relay.connect(rank, waiting[each][0])
 
     def leave(self, connection: Connection, label: bytes) -> None:
-        """The streams of this connection have ended."""
+        """Called when the streams of this connection have ended."""
         if connection.relay:
             connection.relay.disconnect(connection)
             self._audit("disconnected", connection.name)
@@ -87,7 +87,7 @@ class HubGroups:
                 del self._waiting[label]
 
     def revoke(self, names: Collection[str]) -> None:
-        """Remove the members with these names for good."""
+        """Remove the members with these names permanently."""
         self._remove(frames.REVOKED, lambda relay, rank: relay.group.members[rank][0] in names)
 
     def remove_absent(self, now: float) -> None:
@@ -103,11 +103,11 @@ class HubGroups:
 
     def _reconnects(self, connection: Connection, label: bytes) -> bool:
         """Whether this process is a member already, and connects again. A new process under the name of a member replaces it: then the old
-        process is removed. Raises `LinkError`: this process was removed before.
+        process is removed. Raises `LinkError` if this process was removed before.
         """
         name, process = connection.name, connection.process
         if reason := self._state.why_gone(label, name, process):
-            raise LinkError(f"{name} {reason}, and the others went on without it")
+            raise LinkError(f"{name} {reason}, and the others continued without it")
         for relay in list(self._relays.values()):
             for rank, (other, there) in enumerate(relay.group.members):
                 if other != name or relay.group.label != label or rank in relay.gone:
@@ -118,7 +118,7 @@ class HubGroups:
                     return True
                 relay.leave(rank, frames.REPLACED)
                 if old := relay.connections.get(rank):
-                    old.refusal = f"another process has come as {name}, with the same key"
+                    old.refusal = f"another process has connected as {name}, with the same key"
                     old.end.set()
         return False
 

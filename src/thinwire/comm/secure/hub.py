@@ -1,8 +1,8 @@
-"""The hub, which all members dial. It admits them, forms groups, and passes on their messages.
+"""The hub, which all members dial. It admits them, forms groups, and forwards their messages.
 
-It has two ports. At the first a new member shows the secret of an invitation and gets a certificate; the second accepts only members
-with a certificate. A killed hub continues where it was: its state is in its folder (`HubState`), and members send messages that were in
-flight again.
+It has two ports. At the first a new member sends the secret of an invitation and gets a certificate; the second accepts only members
+with a certificate. A killed hub that starts again continues where it was: its state is in its folder (`HubState`), and members send
+messages again that were in flight.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, read
 from thinwire.comm.secure.token import Token
 from thinwire.errors import DataError, LinkError, PacketError
 
-LIFETIME = timedelta(hours=1)  # of a member's certificate
-OWN_LIFETIME = timedelta(days=7)  # of the hub's
-STREAMS = 8  # of bulk, for each connection
-STRANGER_SECONDS = 20.0  # in which a connection authenticates, or joins
-LOOK_SECONDS = 0.5  # between two checks for changes by commands
-PATIENCE = 60.0  # seconds that a member may be away before it counts as gone
-ELASTIC_PATIENCE = 2.0  # after which it may come back, and little is lost
+LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
+OWN_LIFETIME = timedelta(days=7)  # lifetime of the hub's certificate
+STREAMS = 8  # most bulk streams of each connection
+STRANGER_SECONDS = 20.0  # most seconds until a connection authenticates, or joins
+LOOK_SECONDS = 0.5  # seconds between two checks for changes by commands
+PATIENCE = 60.0  # seconds without a connection after which a member counts as gone
+ELASTIC_PATIENCE = 2.0  # the same in elastic runs, where a member may join again at little cost
 
 
 class Hub:
@@ -64,13 +64,13 @@ class Hub:
 
     Args:
         folder: its keys and its state, made when missing.
-        host: the address of this machine to listen at; "": the one that the folder's hub had before.
-        port: number of the port where members dial; those who join dial the next one. 0: the ports of before, or any that are free.
+        host: the address of this machine to listen at; "": the folder's earlier one.
+        port: number of the port that members dial; new members join at the next one. 0: the folder's earlier ports, or any free ones.
         reached_at: the host that members dial, if it is not `host`.
         lifetime: how long a member's certificate is valid.
         patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a registry.
-        published: what followers may fetch; without, they are refused.
-        registry: makes what answers the members of an elastic run, for each such run; without, groups are fixed.
+        published: the published versions for followers; None: followers are refused.
+        registry: makes the registry of members for each elastic run; None: groups are fixed.
         say: called with each line of the audit log.
 
     Raises:
@@ -111,13 +111,13 @@ class Hub:
             self._thread.release()
             raise
         if reached_at or host:
-            everywhere = host in ("0.0.0.0", "::")  # no address to dial
+            everywhere = host in ("0.0.0.0", "::")  # these are no addresses to dial
             self._state.keep("host", reached_at or (socket.gethostname() if everywhere else host))
         self._state.keep("listen", self.host)
         self._state.keep("ports", f"{self.port} {self.join_port}")
 
     def close(self) -> None:
-        """Stop listening. Members that are connected wait for the hub to come back. Idempotent."""
+        """Stop listening. Connected members wait until the hub is back. Idempotent."""
         if not self._closed:
             self._closed = True
             self._thread.run(self._stop())
@@ -162,14 +162,14 @@ class Hub:
 
     async def _stop(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:  # first: no registry may keep that all are gone because this hub ends
+        for task in tasks:  # first, because no registry may record members as gone when this hub ends
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
             connection.end.set()
         for proxy in self._proxies:
             await proxy.close()
-        servers, self._servers = self._servers, []  # gRPC's own thread ends with the last of them
+        servers, self._servers = self._servers, []  # gRPC's own thread ends with the last server
         for server in servers:
             await server.stop(0)
 
@@ -180,7 +180,7 @@ class Hub:
         return self._own
 
     def _use(self, authorities: Authorities) -> None:
-        """Show the one in force, and believe all of them."""
+        """Present the authority in force, and trust all of them."""
         self._authorities = authorities
         self._own = authorities.own.hub_credentials(OWN_LIFETIME, authorities.trusted)
         self._as_authority, self._made = authorities.own.own_credentials(), time.monotonic()
@@ -211,7 +211,7 @@ class Hub:
             name, expires = self._trainer(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO])
             process, label = frame.data(0), frame.data(1)
-            if self._runs is None:  # in an elastic run a label has the name of a view, which its members alone are told
+            if self._runs is None:  # in an elastic run a label has the name of a view, which only its members know
                 size = frame.number(2)
                 self._check_bound(
                     name,
@@ -227,7 +227,7 @@ class Hub:
                     self._groups.leave(connection, label)
 
     async def _meet(self, _: Any, context: Any) -> None:
-        """What a member of an elastic run asks."""
+        """Answer the requests of a member of an elastic run."""
         async with Refusing(self._audit, context, self._proxies[0]):
             name, expires = self._trainer(context)
             if self._runs is None:
@@ -244,11 +244,11 @@ class Hub:
                         registry.gone(name, requester.incarnation, "its connections have ended")
 
     async def _follow(self, question: bytes, context: Any) -> None:
-        """Answer a follower. It is identified for each request, so a revoked one gets nothing."""
+        """Answer a follower. It is identified at each request, so a revoked one is refused."""
         async with Refusing(self._audit, context, self._proxies[0]):
             _name, expires = self._identify(context)
             if self._published is None or expires < time.time():
-                raise LinkError("this hub has nothing for followers; start it with --published RUN")
+                raise LinkError("this hub does not serve followers; start it with --published RUN")
             try:
                 async for chunk in served(question, self._published):
                     await context.write(chunk)
@@ -263,7 +263,7 @@ class Hub:
         return name, expires
 
     def _check_bound(self, name: str, asked: Callable[[str], bool]) -> None:
-        """Raise `LinkError` if the member was invited to certain runs, of which none is what it `asked` for."""
+        """Raise `LinkError` if the member's invitation names certain runs, and none of them is `asked`."""
         bound = self._state.bound(name)
         if bound and not any(map(asked, bound)):
             raise LinkError(
@@ -284,7 +284,7 @@ class Hub:
             raise LinkError(connection.refusal)
 
     def _lost(self, name: str, incarnation: str) -> None:
-        """Cut the connections of a member that has been silent for too long."""
+        """End the connections of a member that has been silent for too long."""
         for connection in self._connections.values():
             if (connection.name, connection.process) == (name, incarnation.encode()):
                 connection.end.set()
@@ -309,14 +309,14 @@ class Hub:
     def _said(self, connection: Connection) -> dict[int, Handle]:
         def handle(frame: frames.Frame) -> None:
             if connection.relay is None:
-                raise PacketError("a frame before the group was there")
+                raise PacketError("a frame before the group was formed")
             if not connection.end.is_set():
                 connection.relay.control(connection.rank, frame)
 
         return dict.fromkeys((*frames.PASSED_ON, frames.DATA, frames.LEAVE), handle)
 
     async def _serve(self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle]) -> None:
-        """Read and write until the stream or the connection ends. Raises `PacketError` for what must not be said."""
+        """Read and write until the stream or the connection ends. Raises `PacketError` for a frame that is not allowed."""
         await self._until_one_ends(connection, [reading(context, handles), writing(context, pipe)])
 
     async def _until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
@@ -355,13 +355,13 @@ class Hub:
             self._groups.revoke(revoked)
 
     def _identify(self, context: Any) -> tuple[str, float]:
-        """The name of the member that calls, and when its certificate ends. Raises `LinkError`."""
+        """The name of the calling member, and the end of its certificate. Raises `LinkError`."""
         check_tls(context)
         (pem,) = context.auth_context().get("x509_pem_cert", [b""])
         try:
             certificate = x509.load_pem_x509_certificate(pem)
         except ValueError:
-            raise LinkError("no certificate was shown") from None
+            raise LinkError("no certificate was presented") from None
         name = member_name(certificate)
         if certificate.issuer != self._authorities.issuer.certificate.subject:
             raise Outdated("the hub has a new authority, which renews this certificate")

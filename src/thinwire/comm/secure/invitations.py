@@ -1,4 +1,4 @@
-"""Invitations to a hub, made while it runs or not, and a look at its state."""
+"""Invitations to a hub and access to its state, whether it runs or not."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def invite(
     """A new invitation of the hub in `folder`, whether it runs or not.
 
     Args:
-        folder: the hub's.
+        folder: the hub's folder.
         uses: number of members that may join with it.
         seconds: seconds for which it is valid.
-        name: the one member that may use it; None: any.
-        runs: names of the only runs that who comes with it may join; empty: any.
+        name: the only member that may use it; None: any.
+        runs: names of the only runs that its members may join; empty: any.
 
     Raises:
         ConfigurationError: there is no hub in `folder`, or a number is out of range.
@@ -62,13 +62,13 @@ def rotate(folder: Path, now: bool = False) -> tuple[bool, list[str]]:
             ended = now or not behind
             if ended:
                 authorities.replaced()
-        state.keep("rotated", str(time.time()))  # a hub that runs looks again
+        state.keep("rotated", str(time.time()))  # a running hub notices the change
         return ended, behind
 
 
 @contextmanager
 def opened_state(folder: Path) -> Iterator[HubState]:
-    """The state of the hub in `folder`, while it runs or not. Raises `ConfigurationError` if there is none."""
+    """The state of the hub in `folder`, whether it runs or not. Raises `ConfigurationError` if there is none."""
     if not (folder / "authority.pem").exists():
         raise ConfigurationError(f"{folder} holds no hub; thinwire hub --out {folder} makes one.")
     state = HubState(folder)

@@ -2,7 +2,7 @@
 
 All keys are P-256: gRPC's TLS does not take Ed25519. A private key is made where it is used and never leaves that
 machine. The subject of a certificate is a member's name, or `hub`. The DNS name in it, `NAME.member.thinwire` or
-`hub.thinwire`, distinguishes the two, so a member cannot pass for the hub.
+`hub.thinwire`, distinguishes the two, so a member cannot act as the hub.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from thinwire.errors import ConfigurationError, LinkError
 
 HUB = "hub.thinwire"
 AUTHORITY_DAYS = 3650
-IN_FORCE, NEXT = "authority", "authority-next"  # files of the hub's folder, without .key and .pem
-SKEW = timedelta(minutes=5)  # by which the clocks of two machines may differ
+IN_FORCE, NEXT = "authority", "authority-next"  # files in the hub's folder, without .key and .pem
+SKEW = timedelta(minutes=5)  # the largest difference between the clocks of two machines
 REQUEST_NBYTES = 4096  # the longest request for a certificate
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
@@ -65,9 +65,7 @@ def private(key: bytes) -> ec.EllipticCurvePrivateKey:
             f"a file that should hold a private key cannot be read ({error}); restore it."
         ) from None
     if not isinstance(found, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError(
-            "a file holds a private key of another kind than P-256; restore the one that was made."
-        )
+        raise ConfigurationError("a file holds a private key of another kind than P-256; restore the original file.")
     return found
 
 
@@ -77,7 +75,7 @@ def fingerprint(certificate: x509.Certificate) -> bytes:
 
 
 def key_digest(holder: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
-    """SHA-256 of the public key of `holder`, to which a name is bound."""
+    """SHA-256 of the public key of `holder`; the hub binds a name to it."""
     public = holder.public_key()
     return hashlib.sha256(
         public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -85,15 +83,15 @@ def key_digest(holder: x509.Certificate | x509.CertificateSigningRequest) -> byt
 
 
 def member_name(certificate: x509.Certificate) -> str:
-    """The name of the member that the authority signed `certificate` for. Raises `LinkError` for any other certificate."""
+    """The name of the member for which the authority signed `certificate`. Raises `LinkError` for any other certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         (dns,) = names.get_values_for_type(x509.DNSName)
     except (x509.ExtensionNotFound, ValueError):
-        raise LinkError("a certificate without a member's name was shown") from None
+        raise LinkError("a certificate without a member's name was presented") from None
     name, _, rest = dns.partition(".")
     if rest != "member.thinwire" or not _NAME.fullmatch(name):
-        raise LinkError("a certificate was shown that is no member's")
+        raise LinkError("a certificate was presented that is no member's")
     return name
 
 
@@ -123,7 +121,7 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = IN_FORCE) -> None:
         key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
-        if not certificate.exists():  # the last that is written: with it the pair is whole
+        if not certificate.exists():  # it is written last, so if it exists the pair is complete
             made = new_key()
             write_private(key, made)
             write_private(certificate, _authority_certificate(private(made)))
@@ -156,13 +154,13 @@ class Authority:
         return built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def hub_credentials(self, lifetime: timedelta, trusted: bytes) -> Credentials:
-        """A fresh key and certificate for the hub as a server, which believes the authorities `trusted`."""
+        """A fresh key and certificate for the hub as a server, which trusts the authorities `trusted`."""
         key = new_key()
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime)
         return Credentials(key, certificate, trusted)
 
     def own_credentials(self) -> Credentials:
-        """The authority's certificate as that of a server, so that a member with its fingerprint can check the server."""
+        """The authority's certificate as a server's, so that a member with its fingerprint can check the server."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -172,7 +170,7 @@ class Authority:
 class Authorities:
     """The authorities of a hub: the one in force, and during a replacement the next one, which already signs for members.
 
-    Members get both. The hub shows the one in force, which members that were away know; `replaced` ends it.
+    Members get both. The hub presents the one in force, which absent members know; `replaced` ends it.
     """
 
     def __init__(self, folder: Path) -> None:

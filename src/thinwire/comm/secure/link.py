@@ -1,6 +1,6 @@
-"""A member's connection to the hub. It is made again whenever it breaks, and no message is lost.
+"""A member's connection to the hub. It reconnects whenever the connection breaks, and no message is lost.
 
-One channel carries control and small messages, others the chunks of long messages. Each is a separate TCP connection, so
+One channel carries control and small messages, the others carry the chunks of long messages. Each is a separate TCP connection, so
 control never waits behind bulk in a socket's buffers. Everything runs in one thread (`LoopThread`).
 """
 
@@ -27,9 +27,9 @@ from thinwire.errors import LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
 CHANNELS = 2  # for bulk
-SILENT_SECONDS = 20.0  # see `HubLink`; where the run does not say
-LATE_SECONDS = 10.0  # after which receivers that have asked for a packet get it, although others have not asked yet
-_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # before the next try to connect; a hub that is back waits for `ELASTIC_PATIENCE`
+SILENT_SECONDS = 20.0  # see `HubLink`; the default
+LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
+_PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
 
 class HubLink:
@@ -38,11 +38,11 @@ class HubLink:
     Args:
         enrolment: this member's name and key.
         label: SHA-256 of the settings that must be the same on all members of a group.
-        size: members of the group.
+        size: number of members of the group.
         bits_per_second: the highest rate of chunks to the hub; None: no limit.
-        advice: what to do when a member is gone.
-        place: ranks are in the order of places, and of names where places are equal.
-        process: 16 bytes that no other process of this name has; drawn if not given.
+        advice: what to do when a member is gone, for messages.
+        place: ranks are in the order of places; equal places are in the order of names.
+        process: 16 bytes that no other process of this name has; random if not given.
         silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
     """
 
@@ -60,13 +60,13 @@ class HubLink:
         self._task: asyncio.Task[None] | None = None
         self.messages = InFlight(size, self)
         self._control: deque[tuple[int, int, bytes]] = deque()  # kind, rank, body
-        self._connections: dict[int, int] = {}  # of the peers that are connected, by rank
-        self._woken = asyncio.Event()  # there may be something to send
-        self._flushed = asyncio.Event()  # everything to be sent has been written
+        self._connections: dict[int, int] = {}  # connections of connected peers, by rank
+        self._woken = asyncio.Event()  # set when there may be frames to send
+        self._flushed = asyncio.Event()  # set when all frames have been written
         self._leaving = False
-        self._free_at = 0.0  # when the uplink may take the next chunk
+        self._free_at = 0.0  # the time at which the uplink may take the next chunk
         self.state = "is connecting to the hub"
-        self.uploaded = 0  # bytes of frames that went to the hub
+        self.uploaded = 0  # bytes of frames sent to the hub
 
     @property
     def run(self) -> str:
@@ -78,12 +78,12 @@ class HubLink:
         self._task = asyncio.create_task(self._serve())
 
     def place(self, seconds: float) -> Welcome:
-        """Wait until all members are there; return this member's place in the group. For another thread. Raises `LinkError`."""
+        """Wait until all members have joined; return this member's place in the group. Call it from another thread. Raises `LinkError`."""
         try:
             return self._placed.result(seconds)
         except TimeoutError:
             raise LinkError(
-                f"{self._enrolment.name} {self.state}; not all came within {seconds:g} s. Start all {self._size} replicas, "
+                f"{self._enrolment.name} {self.state}; not all joined within {seconds:g} s. Start all {self._size} replicas, "
                 "with the same run and number of replicas."
             ) from None
 
@@ -109,12 +109,12 @@ class HubLink:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
 
     def wake(self) -> None:
-        """Look again for something to send."""
+        """Check again for frames to send."""
         self._flushed.clear()
         self._woken.set()
 
     async def leave(self, seconds: float) -> None:
-        """Wait at most `seconds` until everything that peers asked for has arrived, then leave the group for good."""
+        """Wait at most `seconds` until all messages that peers requested have arrived, then leave the group permanently."""
         try:
             async with asyncio.timeout(seconds):
                 while self._place and self._going and (self.messages.unfinished or self._control):
@@ -136,7 +136,7 @@ class HubLink:
         return self._task is not None and not self._task.done()
 
     def _lose(self, error: LinkError) -> None:
-        """The hub has refused this member for good."""
+        """Called when the hub has refused this member permanently."""
         self.state = f"was refused: {error}"
         self.messages.fail(error)
         if not self._placed.done():
@@ -157,7 +157,7 @@ class HubLink:
         self._say_to(frames.REFUSE, peer, receive, nbytes)
 
     def _say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
-        if peer in self._connections:  # otherwise it gets this when it is back
+        if peer in self._connections:  # otherwise the frame is sent when the peer is back
             self._say(kind, peer, *fields)
 
     def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
@@ -224,7 +224,7 @@ class HubLink:
         self._flushed.set()
 
     def _there(self, rank: int, connection: int) -> None:
-        """A peer is connected: tell it which messages this member waits for."""
+        """Tell a newly connected peer which messages this member waits for."""
         self._connections[rank] = connection
         pulls = self.messages.open_pulls(rank)
         self._say(frames.SYNC, rank, connection, len(pulls))

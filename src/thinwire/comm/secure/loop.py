@@ -1,4 +1,4 @@
-"""The thread of a process in which all of its gRPC runs, while it is used."""
+"""The thread of a process for all of its gRPC calls, which exists while it has users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a separate thread; `shared` returns that of this process, `release` ends it after its last user."""
+    """An event loop in a separate thread. `shared` returns the process's loop; `release` ends it after its last user."""
 
     _lock = threading.Lock()
     _one: LoopThread | None = None
@@ -24,7 +24,7 @@ class LoopThread:
 
     @classmethod
     def shared(cls) -> LoopThread:
-        """The loop of this process; count one more user of it."""
+        """The loop of this process, with one more user."""
         with cls._lock:
             if cls._one is None:
                 cls._one = cls()
@@ -32,7 +32,7 @@ class LoopThread:
             return cls._one
 
     def release(self) -> None:
-        """Count one user less. After the last one the thread has ended on return."""
+        """Count one user less. After the last user the thread has ended on return."""
         with LoopThread._lock:
             self._users -= 1
             if self._users:
@@ -42,7 +42,7 @@ class LoopThread:
         self._thread.join()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Do `work` in the loop, and wait for it from another thread. Raises `TimeoutError`, and cancels it, after `seconds`."""
+        """Run `work` in the loop, and wait for it from another thread. After `seconds`, cancel it and raise `TimeoutError`."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result(seconds)

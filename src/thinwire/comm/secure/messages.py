@@ -1,6 +1,6 @@
-"""The messages of one member that are in flight: sends that were posted, pulls from receivers, receives that are open. No I/O.
+"""The messages of one member in flight: posted sends, pulls from receivers, open receives. No I/O.
 
-A receiver numbers its receives 0, 1, 2, ... and asks each sender for its messages by these numbers (`Pull`). A sender pairs the
+A receiver numbers its receives 0, 1, 2, ... and requests each sender's messages by these numbers (`Pull`). A sender pairs the
 pulls of a receiver under one tag with its own messages for it under that tag, both in the order of posting. It sends chunks from
 the requested offset, to all receivers of a message that are at the same offset at once: a packet is sent to the hub
 once, for any number of receivers.
@@ -19,8 +19,8 @@ from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
 from thinwire.comm.secure.posted import Chunk, Cursor, Posted, Pull, Receive
 from thinwire.errors import LinkError, PacketError, ThinwireError
 
-BUDGET_NBYTES = 16 << 20  # of one member's chunks that are sent and not acknowledged, all receivers together
-PULLS = 4096  # of one receiver that may wait until a message is posted
+BUDGET_NBYTES = 16 << 20  # most unacknowledged bytes of one member's chunks, all receivers together
+PULLS = 4096  # most pulls of one receiver that wait until a message is posted
 
 
 def window_nbytes(size: int) -> int:
@@ -29,10 +29,10 @@ def window_nbytes(size: int) -> int:
 
 
 class InFlight:
-    """All messages of one member that are posted or asked for. Used from one thread.
+    """All posted or requested messages of one member. Used from one thread.
 
     Args:
-        size: members of the group.
+        size: number of members of the group.
         tell: sends control messages to peers.
     """
 
@@ -40,13 +40,13 @@ class InFlight:
         self._tell, self._size, self._window = tell, size, window_nbytes(size)
         self._next_receive = 0
         self.receives: dict[int, Receive] = {}
-        self._posted: list[Posted] = []  # not arrived everywhere, in the order of posting
-        self._leaving: list[Posted] = []  # of those, the ones whose last chunk is being sent
+        self._posted: list[Posted] = []  # messages that have not arrived everywhere, in the order of posting
+        self._leaving: list[Posted] = []  # those of them whose last chunk is being sent
         self._unasked: dict[tuple[int, int], deque[Posted]] = {}  # by peer and tag
-        self._pulls: dict[tuple[int, int], deque[Pull]] = {}  # asked for, not posted yet
+        self._pulls: dict[tuple[int, int], deque[Pull]] = {}  # requested, not posted yet
         self._asked: dict[int, dict[int, Posted]] = {}  # by peer and receive
         self._in_flight: dict[int, int] = {}  # bytes by peer
-        self._syncing: dict[int, tuple[int, set[int]]] = {}  # PULLs that are still to come, and those that came
+        self._syncing: dict[int, tuple[int, set[int]]] = {}  # number of PULLs still to come, and those that have come
         self._refused: dict[int, dict[int, int]] = {}  # by peer and receive: bytes of the message that did not fit
         self.away: set[int] = set()
         self.gone: dict[int, LinkError] = {}
@@ -65,7 +65,7 @@ class InFlight:
     def send(
         self, tag: int, data: memoryview, peers: Sequence[int], settled: Callable[[int, ThinwireError | None], None]
     ) -> None:
-        """Send `data` to each of `peers` as soon as it asks."""
+        """Send `data` to each of `peers` as soon as it requests it."""
         message = Posted(tag, data, settled, {peer: Cursor() for peer in peers if peer not in self.gone})
         self._posted.append(message)
         for peer in peers:
@@ -77,8 +77,8 @@ class InFlight:
         self._tidy(message)
 
     def chunk(self, late: bool) -> Chunk | None:
-        """The next chunk that may be sent, those of small messages first. If a connected receiver has not asked for a message yet, the
-        message is held back, unless the other receivers have waited long (`late`). A call also means that the chunk before was sent.
+        """The next chunk that may be sent; chunks of small messages come first. If a connected receiver has not requested a message yet,
+        the message waits, unless the other receivers have waited long (`late`). A call also means that the previous chunk was sent.
         """
         leaving, self._leaving = self._leaving, []
         for message in leaving:
@@ -92,20 +92,20 @@ class InFlight:
 
     @property
     def waiting_for_late(self) -> bool:
-        """Whether there is a message that only some of its receivers have asked for."""
+        """Whether there is a message that only some of its receivers have requested."""
         return any(
             len({cursor.receive is None for cursor in message.cursors.values()}) == 2 for message in self._posted
         )
 
     @property
     def unfinished(self) -> bool:
-        """Whether a receiver has asked for a message that it does not have yet."""
+        """Whether a receiver has requested a message that it does not have yet."""
         return any(cursor.receive is not None for message in self._posted for cursor in message.cursors.values())
 
     # Messages from peers.
 
     def sync(self, peer: int, count: int) -> None:
-        """`peer` is about to list the `count` receives that are open."""
+        """Called when `peer` is about to list its `count` open receives."""
         for key in [key for key in self._pulls if key[0] == peer]:
             del self._pulls[key]
         self.away.discard(peer)
@@ -113,7 +113,7 @@ class InFlight:
         self._synced(peer)
 
     def pull(self, peer: int, pull: Pull) -> None:
-        """`peer` asks for a message, or for the rest of one."""
+        """Called when `peer` requests a message, or the rest of one."""
         if peer in self.gone:
             return
         message = self._asked.get(peer, {}).get(pull.receive)
@@ -121,7 +121,7 @@ class InFlight:
             self._tell.refuse(peer, pull.receive, self._refused[peer][pull.receive])
         elif message is None:
             if sum(len(pulls) for (other, _), pulls in self._pulls.items() if other == peer) >= PULLS:
-                return  # no honest receiver waits for so many
+                return  # an honest receiver has fewer
             self._pulls.setdefault((peer, pull.tag), deque()).append(pull)
             self._pair(peer, pull.tag)
         else:
@@ -133,7 +133,7 @@ class InFlight:
             self._synced(peer)
 
     def acknowledged(self, peer: int, receive: int, nbytes: int) -> None:
-        """`peer` has the first `nbytes` of a message."""
+        """Called when `peer` has the first `nbytes` of a message."""
         message = self._asked.get(peer, {}).get(receive)
         if message is None:
             return
@@ -147,10 +147,10 @@ class InFlight:
             self._arrived(message, peer)
 
     def data(self, peer: int, receive: int, offset: int, data: memoryview) -> None:
-        """Take a chunk that has arrived from `peer`."""
+        """Take a chunk from `peer`."""
         open_one = self.receives.get(receive)
         if open_one is None or open_one.peer != peer:
-            return  # it arrived twice
+            return  # a repeated chunk
         try:
             open_one.take(offset, data)
         except PacketError as error:
@@ -166,13 +166,13 @@ class InFlight:
             self._tell.acknowledge(peer, receive, done)
 
     def refused(self, peer: int, receive: int, nbytes: int) -> None:
-        """Fail a receive: the message of `peer` has `nbytes`, not what was asked for."""
+        """Fail a receive, because the message of `peer` has `nbytes`, not the requested number."""
         found = self.receives.get(receive)
         if found is not None and found.peer == peer:
             del self.receives[receive]
             found.settled(
                 PacketError(
-                    f"replica {peer} sent {nbytes} bytes where {found.nbytes} were due. "
+                    f"replica {peer} sent {nbytes} bytes where {found.nbytes} were expected. "
                     "Run the same strategy and version of Thinwire on every replica."
                 )
             )
@@ -223,7 +223,7 @@ class InFlight:
                 del keyed[key]
 
     def _seek(self, message: Posted, peer: int, pull: Pull) -> None:
-        """Continue at the offset that was asked for."""
+        """Continue at the requested offset."""
         if not pull.fits(message.nbytes):
             self._refused.setdefault(peer, {})[pull.receive] = message.nbytes
             self._tell.refuse(peer, pull.receive, message.nbytes)
@@ -292,7 +292,7 @@ class Teller(Protocol):
         """Ask `peer` for a message."""
 
     def acknowledge(self, peer: int, receive: int, nbytes: int) -> None:
-        """Tell `peer` that its first `nbytes` are here."""
+        """Tell `peer` that the first `nbytes` of its message have arrived."""
 
     def refuse(self, peer: int, receive: int, nbytes: int) -> None:
-        """Tell `peer` that its buffer has another size than the message, which has `nbytes`."""
+        """Tell `peer` that the size of its buffer is not that of the message, `nbytes`."""

@@ -1,4 +1,4 @@
-"""What one member has posted: receive buffers, and messages with the progress of each receiver."""
+"""The posts of one member: receive buffers, and messages with the progress of each receiver."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from thinwire.comm.secure.frames import CHUNK_NBYTES
 from thinwire.errors import PacketError, ThinwireError
 
-AT_MOST = 1 << 63  # added to the bytes of a PULL whose message may be shorter
+AT_MOST = 1 << 63  # a bit in the bytes of a PULL whose message may be shorter
 
 
 class Pull(NamedTuple):
-    """A receiver asks for a message of `nbytes` (of so many at most, with `AT_MOST`), from `offset` on."""
+    """A receiver's request for a message of `nbytes` (at most, with `AT_MOST`), from `offset` on."""
 
     receive: int
     tag: int
@@ -32,13 +32,13 @@ class Chunk(NamedTuple):
     offset: int
     receivers: list[tuple[int, int]]
     data: memoryview
-    small: bool  # of a message that travels with control
+    small: bool  # whether the message is sent on the control stream
 
 
 @dataclass(eq=False)
 class Receive:
-    """A buffer that waits for its message. `buffer` is None when the message is not wanted any more. With `sized` the message may be shorter;
-    `sized` tells its bytes when its first chunk is there.
+    """A buffer that waits for its message. `buffer` is None after the receive was given up. With `sized` the message may be shorter;
+    `sized` returns its number of bytes when its first chunk has arrived.
     """
 
     peer: int
@@ -47,31 +47,31 @@ class Receive:
     buffer: memoryview | None
     settled: Callable[[ThinwireError | None], None]
     sized: Callable[[], int] | None = None
-    here: bytearray = field(init=False)  # a byte for each chunk
-    prefix: int = 0  # chunks before the first that is missing
-    told: int = 0  # bytes that were acknowledged
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the buffer
+    here: bytearray = field(init=False)  # a byte for each chunk: whether it has arrived
+    prefix: int = 0  # number of chunks before the first missing one
+    told: int = 0  # number of acknowledged bytes
+    lock: threading.Lock = field(default_factory=threading.Lock)  # protects the buffer
 
     def __post_init__(self) -> None:
         self.here = bytearray(-(-self.nbytes // CHUNK_NBYTES))
 
     @property
     def offset(self) -> int:
-        """Bytes before the first that is missing."""
+        """Bytes before the first missing one."""
         return min(self.nbytes, self.prefix * CHUNK_NBYTES)
 
     @property
     def asked(self) -> int:
-        """The bytes of its PULL."""
+        """The number of bytes in its PULL."""
         return self.nbytes | AT_MOST if self.sized else self.nbytes
 
     def abandon(self) -> None:
-        """Give the buffer back to its owner: nothing more is written into it. For any thread."""
+        """Give the buffer back to its owner: nothing more is written into it. Thread-safe."""
         with self.lock:
             self.buffer = None
 
     def take(self, offset: int, data: memoryview) -> None:
-        """Write a chunk into the buffer, unless it is there already. Raises `PacketError`."""
+        """Write a chunk into the buffer, unless it has arrived before. Raises `PacketError`."""
         due = min(CHUNK_NBYTES, self.nbytes - offset)
         if offset % CHUNK_NBYTES or not (0 < len(data) <= due if self.sized else len(data) == due):
             raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
@@ -97,31 +97,33 @@ class Receive:
 
 @dataclass(eq=False)
 class Cursor:
-    """The offsets to which a message was sent to one receiver, and acknowledged by it."""
+    """The offsets up to which a message was sent to one receiver, and acknowledged by it."""
 
-    receive: int | None = None  # None: it has not asked
+    receive: int | None = None  # None: the receiver has not requested it
     sent: int = 0
     acknowledged: int = 0
 
 
 @dataclass(eq=False)
 class Posted:
-    """What was posted under one tag, for one or more receivers. `settled` is called once with each receiver."""
+    """A message posted under one tag, for one or more receivers. `settled` is called once with each receiver."""
 
     tag: int
     data: memoryview
     settled: Callable[[int, ThinwireError | None], None]
-    cursors: dict[int, Cursor]  # by rank: the receivers that do not have it yet
+    cursors: dict[int, Cursor]  # the receivers that do not have it yet, by rank
     nbytes: int = field(init=False)
-    begin: int = 0  # where `data` begins in the message
-    copied: bool = False  # all of it has been sent, what may have to be sent again is a copy, and all are settled
+    begin: int = 0  # the offset of `data` in the message
+    copied: bool = (
+        False  # whether it was sent completely and settled, and the part that may be requested again is a copy
+    )
 
     def __post_init__(self) -> None:
         self.nbytes = len(self.data)
 
     @property
     def sent(self) -> bool:
-        """Whether its last byte has been sent to each receiver."""
+        """Whether the last byte has been sent to each receiver."""
         return all(cursor.receive is not None and cursor.sent == self.nbytes for cursor in self.cursors.values())
 
     def settle(self, peer: int, error: ThinwireError | None) -> None:

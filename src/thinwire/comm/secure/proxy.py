@@ -14,7 +14,7 @@ from thinwire.comm.secure.audit import AuditLog
 from thinwire.errors import LinkError
 
 STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
-CLOSING = 64  # more connections: those that this proxy is closing
+CLOSING = 64  # additional connections, which this proxy is closing
 _READ_NBYTES = 1 << 16
 _BACKLOG = 1024
 _ENDED = "it ended without authentication"
@@ -84,12 +84,12 @@ class TcpProxy:
         host, port = (writer.get_extra_info("peername") or ("nobody", 0))[:2]
         connection = _Proxied(f"{host}:{port}", task)
         if len(self._tasks) - self._authenticated >= STRANGERS + CLOSING:
-            self._audit.stranger("refused a connection from", connection.address, "too many others come and go")
+            self._audit.stranger("refused a connection from", connection.address, "too many others connect")
             writer.transport.abort()
             return
         self._tasks.add(task)
         if len(self._strangers) >= STRANGERS:
-            self._evict(next(iter(self._strangers)), f"{STRANGERS} others came, and it did not authenticate")
+            self._evict(next(iter(self._strangers)), f"{STRANGERS} others connected, and it did not authenticate")
         self._strangers[connection] = None
         timer = asyncio.get_running_loop().call_later(self._seconds, self._late, connection)
         try:
@@ -139,7 +139,7 @@ class TcpProxy:
     def _evict(self, connection: _Proxied, why: str) -> None:
         connection.reason = why
         connection.task.cancel()
-        self._forget(connection)  # now: its task may not run for a while
+        self._forget(connection)  # now, because its task may run later
 
     def _forget(self, connection: _Proxied) -> None:
         if connection in self._strangers:

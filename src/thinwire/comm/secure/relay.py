@@ -1,7 +1,7 @@
-"""One group at the hub: which members are connected, and the frames that they send each other. No I/O.
+"""One group at the hub: its connected members, and the frames between them. No I/O.
 
-The hub reads only the header of frames that it passes on, and stores only frames that a receiver asked for. A member's frames wait until
-the receiver has taken them; at most as many may wait as an honest member has in flight.
+The hub reads only the header of frames that it forwards, and stores only frames that a receiver has requested. A member's frames wait
+until the receiver has taken them; the number of waiting bytes is limited to those that an honest member has in flight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from thinwire.comm.secure.messages import window_nbytes
 from thinwire.comm.secure.state import Grouped
 from thinwire.errors import PacketError
 
-CONTROL_NBYTES = 1 << 20  # that one member may have waiting for another
-_STUCK_NBYTES = 64 << 20  # of control that may wait for a member that reads nothing, before it is disconnected
+CONTROL_NBYTES = 1 << 20  # most waiting control bytes from one member to another
+_STUCK_NBYTES = 64 << 20  # most waiting control bytes for a member that reads nothing, before it is disconnected
 _SAID_AGAIN = (*frames.PASSED_ON, frames.DATA)
 _RESENT = 3  # windows: after a reconnect chunks are sent again while older ones still wait
 
@@ -53,7 +53,7 @@ class Pipe:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all frames that wait."""
+        """Bytes of all waiting frames."""
         return self._waiting.total()
 
     def forget(self, rank: int) -> None:
@@ -72,15 +72,15 @@ class Pipe:
 
 
 class Connection:
-    """One connected process: a control stream and some bulk streams. Setting `end` ends them all. `run`: it is the stream of what
-    this process asks in the elastic run of this name.
+    """One connected process: a control stream and some bulk streams. Setting `end` ends them all. `run`: it is the stream of this
+    process's requests in the elastic run of this name.
     """
 
     def __init__(self, number: int, name: str, process: bytes, expires: float, run: str | None = None) -> None:
         self.number, self.name, self.process, self.expires, self.run = number, name, process, expires, run
         self.control, self.bulk, self.end = Pipe(), Pipe(), asyncio.Event()
-        self.streams = 0  # of bulk
-        self.refusal = ""  # why it must not connect again
+        self.streams = 0  # number of bulk streams
+        self.refusal = ""  # the reason why it must not connect again
         self.relay: Relay | None = None
         self.rank = 0
 
@@ -93,14 +93,14 @@ class Relay:
         self.size = len(group.members)
         self.gone = dict(group.gone)
         self.connections: dict[int, Connection] = {}
-        self.away = dict.fromkeys(range(self.size), time.monotonic())  # since when
+        self.away = dict.fromkeys(range(self.size), time.monotonic())  # the time of disconnection
         self._synced: set[tuple[int, int]] = (
             set()
         )  # (rank, peer): rank has listed its receives to peer since both are connected
         self._most = _RESENT * window_nbytes(self.size) + frames.LIMIT_NBYTES
 
     def connect(self, rank: int, connection: Connection) -> None:
-        """Connect the member `rank`; an older connection of it ends."""
+        """Connect the member `rank`; its older connection ends."""
         if old := self.connections.pop(rank, None):
             old.end.set()
         self._break_off(rank)
@@ -116,7 +116,7 @@ class Relay:
         self.away.pop(rank, None)
 
     def disconnect(self, connection: Connection) -> None:
-        """Drop a connection whose streams have ended; its member may come back."""
+        """Drop a connection whose streams have ended; its member may reconnect."""
         rank = connection.rank
         if self.connections.get(rank) is connection:
             del self.connections[rank]
@@ -125,7 +125,7 @@ class Relay:
             self._tell(PassedOn(frames.AWAY, rank, b""))
 
     def leave(self, rank: int, reason: int) -> None:
-        """Remove the member `rank` for good."""
+        """Remove the member `rank` permanently."""
         if rank not in self.gone:
             self.gone[rank] = reason
             self._gone(rank, reason)
@@ -144,7 +144,7 @@ class Relay:
         self._check(rank, frame.rank)
         there = self.connections.get(frame.rank)
         if there is None:
-            return  # the sender says it again when that member is back
+            return  # the sender repeats it when that member is back
         if frame.kind == frames.SYNC and frame.number(0) == there.number:
             self._synced.add((rank, frame.rank))
         if (rank, frame.rank) in self._synced:
@@ -152,7 +152,7 @@ class Relay:
             there.control.put(PassedOn(frame.kind, rank, body), CONTROL_NBYTES)
 
     def data(self, rank: int, frame: Frame, small: bool = False) -> None:
-        """Pass a chunk of `rank` on to each of its receivers. Raises `PacketError`."""
+        """Forward a chunk of `rank` to each of its receivers. Raises `PacketError`."""
         offset, receivers, chunk = frames.opened_data(frame.body)
         if small and len(chunk) > frames.SMALL_NBYTES:
             raise PacketError(f"a chunk of {len(chunk)} bytes on the control stream")
@@ -167,7 +167,7 @@ class Relay:
             raise PacketError(f"a frame of member {rank} for member {other} of {self.size}")
 
     def _break_off(self, rank: int) -> None:
-        """Drop the frames from and to `rank`: both sides send them again when it is back."""
+        """Drop the frames from and to `rank`; both sides send them again when it is back."""
         self._synced = {pair for pair in self._synced if rank not in pair}
         for connection in self.connections.values():
             connection.control.forget(rank)

@@ -24,13 +24,13 @@ from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 
 class HubRequester:
-    """The member behind a request. Its incarnation is the name of its process."""
+    """The member that sent a request. Its incarnation is the name of its process."""
 
     def __init__(self, name: str, process: bytes, address: str) -> None:
         self.name, self.incarnation, self.address = name, process.decode("ascii", "replace"), address
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
-        """Whether `future` is done within `seconds`. Cancelled when the stream ends."""
+        """Wait at most `seconds`; return whether `future` is done. Cancelled when the stream ends."""
         done, _ = await asyncio.wait({future}, timeout=seconds)
         return bool(done)
 
@@ -38,7 +38,7 @@ class HubRequester:
 class RequestHandler(Protocol):
     """Answers the requests."""
 
-    lost: Any  # called with the name and the incarnation of a member whose heartbeats have stopped
+    lost: Any  # called with name and incarnation of a member whose heartbeats have stopped
 
     @property
     def empty(self) -> bool:
@@ -80,13 +80,13 @@ class HubChannel:
 
     Args:
         enrolment: this replica's name and key at the hub.
-        process: 16 letters, drawn anew at every start.
-        run: name of the run; "" for the one without.
-        thread: in which gRPC runs.
-        silent: seconds within which it ends when nothing comes through any more.
+        process: 16 random letters, new at every start.
+        run: name of the run; "" for the run without a name.
+        thread: runs gRPC.
+        silent: seconds within which a silent connection ends.
 
     Raises:
-        Refused: the hub refuses this replica for good.
+        Refused: the hub refuses this replica permanently.
         LinkError: the hub does not answer.
     """
 
@@ -102,11 +102,11 @@ class HubChannel:
         question = _packed({"do": do, "seconds": seconds, **fields})
         answer: dict[str, Any] = self._done(self._asked(question), seconds + ANSWER_SECONDS)
         if "error" in answer:
-            raise LinkError(f"the hub says: {str(answer['error'])[:200]}")
+            raise LinkError(f"the hub reports: {str(answer['error'])[:200]}")
         return answer
 
     def close(self) -> None:
-        """Idempotent; may be called from any thread. A request that waits then raises `LinkError`."""
+        """Close the stream. Idempotent; thread-safe. A waiting request raises `LinkError`."""
         channel, self._channel = self._channel, None
         if channel:
             self._thread.run(channel.close(None))
@@ -154,11 +154,11 @@ def _packed(said: dict[str, Any]) -> bytes:
 
 
 def _opened(frame: frames.Frame) -> dict[str, Any]:
-    """Raises `PacketError`."""
+    """Parse the JSON of a frame. Raises `PacketError`."""
     try:
         said = json.loads(frame.body)
     except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
-        raise PacketError("words that are no JSON object")
+        raise PacketError("a request or response that is no JSON object")
     return said

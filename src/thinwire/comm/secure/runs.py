@@ -21,8 +21,8 @@ class HubRuns:
     Args:
         make: makes the registry of a run.
         state: keeps the runs.
-        audit: has a line for each run that begins.
-        lost: called with the name and the incarnation of a member whose heartbeats have stopped.
+        audit: gets a line for each run that begins.
+        lost: called with name and incarnation of a member whose heartbeats have stopped.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HubRuns:
     ) -> None:
         self._make, self._state, self._audit, self._lost = make, state, audit, lost
         self._registries: dict[str, RequestHandler] = {}
-        self._streams: dict[str, int] = {}  # that use each of them
+        self._streams: dict[str, int] = {}  # number of streams that use each registry
         for run in state.runs():
             if run.present:
                 self._open(run.name)
@@ -44,7 +44,9 @@ class HubRuns:
         """A context with the registry of `run`, which is made if needed. Raises `LinkError` if there are too many runs."""
         if run not in self._registries:
             if len(self._registries) >= RUNS:
-                raise LinkError(f"{len(self._registries)} runs go on at this hub, at most {RUNS} are possible")
+                raise LinkError(
+                    f"{len(self._registries)} runs are in progress at this hub, at most {RUNS} are possible"
+                )
             self._state.use_run(run, member, self._registries)
             self._open(run)
             self._audit("began", f"the run {run}".strip(), f"by {member}")

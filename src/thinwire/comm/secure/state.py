@@ -1,4 +1,4 @@
-"""The hub's database: its members and their keys, invitations, groups, and the elastic runs, with those that have ended.
+"""The hub's database: its members and their keys, invitations, groups, and the elastic runs, ended ones included.
 
 It is one SQLite file that only its owner can read. Every change is one transaction, which is on the disk before the hub answers.
 The commands `thinwire hub list | invite | revoke` change it while the hub runs.
@@ -21,10 +21,10 @@ from thinwire.comm.secure.frames import REASONS
 from thinwire.errors import ConfigurationError, LinkError
 
 FILE = "hub.sqlite"
-MEMBERS = 10_000  # that a hub keeps
-NOTES = 10_000  # of the ends of runs of one name, of which each writes four
-RUNS = 8  # that one member began and a hub keeps
-REDUCER = "reducer"  # the member that averages packets, by the hub's own invitation
+MEMBERS = 10_000  # most members of a hub
+NOTES = 10_000  # most notes about ends of runs of one name; each end writes four
+RUNS = 8  # most runs of one member that a hub keeps
+REDUCER = "reducer"  # the member that averages packets, which the hub itself invites
 _TABLES = """
 create table if not exists meta (name text primary key, value text not null);
 create table if not exists member (name text primary key, key blob not null, revoked integer not null, joined real not null);
@@ -69,22 +69,22 @@ class KnownRun:
     name: str
     begun_by: str
     used: float
-    present: str  # "": there are no members; otherwise JSON, which begins with the names by their incarnations
+    present: str  # "": no members; otherwise JSON, which begins with the names by their incarnations
 
     @property
     def names(self) -> list[str]:
-        """Who is there, or was when the hub ended."""
+        """The members that are alive, or were when the hub ended."""
         return sorted(json.loads(self.present)[0].values()) if self.present else []
 
 
 class KeptRun:
-    """What the registry of the run `name` must not forget: see `membership.registry.Kept`."""
+    """The persistent state of the registry of the run `name`: see `membership.registry.Kept`."""
 
     def __init__(self, base: sqlite3.Connection, name: str) -> None:
         self._base, self._name = base, name
 
     def present(self) -> str:
-        """What `keep` has written; "" if nothing."""
+        """The text that `keep` has written; "" if there is none."""
         found = self._base.execute("select present from run where name = ?", (self._name,)).fetchone()
         return str(found[0]) if found else ""
 
@@ -93,13 +93,13 @@ class KeptRun:
         self._base.execute("update run set present = ? where name = ?", (present, self._name))
 
     def note(self, key: str) -> None:
-        """Keep `key` among the last ones."""
+        """Keep `key` among the last notes."""
         self._base.execute("insert or ignore into note (run, key) values (?, ?)", (self._name, key))
         last = "select id from note where run = ? order by id desc limit 1 offset ?"
         self._base.execute(f"delete from note where run = ? and id <= ({last})", (self._name, self._name, NOTES))
 
     def notes(self) -> list[str]:
-        """The last keys that `note` was given, oldest first."""
+        """The last keys given to `note`, oldest first."""
         found = self._base.execute("select key from note where run = ? order by id", (self._name,))
         return [str(key) for (key,) in found]
 
@@ -115,7 +115,7 @@ class HubState:
         self._base.executescript(_TABLES)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the database. Idempotent."""
         self._base.close()
 
     @property
@@ -134,13 +134,13 @@ class HubState:
         self._base.execute("insert or replace into meta values (?, ?)", (name, value))
 
     def kept_run(self, name: str) -> KeptRun:
-        """What the registry of this run keeps."""
+        """The persistent state of this run's registry."""
         return KeptRun(self._base, name)
 
     # Members and invitations.
 
     def invite(self, uses: int, seconds: float, name: str | None, runs: Collection[str] = ()) -> tuple[bytes, bytes]:
-        """Make an invitation, to `runs` alone if there are any; return its number and its secret. The database has only a hash of the secret."""
+        """Make an invitation, to `runs` only if any are given; return its number and its secret. The database has only the secret's hash."""
         number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
         digest = hashlib.sha256(secret).digest()
         self._base.execute("delete from invitation where expires < ?", (time.time(),))
@@ -159,10 +159,10 @@ class HubState:
         return [(int(uses), float(expires), name) for uses, expires, name in rows]
 
     def admit(self, name: str, key: bytes, invitation: bytes, secret: bytes) -> bool:
-        """Admit `name` with this key; return whether it is new. Raises `LinkError`, which says why not.
+        """Admit `name` with this key; return whether it is new. Raises `LinkError` with the reason.
 
-        A name that is known with this key renews its certificate and needs no invitation. So a member that asks again,
-        because the hub's answer was lost, uses its invitation once.
+        A name that is known with this key renews its certificate and needs no invitation. So a member that repeats its request
+        after a lost response uses its invitation only once.
         """
         self._base.execute("begin immediate")
         try:
@@ -200,7 +200,7 @@ class HubState:
         return True
 
     def bound(self, name: str) -> list[str]:
-        """The runs that the member may join, those of its invitation; none: any run."""
+        """The runs of the member's invitation, which it may join; empty: any run."""
         rows = self._base.execute("select run from bound where name = ? order by run", (name,))
         return [str(run) for (run,) in rows]
 
@@ -232,20 +232,20 @@ class HubState:
     # Elastic runs.
 
     def runs(self) -> list[KnownRun]:
-        """The runs that are kept; the one that began last is at the end."""
+        """The kept runs, by their last beginning."""
         rows = self._base.execute("select name, begun_by, used, present from run order by used")
         return [KnownRun(name, begun_by, used, present) for name, begun_by, used, present in rows]
 
     def use_run(self, name: str, member: str, busy: Collection[str]) -> None:
-        """`member` begins the run `name`, or begins it again. Of too many that one member began the one is forgotten that was
-        used longest ago, unless it is among `busy`. Raises `LinkError`: all of them are.
+        """Record that `member` begins the run `name`, or begins it again. If the member has too many runs, forget the one that was
+        used longest ago and is not in `busy`. Raises `LinkError` if all of them are in `busy`.
         """
         runs = {run.name: run for run in self.runs()}
         if name not in runs:
             own = [run.name for run in runs.values() if run.begun_by == member]
             idle = [each for each in own if each not in busy]
             if len(own) >= RUNS and not idle:
-                raise LinkError(f"{member} began {len(own)} runs that go on, at most {RUNS} are possible")
+                raise LinkError(f"{member} began {len(own)} runs that are in progress, at most {RUNS} are possible")
             for each in idle[: max(0, len(own) - RUNS + 1)]:
                 self._base.execute("delete from note where run = ?", (each,))
                 self._base.execute("delete from run where name = ?", (each,))
@@ -263,19 +263,19 @@ class HubState:
         return Grouped(made.lastrowid, label, members, {})
 
     def gone(self, group: int, rank: int, reason: int) -> None:
-        """Record that the member `rank` of a group has left for good."""
+        """Record that the member `rank` of a group has left permanently."""
         row = self._base.execute("select gone from grouped where id = ?", (group,)).fetchone()
         if row is not None:
             told = json.loads(row[0]) | {str(rank): reason}
             self._base.execute("update grouped set gone = ? where id = ?", (json.dumps(told), group))
 
     def groups(self) -> list[Grouped]:
-        """The groups of which a member is left."""
+        """The groups with at least one member left."""
         found = self._grouped("select id, label, members, gone from grouped order by id")
         return [group for group in found if len(group.gone) < len(group.members)]
 
     def why_gone(self, label: bytes, name: str, process: bytes) -> str:
-        """Why this process has left a group with this label for good; "" if it has not."""
+        """The reason why this process has left a group with this label permanently; "" if it has not."""
         for group in self._grouped("select id, label, members, gone from grouped where label = ?", label):
             if (name, process) in group.members and (rank := group.members.index((name, process))) in group.gone:
                 return REASONS[group.gone[rank]]

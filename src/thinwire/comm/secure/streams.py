@@ -16,7 +16,7 @@ from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Pipe, flattened
 from thinwire.errors import LinkError, PacketError
 
-HELLO_SECONDS = 30.0  # in which an authenticated member sends its first frame
+HELLO_SECONDS = 30.0  # most seconds until an authenticated member sends its first frame
 
 Handle = Callable[[frames.Frame], None]
 

@@ -1,4 +1,4 @@
-"""The invitation of a hub as one word that can be pasted: the hub's address, its authority's fingerprint, and a secret."""
+"""The invitation of a hub as one word for pasting: the hub's address, its authority's fingerprint, and a secret."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Token:
     """An invitation to join a hub, once or a stated number of times. Keep it like a password.
 
     Args:
-        host: where the hub is reached.
-        port, join_port: the hub's port for members, and the one for those who join.
+        host: the host at which the hub is reached.
+        port, join_port: the hub's port for members, and its port for joining.
         authority: SHA-256 of the certificate of the hub's authority.
         invitation: names the invitation at the hub.
         secret: 16 random bytes.
@@ -51,7 +51,7 @@ class Token:
 
     @classmethod
     def read(cls, text: str) -> Token:
-        """Raises `ConfigurationError`."""
+        """Parse a token. Raises `ConfigurationError`."""
         text = text.strip()
         try:
             if not text.startswith(_PREFIX) or len(text) > 1000:
