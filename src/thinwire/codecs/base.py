@@ -358,9 +358,7 @@ def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
 
 
 def check_inner(codec: object, name: str, inner: object, joint: bool = False) -> None:
-    """Raise `ConfigurationError` unless field `name` of `codec` is a codec that takes any vector. Without `joint`, also raise it for a
-    codec that decodes packets jointly.
-    """
+    """Raise `ConfigurationError` unless field `name` of `codec` takes any vector, and decodes packets one by one or `joint` is set."""
     given = f"{type(codec).__name__}({name}={inner!r})"
     if not isinstance(inner, Codec) or isinstance(inner, type):
         raise ConfigurationError(f"{given}: a Codec is needed, such as Cast('bf16') or Sign().")

@@ -211,7 +211,7 @@ class Gossip(Exchange):
 
     @property
     def of_rounds(self) -> Topology:
-        """Who hears whom in a round, in any of its gossip steps."""
+        """The union of the graphs of a round's gossip steps."""
         return self.topology if self.rule.steps == 1 else Union(self.topology, self.rule.steps)
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:

@@ -168,14 +168,16 @@ class Listed(Topology):
 
 @dataclass(frozen=True)
 class Cut(Topology):
-    """`topology` without the edges between two sides in the rounds `begin` to `end` − 1, as of a link that fails and is healed. It is known
-    before: nothing is detected, and no message is lost. Weights in these rounds are Metropolis' of the edges that are left.
+    """`topology` without the edges between two sides in the rounds `begin` to `end` − 1, as if a link failed and was healed.
+
+    All replicas know these rounds before: nothing is detected, and no message is lost. Weights in these rounds are Metropolis' weights
+    of the edges that are left.
 
     Args:
         topology: a graph whose edges go both ways.
         begin: the first round without these edges, at least 1.
         end: the first round with all edges again.
-        side: the ranks below it are one side; None: half of all.
+        side: the number of ranks on the first side, at least 1; None: half of all.
 
     Raises:
         ConfigurationError: that is no cut, or edges go one way.
