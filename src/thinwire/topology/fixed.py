@@ -175,8 +175,8 @@ class Cut(Topology):
 
     Args:
         topology: a graph whose edges go both ways.
-        begin: the first round without these edges, at least 1.
-        end: the first round with all edges again.
+        begin: the number of the first round without these edges, at least 1.
+        end: the number of the first round with all edges again.
         side: the number of ranks on the first side, at least 1; None: half of all.
 
     Raises:
