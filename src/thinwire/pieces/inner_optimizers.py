@@ -164,7 +164,7 @@ class SAM:
 
     Args:
         inner: the optimizer that steps along ĝ.
-        radius: ρ, the length of the perturbation, 0 or more. 0: `inner` alone, bit for bit.
+        radius: ρ, the L2 norm of the perturbation, 0 or more. 0: `inner` alone, bit for bit.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
