@@ -257,8 +257,27 @@ def test_ranks_of_a_site_are_in_the_command(
     monkeypatch.chdir(tmp_path)
     GPU.save(Path("gpu.toml"))
     model = ["--model", "1b", "--tokenizer", "bpe:32000", "--sequence", "2048"]
-    assert main(["plan", "1gbit,20ms", "gpu.toml", "--ranks", "8", "--degrees", "2,8,8", "--levels", "2", *model]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "1gbit,20ms",
+                "gpu.toml",
+                "--replicas",
+                "4",
+                "--ranks",
+                "8",
+                "--degrees",
+                "2,8,8",
+                "--levels",
+                "2",
+                *model,
+            ]
+        )
+        == 0
+    )
     said = " ".join(capsys.readouterr().out.split())
+    assert "exchange (predicted): a round of the largest fragment" in said and "around a ring" in said
     assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "2, 8, 8 │ three levels" in said
 
 

@@ -19,7 +19,7 @@ from thinwire.cli import figures, options
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
-from thinwire.plan import explain, quantities
+from thinwire.plan import exchanges, explain, quantities
 from thinwire.plan.compute import shape_of
 from thinwire.plan.figure import frontier_chart, rates_chart
 from thinwire.plan.links import Links, replace
@@ -208,7 +208,9 @@ def _loss(setting: Setting) -> str:
 
 
 def _aside(console: Console, task: Task, best: Setting) -> None:
-    """Refusals and warnings."""
+    """The exchange, refusals and warnings."""
+    if told := exchanges.sentence(best, task.links):
+        console.print(told, highlight=False)
     for refusal in explain.refused(task, best):
         verdict = "refused" if refusal.utilization < explain.USELESS else "not tried"
         console.print(
@@ -296,6 +298,10 @@ def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> di
                 "reason": explain.sentence(setting, best),
             }
             for setting in rows
+        ],
+        "exchanges": [
+            {"name": way.name, "exchange": repr(way.exchange) if way.exchange else None, "seconds": way.seconds}
+            for way in exchanges.fitting(best, task.links)
         ],
         "refused": [dataclasses.asdict(refusal) for refusal in explain.refused(task, best)],
         "warnings": explain.warnings(task, best),
