@@ -88,6 +88,8 @@ from thinwire.pieces.gossip import CombineThenAdapt as CombineThenAdapt
 from thinwire.pieces.gossip import Choco as Choco
 from thinwire.pieces.gossip import PushSum as PushSum
 from thinwire.pieces.gossip import Tracking as Tracking
+from thinwire.pieces.trust import Bristle as Bristle
+from thinwire.pieces.trust import SybilWall as SybilWall
 
 # What is made of what all have sent.
 from thinwire.pieces.aggregate import Mean as Mean

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.schedule import Adaptive
+from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
 from thinwire.topology import Topology, check_size
 from thinwire.topology.base import Weights
@@ -127,13 +128,24 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return self.rule.init(torch.zeros(numel))  # only the size counts here
+        return self.begins(torch.zeros(numel), Key(sender=rank), size)  # only the size counts here
+
+    def begins(self, x: Tensor, key: Key, size: int) -> State:
+        """The rule's first state of a fragment with the weights `x`."""
+        return self.rule.begins(x, key, size) if isinstance(self.rule, Judging) else self.rule.init(x)
+
+    def sources(self, key: Key, size: int) -> list[int]:
+        """The ranks of the replicas that send to replica `key.sender` in the round of `key`, in order."""
+        return _others(self._weights(key, size)[key.sender], key.sender)
+
+    def _weights(self, key: Key, size: int) -> Weights:
+        return _weights(self, size, 0 if self.topology.fixed else key.round, key.fragment, key.seed)
 
     def depart(self, round_: Round, state: State) -> _Departure:
         key, rank, size = round_.key, round_.rank, round_.size
-        weights = _weights(self, size, 0 if self.topology.fixed else key.round, key.fragment, key.seed)
+        weights = self._weights(key, size)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
-        members = _group(self, weights, rank)
+        members = [] if isinstance(self.rule, Judging) else _group(self, weights, rank)
         said: list[_Said | _Reduced] = []
         begin = 0
         for number, (codec, numel) in enumerate(self.rule.vectors(round_.codec, round_.numel)):
@@ -147,13 +159,21 @@ class Gossip(Exchange):
             stage, messages = Stage(round_, codec, number), cut(codec, 0, numel)
             stage.expect(dict.fromkeys(sources, messages))
             signal = partial(_shifted, round_, begin)
-            own = [stage.send(index, message, targets, signal, key) for index, message in enumerate(messages)]
+            own = []
+            if number and isinstance(self.rule, Judging):
+                for target in targets:
+                    told = partial(_part, self.rule.tells(state, target, key))
+                    own += [stage.send(index, message, [target], told, key) for index, message in enumerate(messages)]
+            else:
+                own = [stage.send(index, message, targets, signal, key) for index, message in enumerate(messages)]
             said.append(_Said(begin, codec, messages, stage, own))
             begin += numel
         return _Departure(round_, said, _shares(weights[rank], [*sources, rank]))
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, flags = departure.round, [0] * departure.round.size
+        if isinstance(self.rule, Judging):
+            return _arrive_each(departure, self.sources(round_.key, round_.size), settle)
         for one in departure.said:
             if isinstance(one, _Reduced):
                 flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
@@ -197,6 +217,34 @@ class Gossip(Exchange):
         return link.seconds(self.nbytes_sent(codec, numel, size)) if size > 1 else 0.0
 
 
+def _arrive_each(departure: _Departure, sources: Sequence[int], settle: Settle) -> Arrival:
+    """Hand over what each of `sources` sent, one after another, first all of the first vector. Nothing is handed over of one that refused: it
+    counts for nothing in this round, and its refusal is no refusal of the round.
+    """
+    round_, flags, begin = departure.round, [0] * departure.round.size, 0
+    for one in departure.said:
+        assert isinstance(one, _Said)
+        room, numel = Decoder(round_, one.codec, one.messages), one.messages[-1].end
+        for index, message in enumerate(one.messages):
+            heard = one.stage.receive(index)
+            for rank, said in heard.items():
+                flags[rank] |= said
+            for place, rank in enumerate(sources):
+                if flags[rank] & REFUSED:
+                    continue
+                packet = one.stage.packet(index, rank)
+                for coded in message.ranges:
+                    values = room.sent(coded, packet, replace(round_.key, sender=rank))
+                    settle(begin + place * numel + coded.begin, values, lambda: torch.empty(0))
+        for own in one.own:
+            own.wait()
+            flags[round_.rank] |= own.flags
+        room.close()
+        begin += len(sources) * numel
+    round_.close()
+    return Arrival(tuple(said & ~REFUSED for said in flags), {})
+
+
 @lru_cache(maxsize=256)
 def _weights(gossip: Gossip, size: int, number: int, fragment: int, seed: int) -> Weights:
     return gossip.rule.weights(gossip.topology, size, number, fragment, seed)
@@ -216,6 +264,10 @@ def _nbytes_in_group(codec: Codec, numel: int, size: int, members: int, place: i
 
 def _settled(settle: Settle, first: int, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
     settle(first + begin, mean, sent)
+
+
+def _part(told: Tensor, begin: int, end: int) -> Tensor:
+    return told[begin:end]
 
 
 def _shifted(round_: Round, first: int, begin: int, end: int) -> Tensor:

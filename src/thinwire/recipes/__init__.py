@@ -16,7 +16,7 @@ from thinwire.recipes.deltas import (
     qsr,
     sparse_loco,
 )
-from thinwire.recipes.gossip import choco, d_psgd, gradient_tracking, moshpit, noloco, sgp
+from thinwire.recipes.gossip import bristle, choco, d_psgd, gradient_tracking, moshpit, noloco, sgp, sybil_wall
 from thinwire.recipes.gradients import (
     cgx,
     data_parallel,
@@ -37,12 +37,13 @@ RECIPES = {
         *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
-        *(noloco, d_psgd, choco, sgp, gradient_tracking, moshpit),
+        *(noloco, d_psgd, choco, sgp, gradient_tracking, moshpit, bristle, sybil_wall),
     )
 }
 
 __all__ = [
     "RECIPES",
+    "bristle",
     "cgx",
     "choco",
     "co2",
@@ -71,4 +72,5 @@ __all__ = [
     "sparse_loco",
     "streaming_diloco",
     "streaming_sign",
+    "sybil_wall",
 ]
