@@ -72,6 +72,8 @@ class Replica:
         reader: with a `Membership` only: where this replica reads its samples, each once an epoch in all (docs/data.md).
         buffers: what becomes of running statistics and other floating buffers: `mean`, the mean over all replicas at the end and within
             `averaged_buffers` (4 bytes a value each time, if any differ); or `local`. With a `Membership` they stay local.
+        validation: gives the model's losses on a few held-out batches, for a rule that weighs neighbours by them (`Bristle`). It is called on the
+            main thread, in evaluation mode, without gradients.
         observer: is called as `observer(event, step, **fields)` at depart, flight, land, refused, wire (on another thread) and warning.
             Without it, warnings go to Python's `warnings`.
         clock: the time in seconds that events carry.
@@ -108,6 +110,7 @@ class Replica:
         tokens: float | None = None,
         reader: LeasedReader | None = None,
         buffers: Literal["mean", "local"] = "mean",
+        validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -115,7 +118,7 @@ class Replica:
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
         self._finished, self._site, sharded = False, site, site is not None
         self._training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, sharded)
-        self._training.reader = reader
+        self._training.reader, self._training.validation = reader, validation
         self._driver = choose(self._training, fragments, group, site)
         self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)

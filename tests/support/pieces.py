@@ -318,6 +318,7 @@ RULES = [
     *(row(tw.pieces.gossip.AdaptThenCombine()), row(tw.pieces.gossip.CombineThenAdapt())),
     *(row(tw.pieces.gossip.NoLoCo()), row(tw.pieces.gossip.NoLoCo(0.3, 0.7, 0.5)), row(tw.pieces.gossip.Choco())),
     *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking()), row(tw.pieces.mgs.MGS(steps=2))),
+    *(row(tw.pieces.trust.Bristle()), row(tw.pieces.trust.SybilWall()), row(tw.pieces.trust.SybilWall(64, 1, 2.0))),
 ]
 INNERS = [
     row(tw.pieces.inner_optimizers.AdamW()),
@@ -388,6 +389,8 @@ GOSSIP: dict[str, tw.Strategy] = {
     "choco, sparse, in the air": RECIPES["choco"](
         every=2, delay=1, step=0.2, topology=tw.topology.Exponential(), codec=tw.codecs.TopK(0.2)
     ),
+    "bristle": RECIPES["bristle"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
+    "sybil_wall": RECIPES["sybil_wall"](every=2, delay=1, width=64),
     "push-sum, one way, unlike degrees": RECIPES["sgp"](every=2, delay=1, topology=_IRREGULAR),
 }
 METHODS: dict[str, tw.Strategy] = {

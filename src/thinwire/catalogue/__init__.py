@@ -90,6 +90,8 @@ from thinwire.pieces.gossip import Choco as Choco
 from thinwire.pieces.gossip import PushSum as PushSum
 from thinwire.pieces.gossip import Tracking as Tracking
 from thinwire.pieces.mgs import MGS as MGS
+from thinwire.pieces.trust import Bristle as Bristle
+from thinwire.pieces.trust import SybilWall as SybilWall
 
 # What is made of what all have sent.
 from thinwire.pieces.aggregate import Mean as Mean

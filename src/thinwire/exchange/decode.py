@@ -96,7 +96,7 @@ class Decoder:
         ]  # fmt: skip
 
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
-        """The values of the range `coded` in this replica's own `packet`."""
+        """The values of the range `coded` in one replica's `packet`, its own or that of the sender of `key`."""
         out = self._sent[: coded.end - coded.begin].zero_()
         self._codec.decode_add(payload(packet)[coded.first : coded.last], out, key)
         return out

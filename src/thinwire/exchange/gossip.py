@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from thinwire.packet import REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.schedule import Adaptive
+from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
 from thinwire.topology import Topology, check_size
 from thinwire.topology.base import Union, Weights
@@ -43,9 +44,12 @@ class _Said:
     own: list[Outgoing] = field(default_factory=list)
 
     def send(self, signal: Signal, key: Key) -> None:
-        shifted = partial(_shifted, signal, self.begin)
+        self.tell(self.targets, partial(_shifted, signal, self.begin), key)
+
+    def tell(self, targets: list[int], signal: Signal, key: Key) -> None:
+        """Send to `targets` only. `signal` gives the elements of this vector alone."""
         for index, message in enumerate(self.messages):
-            self.own.append(self.stage.send(index, message, self.targets, shifted, key))
+            self.own.append(self.stage.send(index, message, targets, signal, key))
 
 
 @dataclass(frozen=True)
@@ -144,21 +148,35 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return self.rule.init(torch.zeros(numel))  # only the number of elements matters here
+        return self.begins(torch.zeros(numel), Key(sender=rank), size)  # only the number of elements matters here
+
+    def begins(self, x: Tensor, key: Key, size: int) -> State:
+        """The rule's first state of a fragment with the weights `x`."""
+        return self.rule.begins(x, key, size) if isinstance(self.rule, Judging) else self.rule.init(x)
+
+    def sources(self, key: Key, size: int) -> list[int]:
+        """The ranks of the replicas that send to replica `key.sender` in the round of `key`, in order."""
+        return _others(self._weights(key, size)[key.sender], key.sender)
+
+    def _weights(self, key: Key, size: int, step: int = 0) -> Weights:
+        number = 0 if self.topology.fixed else key.round * self.rule.steps + step
+        return _weights(self, size, number, key.fragment, key.seed)
 
     def depart(self, round_: Round, state: State) -> _Departure:
         steps = [self._expected(round_, step) for step in range(self.rule.steps)]
-        for one in steps[0].said:
-            one.send(round_.signal, round_.key)
+        if isinstance(self.rule, Judging):
+            _send_each(steps[0], self.rule, state, round_)
+        else:
+            for one in steps[0].said:
+                one.send(round_.signal, round_.key)
         return _Departure(round_, steps)
 
     def _expected(self, round_: Round, step: int) -> _Step:
         """Stand ready to receive what the neighbours send in gossip step `step` of the round."""
         key, rank, size = round_.key, round_.rank, round_.size
-        number = 0 if self.topology.fixed else key.round * self.rule.steps + step
-        weights = _weights(self, size, number, key.fragment, key.seed)
+        weights = self._weights(key, size, step)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
-        members = _group(self, weights, rank)
+        members = [] if isinstance(self.rule, Judging) else _group(self, weights, rank)
         said: list[_Said | _Reduced] = []
         begin, vectors = 0, self.rule.vectors(round_.codec, round_.numel)
         for place, (codec, numel) in enumerate(vectors):
@@ -176,6 +194,8 @@ class Gossip(Exchange):
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, flags = departure.round, [0] * departure.round.size
+        if isinstance(self.rule, Judging):
+            return _arrive_each(departure, self.sources(round_.key, round_.size), settle)
         for step, following in pairwise(departure.steps):
             heard = torch.empty(sum(numel for _, numel in self.rule.vectors(round_.codec, round_.numel)))
             flags = _arrived(round_, step, flags, partial(_kept, heard))
@@ -216,6 +236,46 @@ class Gossip(Exchange):
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return link.seconds(self.nbytes_sent(codec, numel, size)) if size > 1 else 0.0
+
+
+def _vectors(step: _Step) -> list[_Said]:
+    return [one for one in step.said if isinstance(one, _Said)]
+
+
+def _send_each(step: _Step, rule: Judging, state: State, round_: Round) -> None:
+    """Send the first vector to all targets, and of the others to each target its own."""
+    first, *others = _vectors(step)
+    first.send(round_.signal, round_.key)
+    for one in others:
+        for target in one.targets:
+            one.tell([target], partial(_part, rule.tells(state, target, round_.key)), round_.key)
+
+
+def _arrive_each(departure: _Departure, sources: Sequence[int], settle: Settle) -> Arrival:
+    """Hand over what each of `sources` sent, one after another, first all of the first vector. Nothing is handed over of one that refused: it
+    counts for nothing in this round, and its refusal is no refusal of the round.
+    """
+    round_, flags, begin = departure.round, [0] * departure.round.size, 0
+    for one in _vectors(departure.steps[0]):
+        room, numel = Decoder(round_, one.codec, one.messages), one.messages[-1].end
+        for index, message in enumerate(one.messages):
+            heard = one.stage.receive(index)
+            for rank, said in heard.items():
+                flags[rank] |= said
+            for place, rank in enumerate(sources):
+                if flags[rank] & REFUSED:
+                    continue
+                packet = one.stage.packet(index, rank)
+                for coded in message.ranges:
+                    values = room.sent(coded, packet, replace(round_.key, sender=rank))
+                    settle(begin + place * numel + coded.begin, values, lambda: torch.empty(0))
+        for own in one.own:
+            own.wait()
+            flags[round_.rank] |= own.flags
+        room.close()
+        begin += len(sources) * numel
+    round_.close()
+    return Arrival(tuple(said & ~REFUSED for said in flags), {})
 
 
 @lru_cache(maxsize=256)

@@ -95,6 +95,7 @@ class Round:
         after: the aggregate's next state; filled by the exchange.
         outgoing: the packets that are being sent; filled by the exchange.
         packets: uint8 buffers that `close` gives back.
+        anchor: the fragment's values before its inner steps, flat fp32.
         trace: times of this replica's messages, for diagnosis.
         nbytes_sent: bytes of packets sent to all peers together, headers included.
 
@@ -120,6 +121,7 @@ class Round:
     after: State = field(default_factory=dict)
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
+    anchor: Tensor | None = None
     trace: Trace = field(default_factory=Trace)
     nbytes_sent: int = 0  # purpose "packet", all peers together, headers included
 

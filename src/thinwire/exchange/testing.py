@@ -11,12 +11,20 @@ from thinwire.codecs import Codec
 from thinwire.exchange.base import Arrival, Exchange
 from thinwire.exchange.round import Round, SendContext
 from thinwire.packet import REFUSED
+from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.rng import Key
 from thinwire.types import State
 
 
 def once(
-    exchange: Exchange, context: SendContext, codec: Codec, delta: Tensor, key: Key, state: State, flags: int = 0
+    exchange: Exchange,
+    context: SendContext,
+    codec: Codec,
+    delta: Tensor,
+    key: Key,
+    state: State,
+    flags: int = 0,
+    aggregate: Aggregate = Mean(),
 ) -> tuple[Tensor | None, Arrival]:
     """Exchange flat fp32 `delta` with all replicas of `context`, outside of any training.
 
@@ -28,9 +36,10 @@ def once(
         key: of this replica's packet.
         state: of the exchange, as its `init` made it.
         flags: number that goes with the packet; bits of `thinwire.packet`.
+        aggregate: makes one estimate of what all sent; one without a state.
 
     Returns:
-        The estimate of the mean, or None if a replica refused the round; and the `Arrival`.
+        The estimate, or None where more replicas refused the round than the aggregate tolerates; and what else arrived.
 
     >>> from thinwire import run_threads
     >>> from thinwire.codecs import Identity
@@ -47,7 +56,10 @@ def once(
     def settle(begin: int, mean: Tensor, _: Callable[[], Tensor]) -> None:
         estimate[begin : begin + mean.numel()] = mean
 
-    round_ = Round(context, codec, delta.numel(), key, lambda begin, end: delta[begin:end], flags, (key.round,))
+    def signal(begin: int, end: int) -> Tensor:
+        return delta[begin:end]
+
+    round_ = Round(context, codec, delta.numel(), key, signal, flags, (key.round,), aggregate=aggregate)
     arrival = exchange.arrive(exchange.depart(round_, state), settle)
-    refused = arrival.void or any(said & REFUSED for said in arrival.flags)
+    refused = arrival.void or sum(bool(said & REFUSED) for said in arrival.flags) > aggregate.tolerates(round_.size)
     return None if refused else estimate, arrival

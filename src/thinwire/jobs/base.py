@@ -132,6 +132,10 @@ class Job(Protocol):
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         """Losses by name, the lower the better, on data that are the same on every replica. Runs are compared by the first."""
 
+    def validation(self, model: nn.Module, device: torch.device) -> Sequence[float]:
+        """Losses by which a replica weighs its neighbours' weights; without gradients."""
+        return list(self.evaluation(model, device).values())
+
     def describe(self) -> Mapping[str, Any]:
         """What the data is, for display."""
 

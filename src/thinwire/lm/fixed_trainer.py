@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from thinwire import checkpoint
 from thinwire.comm import Group
@@ -45,8 +48,13 @@ class FixedTrainer(Trainer):
         tokens = self.run.data.tokens if self.run.placement.weigh == "tokens" else None
         return Replica(
             strategy, self.model, self.optimizer, self.group, tokens=tokens,
-            site=self.place.site, buffers=self.run.model.buffers, observer=self._hear, clock=log.seconds,
+            site=self.place.site, buffers=self.run.model.buffers, validation=self._validation, observer=self._hear,
+            clock=log.seconds,
         )  # fmt: skip
+
+    def _validation(self) -> Sequence[float]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.job.validation(self.model, self.device)
 
     def _resume(self) -> None:
         if isinstance(self.replica, Attached) and self.replica.own_steps:

@@ -24,7 +24,8 @@ from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.strategy import Strategy
-from thinwire.testing.attacks import Attack, Attacked, attack_of
+from thinwire.testing.attacks import Attack, attack_of
+from thinwire.testing.gossip_attacks import attacked
 from thinwire.topology import Topology, read_edges
 
 OF_THE_RECIPE = (
@@ -102,16 +103,14 @@ class MethodSpec(CheckedSettings):
             )
             made = dataclasses.replace(made, aggregate=rule)
         if attack:
-            made = dataclasses.replace(made, exchange=Attacked(made.exchange, attack, self.liars or 1))
+            made = dataclasses.replace(made, exchange=attacked(made.exchange, attack, self.liars or 1))
         return made if self.privacy is None else dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
 
     def liar(self) -> Attack | None:
         """The attack of the liars, if there are any. Raises `ConfigurationError`."""
         if self.attack is None:
             if self.liars is not None:
-                raise ConfigurationError(
-                    f"liars={self.liars} without an attack: say what they do, such as attack='ALIE'."
-                )
+                raise ConfigurationError(f"liars={self.liars} without an attack: give one, such as attack='ALIE'.")
             return None
         return attack_of(self.attack)
 

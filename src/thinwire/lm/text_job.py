@@ -17,6 +17,8 @@ from thinwire.lm.setup import make_model, outline_model
 from thinwire.lm.tokenizer import keep_tokenizer, open_corpus
 from thinwire.rng import derive
 
+VALIDATION_BATCHES = 4  # of held-out text, by which a replica weighs its neighbours' weights
+
 
 class TextJob:
     """Next-token prediction. The windows of a micro-batch follow from its number alone."""
@@ -70,6 +72,11 @@ class TextJob:
         for tokens, targets in self.corpus.held_out(data.batch, data.sequence, data.eval_batches):
             losses.append(float(model(tokens.to(device), targets.to(device)).loss))
         return {"loss": sum(losses) / len(losses)}
+
+    def validation(self, model: nn.Module, device: torch.device) -> Sequence[float]:
+        data = self._run.data
+        held_out = self.corpus.held_out(data.batch, data.sequence, VALIDATION_BATCHES)
+        return [float(model(tokens.to(device), targets.to(device)).loss) for tokens, targets in held_out]
 
     def describe(self) -> Mapping[str, Any]:
         return self.corpus.describe()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.topology import Topology, mixing, outgoing
 from thinwire.topology.base import Weights
 from thinwire.types import State
@@ -48,6 +49,16 @@ class GossipRule(Protocol):
     def repeats(self) -> bool:
         """Whether a round may have several gossip steps."""
         return False
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the first vector is the replica's weights now, θ."""
+        return False
+
+    @property
+    def meets(self) -> Aggregate:
+        """What all replicas make of their weights at the end; a rule by coordinates."""
+        return Mean()
 
     def check(self, topology: Topology, codec: Codec) -> None:
         """Raise `ConfigurationError` if the rule is not sound on `topology`, or with `codec`."""
@@ -104,6 +115,7 @@ class AdaptThenCombine(GossipRule):
     """
 
     repeats: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
 
     def says(self, x: Tensor, theta: Tensor, state: State) -> tuple[Tensor, ...]:
         return (theta,)
@@ -353,6 +365,7 @@ class Tracking(GossipRule):
     """
 
     tracks: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
 
     def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
         return ((codec, numel), (codec, numel))

@@ -146,8 +146,10 @@ class FoolsGold(RobustRule):
         return as_row([weight / total if total else 1 / len(weights) for weight in weights])
 
 
-def foolsgold(products: Tensor) -> list[float]:
-    """The weights from the inner products of histories, not divided by their sum."""
+def foolsgold(products: Tensor, first: int | None = None) -> list[float]:
+    """The weights from the inner products of histories, not divided by their sum; those of the `first` histories alone, which the others
+    only are compared with.
+    """
     size, norms = len(products), [math.sqrt(max(0.0, square)) for square in products.diagonal().tolist()]
     likeness = [
         [
@@ -161,8 +163,8 @@ def foolsgold(products: Tensor) -> list[float]:
         for j in range(size):
             if i != j and most[i] < most[j]:
                 likeness[i][j] *= most[i] / most[j]
-    weights = [min(1.0, max(0.0, 1 - max(row))) for row in likeness]
-    largest = max(weights)
+    weights = [min(1.0, max(0.0, 1 - max(row))) for row in likeness][:first]
+    largest = max(weights, default=0.0)
     shares = [min(0.99, weight / largest) if largest else 0.0 for weight in weights]
     return [min(1.0, max(0.0, _logarithm(share / (1 - share) + 1e-5) + 0.5)) for share in shares]
 

@@ -16,7 +16,18 @@ from thinwire.recipes.deltas import (
     qsr,
     sparse_loco,
 )
-from thinwire.recipes.gossip import choco, d_psgd, dfedsam, dfedsam_mgs, gradient_tracking, moshpit, noloco, sgp
+from thinwire.recipes.gossip import (
+    bristle,
+    choco,
+    d_psgd,
+    dfedsam,
+    dfedsam_mgs,
+    gradient_tracking,
+    moshpit,
+    noloco,
+    sgp,
+    sybil_wall,
+)
 from thinwire.recipes.gradients import (
     cgx,
     data_parallel,
@@ -37,12 +48,13 @@ RECIPES = {
         *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
-        *(noloco, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs),
+        *(noloco, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs, bristle, sybil_wall),
     )
 }
 
 __all__ = [
     "RECIPES",
+    "bristle",
     "cgx",
     "choco",
     "co2",
@@ -73,4 +85,5 @@ __all__ = [
     "sparse_loco",
     "streaming_diloco",
     "streaming_sign",
+    "sybil_wall",
 ]

@@ -10,6 +10,7 @@ of its kind:
     land        fragment round begin stall_seconds seconds_spent
     refused     fragment round by reason
     clipped     fragment round norm limit
+    weighed     fragment round weights
     wire        name fragment round own_seconds over sent received scheduled
     round       round fragment members counted committed foreseen nbytes seconds_spent reason
     given       to nbytes
@@ -37,6 +38,8 @@ its own checkpoint, which knew `round` rounds.
 
 `read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
+
+`weighed` has the weight that each neighbour got, by rank (a replica's own is 1); one that is missing has sent NaN or infinity.
 
 `nbytes` of a departure are the bytes that this replica foresees to send for it, to all peers together; `nbytes` of a flight are those
 that it has sent, fewer only if the codec's size varies. In a `round` they are `foreseen` and `nbytes`. `begin` and `end` are on the
@@ -76,6 +79,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
     "refused": ("fragment", "round", "by", "reason"),
     "clipped": ("fragment", "round", "norm", "limit"),
+    "weighed": ("fragment", "round", "weights"),
     "wire": ("name", "fragment", "round", "own_seconds", "over", "sent", "received", "scheduled"),
     "round": ("round", "fragment", "members", "counted", "committed", "foreseen", "nbytes", "seconds_spent", "reason"),
     "given": ("to", "nbytes"),

@@ -41,6 +41,7 @@ class Training:
     stall_seconds                seconds that the main thread has waited for landings
     trained                      number of tokens so far, if they are counted
     clipped                      number of deltas that the guard has clipped
+    validation                   gives the model's losses on a few held-out batches; None: there are none
     """
 
     strategy: Strategy
@@ -57,6 +58,7 @@ class Training:
     clipped: int = 0
     reader: LeasedReader | None = None
     trained: float = 0.0
+    validation: Callable[[], Sequence[float]] | None = None
 
     @classmethod
     def of(

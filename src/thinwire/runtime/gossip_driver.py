@@ -8,6 +8,7 @@ and at the end all replicas take the mean of their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
 from thinwire.exchange import Buffers, Gossip
 from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
+from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
 from thinwire.runtime.driver import Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
+from thinwire.runtime.judged_update import JudgedUpdate
 from thinwire.runtime.module_state import gradient
 from thinwire.runtime.recovery import start_again
 from thinwire.topology import spread
@@ -124,9 +127,14 @@ class GossipDriver:
                 f"{gossip} on replicas of {site.size} ranks: its weights must be whole; start one process for each replica."
             )
         self.training, self._group, self._gossip, self._rule = training, group, gossip, gossip.rule
+        if isinstance(self._rule, Judging) and self._rule.needs_losses and training.validation is None:
+            raise ConfigurationError(
+                f"{self._rule} without validation: it weighs neighbours by the losses of their weights; give Replica(validation=...), a function "
+                "without arguments that returns the model's losses on a few held-out batches."
+            )
         self._flights = GossipFlights(training, fragments, group, gossip)
         for fragment in training.fragments:
-            fragment.exchange = self._rule.init(fragment.anchor)
+            fragment.exchange = gossip.begins(fragment.anchor, self._key(fragment, 0), group.size)
         self._tracked = False  # whether the gradients of the next step are replaced
         self._met = False  # whether the anchors are the mean over all replicas
 
@@ -213,12 +221,21 @@ class GossipDriver:
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
         fragment.since = training.step
 
-    def _launch(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> GossipUpdate:
-        training = self.training
+    def _key(self, fragment: FragmentState, number: int) -> Key:
+        return Key(self.training.strategy.seed, fragment.index, number, self._group.rank)
+
+    def _launch(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> RoundUpdate:
+        training, rule, buffers, key = self.training, self._rule, self._flights.buffers, self._key(fragment, number)
         lands = departed + training.strategy.schedule.delay
-        update = GossipUpdate(
-            fragment, theta, self._rule, self._flights.buffers, number=number, departed=departed, lands=lands
-        )
+        update: RoundUpdate
+        if isinstance(rule, Judging):
+            size = self._group.size
+            sources = self._gossip.sources(key, size)
+            update = JudgedUpdate(
+                fragment, theta, rule, buffers, sources, size, key=key, departed=departed, lands=lands
+            )
+        else:
+            update = GossipUpdate(fragment, theta, rule, buffers, number=number, departed=departed, lands=lands)
         fragment.flight, fragment.rounds = update, max(fragment.rounds, number + 1)
         self._flights.pipeline.launch(update, training.stall_seconds, scheduled=departed == training.step)
         return update
@@ -228,6 +245,12 @@ class GossipDriver:
         merge = self.training.strategy.merge
         landed = self._flights.land(update)
         departed = update.delta.clone() if merge.keeps_flight and update.departed < self.training.step else None
+        if isinstance(update, JudgedUpdate):
+            weights = update.judge(partial(self._losses, fragment))
+            fields = {"fragment": fragment.index, "round": update.number}
+            self.training.observe(
+                "weighed", self.training.step, **fields, weights={str(r): w for r, w in weights.items()}
+            )
         update.commit()
         if departed is not None:
             fragment.carry_over(departed)
@@ -236,9 +259,21 @@ class GossipDriver:
                 merge.into(part, values.to(part.device))
         landed()
 
+    def _losses(self, fragment: FragmentState, theta: Tensor) -> list[float]:
+        """The losses of the model on the validation batches with `theta` in place of the replica's own parameters of `fragment`."""
+        training, model = self.training, self.training.model
+        assert training.validation is not None
+        own, training_mode = fragment.snapshot(torch.empty_like(theta)), model.training
+        fragment.load_into_parameters(theta)
+        model.eval()
+        try:
+            return [float(loss) for loss in training.validation()]
+        finally:
+            model.train(training_mode)
+            fragment.load_into_parameters(own)
+
     @torch.no_grad()
     def _meet(self, fragment: FragmentState) -> None:
-        """Take the mean of all replicas' weights, with the same bits on all."""
-        key = Key(self.training.strategy.seed, fragment.index, fragment.rounds, self._group.rank)
+        """Take the mean of all replicas' weights, or what the rule `meets` at, with the same bits on all."""
         own = self._rule.conserved(fragment.snapshot(torch.empty_like(fragment.anchor)), fragment.exchange)
-        fragment.anchor = mean_of_all(self._group, own, key)
+        fragment.anchor = mean_of_all(self._group, own, self._key(fragment, fragment.rounds), self._rule.meets)

@@ -150,6 +150,7 @@ class RoundPipeline:
             update.departed,
             self._aggregate,
             update.of.aggregate,
+            anchor=update.of.anchor,
         )
         return round_, self.exchange.depart(round_, update.of.exchange), self._notice(update, round_)
 

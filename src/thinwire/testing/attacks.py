@@ -22,7 +22,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.comm.emulated import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Exchange, Settle
-from thinwire.exchange.chunks import cut
+from thinwire.exchange.chunks import Signal, cut
 from thinwire.exchange.round import Round
 from thinwire.exchange.stage import MOST_STAGES, Stage
 from thinwire.packet import payload
@@ -50,6 +50,8 @@ class Attack:
 
     spies: ClassVar[bool] = False
     flips_labels: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False  # what it had to say in the first round
+    sybils: ClassVar[bool] = False  # all liars say what the first of them says
 
     def says(self, scene: Scene) -> Tensor:
         """Flat, fp32."""
@@ -177,6 +179,8 @@ class Dissensus(Attack):
 class Replay(Attack):
     """What it had to say in the first round, in every round."""
 
+    remembers: ClassVar[bool] = True
+
     def says(self, scene: Scene) -> Tensor:
         return scene.first
 
@@ -204,13 +208,45 @@ class Switch(Attack):
     def spies(self) -> bool:  # type: ignore[override]  # as the attack inside
         return self.then.spies
 
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return self.then.remembers
+
     def says(self, scene: Scene) -> Tensor:
         return self.then.says(scene) if scene.key.round // self.every % 2 else scene.own
 
 
+@dataclass(frozen=True)
+class Sybils(Attack):
+    """One liar under several names: all say what the first of them says, who does `then` (Douceur, 2002).
+
+    Args:
+        then: the attack.
+    """
+
+    then: Attack = LabelFlip()
+
+    sybils: ClassVar[bool] = True
+
+    @property
+    def spies(self) -> bool:  # type: ignore[override]  # as the attack inside
+        return self.then.spies
+
+    @property
+    def flips_labels(self) -> bool:  # type: ignore[override]
+        return self.then.flips_labels
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return self.then.remembers
+
+    def says(self, scene: Scene) -> Tensor:
+        return self.then.says(scene)
+
+
 ATTACKS: dict[str, type[Attack]] = {
     kind.__name__: kind
-    for kind in (SignFlip, IPM, ALIE, Gaussian, Mimic, NotFinite, Dissensus, Replay, LabelFlip, Switch)
+    for kind in (SignFlip, IPM, ALIE, Gaussian, Mimic, NotFinite, Dissensus, Replay, LabelFlip, Switch, Sybils)
 }
 
 
@@ -267,10 +303,6 @@ class Attacked(Exchange):
     def sends_own(self) -> bool:
         return self.exchange.sends_own
 
-    def lies(self, rank: int, size: int) -> bool:
-        """Whether replica `rank` of `size` is a liar."""
-        return rank >= size - self.liars
-
     def owns(self, codec: Codec, numel: int, rank: int, size: int) -> int:
         return self.exchange.owns(codec, numel, rank, size)
 
@@ -285,7 +317,7 @@ class Attacked(Exchange):
             raise ConfigurationError(
                 f"liars={self.liars} of {size} replicas: at least one must be honest; choose {size - 1} or fewer."
             )
-        first = {"first": torch.zeros(numel)} if self.lies(rank, size) else {}
+        first = {"first": torch.zeros(numel)} if lies(rank, size, self.liars) else {}
         return {**first, **self.exchange.init(codec, numel, rank, size)}
 
     def why(self, fragments: Sequence[tuple[Codec, int]], size: int) -> list[str]:
@@ -293,12 +325,14 @@ class Attacked(Exchange):
 
     def depart(self, round_: Round, state: State) -> tuple[Any, Tensor | None]:
         inner = {name: kept for name, kept in state.items() if name != "first"}
-        honest = self._spied(round_) if self.attack.spies else torch.empty(0)
-        if not self.lies(round_.rank, round_.size):
+        honest = spied(round_, self.liars, round_.signal) if self.attack.spies else torch.empty(0)
+        if not lies(round_.rank, round_.size, self.liars):
             return self.exchange.depart(round_, inner), None
         own = round_.signal(0, round_.numel).cpu().clone()
         first = own if round_.key.round == 0 else state["first"]
         said = self.attack.says(Scene(own, honest, first, round_.key, round_.size, self.liars))
+        if self.attack.sybils:
+            said = alike(round_, said, self.liars)
         round_.signal = lambda begin, end: said[begin:end]
         return self.exchange.depart(round_, inner), first
 
@@ -306,26 +340,43 @@ class Attacked(Exchange):
         arrival, first = self.exchange.arrive(departure[0], settle), departure[1]
         return arrival if first is None else replace(arrival, state={"first": first, **arrival.state})
 
-    def _spied(self, round_: Round) -> Tensor:
-        """Send the own signal to the liars; for one of them, all honest ones'."""
-        stage, messages = Stage(round_, Identity(), MOST_STAGES - 3, purpose="spying"), cut(Identity(), 0, round_.numel)
-        ranks = range(round_.size)
-        honest = [rank for rank in ranks if not self.lies(rank, round_.size)]
-        if round_.rank in honest:
-            for index, message in enumerate(messages):
-                key = replace(round_.key, sender=round_.rank)
-                stage.send(index, message, [rank for rank in ranks if rank not in honest], round_.signal, key)
-            return torch.empty(0)
-        stage.expect(dict.fromkeys(honest, messages))
-        found = torch.zeros(len(honest), round_.numel)
-        for index, message in enumerate(messages):
-            stage.receive(index)
-            for row, rank in zip(found, honest):
-                row[message.begin : message.end] = payload(stage.packet(index, rank)).view(torch.float32)
-        return found
-
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return self.exchange.nbytes_sent(codec, numel, size, rank)
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return self.exchange.seconds(codec, numel, size, link)
+
+
+def lies(rank: int, size: int, liars: int) -> bool:
+    """Whether replica `rank` of `size` is one of the `liars`."""
+    return rank >= size - liars
+
+
+def spied(round_: Round, liars: int, signal: Signal) -> Tensor:
+    """Send the own `signal` to the liars; for one of them, all honest ones' [honest, numel]."""
+    honest = range(round_.size - liars)
+    return _told(round_, MOST_STAGES - 3, honest, range(len(honest), round_.size), signal)
+
+
+def alike(round_: Round, said: Tensor, liars: int) -> Tensor:
+    """What the first liar says: its own `said`, which it tells the other liars."""
+    first = round_.size - liars
+    told = _told(round_, MOST_STAGES - 5, [first], range(first + 1, round_.size), lambda begin, end: said[begin:end])
+    return told[0] if len(told) else said
+
+
+def _told(round_: Round, number: int, who: Sequence[int], to: Sequence[int], signal: Signal) -> Tensor:
+    """Send `signal` in stage `number` where this replica is one of `who`; what these said [who, numel] where it is one of `to`."""
+    stage, messages = Stage(round_, Identity(), number, purpose="spying"), cut(Identity(), 0, round_.numel)
+    if round_.rank in who:
+        for index, message in enumerate(messages):
+            stage.send(index, message, to, signal, replace(round_.key, sender=round_.rank))
+    if round_.rank not in to:
+        return torch.empty(0)
+    stage.expect(dict.fromkeys(who, messages))
+    found = torch.zeros(len(who), round_.numel)
+    for index, message in enumerate(messages):
+        stage.receive(index)
+        for row, rank in zip(found, who):
+            row[message.begin : message.end] = payload(stage.packet(index, rank)).view(torch.float32)
+    return found

@@ -26,6 +26,7 @@ from thinwire.testing.toy import (
     same_bits,
     still,
     toy,
+    validation,
     weighs,
     weights,
 )  # fmt: skip
@@ -157,7 +158,7 @@ def whole_run(strategy: Strategy, group: Group, steps: int) -> tuple[list[Saved]
     model = toy()
     optimizer = own(strategy, model)
     saved, seen, most = list[Saved](), list[Seen](), 0
-    with Replica(strategy, model, optimizer, group, clock=still) as replica:
+    with Replica(strategy, model, optimizer, group, validation=validation(model), clock=still) as replica:
         saved.append(save(replica))
         seen.append(fingerprint(replica))
         for step in range(1, steps + 1):
@@ -173,7 +174,7 @@ def resumed_run(strategy: Strategy, group: Group, saved: Saved, until: int, step
     model = toy(seed=99)
     optimizer = own(strategy, model)
     seen = list[Seen]()
-    with Replica(strategy, model, optimizer, group, clock=still) as replica:
+    with Replica(strategy, model, optimizer, group, validation=validation(model), clock=still) as replica:
         load(replica, saved)
         seen.append(fingerprint(replica))
         for step in range(replica.step + 1, until + 1):

@@ -98,6 +98,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
 
 
+def validation(model: nn.Module) -> Callable[[], list[float]]:
+    """Losses on two batches that no replica trains on, the same for all."""
+
+    def losses() -> list[float]:
+        return [float(((model(x) - y) ** 2).mean()) for x, y in (batch(0, -1, number) for number in range(2))]
+
+    return losses
+
+
 # ---- training it
 
 
@@ -164,7 +173,10 @@ def travel(plan: Plan, group: Group) -> Journey:
 
     model = plan.model()
     optimizer = plan.optimizer(model) if plan.optimizer else own(plan.strategy, model)
-    with Replica(plan.strategy, model, optimizer, plan.wrap(group), observer=observer, clock=plan.clock) as replica:
+    group, told = plan.wrap(group), validation(model)
+    with Replica(
+        plan.strategy, model, optimizer, group, validation=told, observer=observer, clock=plan.clock
+    ) as replica:
         for step in range(1, plan.steps + 1):
             x, y = batch(plan.seed, plan.data(group.rank), step)
             optimizer.zero_grad()

@@ -1,0 +1,245 @@
+"""Rules of gossip that trust no neighbour: the published weights, what a sketch keeps, what records tell, and what liars among neighbours can do."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.codecs import Identity
+from thinwire.errors import ConfigurationError
+from thinwire.pieces.gossip import CombineThenAdapt
+from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
+from thinwire.rng import Key
+from thinwire.testing.attacks import LabelFlip, Replay, Sybils, attack_of
+from thinwire.testing.gossip_attacks import AttackedGossip, attacked
+from thinwire.testing.toy import journey, same_bits, toy, weights
+from thinwire.topology import Complete, RandomPairs, Ring
+
+WIDTH = 64
+
+
+def no_losses(weights):
+    raise AssertionError("this rule needs none")
+
+
+# ---- Bristle
+
+
+@pytest.mark.parametrize(
+    ("own", "of_peer"),
+    [
+        (0.5, {0.3: 0.437, 0.5: 1.0, 0.7: 1.283, 0.9: 3.824, 1.0: 5.424}),
+        (0.9, {0.5: 0.0, 0.7: 0.259, 0.9: 1.0, 1.0: 1.025}),
+    ],
+)
+def test_bristle_s_weights_are_the_published_ones(own, of_peer):
+    """The table is for a certainty of 1; with one class the certainty is v itself."""
+    for theirs, due in of_peer.items():
+        assert trust([own], [theirs]) / theirs == pytest.approx(due, abs=6e-4), theirs
+
+
+def test_a_peer_is_trusted_as_far_as_it_does_well_everywhere():
+    assert trust([0.5, 0.5], [0.0, 0.0]) == 0.0
+    edge = 40.5 ** (1 / 4.5) / 10  # the score of −40.5 on one class
+    assert trust([0.5], [0.5 - edge - 0.005]) == 0.0 < trust([0.5], [0.5 - edge + 0.005])
+    assert trust([0.7, 0.7], [0.7, 0.7]) == pytest.approx(0.7), "a peer that is equal: its certainty"
+    assert trust([0.5, 0.5], [0.4, 0.6]) < trust([0.5, 0.5], [0.5, 0.5]), (
+        "damped by what it varies (population deviation)"
+    )
+    assert trust([0.5, 0.5], [0.4, 0.6]) == pytest.approx(0.4 * (10 / (1 + math.exp(0.0)) - 4), rel=1e-6)
+    assert qualities([1.0, 1.0, 1.0], [1.0 + math.log(2), 0.3, math.inf]) == (
+        [0.5] * 3,
+        pytest.approx([0.25, 1.0, 0.0]),
+    )
+
+
+def test_weights_of_all_add_up_to_one():
+    own, others = torch.tensor([1.0, 2.0]), {1: torch.tensor([4.0, 5.0]), 7: torch.tensor([1e30, 1e30])}
+    assert weighed(own, others, {1: 0.5, 7: 0.0}).tolist() == [2.0, 3.0]
+    assert same_bits(weighed(own, others, {}), own)
+
+
+# ---- sketches
+
+
+def test_a_sketch_keeps_cosines_to_one_percent_and_short_vectors_whole():
+    width, numel = 1 << 14, 100_003
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(numel, generator=generator)
+    errors = []
+    for share in (0.0, 0.3, 0.9, 0.999):
+        for column in (torch.randn(numel, generator=generator), torch.ones(numel)):  # noise, and what has structure
+            x, y = common, share * common + (1 - share**2) ** 0.5 * column
+            a, b = sketch(x, width, 5), sketch(y, width, 5)
+            exact, found = torch.cosine_similarity(x, y, 0), torch.cosine_similarity(a, b, 0)
+            errors.append(abs(float(exact - found)))
+    assert max(errors) < 0.025 and sum(errors) / len(errors) < 0.01
+    assert same_bits(sketch(common, width, 5), sketch(common, width, 5))
+    assert not same_bits(sketch(common, width, 5), sketch(common, width, 6))
+    assert same_bits(sketch(common[:100], 128, 5), common[:100])
+
+
+# ---- SybilWall
+
+
+def judged(rule, moves, size=None, state=None, number=0, rank=0, records=None):
+    """The weights and the state of a replica whose neighbours have moved so, from 0."""
+    size = size or len(moves) + 1
+    key = Key(round=number, sender=rank)
+    numel = len(next(iter(moves.values())))
+    state = rule.begins(torch.zeros(numel), key, size) if state is None else state
+    heard = Heard(key, size, torch.zeros(numel), moves, records or {}, no_losses)
+    return rule.judges(heard, state)
+
+
+def known(state):
+    """Replica: (round, distance, source) of what is remembered."""
+    table = zip(*(state[name].tolist() for name in ("round", "distance", "source")))
+    return {rank: row for rank, row in enumerate(table) if row[1]}
+
+
+def test_foolsgold_s_limits_hold_among_neighbours():
+    """Unlike data: Sybils get nothing. Alike data: it is the other way round, which docs/robust.md warns of."""
+    generator = torch.Generator().manual_seed(0)
+    unlike = {rank: torch.randn(2000, generator=generator) for rank in range(1, 9)}
+    one = torch.randn(2000, generator=generator)
+    sybils = {rank: one + 1e-3 * torch.randn(2000, generator=generator) for rank in (9, 10, 11)}
+    found, _ = judged(SybilWall(), unlike | sybils)
+    assert list(found.values()) == [1.0] * 8 + [0.0] * 3
+    common = torch.randn(2000, generator=generator)
+    alike = {rank: common + 0.33 * unlike[rank] for rank in unlike}  # cosines of 0.9
+    found, _ = judged(SybilWall(), alike | {9: one})
+    assert list(found.values()) == [0.0] * 8 + [1.0]
+    assert judged(SybilWall(), {1: one})[0] == {1: 1.0}, "a lone neighbour keeps its weight, also a liar"
+    by_hand = {1: torch.tensor([0.0, 1.0]), 2: torch.tensor([1.0, 0.0]), 3: torch.tensor([1.0, -1.0])}
+    assert judged(SybilWall(), by_hand)[0] == {1: 1.0, 2: 0.0, 3: 0.0}
+
+
+def record_of(rank, number, distance, moved):
+    return torch.cat([torch.tensor([float(rank), float(number), float(distance)]), moved])
+
+
+def test_a_distant_record_unmasks_a_sybil_and_takes_no_weight_itself():
+    """One Sybil beside each replica: alone it keeps its weight; beside the record of its twin it loses it. The reference forgot to drop the
+    distant weights."""
+    generator = torch.Generator().manual_seed(1)
+    honest = {rank: torch.randn(500, generator=generator) for rank in (1, 2)}
+    liar = torch.randn(500, generator=generator)
+    near = honest | {3: liar}
+    rule = SybilWall(width=512)
+    alone, state = judged(rule, near, size=6)
+    assert alone == {1: 1.0, 2: 1.0, 3: 1.0}
+    told, after = judged(rule, near, 6, state, 1, records={1: record_of(4, 0, 1, liar)})
+    assert told == {1: 1.0, 2: 1.0, 3: 0.0} and known(after)[4] == (0.0, 2.0, 1.0)
+    assert float(weighed(torch.ones(1), {rank: torch.ones(1) for rank in near}, told)) == 1.0
+
+
+def test_a_record_is_kept_if_it_is_sound_and_new():
+    rule, near = SybilWall(width=WIDTH, reach=3), {1: torch.randn(8), 2: torch.randn(8)}
+    moved = torch.arange(8.0)
+    _, state = judged(rule, near, 6, number=5, records={1: record_of(4, 3, 1, moved)})
+    assert known(state) == {1: (5.0, 1.0, 1.0), 2: (5.0, 1.0, 2.0), 4: (3.0, 2.0, 1.0)}
+    _, newer = judged(rule, near, 6, state, 6, records={2: record_of(4, 4, 2, moved + 1)})
+    assert known(newer)[4] == (4.0, 3.0, 2.0) and newer["histories"].view(6, 8)[4].tolist() == (moved + 1).tolist()
+    refused = [
+        *(record_of(4, 3, 1, moved), record_of(4, 9, 1, moved), record_of(4, 5, 3, moved), record_of(4, 5, 0, moved)),
+        *(record_of(0, 5, 1, moved), record_of(1, 5, 1, moved), record_of(2, 5, 1, moved), record_of(6, 5, 1, moved)),
+        *(record_of(-1, 5, 1, moved), record_of(4.5, 5, 1, moved), record_of(4, 5, 1, moved * math.nan)),
+    ]
+    for record in refused:  # old, of the future, too far, of itself, of the sender, of a neighbour, of nobody
+        _, same = judged(rule, near, 6, newer, 6, records={1: record})
+        assert known(same) | {1: 0, 2: 0} == known(newer) | {1: 0, 2: 0}, record[:3]
+    hidden, _ = judged(rule, near | {2: torch.full((8,), 3e38)}, 6)
+    assert set(hidden) == {1, 2}, "finite weights of any size are weighed"
+
+
+def test_records_are_drawn_by_distance_and_never_sent_back():
+    rule, size = SybilWall(width=WIDTH), 7
+    state = rule.begins(torch.zeros(4), Key(), size)
+    assert rule.tells(state, 1, Key())[0] == -1, "nothing is known yet"
+    state["distance"] = torch.tensor([0.0, 1, 1, 2, 3, 4, 2])  # of 6 neighbour 1 has told
+    state["source"] = torch.tensor([0.0, 1, 2, 2, 2, 2, 1])
+    state["histories"] = torch.arange(28.0)
+    drawn = Counter(int(rule.tells(state, 1, Key(round=number))[0]) for number in range(4000))
+    assert set(drawn) == {2, 3, 4, 5}
+    due = {2: 1.0, 3: 0.449, 4: 0.202, 5: 0.091}
+    for rank, chance in due.items():
+        assert drawn[rank] / 4000 == pytest.approx(chance / sum(due.values()), abs=0.03)
+    found = rule.tells(state, 1, Key(round=1))
+    rank = int(found[0])
+    assert found[1:].tolist() == [0.0, float(state["distance"][rank]), *range(4 * rank, 4 * rank + 4)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"width": 100}, {"width": 1 << 17}, {"reach": 0}, {"rate": 0.0}, {"rate": math.nan}]
+)
+def test_settings_that_cannot_be(settings):
+    with pytest.raises(ConfigurationError, match=r"is needed|are needed"):
+        SybilWall(**settings)
+
+
+def test_histories_need_the_same_neighbours():
+    with pytest.raises(ConfigurationError, match="must be the same in every round"):
+        SybilWall().check(RandomPairs(), Identity())
+
+
+# ---- among liars
+
+
+def liars(recipe, attack, count=1, **settings):
+    strategy = tw.recipes.RECIPES[recipe](every=2, topology=Complete(), **settings)
+    return replace(strategy, exchange=attacked(strategy.exchange, attack, count))
+
+
+def test_a_neighbour_that_is_not_finite_or_far_off_counts_for_nothing():
+    """With d_psgd the second moves all."""
+    honest = journey(tw.recipes.bristle(every=2, topology=Complete()), 4, steps=8)
+    for attack in ("notfinite", "Gaussian(100.0)"):
+        runs = journey(liars("bristle", attack_of(attack)), 4, steps=8)
+        for one in runs[:3]:
+            told = [event["weights"] for event in one.heard("weighed")]
+            assert len(told) == 4 and all(
+                weights.get("3", 0.0) == 0.0 < weights["1" if one is runs[0] else "0"] for weights in told
+            )
+        assert all(same_bits(runs[0].final, other.final) for other in runs)
+        assert (
+            float((runs[0].final - honest[0].final).norm())
+            < 0.1 * float((honest[0].final - weights(toy())).norm()) + 0.1
+        )
+    moved = journey(liars("d_psgd", attack_of("Gaussian(100.0)")), 4, steps=8)
+    assert float((moved[0].weights[-1] - honest[0].weights[-1]).norm()) > 10
+
+
+def test_sybils_say_the_same_and_lose_their_weight():
+    strategy = liars("sybil_wall", Sybils(attack_of("Gaussian(1.0)")), 2, width=WIDTH)
+    for one in journey(strategy, 5, steps=4)[:3]:
+        (*_, told) = [event["weights"] for event in one.heard("weighed")]
+        assert told["3"] == told["4"] == 0.0 < sum(told.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: AttackedGossip(Ring(), CombineThenAdapt()), "choose d_psgd, bristle"),
+        (lambda: AttackedGossip(Ring(), Bristle(), Replay()), "keeps no first delta"),
+        (lambda: AttackedGossip(Ring(), Bristle(), LabelFlip(), 0), "1 or more"),
+        (lambda: AttackedGossip(Ring(), Bristle(), LabelFlip(), 4).check_size(4), "at least one must be honest"),
+    ],
+)
+def test_attacks_that_cannot_be(made, said):
+    with pytest.raises(ConfigurationError, match=said):
+        made()
+
+
+def test_losses_are_needed():
+    def replica(group):
+        model = toy()
+        with pytest.raises(ConfigurationError, match=r"give Replica\(validation=...\)"):
+            tw.Replica(tw.recipes.bristle(), model, torch.optim.SGD(model.parameters(), lr=0.1), group)
+
+    tw.run_threads(1, replica)
