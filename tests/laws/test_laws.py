@@ -34,9 +34,9 @@ def momentum_sgd(model):
 
 
 @methods
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_law_1_same_anchors(name, replicas):
-    """Of three replicas in law 7."""
+    """Of two replicas with the bytes of a period, of three in law 7."""
     journeys, _ = counted(name, replicas)
     all_agree(journeys)
     for one in journeys:
@@ -194,7 +194,7 @@ def tells(strategy, fragment, number):
 
 
 @methods
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 4])
 def test_law_5_predicted_is_counted(name, replicas):
     strategy, (journeys, ledgers) = METHODS[name], counted(name, replicas)
     fragments = strategy.partition.fragments(toy())
@@ -226,7 +226,8 @@ def test_law_5_bytes_of_a_period(name):
     """In a steady period every fragment is sent once, so `nbytes_per_period` is what is counted; the header's 48 bytes are named."""
     strategy = METHODS[name]
     every = strategy.schedule.every
-    one = journey(strategy, 2, steps=3 * every)[0]
+    one, other = journey(strategy, 2, steps=3 * every)
+    all_agree([one, other])
     fragments = strategy.partition.fragments(toy())
     shapes = [fragment.shapes for fragment in fragments]
     last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]

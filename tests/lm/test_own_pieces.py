@@ -54,8 +54,7 @@ def weights(folder: str) -> bytes:
 
 def test_the_real_command_trains_with_them(here: Path) -> None:
     """Two processes, a codec and an exchange; the run file names the file by its whole path and digest."""
-    done = thinwire("train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert main(["train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run"]) == 0
     settings = tomllib.loads(Path("run/run.toml").read_text())
     assert (
         settings["method"]["codec"] == pinned("own.py:Truncated(2)")
