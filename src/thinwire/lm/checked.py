@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 from thinwire.errors import ConfigurationError
 
 
-class Checked:
+class CheckedSettings:
     """A dataclass that checks types and ranges when it is made. Raises `ConfigurationError` naming the setting."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ from thinwire.comm import parse_link
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
-from thinwire.lm.checked import Checked
+from thinwire.lm.checked import CheckedSettings
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.own_files import shortened, taken_apart
@@ -35,7 +35,7 @@ NAMED = RECIPES | METHODS | DECOUPLED | CODISTILL
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodSpec(Checked):
+class MethodSpec(CheckedSettings):
     """What the replicas exchange, and when."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("liars",)
@@ -172,7 +172,7 @@ class MethodSpec(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec(Checked):
+class DataSpec(CheckedSettings):
     """The text, its tokenizer, the size of an inner step, and the evaluation on held-out text."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("batch", "sequence", "accumulate", "eval_every", "eval_batches")
@@ -204,7 +204,7 @@ class DataSpec(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec(Checked):
+class ModelSpec(CheckedSettings):
     """The model that is trained.
 
     Raises:
@@ -252,7 +252,7 @@ class ModelSpec(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec(Checked):
+class OptimizerSpec(CheckedSettings):
     """Number of inner steps, optimizer and learning rate."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("steps",)
@@ -275,7 +275,7 @@ class OptimizerSpec(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(Checked):
+class Placement(CheckedSettings):
     """Number of replicas, how they run and reach each other, and checkpoints."""
 
     at_least_one: ClassVar[tuple[str, ...]] = ("replicas", "least", "keep")

@@ -69,42 +69,42 @@ def names(present):
 
 def test_who_is_silent_counts_until_its_timeout():
     cluster = SimulatedCluster(heartbeat_timeout=5.0)
-    house, time = cluster.lighthouse, cluster.time
+    lighthouse, time = cluster.lighthouse, cluster.time
     with time:
-        house.hear("b", "b-1")
-        house.silence("b")
-        time.after(1.0, lambda: house.silence("b"))  # it is silent already
-        assert names(house.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
-        assert names(house.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0  # all of the last view
+        lighthouse.hear("b", "b-1")
+        lighthouse.silence("b")
+        time.after(1.0, lambda: lighthouse.silence("b"))  # it is silent already
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0  # all of the last view
         with pytest.raises(LinkError, match="no view within 3 s: too few others called"):
-            house.call("b", presence("b", 2), 3.0)  # half are not enough
+            lighthouse.call("b", presence("b", 2), 3.0)  # half are not enough
         assert time.now == 8.0
-        assert names(house.call("a", presence("a"), 60.0)) == ["a"]  # b-2 is alive and no longer calls
-        house.leave("b")
-        time.after(4.0, house.hear_again)
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"]  # b-2 is alive and no longer calls
+        lighthouse.leave("b")
+        time.after(4.0, lighthouse.hear_again)
         time.wait_for("a", lambda: False, 5.0)
-        assert house._silent["b-2"] == 8.0 and house._names == {"a": "a-1"}
+        assert lighthouse._silent["b-2"] == 8.0 and lighthouse._names == {"a": "a-1"}
 
 
 def test_three_of_five_wait_for_half_a_second():
     cluster = SimulatedCluster()
-    house, time = cluster.lighthouse, cluster.time
+    lighthouse, time = cluster.lighthouse, cluster.time
 
     def calls(name):
         with time:
-            return names(house.call(name, presence(name), 60.0)), time.now
+            return names(lighthouse.call(name, presence(name), 60.0)), time.now
 
     with time:
         for name in "de":
-            house.hear(name, f"{name}-1")
+            lighthouse.hear(name, f"{name}-1")
     results = cluster.play(dict.fromkeys("abc", calls))
     assert results == dict.fromkeys("abc", (["a", "b", "c"], 0.5))
 
 
 def test_a_lighthouse_that_is_killed_forgets_all():
     cluster = SimulatedCluster()
-    house, time = cluster.lighthouse, cluster.time
-    store = SimulatedVoteStore(house, cluster, "a")
+    lighthouse, time = cluster.lighthouse, cluster.time
+    store = SimulatedVoteStore(lighthouse, cluster, "a")
     outcome, ballots = keys_of("land", 2)
     for ballot in ballots:
         assert not store.all(ballots)
@@ -113,17 +113,17 @@ def test_a_lighthouse_that_is_killed_forgets_all():
     assert store.of([]) is store and store.wait(outcome, 9.0) == b"yes" and store.wait("other", 9.0) is None
     assert time.now == 9.0
     store.forget([ballots[0]])
-    assert set(house.written) == {ballots[1], outcome}
+    assert set(lighthouse.written) == {ballots[1], outcome}
     store.forget([ballots[1], "unknown"])
-    assert not house.written
+    assert not lighthouse.written
     with time:
-        house.hear("b", "b-1")
-        house.hear("c", "c-1")
+        lighthouse.hear("b", "b-1")
+        lighthouse.hear("c", "c-1")
     cluster.killed.add("c")
-    cluster.later(1.0, house.stop)
+    cluster.later(1.0, lighthouse.stop)
     with time, pytest.raises(LinkError, match="the lighthouse has gone"):
-        house.call("a", presence("a"), 60.0)
-    assert (house.up, house.epoch, time.now) == (False, 1, 10.0)
+        lighthouse.call("a", presence("a"), 60.0)
+    assert (lighthouse.up, lighthouse.epoch, time.now) == (False, 1, 10.0)
     for ask in (
         lambda: store.put("k"),
         lambda: store.all(["k"]),
@@ -133,8 +133,8 @@ def test_a_lighthouse_that_is_killed_forgets_all():
         with pytest.raises(LinkError, match="the lighthouse has gone, and what was written with it"):
             ask()
     store.forget(["k"])
-    house.start()
+    lighthouse.start()
     with time:
-        assert set(house._silent) == {"a-1", "b-1", "c-1"} and house.up
-        time.wait_for("a", lambda: not house._silent.keys() & {"a-1", "b-1"})
-        assert time.now == 11.0 and set(house._silent) == {"c-1"}
+        assert set(lighthouse._silent) == {"a-1", "b-1", "c-1"} and lighthouse.up
+        time.wait_for("a", lambda: not lighthouse._silent.keys() & {"a-1", "b-1"})
+        assert time.now == 11.0 and set(lighthouse._silent) == {"c-1"}
