@@ -317,6 +317,7 @@ def test_bytes_are_those_of_the_meetings():
         own = sum(rank in (one.one, one.other) for one in meetings)
         assert ledger.sent("packet") == own * method.nbytes_per_period(9, size) + 2 * 48
     assert 2 * len(meetings) / size == pytest.approx(steps / method.every, rel=0.3)
+    assert method.nbytes_per_period(9, size=1) == 0
 
 
 def test_a_stop_spreads_and_what_is_resumed_was_never_stopped():

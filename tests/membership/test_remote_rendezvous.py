@@ -158,13 +158,15 @@ def test_a_call_ends_when_its_time_is_over_or_its_replica_has_left() -> None:
     with pytest.raises(LinkError, match="no other replica called"):
         replica.call(own, 2.0)  # that a new server gets
     assert not line.asked
+    assert Linked(Line({"present": []})).call(own, 2.5)[0] == []
     replica._left.set()
     with pytest.raises(LinkError, match="replica 'oslo' has left the hub"):
         replica.call(own, 300.0)
     assert not line.closed
-    replica.leave()
-    replica.leave()
-    assert line.closed == 1
+    replica.arrive("oslo", "oslo-1", b"", Timeouts(), replica._observe)
+    for _ in range(2):
+        replica.leave()
+        assert line.closed == 1 and [thread.is_alive() for thread in replica._threads] == [False]
 
 
 @pytest.mark.parametrize(("there", "told"), [(2.5, False), (10.0, False), (2.4, True), (10.1, True)])
@@ -185,3 +187,8 @@ def test_a_server_that_is_back_is_found_within_a_heartbeat_interval() -> None:
     assert replica.looked[-1] > 290.0
     gaps = [later - earlier for earlier, later in zip(replica.looked, replica.looked[1:])]
     assert max(gaps) <= Timeouts().heartbeat_interval
+    slow = Lost()
+    slow._timeouts = Timeouts(heartbeat_interval=3.0, heartbeat_timeout=9.0)
+    with pytest.raises(LinkError, match=r"Waited 10 s\."):
+        slow.call(Presence("oslo", "oslo-1", 1), 9.5)
+    assert slow.looked == [0.0, 0.5, 1.5, 3.5, 6.5, 9.5]

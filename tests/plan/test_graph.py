@@ -78,16 +78,17 @@ def test_of_a_topology_that_changes_the_mean_round_counts():
 
 def test_the_chart_has_each_edge_once_in_the_third_of_its_value():
     """Four replicas on a circle, the first on top, clockwise; an edge that goes one way counts with its value."""
-    edges = np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=bool)
-    values = np.array([[0, 1.0, 2.0, 9.0], [1.0, 0, 0, 0], [9.0, 0, 0, 3.0], [0, 0, 0, 0]])
+    edges = np.array([[0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=bool)
+    values = np.array([[0, 1.0, 2.0, 9.0], [1.0, 0, 0, 4.0], [9.0, 0, 0, 3.0], [0, 0, 0, 0]])
     (view,) = graph_chart(edges, values, "meetings", ("oslo", "lima", "rome", "bern")).views
     *lines, places = view.data
     top, right, bottom, left = (0.0, 1.0), (1.0, 0.0), (0.0, -1.0), (-1.0, 0.0)
     found = [(tuple(zip(line["x"], line["y"])), line["name"], line["line"]["width"]) for line in lines]
+    gap = (None, None)
     assert found == [
-        ((top, right, (None, None)), "meetings up to 1", 1),
-        ((top, bottom, (None, None)), "meetings up to 2", 3),
-        ((bottom, left, (None, None)), "meetings up to 3", 5),
+        ((top, right, gap, top, bottom, gap), "meetings up to 2", 1),
+        ((bottom, left, gap), "meetings up to 3", 3),
+        ((right, left, gap), "meetings up to 4", 5),
     ]
     assert list(zip(places["x"], places["y"])) == [top, right, bottom, left]
     assert places["text"] == ["oslo", "lima", "rome", "bern"] and not places["showlegend"] and view.layout["showlegend"]

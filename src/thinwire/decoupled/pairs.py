@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,7 +23,6 @@ from thinwire.topology import Ring, Topology, resistances
 from thinwire.types import Observer
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pairs(PairComposition):
     """Each replica trains by itself; neighbours meet by chance, in virtual time, and take the mean of their weights (AD-PSGD).
 
@@ -49,7 +47,6 @@ class Pairs(PairComposition):
         return HEADER_NBYTES + self.codec.nbytes(numel) if size > 1 else 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class AcceleratedPairs(Pairs):
     """As `Pairs`, with a momentum whose η and α̃ follow from the graph (A²CiD²).
 

@@ -1,0 +1,58 @@
+"""What neighbours take the mean of, by hand, and what each of them sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.codecs import Identity
+from thinwire.exchange import Gossip, Round, SendContext
+from thinwire.exchange.chunks import cut, packets_nbytes
+from thinwire.exchange.two_shot import reduction_nbytes
+from thinwire.pieces.gossip import AdaptThenCombine, NoLoCo
+from thinwire.rng import Key
+from thinwire.topology import Listed, MoshpitGrid, Ring
+
+
+@pytest.mark.parametrize("topology", [Ring(), MoshpitGrid(4)], ids=str)
+def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topology, small):
+    """On a ring over three of four replicas; in a group that takes its mean together, over all four."""
+    numel, exchange = 50, Gossip(topology, NoLoCo())
+    x = torch.randn(4, 2 * numel, generator=torch.Generator().manual_seed(0))
+    share = torch.from_numpy(topology.edges(4)).float() + torch.eye(4)
+
+    def replica(group):
+        context, said = SendContext(group), torch.full((2, 2 * numel), torch.nan)
+        round_ = Round(context, Identity(), numel, Key(sender=group.rank), lambda begin, end: x[group.rank, begin:end])
+
+        def settle(begin, mean, sent):
+            said[0, begin : begin + len(mean)], said[1, begin : begin + len(mean)] = mean, sent()
+
+        exchange.arrive(exchange.depart(round_, {}), settle)
+        context.close()
+        return said
+
+    assert len(cut(Identity(), 0, numel)) > 1
+    for rank, (mean, own) in enumerate(tw.run_threads(4, replica, timeout=600.0)):
+        torch.testing.assert_close(mean, share[rank] @ x / share[rank].sum())
+        assert torch.equal(own, x[rank])
+
+
+def test_what_each_replica_sends():
+    """To each neighbour, or in a group as much as its place in it asks for."""
+    nbytes = packets_nbytes(cut(Identity(), 0, 10))
+    star = Gossip(Listed(((0, 1), (0, 2), (0, 3))), AdaptThenCombine())
+    assert [star.nbytes_sent(Identity(), 10, 4, rank) for rank in (None, 0, 1)] == [3 * nbytes, 3 * nbytes, nbytes]
+    together = Gossip(MoshpitGrid(4), AdaptThenCombine())
+    each = [reduction_nbytes(Identity(), 10, 4, place, marks=4) for place in range(4)]
+    assert [together.nbytes_sent(Identity(), 10, 4, rank) for rank in range(4)] == each
+    assert together.nbytes_sent(Identity(), 10, 4) == max(each) > min(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("topology", (3, NoLoCo())), ("rule", (Ring(), 3)), ("rule", (Ring(), NoLoCo))], ids=str
+)
+def test_refused(name, given):
+    with pytest.raises(tw.ConfigurationError, match=rf"Gossip\({name}=.*: a topology such as Ring\(\) and a rule"):
+        Gossip(*given)

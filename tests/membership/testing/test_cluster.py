@@ -1,0 +1,140 @@
+"""The simulated cluster by hand, in virtual time: messages, faults, and whom its lighthouse calls together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.errors import LinkError
+from thinwire.membership.commit import keys_of
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.membership.testing.lighthouse import SimulatedVoteStore
+from thinwire.membership.view import Presence
+
+
+def test_messages_arrive_as_their_link_lets_them():
+    """A bit of the second is wrong; a link that is cut keeps what comes, in order, until it is healed."""
+    cluster, seen, message = SimulatedCluster(), [], torch.zeros(5, dtype=torch.uint8)
+
+    def carry(sender="a", receiver="b"):
+        cluster.carry(sender, receiver, message, lambda come: seen.append((cluster.time.now, come.tolist())))
+
+    whole, wrong = [0, 0, 0, 0, 0], [0, 0, 1, 0, 0]
+    with cluster.time:
+        cluster.damage("a", "b", nth=2)
+        for pair in (("a", "b"), ("b", "a"), ("a", "b"), ("a", "b")):
+            carry(*pair)
+        assert [come for _, come in seen] == [whole, whole, wrong, whole] and message.tolist() == whole
+        seen.clear()
+        cluster.slow("b", "a", 2.0)
+        cluster.later(1.0, lambda: cluster.cut("a", "b"))
+        cluster.later(3.0, lambda: cluster.heal("b", "a"))
+        cluster.damage("a", "b")
+        for receiver in "bbc":
+            carry("a", receiver)
+        assert seen == [(0.0, whole)] and cluster.answers("a", "b")
+        assert cluster.time.wait_for("a", lambda: not cluster.answers("a", "b")) and cluster.time.now == 1.0
+        assert cluster.time.wait_for("a", lambda: len(seen) == 3)
+        assert seen[1:] == [(3.0, wrong), (3.0, whole)]
+
+
+def test_faults_come_when_a_replica_is_at_its_nth_operation():
+    cluster, seen = SimulatedCluster(), []
+    cluster.at("a", "put", lambda: seen.append("second"), nth=2)
+    cluster.at("a", "put", lambda: cluster.kill("a"), nth=3)
+    for name, phase in (("a", "put"), ("b", "put"), ("b", "put"), ("a", "all"), ("a", "put")):
+        assert not seen and cluster.beats(name)
+        cluster.passing(name, phase)
+    assert seen == ["second"]
+    with pytest.raises(Killed, match="a"):
+        cluster.passing("a", "put")
+    assert not cluster.beats("a") and not cluster.answers("b", "a") and cluster.answers("a", "b")
+    cluster.revive("a")
+    cluster.passing("a", "put")
+    cluster.at("b", "put", lambda: cluster.freeze("b"), nth=3)
+    cluster.later(2.0, lambda: cluster.thaw("b"))
+    with cluster.time:
+        cluster.time.leave("a")
+    cluster.passing("b", "put")
+    assert cluster.time.now == 2.0 and cluster.beats("b")
+
+
+def presence(name, number=1):
+    return Presence(name, f"{name}-{number}", 1)
+
+
+def names(present):
+    return [one.name for one in present]
+
+
+def test_who_is_silent_counts_until_its_timeout():
+    cluster = SimulatedCluster(heartbeat_timeout=5.0)
+    lighthouse, time = cluster.lighthouse, cluster.time
+    with time:
+        lighthouse.hear("b", "b-1")
+        lighthouse.silence("b")
+        time.after(1.0, lambda: lighthouse.silence("b"))  # it is silent already
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0  # all of the last view
+        with pytest.raises(LinkError, match="no view within 3 s: too few others called"):
+            lighthouse.call("b", presence("b", 2), 3.0)  # half are not enough
+        assert time.now == 8.0
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"]  # b-2 is alive and no longer calls
+        lighthouse.leave("b")
+        time.after(4.0, lighthouse.hear_again)
+        time.wait_for("a", lambda: False, 5.0)
+        assert lighthouse._silent["b-2"] == 8.0 and lighthouse._names == {"a": "a-1"}
+
+
+def test_three_of_five_wait_for_half_a_second():
+    cluster = SimulatedCluster()
+    lighthouse, time = cluster.lighthouse, cluster.time
+
+    def calls(name):
+        with time:
+            return names(lighthouse.call(name, presence(name), 60.0)), time.now
+
+    with time:
+        for name in "de":
+            lighthouse.hear(name, f"{name}-1")
+    results = cluster.play(dict.fromkeys("abc", calls))
+    assert results == dict.fromkeys("abc", (["a", "b", "c"], 0.5))
+
+
+def test_a_lighthouse_that_is_killed_forgets_all():
+    cluster = SimulatedCluster()
+    lighthouse, time = cluster.lighthouse, cluster.time
+    store = SimulatedVoteStore(lighthouse, cluster, "a")
+    outcome, ballots = keys_of("land", 2)
+    for ballot in ballots:
+        assert not store.all(ballots)
+        store.put(ballot)
+    assert store.all(ballots) and store.settle(outcome, b"yes") == b"yes" == store.settle(outcome, b"no")
+    assert store.of([]) is store and store.wait(outcome, 9.0) == b"yes" and store.wait("other", 9.0) is None
+    assert time.now == 9.0
+    store.forget([ballots[0]])
+    assert set(lighthouse.written) == {ballots[1], outcome}
+    store.forget([ballots[1], "unknown"])
+    assert not lighthouse.written
+    with time:
+        lighthouse.hear("b", "b-1")
+        lighthouse.hear("c", "c-1")
+    cluster.killed.add("c")
+    cluster.later(1.0, lighthouse.stop)
+    with time, pytest.raises(LinkError, match="the lighthouse has gone"):
+        lighthouse.call("a", presence("a"), 60.0)
+    assert (lighthouse.up, lighthouse.epoch, time.now) == (False, 1, 10.0)
+    for ask in (
+        lambda: store.put("k"),
+        lambda: store.all(["k"]),
+        lambda: store.settle("k", b""),
+        lambda: store.wait("k", 9.0),
+    ):
+        with pytest.raises(LinkError, match="the lighthouse has gone, and what was written with it"):
+            ask()
+    store.forget(["k"])
+    lighthouse.start()
+    with time:
+        assert set(lighthouse._silent) == {"a-1", "b-1", "c-1"} and lighthouse.up
+        time.wait_for("a", lambda: not lighthouse._silent.keys() & {"a-1", "b-1"})
+        assert time.now == 11.0 and set(lighthouse._silent) == {"c-1"}
