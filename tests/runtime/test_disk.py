@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.elastic.driver import check
 from thinwire.pieces.partition import BySize
 from thinwire.runtime.disk import DiskTensors
 from thinwire.runtime.saved_state import restore, saved
@@ -102,6 +103,9 @@ def test_where_all_fragments_are_needed_at_once_disk_is_refused(monkeypatch: pyt
             dataclasses.replace(other, anchors="disk")
     with pytest.raises(tw.ConfigurationError, match="'host', 'device' or 'disk' is needed"):
         dataclasses.replace(tw.diloco(), anchors="tape")  # type: ignore[arg-type]
+
+    with pytest.raises(tw.ConfigurationError, match="anchors='disk' in an elastic run"):
+        check(dataclasses.replace(tw.streaming_sign(), anchors="disk"))
 
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
