@@ -34,6 +34,7 @@ settings.load_profile("tests")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+os.environ["OMP_NUM_THREADS"] = "1"  # processes of tests, too: threads that wait for one another spin
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # tests call nobody; its thread would stay, too
 
 if not torch.cuda.is_available():

@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trl_trainer import train, weights
 
 import thinwire as tw
-from thinwire.integrations.huggingface import ThinwireCallback
 from thinwire.testing.toy import same_bits
 
 
 @pytest.mark.slow
 def test_alone_it_changes_nothing(tmp_path):
     """Law 11, and after a resume; only adapters are kept."""
+    from trl_trainer import train, weights  # trl alone takes a second
+
+    from thinwire.integrations.huggingface import ThinwireCallback
+
     due = weights(train(tmp_path / "bare", None))
     assert same_bits(weights(train(tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=3)))), due)
     kept = load_file(tmp_path / "attached/checkpoint-4/thinwire/step-00000004/model.safetensors")
