@@ -80,7 +80,8 @@ def fitting(setting: Setting, links: Links) -> list[Way]:
     if setting.replicas < 3:
         return []
     nbytes = packet_nbytes(setting)
-    return [way for way in ways(links.among(setting.places), nbytes) if way.exchange is None or _accepts(setting, way)]
+    found = ways(links.among(setting.places), nbytes)
+    return [way for way in found if way.exchange is None or _accepts(setting, way.exchange)]
 
 
 def packet_nbytes(setting: Setting) -> int:
@@ -88,9 +89,9 @@ def packet_nbytes(setting: Setting) -> int:
     return max(Direct().nbytes_sent(codec, numel, 2) for codec, numel in setting.candidate.coded)
 
 
-def _accepts(setting: Setting, way: Way) -> bool:
+def _accepts(setting: Setting, exchange: Exchange) -> bool:
     try:
-        return bool(replace(setting.strategy, exchange=way.exchange))
+        return bool(replace(setting.strategy, exchange=exchange))
     except ConfigurationError:
         return False
 
