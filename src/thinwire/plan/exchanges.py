@@ -27,7 +27,7 @@ from thinwire.records.units import text_of_nbytes, text_of_seconds
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """How packets travel, and the seconds of a round. `exchange` is None for the ring."""
 
     name: str
@@ -35,7 +35,7 @@ class Way:
     seconds: float
 
 
-def ways(links: Links, nbytes: float) -> list[Way]:
+def ways(links: Links, nbytes: float) -> list[Route]:
     """All ways for packets of `nbytes` among two or more replicas, the fastest first.
 
     >>> from thinwire.comm import Link
@@ -47,10 +47,10 @@ def ways(links: Links, nbytes: float) -> list[Way]:
     shard = 2 * nbytes / size
     return sorted(
         [
-            Way("each to all", Direct(), cost.wire_seconds(links, nbytes) + cost.way_seconds(links)),
-            Way("in shards", TwoShot(), cost.wire_seconds(links, shard) + 2 * cost.way_seconds(links)),
-            Way(f"over {links.names[center]}", Star(center), star_seconds(links, nbytes, center)),
-            Way("around a ring", None, ring_seconds(links, nbytes)),
+            Route("each to all", Direct(), cost.wire_seconds(links, nbytes) + cost.way_seconds(links)),
+            Route("in shards", TwoShot(), cost.wire_seconds(links, shard) + 2 * cost.way_seconds(links)),
+            Route(f"over {links.names[center]}", Star(center), star_seconds(links, nbytes, center)),
+            Route("around a ring", None, ring_seconds(links, nbytes)),
         ],
         key=lambda way: way.seconds,
     )
@@ -74,7 +74,7 @@ def ring_seconds(links: Links, nbytes: float) -> float:
     return float(steps * (max(links.delays[a, b] for a, b in hops) + 8 * nbytes / len(links) / rate))
 
 
-def fitting(setting: Setting, links: Links) -> list[Way]:
+def fitting(setting: Setting, links: Links) -> list[Route]:
     """The ways for the largest fragment of `setting` that its method accepts, and the ring; the fastest first. Empty for fewer than three
     replicas, where each to all is the fastest."""
     if setting.replicas < 3:
@@ -111,5 +111,5 @@ def sentence(setting: Setting, links: Links) -> str:
     return f"exchange (predicted): a round of the largest fragment, {nbytes} a packet, takes {told}. {advice}."
 
 
-def _named(way: Way) -> str:
+def _named(way: Route) -> str:
     return f"{way.name} ({way.exchange})" if way.exchange else way.name
