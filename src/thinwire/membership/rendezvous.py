@@ -195,11 +195,12 @@ class Membership:
             except LinkError as error:
                 reason = reason or str(error).rstrip(".")
                 break
-            if (
-                vote_store is not self._vote_store
-            ):  # of a server that was away: others may find it later than this replica
-                self._vote_store, found = vote_store, self._rendezvous.clock()
             here = {p.incarnation for p in present}
+            if vote_store is not self._vote_store:  # of a server that was away: others may find it later than this one
+                self._vote_store, found = vote_store, self._rendezvous.clock()
+                if any(p.incarnation not in here for p in self._members):
+                    # A member that was told a view, and this replica was not, shall not wait for its packets.
+                    self._let_go(self._group)
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present, check)
             alike = [p for p in present if fits(p.facts, self.facts)]

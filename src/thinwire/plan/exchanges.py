@@ -27,7 +27,7 @@ from thinwire.records.units import text_of_nbytes, text_of_seconds
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """How packets travel, and the seconds of a round. `exchange` is None for the ring."""
 
     name: str
@@ -35,7 +35,7 @@ class Way:
     seconds: float
 
 
-def ways(links: Links, nbytes: float) -> list[Way]:
+def ways(links: Links, nbytes: float) -> list[Route]:
     """All ways for packets of `nbytes` among two or more replicas, the fastest first.
 
     >>> from thinwire.comm import Link
@@ -47,10 +47,10 @@ def ways(links: Links, nbytes: float) -> list[Way]:
     shard = 2 * nbytes / size
     return sorted(
         [
-            Way("each to all", Direct(), cost.wire_seconds(links, nbytes) + cost.way_seconds(links)),
-            Way("in shards", TwoShot(), cost.wire_seconds(links, shard) + 2 * cost.way_seconds(links)),
-            Way(f"over {links.names[center]}", Star(center), star_seconds(links, nbytes, center)),
-            Way("around a ring", None, ring_seconds(links, nbytes)),
+            Route("each to all", Direct(), cost.wire_seconds(links, nbytes) + cost.way_seconds(links)),
+            Route("in shards", TwoShot(), cost.wire_seconds(links, shard) + 2 * cost.way_seconds(links)),
+            Route(f"over {links.names[center]}", Star(center), star_seconds(links, nbytes, center)),
+            Route("around a ring", None, ring_seconds(links, nbytes)),
         ],
         key=lambda way: way.seconds,
     )
@@ -74,13 +74,14 @@ def ring_seconds(links: Links, nbytes: float) -> float:
     return float(steps * (max(links.delays[a, b] for a, b in hops) + 8 * nbytes / len(links) / rate))
 
 
-def fitting(setting: Setting, links: Links) -> list[Way]:
+def fitting(setting: Setting, links: Links) -> list[Route]:
     """The ways for the largest fragment of `setting` that its method accepts, and the ring; the fastest first. Empty for fewer than three
     replicas, where each to all is the fastest."""
     if setting.replicas < 3:
         return []
     nbytes = packet_nbytes(setting)
-    return [way for way in ways(links.among(setting.places), nbytes) if way.exchange is None or _accepts(setting, way)]
+    found = ways(links.among(setting.places), nbytes)
+    return [way for way in found if way.exchange is None or _accepts(setting, way.exchange)]
 
 
 def packet_nbytes(setting: Setting) -> int:
@@ -88,9 +89,9 @@ def packet_nbytes(setting: Setting) -> int:
     return max(Direct().nbytes_sent(codec, numel, 2) for codec, numel in setting.candidate.coded)
 
 
-def _accepts(setting: Setting, way: Way) -> bool:
+def _accepts(setting: Setting, exchange: Exchange) -> bool:
     try:
-        return bool(replace(setting.strategy, exchange=way.exchange))
+        return bool(replace(setting.strategy, exchange=exchange))
     except ConfigurationError:
         return False
 
@@ -110,5 +111,5 @@ def sentence(setting: Setting, links: Links) -> str:
     return f"exchange (predicted): a round of the largest fragment, {nbytes} a packet, takes {told}. {advice}."
 
 
-def _named(way: Way) -> str:
+def _named(way: Route) -> str:
     return f"{way.name} ({way.exchange})" if way.exchange else way.name

@@ -1,0 +1,69 @@
+"""A hub or lighthouse that is away, and links that flap, in virtual time: no step is lost, no sample counted twice, all end alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from elastic_toy import Book, Toy, agree, one_thread
+from reading_toy import STEP, book, check, train
+
+from thinwire.membership.testing.cluster import SimulatedCluster
+
+__all__ = ["one_thread"]  # a fixture
+STEPS = 40
+NAMES = "abc"
+
+
+def play(cluster: SimulatedCluster) -> tuple[dict[str, Toy], Book]:
+    """Three replicas, of which a round needs two."""
+    held = book()
+    results = cluster.play({name: train(cluster, held, 500, len(NAMES), STEPS, least=2) for name in NAMES})
+    agree(results, held)
+    return results, held
+
+
+def hold_all(results: dict[str, Toy], held: Book) -> None:
+    """All that the replicas trained is in the anchors, once: each kept its samples and its progress. One that waited has the others' step."""
+    for name in NAMES:
+        ledger, lost = check(held, results[name])
+        assert results[name].step == STEPS and not results[name].restored and not lost, name
+    assert held.trained[0].max() == 1.0 and ledger.trained == held.trained[0].sum() > STEPS * STEP
+    assert not any(fields["returned"] for _, event, fields in held.events if event == "data")
+
+
+@pytest.mark.parametrize("phase", ["call", "called", "all", "wait"])
+def test_a_hub_that_is_away_for_a_minute(phase: str) -> None:
+    """At whatever a member asks of it, and with all that it knew."""
+    cluster = SimulatedCluster()
+
+    def away() -> None:
+        cluster.lighthouse.stop()
+        cluster.later(60.0, cluster.lighthouse.start)
+
+    cluster.at("b", phase, away, 5)
+    hold_all(*play(cluster))
+    assert cluster.time.now > 60.0 + STEPS
+
+
+def flap(cluster: SimulatedCluster, down: Callable[[], None], up: Callable[[], None], seconds: float) -> None:
+    """Every ten seconds it is down for so long, until the run has ended."""
+
+    def begin() -> None:
+        down()
+        cluster.later(seconds, up)
+        if cluster.time.now < 4 * STEPS:
+            cluster.later(10.0, begin)
+
+    cluster.later(10.0, begin)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 5.0])
+@pytest.mark.parametrize("what", ["a link", "the links of one", "the hub"])
+def test_what_flaps_every_ten_seconds(what: str, seconds: float) -> None:
+    cluster = SimulatedCluster()
+    cut = {"a link": ["ab"], "the links of one": ["ab", "bc"], "the hub": []}[what]
+    down: list[Callable[[], None]] = [lambda pair=pair: cluster.cut(*pair) for pair in cut] or [cluster.lighthouse.stop]
+    up: list[Callable[[], None]] = [lambda pair=pair: cluster.heal(*pair) for pair in cut] or [cluster.lighthouse.start]
+    flap(cluster, lambda: [one() for one in down] and None, lambda: [one() for one in up] and None, seconds)
+    hold_all(*play(cluster))
