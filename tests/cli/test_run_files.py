@@ -79,8 +79,8 @@ def test_a_run_file_has_a_table_for_each_part() -> None:
     ("text", "says"),
     [
         ("[method]\nevry = 3", r"evry not known \(did you mean every\?\)"),
-        ("[method]\nlr = 0.1", r"lr stands in \[method\]; it belongs in \[optimizer\]"),
-        ("[data]\nseed = 1", r"seed stands in \[data\]; it belongs above all tables"),
+        ("[method]\nlr = 0.1", r"lr is in \[method\]; it belongs in \[optimizer\]"),
+        ("[data]\nseed = 1", r"seed is in \[data\]; it belongs above all tables"),
         ("[metod]\nevery = 3", r"\[metod\] not known; a run file has \[method\], \[data\]"),
         ("every = 3\n[method]\nevery = 4", "every is given twice"),
         ("[method]\nevery = 'x'", "every='x': int | None is needed"),

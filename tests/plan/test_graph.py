@@ -65,7 +65,7 @@ def test_a_round_takes_what_the_slowest_way_takes():
 @pytest.mark.parametrize(
     ("size", "degree", "said"),
     [
-        (8, 1, "2 to 7 neighbours are needed. One neighbour each joins two replicas"),
+        (8, 1, "2 to 7 neighbours are needed. With one neighbour each only two replicas"),
         (8, 0, "2 to 7 neighbours are needed"),
         (8, 8, "2 to 7 neighbours are needed"),
     ],
