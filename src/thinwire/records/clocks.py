@@ -10,7 +10,7 @@ The offsets θ of all clocks follow from all pairs by robust least squares, with
     min Σ ρ((θ_j − θ_i − d_ij) / w_ij),  ρ(x) = x² / (1 + x²/9)  (Geman and McClure), from the least sum of deviations on
 
 It is GNNSync's problem (arXiv 2303.00393) for times, which unlike angles do not wrap. The error bar of an offset is the standard
-error with each w as one deviation, more where pairs contradict each other. A clock is taken to run evenly: drift widens the bars.
+error with each w as one deviation, more if pairs contradict each other. Clocks are assumed to run evenly: drift widens the bars.
 """
 
 from __future__ import annotations

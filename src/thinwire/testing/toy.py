@@ -1,4 +1,4 @@
-"""A small model of odd shapes, and `journey`, which trains it on thread replicas: what the laws are tried on."""
+"""A small model of odd shapes for the laws, and `journey`, which trains it on replicas in threads."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass
 class Journey:
-    """What one replica went through: after every step its weights and what is agreed, and the events it reported."""
+    """The training of one replica: its weights and the agreed state after every step, and its events."""
 
     weights: list[Tensor] = field(default_factory=list)
     agreed: list[dict[str, Tensor]] = field(default_factory=list)
