@@ -64,7 +64,7 @@ class MemberSampler(Sampler[int]):
         self.reader: LeasedReader | None = None
 
     def open(self, batch: int) -> LeasedReader:
-        """The reader, for a replica that trains `batch` samples in an inner step."""
+        """Make the reader of a replica that trains `batch` samples in an inner step."""
         self.reader = LeasedReader(self.seed, self._replicas, batch, self.samples)
         return self.reader
 

@@ -61,7 +61,7 @@ class Stack:
             )
 
     def skeleton(self) -> nn.Module:
-        """Layers without storage, for a partition."""
+        """Layers without storage, which a partition can cut."""
         with torch.device("meta"):
             return nn.Sequential(*(_Layer(round(self.parameters / self.layers)) for _ in range(self.layers)))
 

@@ -37,7 +37,7 @@ from thinwire.strategy import Gradients, Strategy
 
 @dataclass(eq=False)
 class SimulatedRound:
-    """One exchange of one fragment, for all M replicas.
+    """One exchange of one fragment among all M replicas.
 
     Args:
         fragment: number of the fragment, from 0.

@@ -295,7 +295,7 @@ def _shapes() -> list[tuple[int, int]]:
 
 
 def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
-    """The scheme of a family that would have been fastest in the probed rounds; of equally fast ones that with the least load.
+    """The scheme of a family that would have been fastest in the probed rounds; the one with the least load among equally fast ones.
 
     No code was used in the probed rounds.
 

@@ -150,8 +150,8 @@ def unbiased(codec: Codec, data: str) -> None:
 
 
 def key_is_all_the_chance(codec: Codec, claims: Collection[str]) -> None:
-    """The same key makes the same bytes; another seed, round, fragment or (but for what is shared) sender makes others. A codec
-    that does not draw makes the same for every key.
+    """The same key makes the same bytes; another seed, round, fragment or (unless the codec claims `shared`) sender makes others. A codec
+    without random numbers makes the same for every key.
     """
     x = gaussian(1000)
     first = encoded(codec, x, Key(1, 2, 3, 4))

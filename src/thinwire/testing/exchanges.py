@@ -109,7 +109,7 @@ def all_agree(exchange: Exchange, codec: Codec) -> None:
 
 
 def exact_values_give_the_mean(exchange: Exchange, size: int, numel: int, rank_order: bool = False) -> None:
-    """Of fp32 the estimate is the mean; with `rank_order` to the last bit of a sum in rank order."""
+    """With fp32 the estimate is the mean; with `rank_order` it equals a sum in rank order to the last bit."""
     x = deltas(size, numel)
     due = torch.zeros(numel)
     for row in x[0]:

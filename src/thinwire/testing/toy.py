@@ -191,7 +191,7 @@ def journey(strategy: Strategy, replicas: int, **plan: Any) -> list[Journey]:
 
 
 class Shuffled:
-    """A group whose messages leave late and in any order between peers and tags; of a round no two share a tag, so nothing else is promised."""
+    """A group whose messages leave late and in any order between peers and tags. No two messages of a round share a tag, so any order is allowed."""
 
     def __init__(self, group: Group, seed: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
