@@ -38,7 +38,7 @@ def test_who_talks_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
         (["rong"], "did you mean"),
         (["--degree", "3"], "give --links links.toml too"),
         (["--out", "x.json"], "give both"),
-        (["--links", "50mbit", "--degree", "1"], "2 to 7 neighbours are needed. One neighbour each joins two"),
+        (["--links", "50mbit", "--degree", "1"], "2 to 7 neighbours are needed. With one neighbour each only two"),
         (["--plot", "x.pdf"], "ends with .svg, .html or .png"),
     ],
     ids=str,

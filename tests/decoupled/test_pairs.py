@@ -391,10 +391,14 @@ def test_one_replica_is_its_inner_optimizer():
         (lambda: ad_psgd(slow=(1.0, 2.0)), 4, "for 4 replicas: one factor for each"),
         (lambda: a2cid2(topology=RandomPairs()), 4, "a graph with the same edges in every round"),
         (lambda: a2cid2(topology=Exponential()), 8, "replica 0 sends to 1, which does not send to 0"),
-        (lambda: ad_psgd(topology=Listed(((0, 1), (2, 3)))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
+        (
+            lambda: ad_psgd(topology=Listed(((0, 1), (2, 3)))),
+            4,
+            "in 2 parts: no path leads from replica 0 to replica 2",
+        ),
         (lambda: ad_psgd(topology="ring"), 4, "a piece of this kind"),
         (lambda: ad_psgd(rates="best"), 4, "even or fitted is needed"),
-        (lambda: a2cid2(codec=RandomK(0.1)), 4, "a contractive codec of one size"),
+        (lambda: a2cid2(codec=RandomK(0.1)), 4, "a contractive codec of fixed size"),
     ],
     ids=range(9),
 )

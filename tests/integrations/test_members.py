@@ -70,7 +70,7 @@ def test_who_comes_after_the_end_gets_the_final_weights_from_who_keeps_them(trai
     second.wait()
     (trainers.folder / "a.9").touch()
     until = time.monotonic() + 600
-    while "keeps the final weights for members that are missing" not in trainers.said("a"):
+    while "keeps the final weights for missing members" not in trainers.said("a"):
         assert first.poll() is None and time.monotonic() < until, trainers.said("a")[-3000:]
         time.sleep(0.05)
     second = trainers.start("b")  # from its checkpoint of step 8, to the end

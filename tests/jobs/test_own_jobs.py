@@ -159,7 +159,7 @@ def test_without_a_state_of_its_own_what_was_read_is_read_again(here: Path, caps
     drop_checkpoints("cut", 5)
     assert main(["train", "--resume", "--out", "cut"]) == 0
     assert weights("cut") == weights("whole") and last_losses("cut") == last_losses("whole")
-    assert "15 of what it yields were read again" in capsys.readouterr().out
+    assert "15 of its batches were read again" in capsys.readouterr().out
 
 
 def thinwire(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -310,18 +310,16 @@ def test_what_the_file_lacks_and_what_it_returns(here: Path, capsys: pytest.Capt
         JOB.replace(
             "return nn.functional.cross_entropy(model(b", "return 3 or (model(b"
         ): "loss(model, batch) returned a int; a scalar tensor",
-        JOB.replace("return Points(share)", "return []"): "what batches(share) returned is empty",
-        JOB.replace(
-            "return Points(share)", "return 3"
-        ): "batches(share) returned a int; something to iterate over is needed",
-        JOB.replace("return Points(share)", "yield torch.zeros(0, 4)"): "yielded an empty one as its number 1",
+        JOB.replace("return Points(share)", "return []"): "the iterable from batches(share) is empty",
+        JOB.replace("return Points(share)", "return 3"): "batches(share) returned a int; an iterable is needed",
+        JOB.replace("return Points(share)", "yield torch.zeros(0, 4)"): "yielded an empty batch as number 1",
         JOB.replace("    return nn.Sequential(", "    return str("): "in model: TypeError",
         JOB.replace(
             'return nn.functional.cross_entropy(model(batch["x"])', 'return torch.zeros(3) + (model(batch["x"])[0, 0]'
         ).replace(', batch["y"])\n', ")\n"): "returned a tensor of shape (3,); a scalar tensor",
         JOB.replace(
             '(model(batch["x"])', '(model(batch["x"]).detach()'
-        ): "returned a tensor that no parameter has a part in",
+        ): "returned a tensor that depends on no parameter",
     }
     for text, expected in cases.items():
         assert text != JOB
@@ -366,7 +364,7 @@ def test_a_share_by_epochs_and_streams(here: Path) -> None:
     drawn = [one.take()[0] for _ in range(4)]
     assert torch.equal(torch.rand(3), undisturbed)
     two = Batches(path, make, share)
-    assert "3 of what it yields" in two.load_state({"taken": 3}) and torch.equal(two.take()[0], drawn[3])
+    assert "3 of its batches" in two.load_state({"taken": 3}) and torch.equal(two.take()[0], drawn[3])
     epochs = Batches(path, lambda share: [1, 2, 3], share)
     assert [epochs.take() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1] and epochs.state() == {"taken": 7}
 
@@ -472,7 +470,7 @@ def test_a_job_of_two_optimizers(here: Path, strategy: str, capsys: pytest.Captu
     assert list(summary.losses) == ["square", "largest"] and summary.losses["square"] == summary.eval_loss
     (here / "two.py").write_text(MIN_MAX[: MIN_MAX.index("def evaluate")] + f"# {strategy}\n")
     assert train("none", "--steps", "4", job="two.py") == 1
-    assert "returns 2 losses, and no one number to compare runs by; write evaluate(model)" in capsys.readouterr().err
+    assert "returns 2 losses, and no single number to compare runs; write evaluate(model)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", ["diloco(every=4)", "data_parallel", "qsgd"])

@@ -140,7 +140,7 @@ def test_deltas_of_packed_batches_count_their_tokens_unless_something_else_is_as
         assert check_and_weigh(run)[1:] == (run, "")
     run = Run.of(job=job, strategy="noloco")
     _, same, told = check_and_weigh(run)
-    assert same == run and "alike, though packed batches have unlike numbers of tokens" in told
+    assert same == run and "weigh 1, though packed batches have different numbers of tokens" in told
 
 
 def summed(loss: Tensor | Summed) -> Summed:

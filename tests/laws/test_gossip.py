@@ -304,7 +304,7 @@ def test_weights_that_are_not_finite_never_leave(name):
     ("size", "name", "said"),
     [
         (3, "noloco", "among 3 replicas: an even number is needed"),
-        (5, "push-sum, one way, unlike degrees", "nothing of replica 0 reaches replica 4"),
+        (5, "push-sum, one way, unlike degrees", "no path leads from replica 0 to replica 4"),
         (3, "combined, then adapted, in the air", "by which 3 divides"),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_chart_has_each_edge_once_in_the_third_of_its_value():
 @pytest.mark.parametrize(
     ("size", "degree", "said"),
     [
-        (8, 1, "2 to 7 neighbours are needed. One neighbour each joins two replicas"),
+        (8, 1, "2 to 7 neighbours are needed. With one neighbour each only two replicas"),
         (8, 0, "2 to 7 neighbours are needed"),
         (8, 8, "2 to 7 neighbours are needed"),
     ],

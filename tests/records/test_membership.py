@@ -95,7 +95,7 @@ def test_steps_trained_jumped_and_counted_stand_beside_each_other(folder: Path, 
     assert {("steps trained", "80"), ("steps jumped", "10"), ("steps counted", "0")} <= set(record.summary.figures())
     page = write_report([folder], tmp_path / "page.html").read_text()
     assert (
-        "Steps jumped were not trained by that replica" in page and "replica-1 20 trained, 10 jumped, 0 counted" in page
+        "Jumped steps were not trained by that replica" in page and "replica-1 20 trained, 10 jumped, 0 counted" in page
     )
 
 

@@ -302,7 +302,7 @@ def test_a_process_started_again_ends_the_group_of_before(hub, audit, tmp_path):
                 stream = again.hello(2)
                 seen = [frames.opened(next(there.call), place, range(12)).kind for place in (1, 2)]
                 assert set(seen) >= {frames.GONE}
-                assert "another process has come as oslo" in before.refusal()[1]
+                assert "another process has connected as oslo" in before.refusal()[1]
                 audit.wait("gone oslo: has restarted")
                 second.process = bytes(16)
                 assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}

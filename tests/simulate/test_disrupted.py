@@ -71,8 +71,8 @@ def test_it_is_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: structure(BarabasiAlbert(2), 50, "degree", 0.001, 1), "that hits 0"),
-        (lambda: structure(BarabasiAlbert(2), 50, "degree", 1.0, 1), "that hits 50"),
+        (lambda: structure(BarabasiAlbert(2), 50, "degree", 0.001, 1), "that is 0"),
+        (lambda: structure(BarabasiAlbert(2), 50, "degree", 1.0, 1), "that is 50"),
         (lambda: structure(RandomPairs(), 50, "degree", 0.1, 1), "the same in every round"),
         (lambda: Disaster(Ring(), at_round=60), "0 <= at_round < rounds"),
         (lambda: BarabasiAlbert(0), "at least 1 neighbour"),

@@ -103,7 +103,7 @@ def test_fitted_rates_have_the_mean_rate_and_are_whole_shares():
 @pytest.mark.parametrize(
     ("topology", "size", "said"),
     [
-        (Listed(((0, 1), (2, 3))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
+        (Listed(((0, 1), (2, 3))), 4, "in 2 parts: no path leads from replica 0 to replica 2"),
         (Exponential(), 8, "edges in both directions"),
         (RandomPairs(), 8, "the same edges in every round"),
     ],

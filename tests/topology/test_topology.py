@@ -158,11 +158,11 @@ def test_where_all_count_alike_weights_are_equal_to_the_bit():
 @pytest.mark.parametrize(
     ("topology", "size", "said"),
     [
-        (Listed(((0, 1), (2, 3))), 4, "in 2 parts: nothing of replica 0 reaches replica 2"),
+        (Listed(((0, 1), (2, 3))), 4, "in 2 parts: no path leads from replica 0 to replica 2"),
         (Listed(((0, 1), (1, 2)), one_way=True), 3, "in 3 parts"),
         (Listed(((0, 5),)), 4, "an edge of replica 5 among 4 replicas"),
         (RandomPairs(), 5, "among 5 replicas: an even number is needed"),
-        (RandomGroups(4), 10, "by 4 is needed, 2 would be left over; give 12 replicas"),
+        (RandomGroups(4), 10, "a multiple of 4 is needed, 2 would be left over; give 12 replicas"),
         (RandomRegular(3), 5, "not 3 x 5"),
         (RandomRegular(8), 8, "a degree from 2 to 7"),
         (Mesh(3), 8, "a number of rows by which 8 divides is needed"),
@@ -178,11 +178,11 @@ def test_refused_for_a_size(topology, size, said):
 
 def test_weights_that_would_move_the_mean_are_refused_with_the_number():
     one_way = Listed(((0, 1), (1, 2), (2, 0), (0, 2)), one_way=True)
-    with pytest.raises(ConfigurationError, match=r"replica 2 hears add up to 1\.333 .* with to 1;"):
+    with pytest.raises(ConfigurationError, match=r"replica 2 receives add up to 1\.333, .* at others to 1;"):
         mixing(one_way, 3)
     bent = mixing(Ring(), 5).copy()
-    bent[3] = np.eye(5)[3]  # a row that does not mix: what §m.1 found to bias the mean
-    with pytest.raises(ConfigurationError, match=r"replica 3 hears add up to 1 .* with to 1\.667"):
+    bent[3] = np.eye(5)[3]  # a row that does not mix, which biases the mean
+    with pytest.raises(ConfigurationError, match=r"replica 3 receives add up to 1, .* at others to 1\.667"):
         check_doubly(bent, "a ring")
 
 

@@ -101,7 +101,7 @@ def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence
 
 
 def _scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """log p of every token by each single model, BT, for all batches."""
+    """log p of every token in all batches by each single model, BT."""
     return {
         name: torch.cat([scores_of(model, tokens, targets) for tokens, targets in batches])
         for name, model in models.items()

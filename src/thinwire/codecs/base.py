@@ -137,7 +137,7 @@ class Codec(Protocol):
         return False
 
     def layout(self, numel: int) -> tuple[Part, ...]:
-        """The parts of the payload for `numel` elements, in order, for a codec that compresses the payload further."""
+        """The parts of the payload for `numel` elements, in order. A codec that compresses the payload further uses them."""
         return (Symbols(self.nbytes(numel)),)
 
     # ---- shapes

@@ -18,7 +18,7 @@ _RUN = 1 << 20
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` in fp64, for a [n, k] and b [k, m].
+    """`a @ b` in fp64 of a [n, k] and b [k, m].
 
     The rows of a and the columns of b are first rounded to ⌊(52 − ⌈log₂ k⌉) / 2⌋ bits of their largest value (23 for k = 64).
     Then all partial sums are integers below 2⁵³, and no sum is rounded in any order.

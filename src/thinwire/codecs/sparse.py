@@ -89,7 +89,7 @@ class LargestOfChunks(Codec, ABC):
 
 @dataclass(frozen=True)
 class TopK(LargestOfChunks):
-    """Send exactly the k = ⌈density·n⌉ largest values by magnitude of the whole tensor; of equal ones the first. For many values a
+    """Send exactly the k = ⌈density·n⌉ largest values by magnitude of the whole tensor; the first ones among equals. For many values a
     threshold from a sample finds them.
 
     Contractive: ‖q(x) − x‖² ≤ (1 − k/n)·‖x‖² if the values are exact. Without feedback it is much worse on deltas than few

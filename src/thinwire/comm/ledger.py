@@ -82,15 +82,15 @@ class Ledger:
             self.add_waited(purpose, seconds)
 
     def sent(self, purpose: str | None = None, peer: int | None = None) -> int:
-        """Bytes sent; of all purposes and to all peers unless given."""
+        """Bytes sent for `purpose` (None: all purposes) to `peer` (None: all peers)."""
         return self._sum(self._sent, purpose, peer)
 
     def received(self, purpose: str | None = None, peer: int | None = None) -> int:
-        """Bytes received; of all purposes and from all peers unless given."""
+        """Bytes received for `purpose` (None: all purposes) from `peer` (None: all peers)."""
         return self._sum(self._received, purpose, peer)
 
     def waited(self, purpose: str | None = None) -> float:
-        """Seconds spent waiting; for all purposes unless given."""
+        """Seconds spent waiting for `purpose` (None: all purposes)."""
         with self._lock:
             return sum(seconds for name, seconds in self._waited.items() if purpose in (None, name))
 

@@ -93,7 +93,7 @@ def shut_new(before: set[SocketFile], connected: set[SocketFile], expected: int)
 
 
 def listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at `host` only, for a store that would otherwise listen at every address of the machine.
+    """A socket that listens at `host` only. Without it a store would listen at every address of the machine.
 
     None if that is not possible: the name resolves to 127.0.1.1 here and to another address on other machines (Debian), or the
     address belongs to a router. Raises `OSError` if the port is taken.

@@ -1,4 +1,4 @@
-"""Which samples a replica reads: an epoch's order, and a ledger of who has which part of it."""
+"""The samples of each replica: the order of an epoch, and a ledger of each replica's part of it."""
 
 from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Named, ReadCount, in_order
 from thinwire.data_ledger.order import Order, Permutation, part_of

@@ -1,4 +1,4 @@
-"""Writes a ledger as bytes, the same on every machine, and reads it; lengths are checked before anything is allocated.
+"""Writes a ledger as bytes, the same on every machine, and reads it; lengths are checked before memory is allocated.
 
 header    magic, format, leases                              4s H H
           samples, seed, lanes, fragments, ahead, patience   Q q 4Q
@@ -21,7 +21,7 @@ from thinwire.errors import DataError
 MAGIC, FORMAT = b"tdlg", 1
 _HEAD, _FIXED = struct.Struct("<4sHH"), struct.Struct("<Qq8Q")
 _LEASE, _COUNTS = struct.Struct("<5Q"), struct.Struct("<3I")
-_MOST = 1 << 62  # of any number in it
+_MOST = 1 << 62  # the largest number in it
 
 
 def encoded(ledger: DataLedger) -> bytes:

@@ -1,4 +1,4 @@
-"""Which replica reads which samples, and which are done: a value that all replicas compute alike, commit by commit. No I/O.
+"""The ledger of samples: which replica reads which, and which are done. All replicas compute the same value, commit by commit. No I/O.
 
 Positions 0, 1, 2, ... are the samples of all epochs in their order (`Order`). A **lease** gives a replica ranges of positions, to
 be read in turn. After them it reads its part of every later epoch (the *tail*), so that no replica waits for data. What a replica
@@ -6,13 +6,13 @@ has read is a **count** 0, 1, 2, ... along its lease. A delta names the counts i
 
     read, its deltas in no fragment's anchor     in flight
     its deltas in every fragment's anchor        trained: done, exactly once
-    in some anchors, and in others never         lost with the replica that had it, by name
+    in some anchors, and never in others         lost with the replica that had it, which is named
 
 When a round commits, the claims of the deltas that it counted have landed. A replica that was absent from `patience` commits in a
-row loses its lease: samples that are in no anchor go to other replicas; those that are in some are named as lost. When members are
-new or gone, the rest is split anew: each member keeps what it may have read by the time it hears of it (`ahead` samples), and the
-remainder is cut into equal parts. A delta of a replica that read more than that, or that comes back after its lease was returned,
-is not admitted: the replica restarts from the anchors.
+row loses its lease: samples that are in no anchor go to other replicas; those that are in some are named as lost. When members join
+or leave, the rest is split anew: each member keeps the samples that it may have read before it learns of the split (`ahead` samples),
+and the remainder is cut into equal parts. A delta of a replica that read more than that, or that comes back after its lease was
+returned, is not admitted: the replica restarts from the anchors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from thinwire.data_ledger.order import Order, part_of
 
 Range = tuple[int, int]  # begin, end
-FENCES = 64  # re-splits that a claim may be behind
+FENCES = 64  # number of re-splits by which a claim may be behind
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ReadCount:
 
 @dataclass(frozen=True)
 class Named:
-    """What a commit did with samples: (name, range of positions), by the replica whose lease had them.
+    """The samples that a commit settled: (name, range of positions), by the replica whose lease had them.
 
     Args:
         trained: those that are now in the anchors of all fragments.
@@ -82,7 +82,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Lease:
-    """What one replica reads.
+    """The samples of one replica.
 
     Args:
         name: of the replica.
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def high(self) -> int:
-        """The count from which on nothing has landed in any fragment."""
+        """The first count above all counts that have landed in a fragment."""
         return max(self.first, *self.landed)
 
     def reads_alike(self, reading: ReadCount | Claim, end: int) -> bool:
@@ -249,7 +249,7 @@ class DataLedger:
     def _split(
         self, present: Mapping[str, ReadCount], dead: set[str], new: Sequence[str]
     ) -> tuple[DataLedger, tuple[tuple[str, Range], ...]]:
-        """Split what is left anew; return the ledger, and the ranges that the `dead` replicas return."""
+        """Split the remaining samples anew; return the ledger, and the ranges that the `dead` replicas return."""
         fence: dict[str, int] = {}
         for lease in self.leases:
             if lease.name in present:
@@ -281,7 +281,7 @@ class DataLedger:
         return replace(self, tail_from=tail_from, leases=ordered), tuple(back)
 
     def _next_tail(self, fence: Mapping[str, int]) -> int:
-        """Where the new tail begins: the first epoch in which no replica may be reading yet."""
+        """The beginning of the new tail: the first epoch in which no replica may be reading yet."""
         blocks = 0
         for index, lease in enumerate(self.leases):
             own, _ = self._part(index)
@@ -295,7 +295,7 @@ class DataLedger:
         return self.samples * -(-len(self.leases) // self.samples)
 
     def _part(self, index: int) -> tuple[Range, int]:
-        """What the lease of this index has of each block of the tail, and the block's length."""
+        """The part of the lease of this index in each block of the tail, and the block's length."""
         block = self._block
         return part_of(block, len(self.leases), index), block
 
@@ -350,12 +350,12 @@ def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def total(ranges: Iterable[Range]) -> int:
-    """How many numbers `ranges` hold."""
+    """The number of elements in `ranges`."""
     return sum(end - begin for begin, end in ranges)
 
 
 def _without(whole: Range, holes: Iterable[Range]) -> Iterator[Range]:
-    """What is left of a range: `holes` are in it, ascending, and do not touch."""
+    """The range without `holes`, which are in it, ascending, and do not touch."""
     at = whole[0]
     for begin, end in holes:
         if at < begin:
@@ -366,7 +366,7 @@ def _without(whole: Range, holes: Iterable[Range]) -> Iterator[Range]:
 
 
 def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Ranges that follow on each other as one, in the order given."""
+    """Join adjacent ranges, in the given order."""
     last: Range | None = None
     for begin, end in ranges:
         if last and last[1] == begin:
@@ -380,7 +380,7 @@ def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
 
 
 def _cut(ranges: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
-    """`ranges` in `parts` of equal length, as far as that can be."""
+    """Cut `ranges` into `parts` of equal length, up to one element."""
     whole, found = total(ranges), []
     for index in range(parts):
         low, high = part_of(whole, parts, index)

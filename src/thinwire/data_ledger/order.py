@@ -1,4 +1,4 @@
-"""The order of samples: which one lies at which position of all epochs. Computed on demand, without O(n) memory."""
+"""The order of samples: the sample at each position of all epochs, computed on demand, without O(n) memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Order:
-    """Which of `samples` samples lies at position 0, 1, 2, ...; epoch e is the positions from e·samples on, in its own order.
+    """The sample at each position (0, 1, 2 and so on) of all epochs; epoch e has the positions from e·samples on, in its own order.
 
     An epoch has `lanes` parts, one after the other, as many as the run had replicas at the start. Part m holds the samples m,
     m + lanes, ..., in a seeded order. So a replica that reads its part reads the same samples in every epoch, in another order.

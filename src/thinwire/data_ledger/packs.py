@@ -1,10 +1,10 @@
-"""Documents of unlike length into batches of about equal cost: a batch, and not a document, is then what a ledger gives out.
+"""Packs documents of different lengths into batches of about equal cost; for a ledger a batch, not a document, is then a sample.
 
-Attention is quadratic, so equal tokens are not equal time (ByteScale, arXiv 2502.21231). What is balanced is
+Attention is quadratic, so equal tokens are not equal time (ByteScale, arXiv 2502.21231). The balanced cost is
 cost(l) = 24·l·h² + 2·l²·h, the operations forward in a layer of width h (causal: half of 4·l²·h). Batches depend on the lengths alone:
 every replica makes the same ones, in every epoch, and in each epoch the ledger puts them in another order.
 
-A batch has at most `capacity` tokens, and batches have unlike numbers of them. So the mean of their means is not the mean over
+A batch has at most `capacity` tokens, and batches have different numbers of them. So the mean of their means is not the mean over
 tokens: a loss is a sum, divided by the tokens of all batches of a step.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from thinwire.errors import DataError
 
 Cost = Callable[[int], float]
-WINDOW = 4096  # documents that are packed at once: from these a batch is chosen
+WINDOW = 4096  # number of documents that are packed together
 
 
 def attention_cost(width: int) -> Cost:

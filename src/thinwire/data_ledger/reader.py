@@ -1,4 +1,4 @@
-"""A replica's place in the data: what it reads next, and which samples are in its parameters and in no anchor.
+"""A replica's position in the data: its next samples, and the samples that are in its parameters and in no anchor.
 
 `FixedReader` computes it from the number of the micro-batch. `LeasedReader` follows the ledger that the members of an elastic run
 agree on. Each is used by one thread only.
@@ -16,14 +16,14 @@ from thinwire.data_ledger.layout import decoded, encoded
 from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Range, ReadCount, total, union
 from thinwire.errors import DataError
 
-_BLOCK = 256  # samples that are looked up at once
+_BLOCK = 256  # number of samples that are looked up together
 
 
 class Reader(Protocol):
     """Gives a job the numbers of its samples."""
 
-    generation: int  # counts up whenever what was drawn and not trained is void, and is to be drawn again
-    count: int  # of samples that are trained
+    generation: int  # counts up whenever samples that were drawn and not trained are void, and must be drawn again
+    count: int  # number of trained samples
     packed: bool  # whether a sample is a batch of documents, which has its own number of tokens
 
     @property
@@ -34,13 +34,13 @@ class Reader(Protocol):
         """Set the number of samples in an epoch. Raises `DataError` if another number was set before."""
 
     def draw(self, number: int) -> NDArray[np.int64]:
-        """The samples that come next."""
+        """The next samples."""
 
     def trained(self, number: int | None = None) -> None:
         """Note that `number` of the samples drawn (None: all) are in the parameters."""
 
     def restart(self) -> None:
-        """Draw again from the first that is not trained."""
+        """Draw again from the first sample that is not trained."""
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
         """The samples of micro-batch `micro`, of `number` each; they are in the parameters from now on."""
@@ -120,7 +120,7 @@ class LeasedReader:
         self.samples = samples
 
     def draw(self, number: int) -> NDArray[np.int64]:
-        """The samples that come next. Waits while this replica has no lease."""
+        """The next samples. Waits while this replica has no lease."""
         while self._along is None:
             self._wait()
         self._drawn += number
@@ -135,7 +135,7 @@ class LeasedReader:
             self.count = end
 
     def restart(self) -> None:
-        """Draw again from the first that is not trained."""
+        """Draw again from the first sample that is not trained."""
         self._drawn = self.count
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
@@ -316,7 +316,7 @@ class FixedReader:
         self.ledger, self.offset, self._along = ledger, offset, Along(ledger, lease)
 
     def draw(self, number: int) -> NDArray[np.int64]:
-        """The samples that come next."""
+        """The next samples."""
         assert self._along is not None, "open comes first"
         self._drawn += number
         return self._along.read(self._drawn - number, self._drawn)
@@ -326,7 +326,7 @@ class FixedReader:
         self.count = self._drawn if number is None else self.count + number
 
     def restart(self) -> None:
-        """Draw again from the first that is not trained."""
+        """Draw again from the first sample that is not trained."""
         self._drawn = self.count
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:

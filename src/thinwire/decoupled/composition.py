@@ -17,21 +17,21 @@ from thinwire.pieces.staleness import ByTokens, Correct, HeLoCo, Weigh
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """The pieces and the timing of rounds; a frozen value.
+    """The pieces and the timing of rounds, as a frozen value.
 
     Args:
-        every: H in the mean over all replicas; each replica's own H follows its speed, so that all report equally often.
+        every: mean of H over all replicas; each replica's own H follows its speed, so that all send equally often.
         partition: how the model is cut into fragments.
         codec, down: encode the deltas for the syncer; encode the round's estimate for the replicas.
         feedback: adds the codecs' errors to the next message, on both sides. None: errors are dropped.
         outer: the outer step, which every replica takes on the syncer's estimate.
         weigh, correct: the weight of a delta; the correction of a stale one (None: none).
-        quorum: how many replicas' deltas a round needs at least.
-        grace: how long a round waits for replicas that are expected, as a share of the time between two deltas.
+        quorum: least number of replicas whose deltas a round needs.
+        grace: time that a round waits for replicas that are expected, as a share of the time between two deltas.
         patience: least seconds for a replica's last delta after another replica has taken all steps; a later one is left out.
         slow: run in virtual time, in which an inner step of replica m takes slow[m]; (): in real time, by measured speed.
-        delay: in virtual time, how many mean inner steps a round takes to land.
-        seed: of the codecs' random draws.
+        delay: in virtual time, number of mean inner steps from departure to landing.
+        seed: seed of the codecs' random numbers.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

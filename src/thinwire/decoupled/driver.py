@@ -1,4 +1,4 @@
-"""An asynchronous replica: what happens around its inner steps.
+"""The driver of an asynchronous replica: the order of operations around its inner steps.
 
 When a fragment is due, its delta goes to the syncer (a thread of replica 0), and training continues. The syncer's estimate is applied after
 the inner step during which it arrives:
@@ -7,8 +7,8 @@ the inner step during which it arrives:
     θ ← a + (θ − a_old)                                  the replica keeps its own progress
     θ ← a + (θ − (a_old − Δ))                            if its delta Δ was counted, because a contains Δ now
 
-So each inner step counts once: progress that is not in an anchor is in θ, and travels with the next delta. A fragment has at most one delta
-in flight.
+So each inner step counts once: progress that is not in an anchor is in θ, and is sent with the next delta. A fragment has at most one
+delta in flight.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Unequal(Attached):
 
     ```python
     trained = decoupled_diloco(every=30).attach(model, optimizer, group)
-    while trained.progress < steps and not trained.stopping:   # in the mean over all replicas
+    while trained.progress < steps and not trained.stopping:   # progress is the mean over all replicas
         model(next(batches)).loss.backward()
         optimizer.step()                                       # deltas depart, and rounds land here
         optimizer.zero_grad()
-    trained.finish()                                           # all hold the same weights
+    trained.finish()                                           # all replicas have the same weights
     ```
 
-    `tokens` is the number of tokens in an inner step; set it where replicas differ. In real time replicas may take any numbers of inner steps;
-    in virtual time each trains until `progress` reaches the end. A replica that is lost or late does not delay the others; replica 0, which hosts
-    the syncer, is needed to the end. Over gloo a silence of the group's `timeout` ends the whole group: it must be longer than the time between
-    two deltas.
+    `tokens` is the number of tokens in an inner step; set it if replicas differ. In real time replicas may take any numbers of inner steps;
+    in virtual time each trains until `progress` reaches the end. A lost or late replica does not delay the others; replica 0, which hosts
+    the syncer, is needed to the end. Over gloo, silence for the group's `timeout` ends the whole group, so it must be longer than the time
+    between two deltas.
     """
 
     own_steps = True
@@ -97,7 +97,7 @@ class Unequal(Attached):
         self._each: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
         self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
         self._marks = [(0.0, 0)] * len(numels)  # time and step of each fragment's last departure
-        self._seconds = 0.0  # an inner step takes here; 0: not known
+        self._seconds = 0.0  # seconds of an inner step here; 0: not known
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
         self._inbox: queue.Queue[Heard] = queue.Queue()
         self._host: Host | None = None
@@ -127,11 +127,11 @@ class Unequal(Attached):
             return True
         return down.kind == END and not down.stop
 
-    # ---- how far the run is
+    # ---- progress
 
     @property
     def progress(self) -> int:
-        """Number of inner steps taken, in the mean over all replicas; in real time by the newest reports of the others."""
+        """Mean number of inner steps of all replicas; in real time by the newest reports of the others."""
         size, own = self.group.size, self.step - self._began_at
         if self._line:
             done = self._begun_total + self._line.done(self.group.rank, own)
@@ -151,7 +151,7 @@ class Unequal(Attached):
     def _after_step(self) -> None:
         self.step += 1
         began = self._clock()
-        if not self._marks[0][1]:  # do not count the compilation in the first step
+        if not self._marks[0][1]:  # leave out the compilation in the first step
             self._marks = [(began, self.step)] * len(self._marks)
         self._tokens_since = [tokens + self.tokens for tokens in self._tokens_since]
         if self._line and not self._noticed:
@@ -184,7 +184,7 @@ class Unequal(Attached):
         self.stall_seconds += self._clock() - began
 
     def _go_on(self) -> None:
-        """After an inner step in real time: depart what is due, and land what has arrived."""
+        """After an inner step in real time: send due deltas, and apply rounds that have arrived."""
         while not self.stopping and not self._inbox.empty():  # after a stop the syncer may have ended
             self._next()
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
@@ -275,8 +275,8 @@ class Unequal(Attached):
             known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
                 raise DisagreementError(
-                    f"fragment {one.fragment.name!r}: the syncer moves on from version {down.version} with digest {down.digest.hex()}, this replica "
-                    f"holds {one.rounds} with {known.digest().hex()}; resume all from checkpoints."
+                    f"fragment {one.fragment.name!r}: the syncer continues from version {down.version} with digest {down.digest.hex()}, this replica "
+                    f"has {one.rounds} with {known.digest().hex()}; resume all from checkpoints."
                 )
             outer = self.strategy.outer.last if down.kind == LAST else self.strategy.outer
             key = Key(self.strategy.seed, one.index, down.version, HOST, down.kind)
@@ -343,7 +343,7 @@ class Unequal(Attached):
             if self._over:
                 self._sender.wait(60.0)
 
-    # ---- what is agreed
+    # ---- the agreed weights
 
     def anchors(self) -> list[Tensor]:
         return [one.anchor.clone() for one in self._states]

@@ -2,8 +2,8 @@
 syncer.py computes; this module has only queues and the clock.
 
 In real time it handles messages as they arrive. In virtual time it handles them in the order of the timeline, whatever the order of
-arrival. When one replica has taken all its steps, the syncer tells the others and waits for each as long as one more of its deltas
-should take, by its own arrivals. A replica that is later than that is left out, by name.
+arrival. When one replica has taken all its steps, the syncer tells the others, and waits for each for the expected time of one more
+delta, by its earlier arrivals. A later replica is left out, and named in a warning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Host:
         self._heard: queue.Queue[tuple[int, Heard] | None] = queue.Queue()
         self._mail: list[deque[Up]] = [deque() for _ in range(group.size)]
         self._ended: set[int] = set()
-        self._noticed: float | None = None  # when the others were told that one replica has finished
+        self._noticed: float | None = None  # the time at which the others were told that one replica has finished
         self._stopped = False
         self._senders: dict[int, PeerSender] = {}
         self._thread = threading.Thread(target=self._run, name="thinwire-syncer", daemon=True)
@@ -74,12 +74,12 @@ class Host:
         for sender in self._senders.values():
             sender.end()
         for sender in self._senders.values():
-            sender.wait(self.rounds.patience)  # a replica that was left out is told of the end too, if possible
+            sender.wait(self.rounds.patience)  # a left-out replica is told of the end too, if possible
 
     # ---- receiving
 
     def _deliver(self, peer: int, heard: Heard) -> bool:
-        """Queue a message of `peer`; return whether it was its last."""
+        """Queue a message of `peer`; return whether it was the peer's last one."""
         self._heard.put((peer, heard))
         if isinstance(heard, PeerError):
             return True
@@ -91,7 +91,7 @@ class Host:
         self._heard.put((peer, why))
 
     def _take(self, block: bool, until: float | None) -> int | None:
-        """Put the next message into its replica's mail, and return the replica; None: nothing came in time. Raises `_Closed`."""
+        """Put the next message into its replica's queue, and return the replica; None if no message came in time. Raises `_Closed`."""
         try:
             got = self._heard.get(block, None if until is None else max(0.0, until - self.clock()))
         except queue.Empty:
@@ -231,7 +231,7 @@ class Host:
         return self._mail[rank].popleft() if self._mail[rank] else None
 
     def _end(self) -> None:
-        """Hold the last rounds, of everything that replicas have trained, and end the run."""
+        """Hold the last rounds, with all remaining training, and end the run."""
         for rank in range(self.group.size):
             while rank in self.rounds.there and rank not in self._ended:
                 if (up := self._next(rank)) is not None:

@@ -1,12 +1,12 @@
 """The messages between a replica and the syncer: packets (packet.py) whose payload begins with a fixed-size record (the notes).
 
-| to the syncer   | notes, then the encoded delta: `DELTA` when it is due, `REST` at the end; `END`: the replica's last message |
+| to the syncer   | notes, then the encoded delta: `DELTA` at its step, `REST` at the end; `END`: the replica's last message    |
 | from the syncer | notes, then the encoded estimate: `MOVE`, at the end `LAST`; `END`: the run has ended                       |
 
-The flag `STOP`, in both directions, asks to stop training. The flag `REFUSED`, to the syncer, says that the delta was not finite and
-the replica keeps it. `round` counts the messages of this kind that the sender has sent of the fragment; from the syncer it is the
+The flag `STOP`, in both directions, requests a stop of the training. The flag `REFUSED`, to the syncer, means that the delta was not
+finite and the replica keeps it. `round` counts the sender's messages of this kind for the fragment; from the syncer it is the
 version of the fragment to which the estimate is applied. All replicas get the same bytes. A packet may be of any fragment, so both
-sides receive into a buffer for the largest and read the fragment from the header; nothing is used before `open_packet` has checked it.
+sides receive into a buffer for the largest and read the fragment from the header; `open_packet` checks a packet before it is used.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ COUNTED, LEFT_OUT = 1, 2
 
 @dataclass(frozen=True)
 class Up:
-    """A delta on its way to the syncer, with its replica's own measurements.
+    """A delta in transit to the syncer, with its replica's measurements.
 
     base       version of the fragment's anchor from which the delta starts
     steps      inner steps in which the delta was trained
     taken      inner steps of this replica since the start
     tokens     number of tokens in `steps`
-    seconds    of an inner step on this replica; 0: not known
+    seconds    seconds of an inner step on this replica; 0: not known
     """
 
     kind: int
@@ -69,9 +69,9 @@ class Up:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a message from the syncer says about one replica.
+    """The part of a message from the syncer about one replica.
 
-    outcome    of its delta: `COUNTED`, `LEFT_OUT`, or 0 if the round had no delta of it
+    outcome    the outcome of its delta: `COUNTED`, `LEFT_OUT`, or 0 if the round had no delta of it
     waited     seconds that the delta waited for the round
     taken      inner steps of this replica since the start, as far as the syncer knows
     speed      inner steps per second; 0: not known
@@ -85,7 +85,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class Down:
-    """An estimate on its way to all replicas. `digest` is the digest of the fragment's anchor and outer state before it is applied."""
+    """An estimate in transit to all replicas. `digest` is the digest of the fragment's anchor and outer state before it is applied."""
 
     kind: int
     fragment: int = 0
@@ -131,7 +131,7 @@ class SyncerMessages:
         base, steps, taken, tokens, seconds = _UP.unpack(notes)
         if not (0 <= tokens < 1e15 and 0 <= seconds < 1e9 and steps <= taken):
             raise PacketError(
-                f"replica {sender} sent {tokens} tokens, {seconds} s a step and {steps} of {taken} steps; check that replica."
+                f"replica {sender} sent {tokens} tokens, {seconds} s per step and {steps} of {taken} steps; check that replica."
             )
         stop, refused = bool(header.flags & STOP), bool(header.flags & REFUSED)
         return Up(
@@ -183,7 +183,7 @@ class SyncerMessages:
         told = said(packet)
         if told.part not in parts or told.fragment >= len(self.numels):
             raise PacketError(
-                f"replica {sender} sent part {told.part} of fragment {told.fragment}, one of {parts} and of {len(self.numels)} fragments was due. "
+                f"replica {sender} sent part {told.part} of fragment {told.fragment}; parts {parts} of {len(self.numels)} fragments are possible. "
                 "Do all replicas run the same strategy?"
             )
         whole = told.numel > 0 or (self.numels[told.fragment] == 0 and told.part in (MOVE, LAST, DELTA))

@@ -1,4 +1,4 @@
-"""Asynchronous methods as compositions: frozen values that say what is exchanged and how it counts."""
+"""Asynchronous methods with a syncer, as compositions: frozen values."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def decoupled_diloco(
     slow: tuple[float, ...] = (),
     delay: int = 0,
 ) -> Decoupled:
-    """Decoupled DiLoCo (arXiv 2604.21428): unequal replicas report at their own pace; a syncer waits for a quorum, and shortly for those expected.
+    """Decoupled DiLoCo (arXiv 2604.21428): replicas of unequal speed send at their own pace; a syncer waits for a quorum, and shortly for others.
 
         Δ_m = a − θ_m,   w_m = tokens²/steps·(1 + s_m)^−½,   z = Σ w_m·Δ_m / Σ w_m + e,   c = decode(encode(z)),   e ← z − c
-        a ← outer step on c,   θ_m ← θ_m + (a − a_old) + Δ_m          on every replica; + Δ_m where it was counted
+        a ← outer step on c,   θ_m ← θ_m + (a − a_old) + Δ_m          on every replica; + Δ_m if it was counted
 
-    s_m is the staleness of a delta: how many rounds its fragment has had since the delta's anchor. A stale delta is corrected by `HeLoCo`.
-    *Differs*: the estimate travels back in the codec and not the new anchor in bf16; the grace follows arrivals; the syncer is a
+    s_m is the staleness of a delta: the number of rounds of its fragment since the delta's anchor. `HeLoCo` corrects a stale delta.
+    *Differs*: the estimate is sent back in the codec, not the new anchor in bf16; the grace follows arrivals; the syncer is a
     thread of replica 0.
     *Wire*: 80 + nbytes(codec) bytes from each replica every H_m of its own steps; 56 + 17·M + nbytes(codec) bytes a round from replica 0 to
     each other one. Deltas and estimates are fp32 before the codec.
@@ -120,13 +120,13 @@ def async_local_sgd(
     slow: tuple[float, ...] = (),
     delay: int = 0,
 ) -> Decoupled:
-    """Asynchronous Local-SGD (arXiv 2401.09135): every delta counts as it comes, momentum at every N-th; own H by speed.
+    """Asynchronous Local-SGD (arXiv 2401.09135): every delta is applied when it arrives, momentum with every N-th; H follows a replica's speed.
 
-        a delta comes:             a ← a − η·Δ/M,   S ← S + Δ/M
-        at every N-th, instead:    v ← μ·v + S,   a ← a − η·(Δ/M + μ·v),   S ← 0
+        a delta arrives:           a ← a − η·Δ/M,   S ← S + Δ/M
+        every N-th, instead:       v ← μ·v + S,   a ← a − η·(Δ/M + μ·v),   S ← 0
 
-    *Differs*: deltas have weights by tokens and age, the paper's are alike; 4 bits both ways, with feedback on both sides.
-    *Wire*: as `decoupled_diloco`, and every delta is a round of its own.
+    *Differs*: the weights of deltas follow tokens and age, the paper's are equal; 4 bits in both directions, with feedback on both sides.
+    *Wire*: the bytes of `decoupled_diloco`; every delta is a separate round.
 
     Args:
         every: H, inner steps between two deltas, in the mean over all replicas; each has its own by its speed.

@@ -17,12 +17,12 @@ from thinwire.topology import Clocks, Ring, Topology, fitted_rates, meeting_rate
 
 @dataclass(frozen=True)
 class Mixing:
-    """The motion of a replica's x and its momentum x̃, between events and in a meeting.
+    """The changes of a replica's x and its momentum x̃ between events and in a meeting.
 
         d(x, x̃)/dt = η·(x̃ − x, x − x̃),    m = x_i − x_j:   x_i ← x_i − m/2,   x̃_i ← x̃_i − α̃·m
 
     Args:
-        eta: η; 0: there is no momentum.
+        eta: η; 0: no momentum.
         pull: α̃.
 
     >>> import torch
@@ -53,10 +53,10 @@ class PairComposition:
         every: H, inner steps between two meetings of a replica over a fragment, in the mean over all replicas.
         topology: the edges over which replicas meet; fixed.
         partition: how the model is cut into fragments; each has its own meetings.
-        slow: an inner step of replica m takes slow[m]; (): all take the same time.
+        slow: the time of an inner step of replica m is slow[m]; (): all take the same time.
         rates: `even`: all edges have one rate of meetings; `fitted`: the rates with which the fewest meetings suffice (`fewest_meetings`).
-        codec: encodes the difference to what both replicas know. Identity(): x itself is sent, and no such state is kept.
-        seed: of the meetings, and of random numbers of the codec.
+        codec: encodes the difference from the pair's common reference. Identity(): x itself is sent, without a reference.
+        seed: seed of the meetings, and of random numbers of the codec.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -88,14 +88,14 @@ class PairComposition:
             raise ConfigurationError(f"rates={self.rates!r}: even or fitted is needed.")
         if self.codec.joint or self.codec.varies or self.codec.samples:
             raise ConfigurationError(
-                f"{self.codec}: two that meet need a contractive codec of one size, that counts by itself; otherwise what they know of each "
-                "other runs away. Choose E3M0() or TopK(0.1)."
+                f"{self.codec}: a pair needs a contractive codec of fixed size whose packets decode alone; otherwise their common reference "
+                "diverges. Choose E3M0() or TopK(0.1)."
             )
         if not self.topology.fixed:
             meeting_rates(self.topology, 2, 1.0)
 
     def mixing(self, size: int) -> Mixing:
-        """Among `size` replicas. Raises `ConfigurationError` if the topology does not fit."""
+        """The mixing among `size` replicas. Raises `ConfigurationError` if the topology does not fit."""
         return Mixing()
 
     def clocks(self, size: int, fragments: int = 1) -> Clocks:

@@ -55,11 +55,11 @@ class Pairing(Attached):
 
     ```python
     trained = a2cid2(topology=Ring()).attach(model, optimizer, group)
-    while trained.progress < steps and not trained.stopping:   # in the mean over all replicas
+    while trained.progress < steps and not trained.stopping:   # progress is the mean over all replicas
         model(next(batches)).loss.backward()
         optimizer.step()                                       # meets neighbours, and takes its step
         optimizer.zero_grad()
-    trained.finish()                                           # all hold the mean of all
+    trained.finish()                                           # all replicas have the mean of all
     ```
     """
 
@@ -86,7 +86,7 @@ class Pairing(Attached):
         self._at = [0.0] * len(self._states)  # the time to which each has flowed
         self._took = method.step_time(group.rank, group.size)
         self._neighbours = {int(peer) for peer in np.flatnonzero(self._clocks.rates[group.rank])}
-        self._common = [  # per fragment and neighbour: what both know of each other; differences to it are sent
+        self._common = [  # by fragment and neighbour: the pair's common reference; differences from it are sent
             {} if method.codec == Identity() else {peer: one.anchor.clone() for peer in self._neighbours}
             for one in self._states
         ]
@@ -104,7 +104,7 @@ class Pairing(Attached):
 
     @property
     def progress(self) -> int:
-        """Number of inner steps taken, in the mean over all replicas."""
+        """Mean number of inner steps of all replicas."""
         return self.strategy.progress(self.group.rank, self.group.size, self.step)
 
     @property
@@ -121,7 +121,7 @@ class Pairing(Attached):
             for meeting in self._clocks.within(unit):
                 if self.now < meeting.at <= until:
                     self._meet(meeting)
-        for one in self._states:  # the anchor is what x was before the step
+        for one in self._states:  # the anchor is x before the step
             x = self._flow(one, until)
             if self._mixing.eta:
                 one.load_into_parameters(x)
@@ -182,14 +182,14 @@ class Pairing(Attached):
                 one.exchange = {"ahead": ahead}
             if common:
                 common[peer].add_(own + other, alpha=0.5)
-        one.load_into_parameters(x)  # x at the time of the meeting, whatever the peer sent
+        one.load_into_parameters(x)  # x at the time of the meeting, for any message of the peer
 
     def _key(self, meeting: PairEvent, sender: int) -> Key:
         return Key(self.strategy.seed, meeting.fragment, meeting.unit, sender, meeting.number)
 
     def _decoded(self, meeting: PairEvent, sender: int, packet: Tensor) -> Tensor:
         one = self._states[meeting.fragment]
-        x = torch.full_like(one.anchor, -0.0)  # which adds nothing, not even to -0.0
+        x = torch.full_like(one.anchor, -0.0)  # adding -0.0 changes no value, not even -0.0
         one.codec.decode_add(payload(packet), x, self._key(meeting, sender))
         return x
 
@@ -242,7 +242,7 @@ class Pairing(Attached):
             self._says_stop = self._stop_requested
 
     def _spread(self, unit: int) -> int:
-        """The time from `unit` in which a message of any replica reaches all."""
+        """The time after `unit` in which a message of any replica reaches all."""
         near = np.eye(self.group.size, dtype=bool)
         while not near.all():
             for meeting in self._clocks.within(unit):
@@ -287,7 +287,7 @@ class Pairing(Attached):
         raise CheckpointError("replicas that meet two at a time keep their group; resume from checkpoints.")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """x̃, what each pair of replicas knows of each other, and their time; x is in the model."""
+        """x̃, the common references of the pairs, and their time; x is in the model."""
         tensors = {f"{one.index}.ahead": one.exchange["ahead"].clone() for one in self._states if one.exchange}
         for index, common in enumerate(self._common):
             tensors |= {f"{index}.common.{peer}": known.clone() for peer, known in common.items()}
@@ -298,9 +298,9 @@ class Pairing(Attached):
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Collective, before the first inner step. With equal speeds all resume at the same step, bit for bit. With unequal ones a meeting
-        that only one of two replicas has had is over for both, and what they know of each other begins at 0. Raises `CheckpointError`,
-        `LinkError`.
+        """Collective, before the first inner step. With equal speeds all resume at the same step, bit for bit. With unequal speeds a
+        meeting that only one of two replicas has had is over for both, and their common reference begins at 0. Raises
+        `CheckpointError`, `LinkError`.
         """
         self.step, self._window = int(facts["step"]), (int(facts["window"][0]), int(facts["window"][1]))
         self._at = [self.now] * len(self._states)

@@ -1,4 +1,4 @@
-"""A loop of accelerate's, each process a replica; used as accelerate's own `LocalSGD` is.
+"""A training loop with accelerate, in which each process is a replica; it has the interface of accelerate's own `LocalSGD`.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -9,7 +9,7 @@
                 optimizer.zero_grad()
                 local_sgd.step()
 
-Within, DistributedDataParallel exchanges no gradients. Needs the extra: pip install thinwire[accelerate].
+In this context DistributedDataParallel exchanges no gradients. Needs the extra: pip install thinwire[accelerate].
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
-FOLDER = "thinwire"  # within a state that accelerate saves
+FOLDER = "thinwire"  # in a state that accelerate saves
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 class LocalSGD:
     """A `Replica` with the interface of accelerate's `LocalSGD`. At the end the model holds the outer weights.
 
-    `accelerator.save_state` and `load_state`, called within, save and load each replica's own state, bit for bit: weights, inner optimizer,
-    anchors and rounds in the air, in `thinwire/replica-r` of the folder. The rest there is accelerate's: of process 0, and random states.
+    In the context, `accelerator.save_state` and `load_state` save and load each replica's own state, bit for bit: weights, inner optimizer,
+    anchors and rounds in flight, in `thinwire/replica-r` of the folder. The other files are accelerate's: those of process 0, and random
+    states.
 
     Args:
         accelerator: the one that has prepared `model` and its optimizers.
         model: as `prepare` returned it.
-        local_sgd_steps: H, inner steps between two plain averages, as in accelerate's own; or give `strategy`.
-        enabled: False changes nothing, as in accelerate's own.
-        strategy: any, in place of `local_sgd_steps`.
-        group: the replicas that exchange; None: accelerate's processes under gloo, or one replica alone.
+        local_sgd_steps: H, inner steps between two plain averages, as in accelerate's; or give `strategy`.
+        enabled: False disables everything, as in accelerate's.
+        strategy: any strategy, instead of `local_sgd_steps`.
+        group: the replicas that exchange; None: accelerate's processes under gloo, or a single replica.
         timeout: without `group`, the most seconds that a replica waits for another.
-        observer: called with each event, as that of `Replica`.
+        observer: called with each event, like that of `Replica`.
 
     Raises:
         ConfigurationError: on entry; DeepSpeed, FSDP, Megatron-LM, XLA, or an optimizer that was not prepared.
@@ -80,7 +81,7 @@ class LocalSGD:
             )
         if isinstance(group, Membership):
             raise ConfigurationError(
-                "a Membership · replicas that come and go jump to the step of the others, which a loop over accelerate's batches does not see · "
+                "a Membership · members of an elastic run jump to the step of the others, which a loop over accelerate's batches does not see · "
                 "write `while replica.step < steps` around a Replica (docs/own-loop.md)"
             )
         if accelerator.distributed_type in _REFUSED:
@@ -139,11 +140,11 @@ class LocalSGD:
         return {"step": self.replica.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For `accelerator.load_state`, which calls it last: go on from this replica's own state."""
+        """For `accelerator.load_state`, which calls it last: resume from this replica's own state."""
         path = self._folder / FOLDER / self._name / f"step-{int(state['step']):08d}"
         if not path.is_dir():
             raise CheckpointError(
-                f"{path} is not there · the state of this replica is needed · load a folder that as many replicas have saved within LocalSGD"
+                f"{path} does not exist · the state of this replica is needed · load a folder that the same number of replicas saved in LocalSGD"
             )
         checkpoint.load(checkpoint.read(path), TrainableState(self.replica))
         self._counted = self.replica.step

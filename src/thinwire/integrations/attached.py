@@ -1,4 +1,4 @@
-"""What the bridges to accelerate and to transformers' `Trainer` share: a replica attached to a prepared model and optimizer."""
+"""The common part of the bridges to accelerate and to transformers' `Trainer`: a replica attached to a prepared model and optimizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from thinwire.strategy import Gradients, Strategy
 
 
 def world(size: int, seconds: float) -> Group:
-    """The group of the launcher's `size` processes, each a replica. `seconds`: how long a wait lasts at most."""
+    """The group of the launcher's `size` processes, each a replica. `seconds`: the longest wait."""
     if size == 1:
         return ThreadGroup.create(1)[0]
     return TorchGroup.from_world(size, timeout=float(seconds))
 
 
 def too_short(strategy: Strategy, steps: int) -> str:
-    """A warning if `steps` inner steps are too few for the outer momentum to build up, else ""."""
+    """A warning if `steps` inner steps are too few for the outer momentum to build up, otherwise ""."""
     momentum: float = getattr(strategy.outer, "momentum", 0.0)
     rounds = steps // strategy.schedule.every
     if (
@@ -74,7 +74,7 @@ class _Trainable(nn.Module):
 
 
 def count_skipped(optimizer: Any) -> None:
-    """Count a step that the trainer skipped as an inner step that changes nothing; the gradients are None by now."""
+    """Count a step that the trainer skipped as an inner step without changes; its gradients are already None."""
     if getattr(optimizer, "scaler", None) is None:
         raise ConfigurationError(
             f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped without a call of its hooks · an optimizer whose `step` "

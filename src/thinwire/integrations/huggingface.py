@@ -1,10 +1,10 @@
-"""transformers' `Trainer`, and the trainers of TRL, as replicas.
+"""A callback that makes transformers' `Trainer`, and the trainers of TRL, replicas.
 
     trainer = Trainer(model, args, train_dataset=..., callbacks=[ThinwireCallback(tw.streaming_diloco(every=100))])
     trainer.train()                       # under torchrun, or any launcher: each process is a replica
 
 Under a launcher accelerate wraps the model in DistributedDataParallel, and averages gradients, losses and metrics over all processes at
-every step. The callback tells accelerate that each process is alone, before anything is wrapped, so that only Thinwire exchanges between
+every step. The callback tells accelerate, before anything is wrapped, that each process is alone, so that only Thinwire exchanges between
 the processes. Training data are still divided among them. Needs the extra: pip install thinwire[hf].
 """
 
@@ -40,33 +40,33 @@ from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
-FOLDER = "thinwire"  # within a checkpoint of the trainer
+FOLDER = "thinwire"  # in a checkpoint of the trainer
 
 
 class ThinwireCallback(TrainerCallback, ExportableState):
     """Makes each process of a `Trainer` a replica under `strategy`; an optimizer step of the trainer is an inner step.
 
-    Each replica writes whole checkpoints of its own: replica 0 in `output_dir`, replica r in `output_dir/replica-r`. Beside the trainer's
-    files stands `thinwire/`, with the replica's own weights, moments, anchors and rounds in the air. `resume_from_checkpoint=True` goes on
-    from there, bit for bit, all replicas at one step. Only replica 0 logs. When training ends all models are equal, and only replica 0 saves.
+    Each replica writes its own whole checkpoints: replica 0 in `output_dir`, replica r in `output_dir/replica-r`. The folder `thinwire/`
+    beside the trainer's files has the replica's own weights, moments, anchors and rounds in flight. `resume_from_checkpoint=True` resumes
+    from it, bit for bit, all replicas at one step. Only replica 0 logs. When training ends all models are equal, and only replica 0 saves.
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
-    With a `Membership` replicas may die, return and join late. Each is started by itself, writes into `output_dir/NAME`, and goes on at
-    the step of the others: the trainer's step and learning rate move there, and what was due at the steps between is done once.
+    With a `Membership` replicas may die, return and join late. Each is started separately, writes into `output_dir/NAME`, and continues at
+    the step of the others: the trainer's step and learning rate move there, and evaluations and saves of the skipped steps are done once.
 
     Args:
-        strategy: of all replicas.
-        group: the replicas that exchange, or a `Membership`; None: the launcher's processes under gloo, or one replica alone.
-        weights: what the trainer evaluates and saves: "anchors", on which all replicas agree, or the replica's "own".
-        own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
+        strategy: the strategy of all replicas.
+        group: the replicas that exchange, or a `Membership`; None: the launcher's processes under gloo, or a single replica.
+        weights: the weights that the trainer evaluates and saves: the "anchors", on which all replicas agree, or the replica's "own".
+        own_data: True: every process has its own training data; False: all have the same, and each trains on a share.
         keep_seconds: with a `Membership`: the seconds for which one member stays at the end, to give missing members the final state.
-        observer: called with each event, as that of `Replica`.
+        observer: called with each event, like that of `Replica`.
 
     Raises:
         ConfigurationError: when the trainer is made or begins: a setting that cannot work; the message says what to do.
-        CheckpointError: the trainer resumes where no state of this replica is.
-        ModelError, DisagreementError, LinkError: when training begins, as `Replica`.
+        CheckpointError: the trainer resumes from a checkpoint without this replica's state.
+        ModelError, DisagreementError, LinkError: when training begins, like `Replica`.
     """
 
     def __init__(
@@ -86,15 +86,13 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._given, self._group, self._observer = group, group, observer
         self._member = group if isinstance(group, Membership) else None
         self._sampler: MemberSampler | None = None
-        self._jumped = self._logged = (
-            0  # steps that were not trained since the last loss was logged, and the step of that
-        )
+        self._jumped = self._logged = 0  # skipped steps since the last logged loss, and the step of that loss
         self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
         self._ended = False
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
-        """For `train_dataset=`, with a `Membership`: those samples of `data` that this replica trains, each once an epoch in all."""
+        """For `train_dataset=`, with a `Membership`: the samples of `data` for this replica; all replicas together train each once per epoch."""
         if self._member is None:
             raise ConfigurationError(
                 "share() in a fixed group · a Membership is needed · give train_dataset=data: the trainer divides it among the replicas"
@@ -113,7 +111,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         return {"replica": self._place.rank, "replicas": self._place.size}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let accelerate see one process, except where it divides the data."""
+        """Let accelerate see one process, except when it divides the data."""
         seen = PartialState()
         rank, size = seen.process_index, seen.num_processes
         if isinstance(self._given, Group):
@@ -138,7 +136,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         **given: Any,
     ) -> None:
-        """Meet the other replicas; where the trainer resumes, go on from this replica's own state."""
+        """Meet the other replicas. If the trainer resumes, resume from this replica's own state."""
         check_hidden()
         if state.is_hyper_param_search:
             raise ConfigurationError(
@@ -160,7 +158,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 checkpoint.load(found, TrainableState(self.replica))
             self.replica.step = max(joined, self.replica.step)
             self._catch_up(args, state, TrainerControl(), given["lr_scheduler"])
-            if state.global_step >= state.max_steps:  # the others have ended, and one has kept the end for this one
+            if (
+                state.global_step >= state.max_steps
+            ):  # the run has ended, and a member has kept the final state for this one
                 self._end()
         else:
             if not self.own_data:
@@ -168,7 +168,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             self._group = group = self._given or place.group(args.ddp_timeout)
             assert isinstance(group, Group)
             compare_settings(group, facts(state, loader, self.own_data))
-            if found:  # equal everywhere, so that no weights travel; what was saved follows
+            if found:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
                 with torch.no_grad():
                     for _name, parameter in trainable(model):
                         parameter.zero_()
@@ -176,16 +176,16 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             if found:
                 checkpoint.load(found, TrainableState(self.replica))
         place.hide(shares=1)
-        args.save_on_each_node = True  # each replica writes what is its own
-        model.should_save_on_this_rank = bool  # if the trainer says so, whatever torch.distributed's rank is
-        state.is_local_process_zero = place.rank == 0  # who prints
+        args.save_on_each_node = True  # each replica writes its own files
+        model.should_save_on_this_rank = bool  # as the trainer decides, for any rank of torch.distributed
+        state.is_local_process_zero = place.rank == 0  # only replica 0 prints
         if place.rank == 0:
             print(f"thinwire: {told(self.strategy, self.replica, place.size)}", file=sys.stderr, flush=True)
             if short := too_short(self.strategy, state.max_steps):
                 print(f"thinwire: {short}", file=sys.stderr, flush=True)
 
     def _join(self, args: TrainingArguments, state: TrainerState, loader: Any, model: Any, optimizer: Any) -> Replica:
-        """The replica of a member, once enough others are there; `ddp_timeout` says how long it waits for them."""
+        """Attach the replica of a member, when enough others have joined; it waits for them for `ddp_timeout`."""
         member, sampler = self._member, self._sampler
         assert member is not None
         drawn = isinstance(set_ := getattr(loader, "dataset", None), _Drawn) and set_.sampler is sampler
@@ -207,7 +207,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         )
 
     def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, schedule: Any) -> None:
-        """Go on at the replica's step, which has jumped if the others were ahead: what the trainer does at steps between is due now."""
+        """Move the trainer to the replica's step, which has jumped if the others were ahead; evaluations and saves of skipped steps are done now."""
         jump = self._attached().step - state.global_step
         self._jumped += jump
         for _ in range(jump):
@@ -215,11 +215,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             DefaultFlowCallback().on_step_end(args, state, control)
             if not isinstance(schedule, ReduceLROnPlateau | GreedyLR):
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that no step of the optimizer came before
+                    warnings.simplefilter("ignore")  # the warning that the optimizer has not stepped before
                     schedule.step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Divide the sum of losses by the steps that were trained, and not by those between two jumps."""
+        """Divide the sum of losses by the number of trained steps, without skipped ones."""
         logs = given["logs"]
         if "loss" not in logs:
             return
@@ -235,13 +235,13 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Let a step change nothing if others train its samples by now, or the run has ended."""
+        """Let a step change nothing if its samples belong to others now, or the run has ended."""
         sampler, samples = self._sampler, args.train_batch_size * args.gradient_accumulation_steps
         if self._ended or (sampler and (sampler.ended or not sampler.trains(samples))):
             given["model"].zero_grad()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Count a step that was skipped, end with the last one, and show what is to be evaluated and saved."""
+        """Count a skipped step, end after the last step, and put the weights to evaluate and save into the model."""
         replica = self._attached()
         if self._ended:
             state.global_step = state.max_steps
@@ -330,12 +330,12 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
 
 class _Drawn(IterableDataset[Any]):
-    """The samples of `data` that a sampler draws."""
+    """The samples of `data` that a sampler gives."""
 
     def __init__(self, data: Any, sampler: MemberSampler) -> None:
         self._data, self.sampler = data, sampler
 
     def __iter__(self) -> Iterator[Any]:
         yield from (self._data[index] for index in self.sampler)
-        while True:  # the run has ended, and a step changes nothing; accelerate's loaders raise where there is no batch
+        while True:  # the run has ended and steps change nothing, but accelerate's loaders raise without a batch
             yield self._data[0]

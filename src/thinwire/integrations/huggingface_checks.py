@@ -1,4 +1,4 @@
-"""What the bridge to transformers' `Trainer` refuses, and what accelerate sees of the processes."""
+"""The checks of the bridge to transformers' `Trainer`, and accelerate's view of the processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REFUSED = (
 
 @dataclass
 class ProcessPlace:
-    """Which replica this process is, and what accelerate and the trainer see of it."""
+    """The replica of this process, and the view that accelerate and the trainer have of it."""
 
     rank: int
     size: int
@@ -33,11 +33,11 @@ class ProcessPlace:
     save_on_each: bool = False
 
     def hide(self, shares: int) -> None:
-        """Nothing is distributed; training data are cut into `shares`. On every replica the trainer may write files."""
+        """Show a single process, whose training data are cut into `shares`. The trainer may write files on every replica."""
         _seen(distributed_type=DistributedType.NO, num_processes=shares, process_index=self.rank, local_process_index=0)
 
     def show_local(self, args: TrainingArguments) -> None:
-        """Write files only where the user has asked for them."""
+        """Write files only if the user has requested them."""
         args.save_on_each_node = self.save_on_each
         _seen(local_process_index=self.local)
 
@@ -46,13 +46,13 @@ class ProcessPlace:
 
 
 def _seen(**values: object) -> None:
-    """Change what accelerate knows of the processes; all its objects share it."""
+    """Change accelerate's state of the processes, which all its objects share."""
     for shared in (PartialState._shared_state, AcceleratorState._shared_state):
         shared.update(values)
 
 
 def facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
-    """In what the trainers of all replicas must be alike."""
+    """The settings that must be equal in the trainers of all replicas."""
     batches = len(loader) if hasattr(loader, "__len__") else None
     facts = {"the trainer's step": state.global_step, "the trainer's max_steps": state.max_steps}
     if own_data:
@@ -63,7 +63,7 @@ def facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
 
 
 def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> None:
-    """Refuse what cannot work, before anything is wrapped."""
+    """Raise `ConfigurationError` for settings that cannot work, before anything is wrapped."""
     kind = AcceleratorState().distributed_type
     wrappers = {
         DistributedType.DEEPSPEED: ("DeepSpeed", "leave `deepspeed` out"),
@@ -76,7 +76,7 @@ def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> N
         raise ConfigurationError(_REFUSED.format(given=given, advice=advice))
     if args.n_gpu > 1:
         raise ConfigurationError(
-            _REFUSED.format(given=f"DataParallel on {args.n_gpu} GPUs", advice="start one process a GPU, by torchrun")
+            _REFUSED.format(given=f"DataParallel on {args.n_gpu} GPUs", advice="start one process per GPU, by torchrun")
         )
     if args.parallelism_config is not None:
         raise ConfigurationError(_REFUSED.format(given="parallelism_config", advice="leave it out"))
@@ -88,11 +88,11 @@ def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> N
         ),
         "train_sampling_strategy='group_by_length'": (
             size > 1 and not own_data and args.train_sampling_strategy == "group_by_length",
-            "choose 'random': each replica would draw groups of its own, and shares would overlap",
+            "choose 'random': each replica would have its own random groups, and shares would overlap",
         ),
         "load_best_model_at_end": (
             size > 1 and weights == "own" and args.load_best_model_at_end,
-            "choose weights='anchors': the best of each replica's own weights is another model on each",
+            "choose weights='anchors': the best of each replica's own weights would be another model on each",
         ),
     }
     for name, (asked, advice) in refused.items():
@@ -101,9 +101,9 @@ def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> N
 
 
 def check_member(args: TrainingArguments, member: Membership, sampler: MemberSampler | None) -> None:
-    """Refuse what cannot work where replicas come and go."""
+    """Raise `ConfigurationError` for settings that cannot work in an elastic run."""
     ahead = sampler is not None
-    args.ignore_data_skip |= ahead  # the ledger knows where to go on
+    args.ignore_data_skip |= ahead  # the ledger has the position in the data
     refuse(
         member,
         {
@@ -123,7 +123,7 @@ def check_hidden() -> None:
 
 
 def check_share(loader: Any, place: ProcessPlace) -> None:
-    """Refuse data of which this replica does not read its own share."""
+    """Raise `ConfigurationError` unless this replica reads its own share of the data."""
     if place.size == 1:
         return
     if isinstance(loader, DataLoaderDispatcher):
@@ -138,6 +138,6 @@ def check_share(loader: Any, place: ProcessPlace) -> None:
             return  # of `datasets`, which cuts by its own shards
     if (getattr(cut, "num_processes", None), getattr(cut, "process_index", None)) != (place.size, place.rank):
         raise ConfigurationError(
-            f"training data that are not share {place.rank} of {place.size} · each replica needs a share of its own · make a new Trainer for "
-            "each training; if your own data loader cuts them, or each process has its own, say ThinwireCallback(..., own_data=True)"
+            f"training data that are not share {place.rank} of {place.size} · each replica needs its own share · make a new Trainer for "
+            "each training; if your own data loader cuts them, or each process has its own, give ThinwireCallback(..., own_data=True)"
         )

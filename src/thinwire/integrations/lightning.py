@@ -1,12 +1,12 @@
-"""Lightning's `Trainer`, as a replica.
+"""A callback that makes Lightning's `Trainer` a replica.
 
     callback = ThinwireCallback(tw.streaming_diloco(every=100))
     loader = DataLoader(data, batch_size=8, sampler=callback.share(data))
     trainer = Trainer(devices=1, default_root_dir=f"runs/replica-{callback.rank}", callbacks=[callback])
     trainer.fit(module, loader)           # under torchrun: each process is a replica
 
-Under torchrun Lightning runs all processes as one DistributedDataParallel if `devices` says so, which sends every gradient at every step.
-That is refused; with `devices=1` each process is alone, and only Thinwire exchanges between them.
+Under torchrun Lightning may run all processes as one DistributedDataParallel (`devices`), which sends every gradient at every step.
+This is refused. With `devices=1` each process is alone, and only Thinwire exchanges between them.
 Needs the extra: pip install thinwire[lightning].
 """
 
@@ -46,26 +46,26 @@ _TIMEOUT = 1800.0  # seconds, as torch.distributed's own
 class ThinwireCallback(Callback):
     """Makes each process of a `Trainer` a replica under `strategy`; an optimizer step of the trainer is an inner step.
 
-    Each replica writes checkpoints of its own, which hold its own weights, moments, anchors and rounds in the air: `trainer.fit(...,
-    ckpt_path=...)` goes on from there, all replicas at one step. When training ends all models are equal.
+    Each replica writes its own checkpoints, with its own weights, moments, anchors and rounds in flight: `trainer.fit(...,
+    ckpt_path=...)` resumes from there, all replicas at one step. When training ends all models are equal.
 
     A step that a GradScaler skips trains nothing and counts as an inner step, so that all replicas keep to the same steps.
 
-    With a `Membership` replicas may die, return and join late. Each is started by itself, with `max_steps`, and goes on at the step of the
-    others: `trainer.global_step` and schedules by steps move there.
+    With a `Membership` replicas may die, return and join late. Each is started separately, with `max_steps`, and continues at the step of
+    the others: `trainer.global_step` and schedules by steps move there.
 
     Args:
-        strategy: of all replicas; it exchanges deltas.
-        group: the replicas that exchange, or a `Membership`; None: torchrun's processes under gloo, or one replica alone.
-        weights: what the trainer validates and saves: "anchors", on which all replicas agree, or the replica's "own".
-        own_data: True: every process has training data of its own; False: all have the same, and each trains on a share.
+        strategy: the strategy of all replicas; it exchanges deltas.
+        group: the replicas that exchange, or a `Membership`; None: torchrun's processes under gloo, or a single replica.
+        weights: the weights that the trainer validates and saves: the "anchors", on which all replicas agree, or the replica's "own".
+        own_data: True: every process has its own training data; False: all have the same, and each trains on a share.
         keep_seconds: with a `Membership`: the seconds for which one member stays at the end, to give missing members the final state.
-        observer: called with each event, as that of `Replica`.
+        observer: called with each event, like that of `Replica`.
 
     Raises:
         ConfigurationError: when training begins: a setting that cannot work; the message says what to do.
-        CheckpointError: a checkpoint of another replica.
-        ModelError, DisagreementError, LinkError: when training begins, as `Replica`.
+        CheckpointError: the checkpoint is of another replica.
+        ModelError, DisagreementError, LinkError: when training begins, like `Replica`.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class ThinwireCallback(Callback):
         self._given, self._group, self._observer = given, given, observer
         self._sampler: MemberSampler | None = None
         self._start: Callable[[], None] | None = None
-        self._batches = 0  # since the last step
+        self._batches = 0  # batches since the last step
         self._anchored = ExitStack()
         self._shown = self._ended = self._epoch_over = False
         self._loaded: dict[str, Any] = {}
-        self._began = 0  # the trainer's steps before this replica's
+        self._began = 0  # the trainer's steps before this replica's first
 
     def share(self, data: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
         """The sampler of this replica's share of `data`, for its `DataLoader`. With a `Membership` it has no end, and always shuffles."""
@@ -108,7 +108,7 @@ class ThinwireCallback(Callback):
         return DistributedSampler(data, self.replicas, self.rank, shuffle=shuffle, seed=seed)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before Lightning wraps anything."""
+        """Raise `ConfigurationError` for settings that cannot work, before Lightning wraps anything."""
         if stage == "fit":
             check(trainer, pl_module, self.replicas, self.weights)
 
@@ -121,16 +121,16 @@ class ThinwireCallback(Callback):
         facts = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
         compare_settings(self._group, facts | {"accumulate_grad_batches": trainer.accumulate_grad_batches})
         check_folders(trainer, self._group)
-        if self._loaded.get("epoch over"):  # then the data loader, which draws when it begins, comes after
+        if self._loaded.get("epoch over"):  # then the data loader begins to read after this
             torch.set_rng_state(self._loaded["random"].cpu())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach, unless the first batch was read already."""
+        """Attach, unless the first batch has been read before."""
         if self.replica is None:
             self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach; where the trainer resumes, go on from this replica's own state."""
+        """Attach. If the trainer resumes, resume from this replica's own state."""
         self._start = None
         found = self._found()
         own = {name: p.detach().clone() for name, p in trainable(pl_module)} | found.get("own", {}) if found else {}
@@ -147,14 +147,16 @@ class ThinwireCallback(Callback):
         if self._member:
             self.replica.step = max(joined, self.replica.step)
             _catch_up(trainer, self.replica.step - trainer.global_step)
-            if self.replica.step >= trainer.max_steps:  # the others have ended, and one has kept the end for this one
+            if (
+                self.replica.step >= trainer.max_steps
+            ):  # the run has ended, and a member has kept the final state for this one
                 self._end()
         self._began = trainer.global_step - self.replica.step
         if self.rank == 0:
             rank_zero_info(f"thinwire: {told(self.strategy, self.replica, self.replicas)}")
 
     def _attach(self, trainer: Trainer, module: LightningModule, own: Mapping[str, Tensor]) -> Replica:
-        """One of a fixed group."""
+        """Attach a replica of a fixed group."""
         assert self._group is not None
         if not self.own_data:
             check_share(trainer, self.rank, self.replicas)
@@ -162,12 +164,14 @@ class ThinwireCallback(Callback):
         compare_settings(self._group, facts)
         with torch.no_grad():
             for name, parameter in trainable(module):
-                if name in own:  # equal everywhere, so that no weights travel; what was saved follows
+                if (
+                    name in own
+                ):  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
                     parameter.zero_()
         return Replica(self.strategy, module, trainer.optimizers, self._group, observer=self._observer)
 
     def _join(self, trainer: Trainer, module: LightningModule) -> Replica:
-        """One of members that come and go, once enough others are there."""
+        """Attach a member of an elastic run, when enough others have joined."""
         member, sampler = self._member, self._sampler
         assert member is not None
         check_member(trainer, member, sampler, self.own_data)
@@ -192,7 +196,7 @@ class ThinwireCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Let a step change nothing if others train its samples by now, or the run has ended."""
+        """Let a step change nothing if its samples belong to others now, or the run has ended."""
         sampler = self._sampler
         if self._ended or (sampler and sampler.reader and not sampler.trains(self._batches * batch_size(trainer))):
             optimizer.zero_grad()
@@ -201,7 +205,7 @@ class ThinwireCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count a step that was skipped."""
+        """Count a skipped step."""
         if self._ended:
             return
         replica, due, self._epoch_over = self._attached(), trainer.global_step - self._began, trainer.is_last_batch
@@ -227,14 +231,14 @@ class ThinwireCallback(Callback):
         self._hide()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the anchors as the checkpoint's weights; this replica's own ones are in this callback's state."""
+        """Write the anchors as the checkpoint's weights; the replica's own weights are in this callback's state."""
         if self.weights == "anchors" and self.replica and not self._ended:
             with self.replica.anchored():
                 state = trainer.strategy.lightning_module_state_dict()
                 checkpoint["state_dict"] = {name: _copy(value) for name, value in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that this replica needs to go on bit for bit; empty once training has ended and all models are equal."""
+        """The state from which this replica resumes bit for bit; empty after the end of training, when all models are equal."""
         if self.replica is None or self._ended:
             return {}
         tensors, facts = self.replica.state()
@@ -255,7 +259,7 @@ class ThinwireCallback(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training begins, which goes on from it."""
+        """Keep the state until training begins, which resumes from it."""
         self._loaded = state_dict
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -322,7 +326,7 @@ class ThinwireCallback(Callback):
 
 
 def _place() -> tuple[int, int]:
-    """Which replica this process is, of how many, by torch.distributed or torchrun."""
+    """The number of this process's replica, and of all replicas, from torch.distributed or torchrun."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if TorchElasticEnvironment.detect():
@@ -345,14 +349,14 @@ def _copy(value: Any) -> Any:
 
 
 def _catch_up(trainer: Trainer, jump: int) -> None:
-    """Move the trainer's step, and schedules by steps, `jump` steps on."""
+    """Advance the trainer's step, and schedules by steps, by `jump` steps."""
     if jump <= 0:
         return
     counted = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     counted.ready += jump
     counted.completed += jump
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no step of the optimizer came before
+        warnings.simplefilter("ignore")  # the warning that the optimizer has not stepped before
         for config in trainer.lr_scheduler_configs:
             schedule: Any = config.scheduler
             for _ in range(0 if config.reduce_on_plateau else jump // config.frequency):

@@ -1,4 +1,4 @@
-"""What the bridge to Lightning's `Trainer` refuses."""
+"""The checks of the bridge to Lightning's `Trainer`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.integrations.traffic import gradient_nbytes
 from thinwire.membership.rendezvous import Membership
 
-_FOLDERS = 1 << 16  # bytes of one replica's list of folders
+_FOLDERS = 1 << 16  # most bytes of one replica's list of folders
 
 
 def check(trainer: Trainer, module: LightningModule, size: int, weights: str) -> None:
-    """Refuse what cannot work with these replicas."""
+    """Raise `ConfigurationError` for settings that cannot work with these replicas."""
     lightnings = trainer.strategy
     if not isinstance(lightnings, SingleDeviceStrategy):
         nbytes = gradient_nbytes(module, trainer.world_size)
@@ -50,7 +50,7 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
 
 
 def check_folders(trainer: Trainer, group: Group) -> None:
-    """Refuse two replicas that write checkpoints into one folder. Collective."""
+    """Raise `ConfigurationError` if two replicas write checkpoints into one folder. Collective."""
     callbacks: list[Any] = list(getattr(trainer, "checkpoint_callbacks", []))
     folders = [str(Path(one.dirpath).resolve()) for one in callbacks if getattr(one, "dirpath", None)]
     told_of = gather(group, json.dumps([[socket.gethostname(), one] for one in folders]).encode(), _FOLDERS, "folders")
@@ -65,27 +65,27 @@ def check_folders(trainer: Trainer, group: Group) -> None:
 
 
 def check_share(trainer: Trainer, rank: int, size: int) -> None:
-    """Refuse training data of which this replica does not read its own share."""
+    """Raise `ConfigurationError` unless this replica reads its own share of the training data."""
     if size == 1:
         return
     for loader in _loaders(trainer):
         sampler = _sampler_of(loader)
         if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) != (size, rank):
             raise ConfigurationError(
-                f"training data that are not share {rank} of {size} · each replica needs a share of its own · write DataLoader(data, ..., "
-                "sampler=callback.share(data)), or say ThinwireCallback(..., own_data=True) if each process has data of its own"
+                f"training data that are not share {rank} of {size} · each replica needs its own share · write DataLoader(data, ..., "
+                "sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each process has its own data"
             )
 
 
 def check_member(trainer: Trainer, member: Membership, sampler: MemberSampler | None, own_data: bool) -> None:
-    """Refuse what cannot work where replicas come and go."""
+    """Raise `ConfigurationError` for settings that cannot work in an elastic run."""
     read = [_sampler_of(loader) for loader in _loaders(trainer)]
     refuse(
         member,
         {
             f"max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}": (
                 trainer.max_steps < 0 or trainer.max_epochs != -1,
-                "say where the run ends by Trainer(max_steps=...) alone",
+                "set the end of the run by Trainer(max_steps=...) only",
             ),
             "training data that other members read too": (
                 not own_data and not (len(read) == 1 and read[0] is sampler),

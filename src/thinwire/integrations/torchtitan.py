@@ -1,4 +1,4 @@
-"""torchtitan's `Trainer`, as a replica: each replica is a torchtitan world of its own, and thin links lie between the worlds.
+"""Makes torchtitan's `Trainer` a replica: each replica is a separate torchtitan world, and thin links join the worlds.
 
     trainer = config.build()
     with attach(trainer, tw.streaming_diloco(every=100), group):
@@ -30,7 +30,7 @@ from thinwire.runtime.loop_warnings import silent
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 
-STATE = "thinwire"  # among the states of the checkpointer
+STATE = "thinwire"  # key in the states of the checkpointer
 _TIMEOUT = 1800.0  # seconds that the first member waits for others, as torch.distributed's own
 
 
@@ -55,21 +55,21 @@ def attach(
     keep_seconds: float = 300.0,
     observer: Observer = silent,
 ) -> Iterator[Replica]:
-    """Within: a Replica of what `trainer` trains, whose state is in the trainer's checkpoints. `with attach(...): trainer.train()`.
+    """A context with a `Replica` of the trainer's model, whose state is in the trainer's checkpoints: `with attach(...): trainer.train()`.
 
-    With a `Membership` the trainer's step and learning rates go where the others are, and its `training.steps` are those of the run.
+    With a `Membership` the trainer's step and learning rates follow the others, and its `training.steps` are those of the run.
 
     Args:
-        trainer: built, and not trained yet.
-        strategy: of all replicas.
+        trainer: a built trainer, before training.
+        strategy: the strategy of all replicas.
         group: the ranks with this rank's number in all worlds.
         site: the ranks of this world, if torchtitan shards the model over them.
         keep_seconds: with a `Membership`: the seconds for which one member stays at the end, to give missing members the final state.
-        observer: called with each event, as that of `Replica`.
+        observer: called with each event, like that of `Replica`.
 
     Raises:
         ConfigurationError: several model parts (pipeline parallelism).
-        ModelError, DisagreementError, LinkError: as `Replica`.
+        ModelError, DisagreementError, LinkError: like `Replica`.
         EndedError: all steps of the run are trained.
     """
     if len(trainer.model_parts) != 1:
@@ -104,10 +104,10 @@ def attach(
 
 @contextmanager
 def _followed(trainer: Built, replica: Replica) -> Iterator[_Follower]:
-    """Within: the trainer's step and learning rates go where the replica's step jumps. Raises `EndedError`."""
+    """A context in which the trainer's step and learning rates follow the jumps of the replica's step. Raises `EndedError`."""
     if replica.step >= trainer.config.training.steps:  # torchtitan would load its checkpoint over the final weights
         raise EndedError(
-            f"the run has ended at step {replica.step}, before this replica came. Copy the model from another."
+            f"the run has ended at step {replica.step}, before this replica joined. Copy the model from another."
         )
     follower = _Follower(trainer, replica)
     before = trainer.optimizers.register_step_pre_hook(follower.before_step)
@@ -120,15 +120,15 @@ def _followed(trainer: Built, replica: Replica) -> Iterator[_Follower]:
 
 
 class _Follower:
-    """Keeps torchtitan's step and learning rates with those of a replica whose step jumps to where the others are; its `Stateful`."""
+    """Keeps torchtitan's step and learning rates at those of a replica whose step jumps to that of the others; its `Stateful`."""
 
     def __init__(self, trainer: Built, replica: Replica) -> None:
         self.trainer, self.replica = trainer, replica
         self._joined = replica.step
-        self._move(replica.step)  # before the first step; a checkpoint may still set it back
+        self._move(replica.step)  # before the first step; loading a checkpoint may set it back
 
     def before_step(self, *_: object) -> None:
-        """Torchtitan has counted the step that comes."""
+        """Called when torchtitan has counted the next step."""
         self._move(self.replica.step + 1)
 
     def after_step(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""What replicas send, compared with DistributedDataParallel; every bridge logs it once."""
+"""The traffic of replicas, compared with DistributedDataParallel; every bridge logs it once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gradient_nbytes(model: nn.Module, size: int) -> int:
 
 
 def told(strategy: Strategy, replica: Replica, size: int) -> str:
-    """A sentence on how much each of `size` replicas sends; a member, whose number of others changes, says it for one other."""
+    """A sentence on the bytes that each of `size` replicas sends; for a member, whose number of others changes, the bytes to one other."""
     every = strategy.schedule.every
     if isinstance(replica.group, Membership):
         nbytes = strategy.nbytes_per_period([fragment.shapes for fragment in replica.fragments], 2)

@@ -1,1 +1,1 @@
-"""What is trained, and on what: the protocol of a job, and jobs in files of the user's own."""
+"""Jobs, which give a run its model, data and loss: the protocol, and jobs in the user's own files."""

@@ -1,4 +1,4 @@
-"""A job: the model, the data and the loss of a run. `lm` has one of its own; every other is a file of the user's (`own.py`)."""
+"""A job: the model, the data and the loss of a run. `lm` has the language model; every other job is the user's own file (`own.py`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from thinwire.rng import derive
 
 @dataclass(frozen=True)
 class Share:
-    """What a replica reads of the data: part `index` of `count`, in an order that follows from `seed`.
+    """A replica's share of the data: part `index` of `count`, in an order that follows from `seed`.
 
-    Data that has a length and is read by index is read by `sampler`: then each sample is trained once an epoch, also when replicas
-    come and go, or a run goes on with another number of them (docs/data.md).
+    For data with a length and an index use `sampler`: then each sample is trained once per epoch, also in an elastic run, and if a
+    run resumes with another number of replicas (docs/data.md).
     """
 
     seed: int
@@ -30,15 +30,15 @@ class Share:
     reader: Reader | None = field(default=None, repr=False, compare=False)
 
     def sampler(self, samples: int) -> Sampler:
-        """Iterates for ever over the indices of this replica's samples, of `samples` in all: for a DataLoader's `sampler=`, or a loop."""
+        """Iterates without end over the indices of this replica's samples, of `samples` in all: for a DataLoader's `sampler=`, or a loop."""
         reader = self.reading
         reader.open(samples)
         return Sampler(reader)
 
     def packed(self, lengths: Sequence[int], capacity: int, width: int) -> Packed:
-        """Iterates for ever over this replica's batches, each a list of indices of documents with at most `capacity` tokens together: for a
-        loop, or a DataLoader's `batch_sampler=`. Batches have about equal cost in a model of `width`, but unlike numbers of tokens: the
-        job's loss must be a sum and its tokens. Documents must not see each other.
+        """Iterates without end over this replica's batches, each a list of indices of documents with at most `capacity` tokens together: for a
+        loop, or a DataLoader's `batch_sampler=`. Batches have about equal cost in a model of `width`, but different numbers of tokens, so the
+        job's loss must return a sum and its number of tokens. Attention must not cross documents.
 
         `lengths`, in tokens, must be the same on every replica. Raises `DataError` for a document longer than `capacity`.
         """
@@ -49,13 +49,13 @@ class Share:
 
     @property
     def reading(self) -> Reader:
-        """The reader that holds where this replica is in its samples."""
+        """The reader with this replica's position in its samples."""
         names = [f"replica-{number}" for number in range(self.count)]
         return self.reader or FixedReader(self.seed, names, names[self.index])
 
     @classmethod
     def of(cls, seed: int, replicas: int, name: str) -> Share:
-        """The share of `name`. Those of replica-0, replica-1, ... never overlap; any other name reads all of the data in an order of its own.
+        """The share of `name`. The shares of replica-0, replica-1, ... never overlap; any other name reads all data in its own order.
 
         >>> Share.of(0, 3, "replica-1")
         Share(seed=0, index=1, count=3)
@@ -89,65 +89,65 @@ class Packed:
 
 
 class Summed(NamedTuple):
-    """A loss as a sum over tokens, and their number: what makes means over micro-batches and replicas of unlike sizes exact."""
+    """A loss as a sum over tokens, and their number, so that means over micro-batches and replicas of different sizes are exact."""
 
     total: Tensor
     tokens: float
 
     @property
     def mean(self) -> Tensor:
-        """Of this micro-batch alone."""
+        """The mean loss of this micro-batch alone."""
         return self.total / self.tokens
 
 
 def mean_of(loss: Tensor | Summed) -> Tensor:
-    """The loss of one micro-batch by itself."""
+    """The mean loss of one micro-batch."""
     return loss.mean if isinstance(loss, Summed) else loss
 
 
 class Job(Protocol):
-    """What a trainer needs of a job. Each replica has a job of its own, which keeps its place in the data."""
+    """The interface of a job for the trainer. Each replica has its own job, which keeps its position in the data."""
 
-    unit: str  # that the data is counted in: tokens, samples, batches
+    unit: str  # the unit of the data: tokens, samples, batches
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What must be the same on all replicas, beside the settings of the run."""
+        """The facts that must be equal on all replicas, beside the settings of the run."""
 
     def try_out(self, replicas: int) -> nn.Module:
-        """Try model, data and loss before any of `replicas` is started, and raise what fails. Returns the model, whose values do not count."""
+        """Try model, data and loss before any of `replicas` is started, and raise errors. Returns the model, whose values do not matter."""
 
     def make_model(self) -> nn.Module:
         """The model; its weights are the same bits on every replica."""
 
     def make_optimizer(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
-        """The job's own inner optimizers, whose learning rates the trainer leaves alone; none: the trainer makes one."""
+        """The job's own inner optimizers, whose learning rates the trainer does not change; empty: the trainer makes one."""
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
-        """Read `share` from its beginning on; a replica of several ranks reads `shard` of `shards` of each batch."""
+        """Read `share` from its beginning; a rank of a sharded replica reads `shard` of `shards` of each batch."""
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
         """The loss of micro-batch `micro`, counted from 0; a second call with the same number uses the same micro-batch."""
 
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
-        """Losses by name, the lower the better, on data that are the same on every replica. Runs are compared by the first."""
+        """Losses by name (lower is better) on data that are the same on every replica. Runs are compared by the first."""
 
     def validation(self, model: nn.Module, device: torch.device) -> Sequence[float]:
         """Losses by which a replica weighs its neighbours' weights; without gradients."""
         return list(self.evaluation(model, device).values())
 
     def describe(self) -> Mapping[str, Any]:
-        """What the data is, for display."""
+        """Facts about the data, for display."""
 
     def state(self) -> dict[str, Any]:
-        """For JSON: where in the data the job is."""
+        """The job's position in the data, for JSON."""
 
     def load_state(self, state: Mapping[str, Any]) -> str:
-        """Go on from `state()`. Returns a warning for the user, or ""."""
+        """Resume from `state()`. Returns a warning for the user, or ""."""
 
     def keep(self, folder: Path, writer: str) -> None:
-        """Write to the run's folder what a resume and the trained model need, if anything; several replicas may, each as a `writer`."""
+        """Write files that a resume and the trained model need into the run's folder. Several replicas may write, each with its own `writer`."""
         return
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:
-        """Write `weights` (a state dict of `model`) to folder/model.safetensors; a `mark` such as .stale stands in the name."""
+        """Write `weights` (a state dict of `model`) to folder/model.safetensors; a `mark` such as .stale is added to the name."""

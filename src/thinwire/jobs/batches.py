@@ -1,4 +1,4 @@
-"""What the user's `batches(share)` yields, from the beginning or from where a checkpoint was made."""
+"""Reads the user's `batches(share)`, from the beginning or from a checkpoint's position."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from thinwire.jobs.blame import blaming
 from thinwire.jobs.portable import decoded, encoded
 from thinwire.rng import derive
 
-_ONE_GENERATOR = threading.RLock()  # torch's: of replicas that are threads one draws at a time
+_ONE_GENERATOR = threading.RLock()  # for torch's global generator, which replicas in threads use one at a time
 
 
 def seed_the_rest(seed: int) -> None:
-    """Seed torch's global generator, for what is drawn outside of any `Stream`."""
+    """Seed torch's global generator, for random numbers outside of any `Stream`."""
     with _ONE_GENERATOR:
         torch.manual_seed(seed % 2**63)
 
 
 class Stream:
-    """A random stream that replaces torch's global one within `drawn`, and leaves that untouched."""
+    """A random stream that replaces torch's global one in the context `drawn`, and does not change it."""
 
     def __init__(self, seed: int) -> None:
         self.state = torch.Generator().manual_seed(seed % 2**63).get_state()
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Batches:
-    """The samples of a share, one after the other, for ever: what can be iterated again is begun again, epoch after epoch."""
+    """The samples of a share, without end: an iterable that can be iterated again begins again in each epoch."""
 
     def __init__(self, path: Path, make: Callable[[Share], Any], share: Share) -> None:
         self._path, self._make, self._share = path, make, share
@@ -63,7 +63,7 @@ class Batches:
                 self._source.load_state_dict(state)
             if not isinstance(
                 self._share.reader, LeasedReader
-            ):  # else what reads ahead would ask for samples too early
+            ):  # otherwise a loader that reads ahead would request samples too early
                 self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -73,16 +73,18 @@ class Batches:
             self._iterator = iter(self._source)
         except TypeError:
             raise JobError(
-                f"{self._path}: batches(share) returned a {type(self._source).__name__}; something to iterate over is needed. "
+                f"{self._path}: batches(share) returned a {type(self._source).__name__}; an iterable is needed. "
                 "Write it as a generator (yield), or return a DataLoader or a list."
             ) from None
         return self._iterator
 
     def take(self) -> Any:
-        """The next one."""
+        """The next sample."""
         reader = self._share.reader
         with self._user():
-            void = reader is not None and reader.generation != self._generation  # what was read ahead is others' by now
+            void = (
+                reader is not None and reader.generation != self._generation
+            )  # samples read ahead may belong to others now
             iterator = self._iterate() if void or self._iterator is None else self._iterator
             try:
                 value = next(iterator)
@@ -90,8 +92,8 @@ class Batches:
                 value = self._again()
         if is_empty(value):
             raise JobError(
-                f"{self._path}: batches(share) yielded an empty one as its number {self.taken + 1}, for {self._share}; at least one "
-                "sample is needed. Drop what is empty before it is yielded."
+                f"{self._path}: batches(share) yielded an empty batch as number {self.taken + 1}, for {self._share}; at least one "
+                "sample is needed. Drop empty batches before they are yielded."
             )
         self.taken += 1
         if reader is not None:
@@ -100,21 +102,21 @@ class Batches:
 
     @property
     def _drawn_for_one(self) -> int | None:
-        """How many were drawn for a batch of a loader that reads ahead."""
+        """The number of samples for a batch of a loader that reads ahead."""
         packed = isinstance(getattr(self._source, "batch_sampler", None), Packed)
         return 1 if packed else getattr(self._source, "batch_size", None)
 
     def _again(self) -> Any:
         if self._iterator is self._source:
             raise JobError(
-                f"{self._path}: batches(share) ended after {self.taken} for {self._share}, and training needs more; yield for ever "
-                "(while True:), or return what can be iterated again, such as a DataLoader or a list."
+                f"{self._path}: batches(share) ended after {self.taken} for {self._share}, and training needs more; yield without end "
+                "(while True:), or return an iterable that can be iterated again, such as a DataLoader or a list."
             )
         self._iterator = iter(self._source)
         for value in self._iterator:
             return value
         raise JobError(
-            f"{self._path}: what batches(share) returned is empty for {self._share}; at least one sample is needed. Give more data, "
+            f"{self._path}: the iterable from batches(share) is empty for {self._share}; at least one sample is needed. Give more data, "
             "or fewer replicas."
         )
 
@@ -124,7 +126,7 @@ class Batches:
             yield
 
     def state(self) -> dict[str, Any]:
-        """For JSON. Raises `JobError` for a state that cannot be saved."""
+        """The state for JSON. Raises `JobError` for a state that cannot be saved."""
         if self._follows:
             return {"taken": self.taken, "stream": encoded(self._stream.state)}
         if not self._saves_itself:
@@ -134,7 +136,7 @@ class Batches:
         return {"taken": self.taken, "source": source, "stream": encoded(self._stream.state)}
 
     def load_state(self, state: Mapping[str, Any]) -> str:
-        """Go on from `state()`. Returns a warning for the user, or "". A reader of the share must have its state already."""
+        """Resume from `state()`. Returns a warning for the user, or "". A reader of the share must have been restored before."""
         if "stream" in state and "source" not in state:
             self._begin()
             self._iterate()
@@ -147,11 +149,11 @@ class Batches:
         self._begin()
         for _ in range(int(state["taken"])):
             self.take()
-        return f"batches(share) has no state_dict and load_state_dict: {self.taken} of what it yields were read again to go on from there"
+        return f"batches(share) has no state_dict and load_state_dict: {self.taken} of its batches were read again to resume from there"
 
     @property
     def _follows(self) -> bool:
-        """Whether the file reads by `share.sampler`."""
+        """Whether the file uses `share.sampler`."""
         return self._share.reader is not None and self._share.reader.samples is not None
 
     @property
@@ -160,7 +162,7 @@ class Batches:
 
 
 def is_empty(batch: object) -> bool:
-    """Whether `batch` holds nothing: None, no element, or empty elements only."""
+    """Whether `batch` is empty: None, no element, or empty elements only."""
     if isinstance(batch, Tensor):
         return batch.numel() == 0
     if isinstance(batch, Mapping):

@@ -14,7 +14,7 @@ from thinwire.errors import JobError, ThinwireError
 
 @contextmanager
 def blaming(path: Path, doing: str = "") -> Iterator[None]:
-    """Within: an exception that passed through the file at `path` is raised as a `JobError`; with `doing`, any other too, which names `doing`."""
+    """A context that raises an exception which passed through the file at `path` as a `JobError`; with `doing`, any other exception too."""
     try:
         yield
     except (ThinwireError, torch.OutOfMemoryError):

@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 
 class EMA(nn.Module):
-    """Averages a model's weights: a ← d·a + (1 − d)·θ at every `update`, d = min(decay, (1 + n)/(10 + n)) after n updates (as in TensorFlow's).
+    """Averages a model's weights: a ← d·a + (1 − d)·θ at every `update`, d = min(decay, (1 + n)/(10 + n)) after n updates (as in TensorFlow).
 
-    The averages are this module's buffers: make it a part of the model. Each replica averages its own weights. Where buffers are averaged
-    (`Replica(buffers="mean")`) the averages of all replicas become their mean, which is the average of the replicas' mean weights: the
-    update is linear. Costs 4 bytes a parameter, and as many on the wire in each evaluation.
+    The averages are this module's buffers, so make it a part of the model. Each replica averages its own weights. If buffers are averaged
+    (`Replica(buffers="mean")`), the averages of all replicas become their mean, which is the average of the replicas' mean weights, because
+    the update is linear. It costs 4 bytes per parameter, and the same number on the wire in each evaluation.
 
     Args:
         model: its parameters that require gradients are averaged, in their own dtype.
-        decay: in [0, 1).
+        decay: the largest d, in [0, 1).
 
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> average = EMA(model, decay=0.9)
@@ -33,7 +33,7 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in `model`'s weights as they are."""
+        """Add `model`'s present weights to the average."""
         n = int(self.get_buffer("updates"))
         decay = min(self.decay, (1 + n) / (10 + n))
         for name, own in self._named(model):
@@ -41,7 +41,7 @@ class EMA(nn.Module):
         self.get_buffer("updates").add_(1)
 
     def weights(self) -> dict[str, Tensor]:
-        """By the model's own names: `torch.func.functional_call(model, ema.weights(), inputs)` runs the model with them."""
+        """The averages under the model's own names: `torch.func.functional_call(model, ema.weights(), inputs)` runs the model with them."""
         return {name: self.get_buffer(_flat(name)) for name in self.names}
 
     def _named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:

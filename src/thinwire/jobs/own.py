@@ -1,8 +1,8 @@
-"""A job in a file of the user's own: `model()`, `batches(share)`, `loss(model, batch)`, and, if it likes, `optimizer(model)`,
+"""A job in the user's own file: `model()`, `batches(share)`, `loss(model, batch)`, and optionally `optimizer(model)`,
 `evaluate(model)` and `collate(samples)`.
 
-What the file draws from torch's global generator follows from the run's seed, in three streams that do not touch each other: `model()`
-draws alike on every replica; `batches(share)` has one for each share; `loss` and `evaluate` have the one that checkpoints hold.
+The file's random numbers from torch's global generator follow from the run's seed, in three independent streams: `model()` has the
+same on every replica; `batches(share)` has one for each share; `loss` and `evaluate` have one that checkpoints keep.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def functions(job: str) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def blaming_job(job: str | None) -> Iterator[None]:
-    """Within: an exception that passed through the file of `job` is raised as a `JobError`."""
+    """A context that raises an exception which passed through the file of `job` as a `JobError`."""
     if job is None:
         yield
         return
@@ -73,21 +73,21 @@ def _spelled(name: str) -> str:
     return f"{name}({', '.join((NEEDED | OPTIONAL)[name])})"
 
 
-MOST_TOKENS = 1e12  # in a micro-batch
+MOST_TOKENS = 1e12  # most tokens of a micro-batch
 
 
 class OwnJob(Job):
-    """The job of a file, for one replica; its samples are what `batches(share)` yields."""
+    """The job of a file, for one replica; `batches(share)` yields its samples."""
 
     def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1) -> None:
         path, self._digest = taken_apart(job)
         self._path, self._seed, self._eval_batches = path.absolute(), seed, eval_batches
         self._own = functions(job)
-        self._collated = batch if "collate" in self._own else None  # samples in a micro-batch
+        self._collated = batch if "collate" in self._own else None  # number of samples in a micro-batch
         self.unit = "samples" if self._collated else "batches"
-        self.packs = False  # whether documents are packed into its batches; known once one was read
+        self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
-        self._last: tuple[int, Any] | None = None  # the number of a micro-batch, and the micro-batch
+        self._last: tuple[int, Any] | None = None  # the last micro-batch with its number
         self._held_out: list[Any] = []
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -129,7 +129,7 @@ class OwnJob(Job):
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
         if shards > 1:
             raise ConfigurationError(
-                f"job={self._path.name} on replicas of {shards} ranks: a job needs whole replicas; start one process a replica."
+                f"job={self._path.name} on replicas of {shards} ranks: a job needs whole replicas; start one process per replica."
             )
         self._batches, self._last = Batches(self._path, self._own["batches"], share), None
         seed_the_rest(derive(share.seed, "loss", share.index))
@@ -141,7 +141,7 @@ class OwnJob(Job):
         return self._loss(model, self._last[1])
 
     def trial(self, model: nn.Module, batch: int, device: torch.device) -> Tensor:
-        """The loss of a micro-batch of `batch` samples, to be timed; without `collate`, of one that `batches(share)` yields."""
+        """The loss of a micro-batch of `batch` samples, for timing; without `collate`, of a batch that `batches(share)` yields."""
         if self._batches is None:
             self.begin(Share(self._seed, 0, 1))
         assert self._batches is not None
@@ -160,7 +160,7 @@ class OwnJob(Job):
         return {"loss": sum(total for total, _ in of_each) / sum(tokens for _, tokens in of_each)}
 
     def _named(self, said: object) -> dict[str, float]:
-        """What `evaluate` returned, by name: the first is what runs are compared by."""
+        """The result of `evaluate` by name; runs are compared by the first."""
         named = dict(said) if isinstance(said, Mapping) else {"loss": said}
         losses = {
             name: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one for name, one in named.items()
@@ -192,7 +192,7 @@ class OwnJob(Job):
             draft.replace(path)
         except OSError as error:
             raise CheckpointError(
-                f"the trained model cannot be written to {path}: {error}. Free some space, then go on from the last checkpoint with --resume."
+                f"the trained model cannot be written to {path}: {error}. Free some space, then resume from the last checkpoint with --resume."
             ) from error
 
     def _micro_batch(self, source: Batches, samples: int | None) -> Any:
@@ -212,8 +212,8 @@ class OwnJob(Job):
             raise self._wrong("loss", loss, "a scalar tensor, such as a mean, or (sum over tokens, number of tokens)")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise JobError(
-                f"{self._path}: loss(model, batch) returned a tensor that no parameter has a part in; a loss with a gradient is needed. "
-                "See that nothing detaches it, and that the model has parameters to train."
+                f"{self._path}: loss(model, batch) returned a tensor that depends on no parameter; a loss with a gradient is needed. "
+                "Check that nothing detaches it, and that the model has parameters to train."
             )
         if tokens is None:
             return loss
@@ -234,10 +234,12 @@ class OwnJob(Job):
 
     def _wrong(self, name: str, made: object, needed: str) -> JobError:
         what = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-        return JobError(f"{self._path}: {_spelled(name)} returned {what}; {needed} is needed. Mend what it returns.")
+        return JobError(
+            f"{self._path}: {_spelled(name)} returned {what}; {needed} is needed. Correct its return value."
+        )
 
     def _several(self, model: nn.Module, losses: Sequence[Any]) -> Tensor:
-        """One for each optimizer; to be compared by, `evaluate` is needed: the losses of a min-max tell nothing of quality."""
+        """Route one loss to each optimizer. `evaluate` is needed to compare runs, because the losses of a min-max say nothing of quality."""
         optimizers = self._optimizers or self.make_optimizer(model)
         if len(losses) != len(optimizers) or not all(isinstance(one, Tensor) and not one.ndim for one in losses):
             raise self._wrong(
@@ -245,6 +247,6 @@ class OwnJob(Job):
             )
         if "evaluate" not in self._own:
             raise JobError(
-                f"{self._path}: loss(model, batch) returns {len(losses)} losses, and no one number to compare runs by; write evaluate(model)."
+                f"{self._path}: loss(model, batch) returns {len(losses)} losses, and no single number to compare runs; write evaluate(model)."
             )
         return routed(losses, optimizers)

@@ -15,7 +15,7 @@ _BYTES, _TENSOR, _PAIRS = "bytes in base64", "tensor", "pairs"
 
 
 def encoded(value: object) -> Any:
-    """`value` as JSON. Raises `JobError` for what is neither JSON nor tensor, bytes, tuple or dict."""
+    """`value` as JSON. Raises `JobError` for a value that is neither JSON nor tensor, bytes, tuple or dict."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, bytes):
@@ -29,13 +29,13 @@ def encoded(value: object) -> Any:
     if isinstance(value, Mapping):
         return {_PAIRS: [[encoded(key), encoded(item)] for key, item in value.items()]}
     raise JobError(
-        f"state_dict() of what batches(share) returned holds a {type(value).__name__}; numbers, text, bytes, tensors, lists and "
-        "dicts can be saved. Leave it out of the state, or leave state_dict out: then a resume reads forward."
+        f"state_dict() of the iterable from batches(share) holds a {type(value).__name__}; numbers, text, bytes, tensors, lists and "
+        "dicts can be saved. Leave it out of the state, or leave state_dict out: then a resume reads all batches again."
     )
 
 
 def decoded(value: Any) -> Any:
-    """Read what `encoded` made, a tuple as a list. Raises `CheckpointError` for anything else."""
+    """Read a value from `encoded`; a tuple becomes a list. Raises `CheckpointError` for anything else."""
     if isinstance(value, list):
         return [decoded(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Several losses of one job, each for an optimizer of its own: what a min-max job descends and ascends in one inner step."""
+"""Several losses of one job, each with its own optimizer: a min-max job descends and ascends in one inner step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Routed(torch.autograd.Function):
-    """The first loss; its gradient is each loss's own, to the parameters of that loss alone."""
+    """The first loss, whose backward pass sends each loss's gradient to the parameters of that loss only."""
 
     @staticmethod
     def forward(ctx: Any, shown: Tensor, gradients: list[Tensor | None], *_: Tensor) -> Tensor:
@@ -23,9 +23,9 @@ class _Routed(torch.autograd.Function):
 
 
 def routed(losses: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
-    """One scalar for `losses`: the value of the first; backward, loss n reaches the parameters of optimizer n and no others.
+    """One scalar for `losses`, with the value of the first. In the backward pass loss n reaches only the parameters of optimizer n.
 
-    So a generator's loss may look through the discriminator without training it. All losses see the weights from before the step.
+    So a generator's loss may use the discriminator without training it. All losses are computed with the weights before the step.
     """
     if not torch.is_grad_enabled():
         return losses[0]
@@ -33,7 +33,7 @@ def routed(losses: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]
     gradients: list[Tensor | None] = []
     for number, (loss, optimizer) in enumerate(zip(losses, optimizers, strict=True)):
         own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        more = number + 1 < len(losses)  # those to come may share a part of the graph
+        more = number + 1 < len(losses)  # later losses may share a part of the graph
         parameters += own
         gradients += torch.autograd.grad(loss, own, retain_graph=more, allow_unused=True)
     routed_to: Tensor = _Routed.apply(losses[0].detach(), gradients, *parameters)  # type: ignore[no-untyped-call]

@@ -84,7 +84,7 @@ def hugging_face(
     vocabulary   number of tokens of the data's tokenizer: checked, and used for a kind of model without vocab_size in `options`
     seed         seed of fresh parameters. transformers draws normal numbers, whose last bit may differ between
                  processors: replicas on different machines must start from one saved folder.
-    options      options of the configuration, for a kind of model
+    options      options of the configuration, if `source` is a kind of model
 
     Errors: ConfigurationError without transformers, for an unknown name, or a vocabulary that is too small;
     ModelError for a folder that cannot be loaded.

@@ -1,1 +1,1 @@
-"""What a run records, told to the trackers that people look at: `--log wandb,mlflow,tensorboard,prometheus,jsonl`."""
+"""Sends the metrics of a run to trackers: `--log wandb,mlflow,tensorboard,prometheus,jsonl`."""

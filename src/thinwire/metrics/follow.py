@@ -1,4 +1,4 @@
-"""Follow the event files of a run, live or afterwards, and tell its trackers."""
+"""Follows the event files of a run, live or afterwards, and sends metrics to its trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Say = Callable[[str], object]
 
 
 class Follower:
-    """Reads what is new in the event files of `folder` and writes it to `sinks`. A sink that fails is left out, and that is said once."""
+    """Reads new events in the files of `folder` and writes metrics to `sinks`. A sink that fails is left out, with one message."""
 
     def __init__(self, folder: Path, sinks: Mapping[str, Sink], say: Say) -> None:
         self._folder, self._sinks, self._say = folder, dict(sinks), say
@@ -24,12 +24,12 @@ class Follower:
         self._values: dict[str, MetricValues] = {}
 
     def pass_over(self) -> None:
-        """Count what earlier sessions wrote, and tell nobody: they did."""
+        """Count the events of earlier sessions without sending them, because these sessions have sent them."""
         for replica, event in self._events():
             self._values[replica].take(event)
 
     def update(self) -> None:
-        """Tell what is new. Raises nothing."""
+        """Send new metrics. Raises nothing."""
         for replica, event in self._events():
             if event["event"] in ("resume", "back"):
                 step = whole(event["from_step"]) if event["event"] == "resume" else event["step"]
@@ -64,7 +64,7 @@ class Follower:
 
 @contextmanager
 def following(log: str | None, folder: Path, settings: Mapping[str, Any], say: Say) -> Iterator[Follower | None]:
-    """Within: a follower for the trackers that `log` names, closed at the end; None for none. Raises `ConfigurationError`."""
+    """A context with a follower for the trackers in `log`, or None without trackers. Raises `ConfigurationError`."""
     asked = named(log)
     if not asked:
         yield None

@@ -12,7 +12,7 @@ from thinwire.metrics.sinks import Sink
 
 
 class JsonLines(Sink):
-    """`{"replica": "replica-0", "step": 7, "loss": 3.1, ...}`; what is not finite is null."""
+    """`{"replica": "replica-0", "step": 7, "loss": 3.1, ...}`; values that are not finite are null."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:
         path = folder / "metrics.jsonl"

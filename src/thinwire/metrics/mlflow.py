@@ -14,8 +14,8 @@ from mlflow.tracking import MlflowClient
 from thinwire.metrics.remembered import remembered
 from thinwire.metrics.sinks import Sink
 
-MOST = 1000  # metrics that a store takes at once
-LONGEST = 500  # characters of a setting
+MOST = 1000  # most metrics that a store takes at once
+LONGEST = 500  # most characters of a setting
 
 
 class Mlflow(Sink):

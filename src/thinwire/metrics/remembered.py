@@ -1,4 +1,4 @@
-"""Under which name a tracker knows a run: kept in its folder, so that a resumed run goes on under it."""
+"""The name of a run at a tracker, kept in the run's folder, so that a resumed run continues under it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.records.files import contents
 
 
 def remembered(path: Path, make: Callable[[], str]) -> str:
-    """The line in the file at `path`; one that `make` makes, and that is written there, where there is none."""
+    """The line in the file at `path`. If there is none, write the one that `make` returns."""
     if path.exists():
         return contents(path).strip()
     made = make()

@@ -1,4 +1,4 @@
-"""Where metrics go: a sink for each tracker, one file and one row of `SINKS` each."""
+"""Sinks for metrics, one for each tracker, with one file and one row of `SINKS` each."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Sink(Protocol):
         """Metrics of `replica` (replica-0) as they are after inner step `step`."""
 
     def rewind(self, replica: str, step: int) -> None:
-        """`replica` goes on from `step`: later steps are done again. Does nothing by default: of two values at a step the later counts."""
+        """`replica` resumes from `step`, and later steps are done again. Does nothing by default: the later of two values at a step counts."""
         return
 
     def flush(self) -> None:
-        """Send what was written; called about once a second. Does nothing by default: `write` has sent it."""
+        """Send written metrics; called about once a second. Does nothing by default, for sinks whose `write` sends them."""
         return
 
     def close(self) -> None:
-        """The run has ended."""
+        """Called when the run has ended."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def named(log: str | None) -> dict[str, str]:
 
 
 def open_sinks(asked: Mapping[str, str], folder: Path, settings: Mapping[str, Any]) -> dict[str, Sink]:
-    """Raises `ConfigurationError` for a package that is missing, and for a tracker that does not begin."""
+    """Open the sinks. Raises `ConfigurationError` for a missing package, and for a tracker that does not start."""
     made: dict[str, Sink] = {}
     try:
         for name, given in asked.items():

@@ -1,4 +1,4 @@
-"""A gossip graph under a budget: no replica has more than so many neighbours, and over the links all come together soonest."""
+"""Searches the gossip graph with the fastest agreement over given links, if each replica has at most a given number of neighbours."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from thinwire.rng import derive
 from thinwire.topology import Listed, Topology, metropolis, spectrum
 from thinwire.topology.base import Edges
 
-PROPOSALS = 1500  # small changes that are tried of each start
-WARMTH = 0.2  # how much worse, as a logarithm, a change may be at first and still be taken
-STARTS = 12  # graphs without links slower than a bound, of which the best begin
+PROPOSALS = 1500  # small changes that are tried from each start
+WARMTH = 0.2  # the first temperature of the annealing, as a logarithm of the time
+STARTS = 12  # number of bounds on the time of a link; each gives a graph to start from
 CLIMBED = 3
 Floats = NDArray[np.float64]
 
 
 def round_seconds(links: Links, edges: Edges, nbytes: float) -> float:
-    """How long the round takes in which each replica sends so many bytes over each of its edges, and all begin at once.
+    """Seconds of a round in which each replica sends `nbytes` over each of its edges, and all begin at once.
 
-    It is the longest of: an edge by itself, and what a replica sends or hears in all over its own way up or down.
+    It is the longest time of a single edge, of a replica's whole uplink traffic, and of its whole downlink traffic.
 
     Args:
         links: between the replicas, by rank.
@@ -47,16 +47,16 @@ def round_seconds(links: Links, edges: Edges, nbytes: float) -> float:
 
 
 def halving_seconds(links: Links, topology: Topology, nbytes: float, seed: int = 0) -> float:
-    """How long gossip over these links takes until the distance from the mean has halved.
+    """Seconds of gossip over these links until the distance from the mean has halved.
 
     Args:
         links: between the replicas, by rank.
-        topology: who sends to whom. Of one that changes, 64 rounds are looked at, or a period.
+        topology: the edges. If they change, 64 rounds or a period are used.
         nbytes: bytes on an edge.
-        seed: of what the topology draws; an integer number.
+        seed: seed of random topologies; an integer number.
 
     Raises:
-        ConfigurationError: the topology does not fit so many replicas.
+        ConfigurationError: the topology does not fit the number of replicas.
 
     >>> from thinwire.comm import Link
     >>> from thinwire.topology import Ring
@@ -70,19 +70,19 @@ def halving_seconds(links: Links, topology: Topology, nbytes: float, seed: int =
 
 
 def within_budget(links: Links, degree: int, nbytes: float, seed: int = 0) -> Listed:
-    """The graph over which replicas agree soonest (`halving_seconds`), if none may have more than `degree` neighbours.
+    """The graph over which replicas agree soonest (`halving_seconds`), if each has at most `degree` neighbours.
 
-    A search, exact for few replicas only: it begins with trees of fast links, filled up where the graph is weakest, and takes
-    small changes that help: an edge more, less or elsewhere, or two that swap ends. The same seed, the same graph.
+    It is a heuristic search. It begins with trees of fast links, adds edges where the graph is weakest, and makes
+    small changes: add, remove or move an edge, or swap the ends of two. The same seed gives the same graph.
 
     Args:
         links: between the replicas, by rank.
-        degree: neighbours of a replica, at most.
+        degree: most neighbours of a replica.
         nbytes: bytes on an edge, in a round.
-        seed: of the search; an integer number.
+        seed: seed of the search; an integer number.
 
     Raises:
-        ConfigurationError: within that budget no graph joins all.
+        ConfigurationError: no graph with this degree is connected.
 
     >>> from thinwire.comm import Link
     >>> within_budget(Links.uniform(Link(8e6), 4), degree=2, nbytes=1e6).edges(4).sum(1)
@@ -91,8 +91,9 @@ def within_budget(links: Links, degree: int, nbytes: float, seed: int = 0) -> Li
     size = len(links)
     least = min(2, size - 1)
     if type(degree) is not int or not least <= degree < max(2, size):
-        one = " One neighbour each joins two replicas, not more; for pairs drawn anew take random_pairs." * (
-            degree == 1
+        one = (
+            " With one neighbour each only two replicas are connected; for random pairs in each round take random_pairs."
+            * (degree == 1)
         )
         raise ConfigurationError(
             f"degree={degree} among {size} replicas: {least} to {size - 1} neighbours are needed.{one}"
@@ -111,7 +112,7 @@ class _Search:
     nbytes: float
 
     def worth(self, edges: Edges) -> float:
-        """Seconds until the distance has halved; infinite for a graph in parts."""
+        """Seconds until the distance has halved; infinite if the graph is not connected."""
         values = np.abs(np.linalg.eigvalsh(metropolis(edges) - 1 / len(edges)))
         second = float(values.max())
         if second >= 1 - 1e-12:
@@ -119,7 +120,7 @@ class _Search:
         return round_seconds(self.links, edges, self.nbytes) * max(1.0, float(-np.log(2) / np.log(max(second, 1e-9))))
 
     def starts(self, rng: np.random.Generator) -> Iterator[Edges]:
-        """A graph for each bound on the time of an edge that leaves one."""
+        """A connected graph for each bound on the time of an edge, if there is one."""
         took = 8 * self.nbytes / self.links.rates + self.links.delays
         took = np.maximum(took, took.T)
         ones, others = np.triu_indices(len(took), 1)
@@ -132,7 +133,7 @@ class _Search:
                 yield self._filled(edges, pairs[:count])
 
     def _tree(self, pairs: list[tuple[int, int]], size: int) -> Edges | None:
-        """Fast edges first; None where they do not join all."""
+        """A spanning tree, fast edges first; None if they do not connect all."""
         edges = np.zeros((size, size), dtype=bool)
         part = np.arange(size)
         for one, other in pairs:
@@ -142,7 +143,7 @@ class _Search:
         return edges if len(set(part)) == 1 else None
 
     def _filled(self, edges: Edges, pairs: list[tuple[int, int]]) -> Edges:
-        """Edges between those that the slowest mode has farthest apart, while there is room."""
+        """Add edges between the replicas that the slowest mode separates most, while degrees allow it."""
         while True:
             degrees = edges.sum(1)
             free = [(a, b) for a, b in pairs if not edges[a, b] and max(degrees[a], degrees[b]) < self.degree]
@@ -153,7 +154,7 @@ class _Search:
             edges[one, other] = edges[other, one] = True
 
     def climbed(self, edges: Edges, rng: np.random.Generator) -> Edges:
-        """Small changes, at first also ones that make it somewhat worse (simulated annealing); the best of all that were seen."""
+        """Simulated annealing by small changes; returns the best graph that was found."""
         best = at = edges
         least = seconds = self.worth(edges)
         for warmth in np.linspace(WARMTH, 0, PROPOSALS):
@@ -166,7 +167,7 @@ class _Search:
         return best
 
     def _changed(self, edges: Edges, rng: np.random.Generator) -> Edges:
-        """An edge more or less; an edge elsewhere; or two that swap ends."""
+        """Add, remove or move an edge, or swap the ends of two."""
         there, size = np.argwhere(np.triu(edges)), len(edges)
         kind = int(rng.integers(3))
         a, b = (int(end) for end in there[rng.integers(len(there))])
@@ -190,9 +191,9 @@ def graph_chart(edges: Edges, values: Floats, unit: str, names: tuple[str, ...] 
 
     Args:
         edges: boolean [size, size].
-        values: float64 [size, size], of each edge.
-        unit: what the values are, for the legend.
-        names: of the replicas; (): their ranks.
+        values: float64 [size, size], one for each edge.
+        unit: the unit of the values, for the legend.
+        names: names of the replicas; (): their ranks.
 
     >>> len(graph_chart(~np.eye(3, dtype=bool), np.ones((3, 3)), "meetings").views[0].data)
     2
@@ -201,7 +202,9 @@ def graph_chart(edges: Edges, values: Floats, unit: str, names: tuple[str, ...] 
     angle = np.pi / 2 - 2 * np.pi * np.arange(len(edges)) / len(edges)
     places = np.stack([np.cos(angle), np.sin(angle)], 1).round(4)
     found = np.where(edges, values, np.where(edges.T, values.T, 0.0))
-    found = np.array([[float(f"{value:.3g}") for value in row] for row in found])  # alike to rounding is alike
+    found = np.array(
+        [[float(f"{value:.3g}") for value in row] for row in found]
+    )  # values that differ by rounding become equal
     bounds = sorted({float(value) for value in np.quantile(found[both], (1 / 3, 2 / 3, 1), method="inverted_cdf")})
     data: list[Json] = []
     for number, bound in enumerate(bounds):

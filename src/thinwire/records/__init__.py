@@ -1,1 +1,1 @@
-"""What a run wrote down: event logs, sessions, replicas, membership; and how to read it back."""
+"""The records of a run: event logs, sessions, replicas and membership, written and read back."""

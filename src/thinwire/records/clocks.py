@@ -1,8 +1,8 @@
-"""How far the clocks of a run's machines are apart, from the messages between its replicas.
+"""The offsets between the clocks of a run's machines, from the messages between its replicas.
 
-With t the sender's clock when a message left and t' the receiver's when it was there, t' − t is what the message took and what the
-receiver's clock is ahead. A message takes some time, never less than none. So the two directions of one round bound the difference of
-two clocks from both sides, however unlike they are; what most rounds agree on is an interval d ± w (Marzullo's algorithm, as in NTP:
+With t the sender's clock at a message's departure and t' the receiver's at its arrival, t' − t is the message's time plus the offset of
+the receiver's clock. A message's time is not negative. So the two directions of one round bound the difference of
+two clocks from both sides, for any offset. The interval d ± w on which most rounds agree is used (Marzullo's algorithm, as in NTP:
 a round that was paired wrongly, or came after a clock was set, is outvoted).
 
 The offsets θ of all clocks follow from all pairs by robust least squares, with that of the first replica 0:
@@ -10,7 +10,7 @@ The offsets θ of all clocks follow from all pairs by robust least squares, with
     min Σ ρ((θ_j − θ_i − d_ij) / w_ij),  ρ(x) = x² / (1 + x²/9)  (Geman and McClure), from the least sum of deviations on
 
 It is GNNSync's problem (arXiv 2303.00393) for times, which unlike angles do not wrap. The error bar of an offset is the standard
-error with each w as one deviation, more where pairs contradict each other. A clock is taken to run evenly: drift widens the bars.
+error with each w as one deviation, more if pairs contradict each other. Clocks are assumed to run evenly: drift widens the bars.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from thinwire.records.sessions import finite
 from thinwire.records.units import text_of_seconds
 
 ITERATIONS = 50
-TRUSTED = 3.0  # errors of its own by which a pair may be off until it counts for a quarter
+TRUSTED = 3.0  # deviation of a pair, in units of its own error, at which its weight is a quarter
 
 
 class Offset(NamedTuple):
@@ -41,7 +41,7 @@ class Offset(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What one round says of a clock's difference from another: it is between these, in seconds."""
+    """The bounds of the difference of two clocks from one round, in seconds."""
 
     least: float
     most: float
@@ -100,7 +100,7 @@ def solve(pairs: Sequence[Pair], first: str) -> dict[str, Offset]:
     for iteration in range(2 * ITERATIONS):
         theta = np.linalg.lstsq(design * root[:, None], seconds * root, rcond=None)[0]
         off = np.abs(design @ theta - seconds)
-        if iteration < ITERATIONS:  # least sums of deviations: a pair that claims to be precise pulls no harder
+        if iteration < ITERATIONS:  # least sums of deviations first, so that pairs with small errors do not dominate
             root = 1 / np.sqrt(np.maximum(SHORTEST, off))
         else:
             root = precise / (1 + (off * precise / TRUSTED) ** 2)
@@ -113,7 +113,7 @@ def solve(pairs: Sequence[Pair], first: str) -> dict[str, Offset]:
 
 
 def text_of_clocks(clocks: Mapping[str, Offset]) -> str:
-    """How far they are apart, in a line; empty for fewer than two."""
+    """The offsets of the clocks in a line; empty for fewer than two."""
     told = [
         f"{name} {text_of_seconds(abs(clock.seconds))} {'ahead' if clock.seconds >= 0 else 'behind'} (± {text_of_seconds(clock.error)})"
         for name, clock in clocks.items()
@@ -122,8 +122,8 @@ def text_of_clocks(clocks: Mapping[str, Offset]) -> str:
 
 
 def offsets_of(files: Mapping[str, Sequence[Sequence[Event]]]) -> dict[str, Offset]:
-    """The offsets of the clocks of replicas, by their sessions' events: of those that exchanged messages, both ways, with others whose
-    events are here. The first in order is the one that others are compared with. The clocks are those of `wall_time`.
+    """The offsets of the clocks of replicas, from their sessions' events: of replicas that exchanged messages, both ways, with others whose
+    events are here. The first replica is the reference. The clocks are those of `wall_time`.
     """
     told: dict[tuple[int, int], list[tuple[str, float, Record]]] = {}
     for name, sessions in files.items():

@@ -1,4 +1,4 @@
-"""What departures say of the bytes that a replica has sent."""
+"""The bytes that a replica has sent, from its departures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Integers = NDArray[np.int64]
 
 
 def fragment_of(event: Event, names: Mapping[str, int]) -> int:
-    """Its number, which a replica that comes and goes tells by `names`; -1: there is none."""
+    """The number of the event's fragment; an elastic replica writes a name, which `names` maps to it. -1: there is none."""
     given = event["fragment"]
     return int(given) if isinstance(given, int | float) and math.isfinite(given) else names.get(str(given), -1)
 

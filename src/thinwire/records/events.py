@@ -1,4 +1,4 @@
-"""What a run records: one JSON object a line, one file a replica, `RUN/events/replica-0.jsonl`.
+"""The event log of a run: one JSON object per line, one file per replica, `RUN/events/replica-0.jsonl`.
 
 Every line holds `event` (its kind), `seconds` since this process opened the log (monotonic), `step`, and the fields
 of its kind:
@@ -33,8 +33,8 @@ of its kind:
     end         summary
 
 `wire` has the messages of a round (diagnosis/records.py). The kinds from `round` to `evicted` are those of an elastic run. A member
-with `keeps` has ended and keeps the final state for `late`; `retry` says what keeps it from a round; after `back` it has resumed from
-its own checkpoint, which knew `round` rounds.
+with `keeps` has ended and keeps the final state for `late`; `retry` has the reason that delays a round; after `back` it has resumed from
+its own checkpoint, which contained `round` rounds.
 
 `read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
@@ -102,7 +102,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "end": ("summary",),
 }
 
-LONGEST = 4 << 20  # bytes of a line
+LONGEST = 4 << 20  # most bytes of a line
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -173,7 +173,7 @@ class EventLog:
             self._append(_line(record))
 
     def close(self) -> None:
-        """Idempotent; what is emitted later is lost, and counted."""
+        """Close the log. Idempotent; later events are lost, and counted."""
         with self._lock:
             self._file.close()
 
@@ -191,7 +191,7 @@ class EventLog:
             self.lost += 1
             if self.lost == 1:
                 with contextlib.suppress(OSError, ValueError):  # stderr may be gone as well
-                    print(f"thinwire: events are lost: {self.path}: {error}. Training goes on.", file=sys.stderr)
+                    print(f"thinwire: events are lost: {self.path}: {error}. Training continues.", file=sys.stderr)
 
     def __enter__(self) -> EventLog:
         return self
@@ -203,7 +203,7 @@ class EventLog:
 
 
 class Tail:
-    """Reads what has been added to an event file since the last look; the file need not exist yet.
+    """Reads the lines added to an event file since the last read; the file need not exist yet.
 
     `damaged` counts the lines that were no events; one of more than LONGEST bytes is passed over unread. A line is taken when its
     end is there.
@@ -328,7 +328,7 @@ def being_written(path: Path) -> bool:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Keep others from writing as long as `file` is open; false if another does. The system forgets it with the process."""
+    """Lock `file` against other writers while it is open; False if another process has the lock. It ends with the process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

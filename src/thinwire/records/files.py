@@ -1,7 +1,7 @@
-"""Files as somebody else may have left them: only regular ones are opened, and no more is read than was allowed.
+"""Reads files that others may have written: only regular files are opened, and at most an allowed number of bytes is read.
 
-Opening a FIFO waits for ever, a device never ends, a few bytes of brackets exhaust the stack. What raises `OSError` or
-`ValueError` here says so in its text; each caller adds what is needed and what to do.
+Opening a FIFO would wait for ever, a device has no end, and a few bytes of brackets exhaust the stack. Functions here raise `OSError` or
+`ValueError` with the reason; each caller adds what is needed and what to do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONGEST = 64 << 20  # bytes of a file that is read whole: settings and manifests
+LONGEST = 64 << 20  # most bytes of a file that is read whole: settings and manifests
 
 
 def opened(path: Path) -> BufferedReader:

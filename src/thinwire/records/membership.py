@@ -1,4 +1,4 @@
-"""The membership of an elastic run, read from its events: which replicas lived when, took part when, and which rounds were held.
+"""The membership of an elastic run, read from its events: when replicas were alive, when they took part, and which rounds were held.
 
 Three numbers differ: how many replicas are *living* (a process that trains), how many are *taking part* (members
 of a round whose deltas were counted within a cycle), and how many *rounds* were committed. A replica may live and
@@ -23,7 +23,7 @@ CARRIER = "elastic"
 
 @dataclass(frozen=True, slots=True)
 class RoundSeen:
-    """One round, as one or more of its members saw it. `committed`: None where nobody could learn it."""
+    """One round, from the events of its members. `committed`: None if no member could learn it."""
 
     number: int
     fragment: int
@@ -107,7 +107,7 @@ def _names(given: object) -> tuple[str, ...]:
 
 
 def _by_name(reason: str, members: Sequence[str]) -> str:
-    """What a group says of rank 1, said of the replica that has this rank; without advice for groups that end by it."""
+    """A group's error with ranks replaced by the names of replicas; without advice for groups that end by it."""
 
     def name(found: re.Match[str]) -> str:
         rank = int(found[1])
@@ -153,7 +153,7 @@ class Participation:
 
 
 class MembershipLog:
-    """What to tell of replicas that come and go while they train, from their events as they come in."""
+    """Lines about the members of an elastic run during training, from their events."""
 
     def __init__(self, fragments: int, asked: int) -> None:
         self._participation, self._asked = Participation(fragments), asked
@@ -208,12 +208,12 @@ class MembershipLog:
 
 
 def how_many(members: Sequence[str], asked: int) -> str:
-    """How many are there, of how many."""
+    """The number of members, and the requested number."""
     return f"{len(members)} of {asked} are there" if len(members) <= asked else f"{len(members)} are there"
 
 
 def merged(rounds: Iterable[RoundSeen]) -> list[RoundSeen]:
-    """Each round once, in order. Members agree on what they know; one may know more."""
+    """Each round once, in order. Members agree on the facts that they know; one may know more."""
     best: dict[tuple[int, bool], RoundSeen] = {}
     for seen in sorted(rounds, key=lambda seen: seen.seconds):
         known = best.get(seen.place)
@@ -252,7 +252,7 @@ def numbers(rounds: Sequence[RoundSeen], incarnations: Mapping[str, Sequence[Spa
 
 
 def placed(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[float] = ()) -> list[list[float]]:
-    """When each session of each file began, on one clock: that of the machine, without the time when none was going on.
+    """The beginning of each session of each file on one clock: that of the machine, without times in which no session was active.
 
     Sessions of replicas on several machines are as far apart as their clocks say, each of which is so many seconds `ahead`.
     """
@@ -271,7 +271,7 @@ def placed(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[float] = 
 
 
 def _wall(session: Sequence[Event], ahead: float) -> tuple[float, float]:
-    """From opening its log to the last line, in seconds of a clock that the machine's is `ahead` of."""
+    """The times of opening its log and of its last line, in seconds of the reference clock; the machine's is `ahead` of it."""
     opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"]) - ahead
     return opened, opened + max(max(finite(event["seconds"]), finite(event.get("end"))) for event in session)
 

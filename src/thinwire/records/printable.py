@@ -1,8 +1,8 @@
-"""Text that somebody else wrote, as a terminal may have it."""
+"""Escapes untrusted text for a terminal."""
 
 from __future__ import annotations
 
-LONGEST = 4000  # characters of one text
+LONGEST = 4000  # most characters of one text
 
 
 def printable(text: object, most: int = LONGEST) -> str:

@@ -1,4 +1,4 @@
-"""What a replica publishes of the agreed weights, for followers: a list of what there is (ResourceSync's resource list, change list
+"""The agreed weights that a replica publishes for followers: a list of versions (ResourceSync's resource list, change list
 and hashes, NISO Z39.99), and objects that are named by their SHA-256.
 
     RUN/published/replica-0/list.json       the newest version: of each fragment its state, a full copy, and changes since older states
@@ -25,7 +25,7 @@ from thinwire.records.files import contents, opened, parsed
 FORMAT = 1
 CHUNK_NBYTES = 1 << 20
 NOTHING = ""
-MOST_FOLD = 2100  # a fragment is smaller than so many times its full copy: deflate makes at most 1032 bytes of one
+MOST_FOLD = 2100  # largest ratio of a fragment's size to its full copy: deflate expands one byte to at most 1032
 _HASH = re.compile("[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 
@@ -160,7 +160,7 @@ class Layout:
 
 
 class Origin(Protocol):
-    """Where a follower reads from."""
+    """The source of a follower."""
 
     def newest(self) -> bytes | None:
         """The newest list, byte for byte as it was written; None if there is none yet."""

@@ -21,12 +21,12 @@ from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, 
 Floats = NDArray[np.float64]
 
 
-MOST_FRAGMENTS = 4096  # that are drawn: models have hundreds of layers
+MOST_FRAGMENTS = 4096  # most fragments in figures
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One fragment's exchange: in the air from `begin` to `end`, on the link from `link_begin` to `link_end`."""
+    """One fragment's exchange: in flight from `begin` to `end`, on the link from `link_begin` to `link_end`."""
 
     fragment: int
     round: int
@@ -40,7 +40,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event worth telling: a warning, a resume, a refused round, a skipped step, a stop, who came and went."""
+    """An event for the report: a warning, a resume, a refused round, a skipped step, a stop, or a change of membership."""
 
     seconds: float
     step: int
@@ -61,7 +61,7 @@ class Evaluations:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaRecord:
-    """What one replica did. Arrays over inner steps are [S]; `nbytes` is what had been sent when the step ended.
+    """The record of one replica. Arrays over inner steps are [S]; `nbytes` are the bytes sent before the end of the step.
 
     A round that has not landed counts with the bytes that it foresaw. `foreseen` adds these of all rounds, a bound if sizes vary.
     """
@@ -357,11 +357,11 @@ def _notes(joined: Joined, replica: int | str) -> tuple[Note, ...]:
     return tuple(notes)
 
 
-_ONCE = ("late", "alone", "retry")  # else they would fill the page
+_ONCE = ("late", "alone", "retry")  # otherwise they would fill the page
 
 
 def told(event: Event) -> str:
-    """What is worth telling of an event; empty if nothing is."""
+    """The text of an event for the report; empty if it has none."""
     return printable(_told(event))
 
 
@@ -382,9 +382,7 @@ def _told(event: Event) -> str:
     if kind == "keeps":
         return f"keeps the final weights for {', '.join(map(str, event['late']))}"
     if kind == "late":
-        return (
-            "a fragment stayed at home, its last round was not over: link or others are slower than the schedule needs"
-        )
+        return "a fragment did not depart, because its last round was not over: the link or other replicas are slower than the schedule needs"
     return f"round {event['round']}: {event['reason']}" if kind == "doubt" else ""
 
 

@@ -32,7 +32,7 @@ from thinwire.records.units import (
 )
 from thinwire.records.unlike import losses_of_each, unlike
 
-MOST_LOSSES = 32  # that an evaluation may name
+MOST_LOSSES = 32  # most losses of an evaluation
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 
 
@@ -99,7 +99,7 @@ class Summary:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """One run folder, read back. `remarks` say what is odd about it."""
+    """One run folder, read back. `remarks` name its irregularities."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -200,7 +200,7 @@ def best_loss(records: Sequence[RunRecord]) -> float | None:
 
 
 def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
-    """What was promised to whom, in words; empty if nothing was."""
+    """The guarantee of differential privacy in words; empty if there is none."""
     if privacy is None:
         return ""
     values = {name: number(privacy.get(name)) for name in ("epsilon", "epsilon_of_packets", "delta", "rounds")}
@@ -211,12 +211,12 @@ def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
 
 
 def explained(each: Sequence[Steps]) -> str:
-    """What the numbers of steps mean, in a line, with those of each replica; empty for none."""
+    """An explanation of the numbers of steps, with those of each replica; empty for none."""
     if not each:
         return ""
     of_each = "; ".join(f"{steps.name} {text_of_steps([steps])}" for steps in each)
     return (
-        "Steps jumped were not trained by that replica: the others had gone on without it. Counted: those it trained that "
+        "Jumped steps were not trained by that replica, because the others had continued without it. Counted: its trained steps that "
         f"are in the agreed weights. {of_each}."
     )
 
@@ -260,7 +260,7 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
 
 def _status(replicas: Sequence[ReplicaRecord]) -> str:
     if _elastic(replicas) and any(replica.end and replica.stopped is None for replica in replicas):
-        return "finished"  # those who were not there at the end are not needed
+        return "finished"  # replicas that were absent at the end are not needed
     reason = next((replica.stopped for replica in replicas if replica.stopped is not None), None)
     if reason is not None:
         return f"stopped: {reason}"
@@ -268,13 +268,13 @@ def _status(replicas: Sequence[ReplicaRecord]) -> str:
 
 
 def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
-    """What the run said of itself when it ended; where it did not, what its events say."""
+    """The run's own summary at its end; without one, a summary from its events."""
     computed = _computed(replicas)
     said = [replica.end["summary"] for replica in replicas if replica.end]
     elastic = _elastic(replicas)
     if not said or (len(said) < len(replicas) and not elastic):
         return computed, [
-            "No end is written, so the run is still going or was killed; the numbers are from its events."
+            "There is no end event, so the run is still active or was killed; the numbers are from its events."
         ]
     means = {key: _mean([summary.get(key) for summary in said]) for key in said[0]}
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
@@ -356,7 +356,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
 
 
 def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
-    """The three numbers of replicas that come and go."""
+    """The three numbers of an elastic run."""
     if not _elastic(replicas):
         return {}
     rounds = merged(seen for replica in replicas for seen in replica.rounds)

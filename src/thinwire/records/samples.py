@@ -1,4 +1,4 @@
-"""What became of a run's samples: trained, in flight, lost with whom. As its replicas said when they ended."""
+"""The samples of a run: trained, in flight, or lost, from the summaries of its replicas."""
 
 from __future__ import annotations
 

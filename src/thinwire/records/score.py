@@ -24,7 +24,7 @@ from thinwire.records.sessions import number
 
 @dataclass(frozen=True)
 class Score:
-    """The parts by name; None for what was not measured."""
+    """The parts by name; None for a part that was not measured."""
 
     parts: Mapping[str, float | None]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from thinwire.records.events import Event
 
-_ALWAYS_KEPT = ("start", "resume", "warning", "stop")  # they stay true when their step is done again
+_ALWAYS_KEPT = ("start", "resume", "warning", "stop")  # these stay true when their step is done again
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def split(events: Iterable[Event]) -> list[list[Event]]:
 
 
 def _from_step(session: Sequence[Event]) -> int | None:
-    """The step after which this session wrote anew; None if it got nowhere."""
+    """The step after which this session began to write; None if it wrote no step."""
     for event in session:
         if event["event"] == "resume":
             return whole(event["from_step"])
@@ -69,7 +69,7 @@ def _from_step(session: Sequence[Event]) -> int | None:
 
 
 def join(sessions: Sequence[Sequence[Event]], offsets: Sequence[float] = ()) -> Joined:
-    """Lay `sessions` end to end (or at `offsets` seconds) and drop what a later one did again."""
+    """Join `sessions` end to end (or at `offsets` seconds), and drop steps that a later one did again."""
     joined, offset = Joined(), 0.0
     for index, session in enumerate(sessions):
         offset = offsets[index] if offsets else offset

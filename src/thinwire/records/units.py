@@ -1,4 +1,4 @@
-"""Numbers as people read them: the one place where bytes, rates and seconds become text, and where times are read."""
+"""Formats bytes, rates and seconds for people, and parses times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 from thinwire.errors import ConfigurationError
 
-UNITS = ("tokens", "samples", "batches")  # that data is counted in
-NOTHING = "–"  # what stands where no number is known
+UNITS = ("tokens", "samples", "batches")  # units of data
+NOTHING = "–"  # the text for an unknown number
 
 
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

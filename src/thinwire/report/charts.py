@@ -1,4 +1,4 @@
-"""The report's charts as plain Plotly dicts: what is drawn, thinned so that a run of weeks still fits on a page.
+"""The report's charts as plain Plotly dicts, thinned so that a run of weeks still fits on a page.
 
 A chart is a list of views, between which the page switches. Text from files is HTML-escaped, because Plotly reads
 some markup in labels. Colours here are readable on light and dark alike; ink, grid and background are the page's.
@@ -21,10 +21,10 @@ from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 
 PALETTE = ("#3b82c4", "#e08a2e", "#3a9e74", "#c4567f", "#8467c4", "#a3873a", "#2fa3b5", "#b5653a", "#6b8e23", "#9a6fb0")
-POINTS = 1500  # of a curve
-MARKED = 60  # evaluations that are still told apart by dots
-BINS = 240  # of link use
-LINES = 8  # replicas drawn one by one
+POINTS = 1500  # most points of a curve
+MARKED = 60  # most evaluations that are marked by dots
+BINS = 240  # bins of link use
+LINES = 8  # most replicas in a chart
 
 Json = dict[str, Any]
 
@@ -75,7 +75,7 @@ _CLIPPED = "The first 5 % of the steps reach above this chart."
 
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
-    """Lowest and highest loss to show, and whether the start is cut off: only where it would flatten all the rest."""
+    """Lowest and highest loss to show, and whether the start is cut off, which it is only if it would flatten the rest."""
     early: list[float] = []
     late: list[float] = []
     for record in records:
@@ -92,7 +92,7 @@ def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
 
 
 def _byte_ticks(records: Sequence[RunRecord]) -> Json:
-    """Ticks at 1, 2 and 5 of every power of ten, or at the powers alone where there are many."""
+    """Ticks at 1, 2 and 5 of every power of ten, or only at the powers if there are many."""
     sent = [nbytes[nbytes > 0] for nbytes in (record.replicas[0].nbytes for record in records)]
     ends = [int(end) for nbytes in sent if len(nbytes) for end in (nbytes[0], nbytes[-1])] or [1]
     powers = range(math.floor(math.log10(min(ends))), math.ceil(math.log10(max(ends))) + 1)
@@ -136,7 +136,7 @@ def _curve(x: NDArray[Any], y: Floats, name: str, log: bool) -> Json:
 
 
 def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
-    """Bits on each replica's link over time, as a share of its capacity where that is known.
+    """Bits on each replica's link over time, as a share of its capacity if that is known.
 
     Over the whole run a bin is at least a cycle long, so that the mean load shows; over the window, the single
     packets do.
@@ -188,7 +188,7 @@ def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | N
 
 
 def rounded(values: NDArray[Any]) -> list[float | None]:
-    """Six digits are enough to draw with; what is not finite is a gap."""
+    """The values with six digits, which are enough for drawing; values that are not finite become gaps."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""A run diagnosed: from the event logs of all its replicas, as far as they go, to findings and the matrix behind them."""
+"""Diagnoses a run: findings, and the matrix of delays behind them, from the event logs of its replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Way:
-    """From one replica to another: what a message takes there usually, and what the last few took of which that is known (their median)."""
+    """The path from one replica to another: the usual time of a message, and the median time of the last few."""
 
     usual: float
     seconds: float
@@ -40,12 +40,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong now, what was `past`, and `ways`, the delay matrix.
+    """The present findings, `past` ones, and `ways`, the delay matrix.
 
-    rounds   of which at least two replicas have left a record
-    going    whether the run still goes on
-    doubts   what could not be looked at, or not be told apart, and why
-    word     what the figures are: "measured", or "emulated" on an emulated link
+    rounds   number of rounds with records of at least two replicas
+    going    whether the run is still active
+    doubts   facts that could not be checked or distinguished, with the reasons
+    word     the provenance of the figures: "measured", or "emulated" on an emulated link
     """
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Diagnosis:
         return "nothing to see" if self.rounds else "cannot tell"
 
     def lines(self) -> list[str]:
-        """For people: every finding with its figures and what to do, then what was before, then the doubts."""
+        """Lines for people: every finding with its figures and advice, then earlier findings, then doubts."""
         said = []
         for finding in self.findings:
             figures = f"{_figures(finding, self.going)} ({self.word})."
@@ -85,7 +85,7 @@ class Diagnosis:
 
 
 def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
-    """Read the event logs in `folder`, of the last session of each replica; a run that is going on, or broke off, too.
+    """Diagnose the event logs in `folder`, of the last session of each replica. The run may be active, or interrupted.
 
     Raises `DataError` for a folder that holds no run.
     """
@@ -107,7 +107,7 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
 
 
 def delay_table(diagnosis: Diagnosis) -> Table:
-    """The delay matrix: a row a sender, a column a receiver."""
+    """The delay matrix: a row for each sender, a column for each receiver."""
     table = Table(
         title=f"Seconds from sender (row) to receiver, and times the usual ({diagnosis.word})",
         box=None,
@@ -133,7 +133,7 @@ def delay_table(diagnosis: Diagnosis) -> Table:
 
 
 def delay_page(diagnosis: Diagnosis) -> str:
-    """The same as HTML: darker where a way takes longer than usual; and what is found."""
+    """The matrix and the findings as HTML; cells are darker if a path takes longer than usual."""
     said = "".join(f"<p{' class=alert' if diagnosis.findings else ''}>{escape(line)}</p>" for line in diagnosis.lines())
     if not diagnosis.ways:
         return said
@@ -196,7 +196,7 @@ class _Log:
         log.ended = any(event["event"] in ("end", "stop") for event in events)
         log.going, log.word = being_written(path), provenance_of(start)
         if log.going:
-            log.now += max(0.0, time.time() - path.stat().st_mtime)  # silent since then
+            log.now += max(0.0, time.time() - path.stat().st_mtime)  # the time since its last line
         return log
 
     def _take(self, event: Event, membership: bool) -> None:
@@ -209,7 +209,7 @@ class _Log:
                 return
             self.name = record.name
             self.records[record.key] = record
-            if membership:  # a departure there is no round yet
+            if membership:  # in an elastic run a departure is not a round yet
                 self.began[record.key] = seconds
             if record.over:
                 self.over[record.key] = seconds

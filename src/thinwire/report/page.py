@@ -146,7 +146,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 
 def page(title: str, body: str, charts: dict[str, Chart]) -> str:
-    """The whole page. `body` is HTML that is escaped already and holds a `chart_place` for each of `charts`."""
+    """The whole page. `body` is escaped HTML with a `chart_place` for each of `charts`."""
     data = "\n".join(
         f'<script type="application/json" id="{escape(name)}-data">{_json(chart)}</script>'
         for name, chart in charts.items()
@@ -165,7 +165,7 @@ def page(title: str, body: str, charts: dict[str, Chart]) -> str:
 
 
 def chart_place(name: str, chart: Chart) -> str:
-    """Where the page draws `chart`, with its buttons above and its remarks below."""
+    """The place of `chart` in the page, with its buttons above and its remarks below."""
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in chart.remarks)
     legend = "".join(
         f'<span><i class="dot" style="background:{escape(paint)}"></i>{escape(text)}</span>'
@@ -178,7 +178,7 @@ def chart_place(name: str, chart: Chart) -> str:
 
 
 def word(provenance: str) -> str:
-    """The small label that says where a number is from."""
+    """The small label with the provenance of a number."""
     return f'<span class="word">{escape(provenance)}</span>'
 
 

@@ -1,7 +1,7 @@
-"""The live display: what the replicas are doing, read from their event files as they grow.
+"""The live display of a run: the progress of its replicas, read from their event files.
 
-On a terminal a table that redraws itself; elsewhere (a file, a batch job) one plain line now and then, without
-control characters. The process that started the replicas calls `update` about five times a second; it costs a few
+On a terminal it is a table that redraws itself; elsewhere (a file, a batch job) one plain line at intervals, without
+control characters. The process that started the replicas calls `update` about five times a second, which costs a few
 file reads.
 """
 
@@ -38,15 +38,15 @@ from thinwire.records.units import (
 from thinwire.report.replica_progress import ReplicaProgress
 from thinwire.report.terminal import Terminal
 
-SILENT_SECONDS = 20.0  # after which a replica that says nothing is not counted as living
+SILENT_SECONDS = 20.0  # seconds without an event after which a replica does not count as living
 COLUMNS = ("replica", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused")
 NARROW = tuple(name for name in COLUMNS if name not in ("in the air", "link", "refused"))
-WIDE = 80  # columns of a terminal that has room for all
-QUIET_SECONDS = 10.0  # between plain lines; a hundredth of the run so far, when that is longer
+WIDE = 80  # least width of a terminal for all columns
+QUIET_SECONDS = 10.0  # seconds between plain lines, or a hundredth of the run so far if that is longer
 
 
 class Progress:
-    """Follows `replicas` event files of `run_folder` until `steps`; of replicas of several ranks (`sharded`) the first rank's.
+    """Follows `replicas` event files of `run_folder` until `steps`; for sharded replicas (`sharded`) those of the first ranks.
 
     `console` says where it is shown: the terminal by default, `Console(stderr=True)` where stdout is for JSON.
 
@@ -71,7 +71,7 @@ class Progress:
         self._names = [f"replica-{index}" for index in range(replicas)] if isinstance(replicas, int) else list(replicas)
         self._tails = [Tail(events / f"{name}{suffix}") for name in self._names]
         self._replicas = [ReplicaProgress() for _ in self._names]
-        self._membership: MembershipLog | None = None  # of replicas that come and go
+        self._membership: MembershipLog | None = None  # of an elastic run
         self._steps = [Steps(name) for name in self._names]
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
@@ -94,17 +94,17 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The slowest replica's step; of those that come and go the farthest one's, where the others will go on."""
+        """The slowest replica's step; in an elastic run the farthest one's, at which the others will continue."""
         return (max if self._membership else min)(replica.step for replica in self._replicas)
 
     def pass_over(self) -> None:
-        """Say nothing of what the logs hold already: earlier sessions did."""
+        """Skip the events of earlier sessions, which have been shown."""
         for tail, steps in zip(self._tails, self._steps):
             for event in tail.read():
                 steps.take(event)
 
     def update(self, last: bool = False) -> None:
-        """Read what is new and show it; `last` shows it even where it would be too soon for another line."""
+        """Read new events and show the progress; `last` shows it even if the last line was recent."""
         for index, tail in enumerate(self._tails):
             for event in tail.read():
                 self._replicas[index].heard = time.monotonic()
@@ -149,12 +149,12 @@ class Progress:
         self._replicas[index].take(event)
 
     def say(self, text: str) -> None:
-        """Tell something beside what the logs hold."""
+        """Show a line that is not in the logs."""
         self._print(text)
 
     def _say(self, what: str, said: object) -> None:
         if (text := str(said)) not in self._said:
-            self._said.add(text)  # replicas say the same: once is enough
+            self._said.add(text)  # several replicas report the same line
             self._print(f"{what}: {text}")
 
     def _print(self, text: str) -> None:
@@ -174,7 +174,7 @@ class Progress:
         return (self.steps - self.step) / speed if speed > 0 else math.nan
 
     def _phase(self) -> str:
-        """What goes on before the first step; empty from there on."""
+        """The phase before the first step; empty afterwards."""
         if any(replica.recent or replica.ended for replica in self._replicas):
             return ""
         return "compiling, meeting the others" if all(replica.begun for replica in self._replicas) else "starting"
@@ -269,7 +269,7 @@ class Progress:
 
 
 def final_table(record: RunRecord) -> Table:
-    """The numbers of one run, each with the word that says where it is from."""
+    """The numbers of one run, each with its provenance."""
     table = Table(title=Text(record.name), box=None, show_header=False, title_justify="left", pad_edge=False)
     for what, value in record.summary.figures():
         table.add_row(Text(what), Text(value, style="bold"), Text(record.summary.provenance, style="dim"))
@@ -279,7 +279,7 @@ def final_table(record: RunRecord) -> Table:
 
 
 def compare_table(records: Sequence[RunRecord]) -> Table:
-    """The numbers of several runs, a row each."""
+    """The numbers of several runs, one row for each."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", min_width=8)
     for what, _ in records[0].summary.figures() if records else ():

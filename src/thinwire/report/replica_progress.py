@@ -1,4 +1,4 @@
-"""What a live display knows of one replica, learned from its events."""
+"""The progress of one replica for a live display, from its events."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from thinwire.records.printable import printable
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import NOTHING
 
-RECENT = 64  # inner steps over which speed and link use are taken
-FLIGHTS = 512  # the last departures, more than those steps see
+RECENT = 64  # number of inner steps for speed and link use
+FLIGHTS = 512  # number of last departures, more than in these steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Step:
 
 @dataclass
 class ReplicaProgress:
-    """What is known of one replica from its events since it last started."""
+    """The state of one replica, from its events since its last start."""
 
     begun: bool = False
     step: int = 0

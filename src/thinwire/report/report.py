@@ -32,7 +32,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A chart that whoever writes a report adds to it, with the word for where its figures are from."""
+    """A chart that the caller adds to a report, with the provenance of its figures."""
 
     name: str
     title: str
@@ -123,7 +123,7 @@ _DIAGNOSIS = (
 
 
 def _diagnoses(records: Sequence[RunRecord]) -> str:
-    """Of the runs in which messages travelled."""
+    """The diagnoses of the runs with messages."""
     real = [record for record in records if record.summary.provenance != "simulated" and len(record.replicas) > 1]
     body = "".join(_run_title(record, len(records) > 1) + delay_page(diagnose(record.folder)) for record in real)
     return _section("diagnosis", "Who is slow", _DIAGNOSIS, real, body) if real else ""

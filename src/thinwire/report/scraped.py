@@ -45,7 +45,7 @@ class _Seen:
         return self.looks[-1][1].get(name, math.nan)
 
     def rate(self, name: str) -> float:
-        """Of a counter, a second, over the looks that are kept."""
+        """The rate of a counter per second, over the kept samples."""
         (begin, first), (end, last) = self.looks[0], self.looks[-1]
         return (last.get(name, math.nan) - first.get(name, 0.0)) / (end - begin) if end > begin else math.nan
 

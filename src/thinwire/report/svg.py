@@ -121,7 +121,7 @@ def _steps(low: float, high: float) -> list[float]:
 
 
 def _trace(trace: dict[str, Any], x: Scale, y: Scale) -> Iterator[str]:
-    """A line for each stretch without gaps, then the dots, each with its text for whoever points at it."""
+    """A line for each stretch without gaps, then the dots, each with its text, which is shown on hover."""
     points = [None if b is None else (x(a), y(b)) for a, b in zip(trace["x"], trace["y"], strict=True)]
     if "lines" in trace["mode"]:
         for there, stretch in groupby(points, key=lambda point: point is not None):
@@ -136,7 +136,7 @@ def _trace(trace: dict[str, Any], x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _labels(traces: Sequence[dict[str, Any]], x: Scale, y: Scale, edge: float) -> Iterator[str]:
-    """Of traces with the mode "text": what each dot is called, beside it, where there is room that no other label has."""
+    """The labels of dots in traces with the mode "text", placed beside them where they overlap no other label."""
     dots = [(x(a), y(b), str(text)) for trace in traces for a, b, text in zip(trace["x"], trace["y"], trace["text"])]
     taken = [(across - DOT / 2, down - DOT / 2, across + DOT / 2, down + DOT / 2) for across, down, _ in dots]
     for across, down, text in sorted(dots, key=lambda dot: (dot[1], dot[0])):
@@ -166,7 +166,7 @@ def _curve(points: Sequence[tuple[float, float]], line: dict[str, Any]) -> str:
 
 
 def _sample(x: float, y: float, line: dict[str, Any]) -> str:
-    """Of a curve, in the legend."""
+    """A sample of a curve in the legend."""
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x + 18:.1f}" y2="{y:.1f}" {_stroke(line)}/>'
 
 

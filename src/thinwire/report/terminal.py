@@ -1,4 +1,4 @@
-"""Where people read: a console to which no text, whoever wrote it, can send control characters."""
+"""The console for people, to which no text can send control characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.records.units import text_of_seconds
 
 
 class Terminal(Console):
-    """rich's console; of all text that is shown, control characters are spelled out, and nothing in it is read as markup."""
+    """rich's console. It spells out control characters in all text, and reads no markup in it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, **settings)

@@ -154,7 +154,7 @@ class Top:
 
     @property
     def _step(self) -> int:
-        """The slowest replica's; of those that come and go the farthest one's."""
+        """The slowest replica's step; in an elastic run the farthest one's."""
         return (max if self._circle else min)((one.progress.step for one in self._all), default=0)
 
     def _seconds_left(self) -> float:

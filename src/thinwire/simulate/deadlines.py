@@ -1,4 +1,4 @@
-"""Rounds of one replica on an uplink whose rate changes, in virtual time: at which level they travel, and what training waits for."""
+"""Rounds of one replica on an uplink whose rate changes, in virtual time: their levels, and the stalls of training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RateTrace:
     delay_seconds: float = 0.0
 
     def left(self, now: float, nbytes: int) -> float:
-        """When the last bit has left of what begins to leave `now`."""
+        """The time at which the last bit of a message leaves whose first bit leaves `now`."""
         bits, place = 8.0 * nbytes, bisect_right(self.begins, now) - 1
         for begin, rate in zip(self.begins[place + 1 :], self.rates[place:]):
             if bits <= (begin - now) * rate:
@@ -39,14 +39,14 @@ class RateTrace:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is known where a round of a fragment departs: its bytes at each level, when it departs and is to land, and when the uplink
+    """The facts at a round's departure: its bytes at each level, the times of departure and landing, and the time at which the uplink
     will be free, which only an oracle knows.
 
     Args:
         nbytes: bytes of the round at each level, the finest first.
-        now: when it departs, in seconds.
-        deadline: when it is to land, in seconds.
-        free_at: when the uplink has sent what departed before, in seconds.
+        now: time of departure, in seconds.
+        deadline: time at which it must land, in seconds.
+        free_at: time at which the uplink has sent all earlier rounds, in seconds.
 
     >>> fixed(1)(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))
     1
@@ -62,7 +62,7 @@ Choose = Callable[[Asked], int]
 
 
 def fixed(level: int) -> Choose:
-    """The same level always.
+    """Always choose the same level.
 
     Args:
         level: number of the level, from 0, the finest.
@@ -74,10 +74,10 @@ def fixed(level: int) -> Choose:
 
 
 def oracle(trace: RateTrace) -> Choose:
-    """The finest level that will arrive in time, by what the rate will be; the coarsest if none will.
+    """Choose the finest level that will arrive in time at the future rates; the coarsest if none will.
 
     Args:
-        trace: the uplink on which the rounds travel.
+        trace: the uplink of the rounds.
 
     >>> oracle(RateTrace((0.0,), (4000.0,)))(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))  # 500 bytes a second
     1
@@ -94,10 +94,10 @@ def oracle(trace: RateTrace) -> Choose:
 
 
 def observed(known: Deadlines) -> Choose:
-    """As a replica chooses (`RoundPipeline`): the finest level that is expected in time; the coarsest if none is.
+    """Choose like a replica (`RoundPipeline`): the finest level that is expected in time; the coarsest if none is.
 
     Args:
-        known: what the rounds before have taken; it is told of each departure.
+        known: the times of earlier rounds; each departure is added to it.
 
     >>> known = Deadlines()
     >>> known.landed(nbytes=1000, seconds=1.5)
@@ -116,12 +116,12 @@ def observed(known: Deadlines) -> Choose:
 
 @dataclass(frozen=True)
 class Played:
-    """What the rounds of a run have cost.
+    """The cost of the rounds of a run.
 
     Args:
         levels: the level of each round, by fragment and number of the round.
         stalls: seconds that training waited for each round that landed late.
-        seconds: of the run in all, in seconds.
+        seconds: duration of the run, in seconds.
         nbytes: bytes sent.
 
     >>> Played({(0, 0): 1}, stalls=(1.0, 1.5), seconds=10.0, nbytes=500).utilization
@@ -159,16 +159,16 @@ def play(
     choose: Choose,
     known: Deadlines,
 ) -> Played:
-    """`steps` inner steps of `step_seconds` each, with fragments of so many `nbytes` at each level. `known` hears of landings.
+    """Simulate `steps` inner steps of `step_seconds` each, with fragments of `nbytes` at each level. Landings are added to `known`.
 
     Args:
         trace: the uplink.
-        schedule: when which fragment departs and lands.
+        schedule: the steps at which each fragment departs and lands.
         nbytes: bytes of each fragment at each level, the finest first.
         steps: number of inner steps.
-        step_seconds: seconds of one.
-        choose: the level of each round, by what is known where it departs.
-        known: what `observed` chooses by.
+        step_seconds: seconds of one inner step.
+        choose: gives the level of each round from the facts at its departure.
+        known: the times from which `observed` chooses.
 
     >>> played = play(RateTrace((0.0,), (4000.0,)), Staggered(every=2, delay=1), [(1000, 500)], 4, 1.0, fixed(0), Deadlines())
     >>> played.stalls, played.nbytes  # a round takes 2 seconds, and 1 is left; the second has not landed

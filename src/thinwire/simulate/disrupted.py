@@ -1,7 +1,7 @@
-"""Replicas of a gossip graph that drop out all at once: what is left of the graph, and what those who are left still learn.
+"""Replicas of a gossip graph that fail all at once: the rest of the graph, and the accuracy of the survivors.
 
 After Palmieri et al., arXiv 2310.02986. Survivors keep their weights and mix with surviving neighbours only, with Metropolis weights of the
-graph that is left. What is learned is small and the same everywhere: a linear classifier of ten Gaussian classes, by gradient descent.
+remaining graph. The task is small and the same on all replicas: a linear classifier of ten Gaussian classes, by gradient descent.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Left:
 
 @dataclass(frozen=True)
 class Learned:
-    """Accuracies on held-out data: `before` of all replicas, the others of the survivors at the end. NaN where there is no such replica.
+    """Accuracies on held-out data: `before` is of all replicas, the others are of the survivors at the end. NaN if there is no such replica.
 
     Args:
         before: just before the failure, 0 to 1.
         mean: at the end, 0 to 1.
-        low: a tenth of the survivors are worse, 0 to 1.
-        giant: of those in the largest component, 0 to 1.
-        isolated: of those without a neighbour, 0 to 1.
-        undisturbed: of the survivors, if no replica had dropped out, 0 to 1.
-        alone: of the survivors that have data, if no replica had ever talked, 0 to 1.
+        low: the tenth percentile of the survivors, 0 to 1.
+        giant: of survivors in the largest component, 0 to 1.
+        isolated: of survivors without a neighbour, 0 to 1.
+        undisturbed: of the survivors, if no replica had failed, 0 to 1.
+        alone: of the survivors with data, if no replica had ever communicated, 0 to 1.
 
     >>> Learned(before=0.7, mean=0.8, low=0.6, giant=0.8, isolated=0.5, undisturbed=0.9, alone=0.4).low
     0.6
@@ -74,7 +74,7 @@ def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
         edges: the graph, boolean [size, size], symmetric.
         who: `degree`, `betweenness` or `random`.
         share: share of the replicas that fail, 0 to 1.
-        seed: of the random ones, and of the order among equals.
+        seed: seed of random failures, and of the order among equal replicas.
 
     Raises:
         ConfigurationError: no replica would be left, or none would fail.
@@ -88,7 +88,7 @@ def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
     count = round(share * size)
     if not 0 < count < size:
         raise ConfigurationError(
-            f"share={share:g} of {size} replicas: that hits {count}; at least 1 must be hit and 1 be left, so give {1 / size:g} to {1 - 1 / size:g}."
+            f"share={share:g} of {size} replicas: that is {count}; at least 1 must fail and 1 survive, so give {1 / size:g} to {1 - 1 / size:g}."
         )
     rng = np.random.default_rng(derive(seed, "hit"))
     chance = rng.permutation(size)
@@ -99,7 +99,7 @@ def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
 
 
 def left(edges: Edges, alive: Alive) -> Left:
-    """What is left of the graph.
+    """The shares of survivors in the largest component, and without a neighbour.
 
     Args:
         edges: the graph, boolean [size, size], symmetric.
@@ -114,7 +114,7 @@ def left(edges: Edges, alive: Alive) -> Left:
 
 
 def betweenness(edges: Edges) -> NDArray[np.float64]:
-    """On how many shortest paths between two others each replica is (Brandes, 2001); paths of equal length share one.
+    """The number of shortest paths between two others on which each replica is (Brandes, 2001); paths of equal length share one.
 
     Args:
         edges: the graph, boolean [size, size], symmetric.
@@ -148,17 +148,17 @@ def betweenness(edges: Edges) -> NDArray[np.float64]:
 
 
 def structure(topology: Topology, replicas: int, who: Who, share: float, seeds: int) -> Left:
-    """What is left of a graph, in the mean over so many graphs.
+    """Like `left`, as the mean over several graphs.
 
     Args:
         topology: one that is the same in every round.
         replicas: number of replicas.
         who: `degree`, `betweenness` or `random`.
         share: share of the replicas that fail, 0 to 1.
-        seeds: number of graphs, drawn with the seeds from 0.
+        seeds: number of graphs, with the seeds 0, 1, ...
 
     Raises:
-        ConfigurationError: the graph changes from round to round, does not fit the replicas, or none would fail or be left.
+        ConfigurationError: the graph changes from round to round, does not fit the replicas, or no replica would fail or survive.
 
     >>> from thinwire.topology import Ring
     >>> structure(Ring(), 8, "degree", 0.125, seeds=2)  # a ring that loses one replica is a line
@@ -173,7 +173,7 @@ def structure(topology: Topology, replicas: int, who: Who, share: float, seeds: 
 
 @dataclass(frozen=True)
 class Disaster:
-    """Which replicas fail, and when: at `at_round` of `rounds`. `data` says which replicas have any: all, only those that fail, or only the others.
+    """The failure of a share of the replicas after `at_round` of `rounds`. `data`: all replicas have data, only those that fail, or only the others.
 
     Args:
         topology: one that is the same in every round.
@@ -181,7 +181,7 @@ class Disaster:
         who: `degree`, `betweenness` or `random`.
         share: share of the replicas that fail, 0 to 1.
         at_round: number of rounds before the failure.
-        rounds: number of rounds in all.
+        rounds: total number of rounds.
         data: `everywhere`, `hit` or `others`.
 
     Raises:
@@ -208,7 +208,7 @@ class Disaster:
             )
 
     def learned(self, seed: int) -> Learned:
-        """In one run. Raises `ConfigurationError`."""
+        """The accuracies of one run. Raises `ConfigurationError`."""
         edges = _checked(self.topology, self.replicas, seed)
         alive = survivors(edges, self.who, self.share, seed)
         has = {"everywhere": alive | ~alive, "hit": ~alive, "others": alive}[self.data]
@@ -233,7 +233,7 @@ class Disaster:
 
 
 class _Task:
-    """Ten Gaussian classes; each replica that has data has a few samples of its own."""
+    """Ten Gaussian classes; each replica with data has a few samples of its own."""
 
     def __init__(self, replicas: int, has: Alive, seed: int) -> None:
         rng = np.random.default_rng(derive(seed, "classes"))
@@ -249,7 +249,7 @@ class _Task:
         return np.concatenate([inputs, np.ones((*labels.shape, 1))], axis=-1)
 
     def train(self, weights: NDArray[np.float64], edges: Edges, alive: Alive, rounds: int) -> NDArray[np.float64]:
-        """A step of gradient descent on the own samples, then the mean over surviving neighbours; those who are not alive stay as they are."""
+        """Each round is a step of gradient descent on the own samples, then the mean over surviving neighbours; failed replicas do not change."""
         mixed = metropolis(edges & alive & alive[:, None])
         for _ in range(rounds):
             scores = self.inputs @ weights
@@ -267,7 +267,7 @@ class _Task:
 def _checked(topology: Topology, replicas: int, seed: int) -> Edges:
     if not topology.fixed:
         raise ConfigurationError(
-            f"{topology}: a graph that is the same in every round is needed, of which a part is lost; choose BarabasiAlbert(2)."
+            f"{topology}: a graph that is the same in every round is needed; choose BarabasiAlbert(2)."
         )
     check_size(topology, replicas, seed)
     edges = topology.edges(replicas, seed=seed)

@@ -1,11 +1,11 @@
-"""Flows through a leaf-spine fabric: how their paths are chosen, what every link then carries, and when all are done.
+"""Flows through a leaf-spine fabric: the choice of their paths, the loads of links, and the completion time.
 
 Leaves (racks, sites) are joined by spines; a flow from leaf i to leaf j takes one of them, up and down again. All links
 have one rate; hosts' own links are no limit, and flows inside a leaf stay there. All flows begin together and are
 equal, as in one step of a collective. Shares of a flow are fractions, so that loads are compared exactly.
 
-* `ecmp`: each flow on a spine by chance, as a hash of its header does.
-* `round-robin`: each (host, leaf)'s flows on one spine after the other, from one that is drawn; no flow is cut.
+* `ecmp`: each flow on a random spine, as by a hash of its header.
+* `round-robin`: the flows of each pair of host and leaf on one spine after the other, from a random one on; no flow is cut.
 * `split` (arXiv 2407.00550, Ethereal): of n flows on s spines the first n − r go whole, round robin, r = n mod s; each of the last r
   is cut into s / gcd(r, s) equal parts, which go round robin too. Every spine gets n / s flows, exactly.
 * `wrap` (ours, after McNaughton's rule): flows end to end, cut wherever a spine has its n / s: at most s − 1 cuts.
@@ -32,10 +32,10 @@ from thinwire.simulate.uplinks import Integers
 Policy = Literal["ecmp", "round-robin", "split", "wrap", "spray"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 Pattern = Literal["all-to-all", "ring"]
-BY_CHANCE: tuple[Policy, ...] = ("ecmp", "round-robin")  # whose loads depend on the draw
-PARTS = 30_000  # of flows, that are followed one by one
+BY_CHANCE: tuple[Policy, ...] = ("ecmp", "round-robin")  # policies with random loads
+PARTS = 30_000  # most parts of flows, which are simulated one by one
 _WHOLE = Fraction(1)
-_SAME = 1e-9  # of a flow: what is left of it when it is done
+_SAME = 1e-9  # share of a flow at which it counts as done
 
 Placement = list[tuple[int, Fraction]]  # (spine, share of one flow)
 
@@ -77,12 +77,12 @@ class Fabric:
 
     @property
     def usable(self) -> int:
-        """Spines that work."""
+        """Number of working spines."""
         return self.spines - self.failed
 
 
 class Part(NamedTuple):
-    """A share of one flow on its way over one spine.
+    """The share of one flow that goes over one spine.
 
     Args:
         source: number of the leaf that sends, from 0.
@@ -104,9 +104,9 @@ def place(policy: Policy, flows: int, spines: int, random: Random) -> Placement:
     """The parts of `flows` equal flows of one host to one leaf.
 
     Args:
-        policy: how paths are chosen; the module describes each.
+        policy: the choice of paths; the module describes each.
         flows: number of flows.
-        spines: number of spines that work.
+        spines: number of working spines.
         random: draws the spines, or the first of them.
 
     Returns:
@@ -157,10 +157,10 @@ def route(fabric: Fabric, policy: Policy, pattern: Pattern, flows: int, seed: in
 
     Args:
         fabric: the leaves and spines.
-        policy: how paths are chosen; the module describes each.
+        policy: the choice of paths; the module describes each.
         pattern: `all-to-all` or `ring`.
         flows: number of flows from a host to a leaf.
-        seed: of the drawn paths; an integer number.
+        seed: seed of random paths; an integer number.
 
     Raises:
         ConfigurationError: fewer than one flow, or more than 30,000 parts of flows.
@@ -174,7 +174,7 @@ def route(fabric: Fabric, policy: Policy, pattern: Pattern, flows: int, seed: in
     if pairs * max(flows, fabric.usable) > PARTS:
         raise ConfigurationError(
             f"{pairs:,} pairs of host and leaf with {flows} flows on {fabric.usable} spines: at most {PARTS:,} parts of flows are "
-            "followed; take fewer leaves, hosts or flows, or the pattern `ring`."
+            "simulated; take fewer leaves, hosts or flows, or the pattern `ring`."
         )
     random = Random(seed)
     return [
@@ -212,7 +212,7 @@ def flow_count(fabric: Fabric, pattern: Pattern, flows: int) -> int:
 
 
 def even_load(fabric: Fabric, pattern: Pattern, flows: int) -> Fraction:
-    """What each link carries at best, in flows: a leaf's flows divided by the spines that work.
+    """The load of each link at best, in flows: a leaf's flows divided by the working spines.
 
     Args:
         fabric: the leaves and spines.
@@ -226,7 +226,7 @@ def even_load(fabric: Fabric, pattern: Pattern, flows: int) -> Fraction:
 
 
 def _pairs(fabric: Fabric, pattern: Pattern) -> Iterator[tuple[int, int]]:
-    """(leaf of a host, leaf that it sends to)."""
+    """Yield pairs of the leaf of a host and a leaf to which it sends."""
     for source in range(fabric.leaves):
         ahead = range(1, 1 + sinks(fabric, pattern))
         for _ in range(fabric.hosts):
@@ -234,7 +234,7 @@ def _pairs(fabric: Fabric, pattern: Pattern) -> Iterator[tuple[int, int]]:
 
 
 def loads(fabric: Fabric, parts: Sequence[Part]) -> tuple[dict[tuple[int, int], Fraction], ...]:
-    """What every uplink and every downlink carries, in flows, as exact fractions.
+    """The load of every uplink and every downlink, in flows, as exact fractions.
 
     Args:
         fabric: the leaves and spines.
@@ -305,7 +305,7 @@ def seconds(fabric: Fabric, parts: Sequence[Part], flow_nbytes: float) -> float:
 
 
 def _fair(up: Integers, down: Integers, links: int) -> Floats:
-    """Max-min rates of flows over two links each, all links of rate 1: the tightest link's flows first, then the rest."""
+    """Max-min fair rates of flows over two links each, with links of rate 1: the flows of the tightest link first, then the rest."""
     rates = np.zeros(len(up))
     capacity = np.ones(links)
     open_ = np.arange(len(up))

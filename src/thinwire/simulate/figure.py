@@ -1,4 +1,4 @@
-"""Figures of the studies: compute utilisation against the link's rate, a curve a method (the paper's figure), and others like it."""
+"""Figures of the studies, such as compute utilisation against the link's rate with a curve for each method (the paper's figure)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from thinwire.simulate.pipeline import (
 )
 from thinwire.simulate.utilization import STUDIED, Study
 
-POINTS = 240  # of a curve
-DRAWS = 8  # of what depends on chance
-MOST_FLOWS = 64  # on the fabric's axis
+POINTS = 240  # points of a curve
+DRAWS = 8  # random draws per point
+MOST_FLOWS = 64  # end of the fabric's axis
 
 
 def utilization_chart(study: Study, methods: tuple[str, ...] = STUDIED) -> Chart:
@@ -173,7 +173,7 @@ def stragglers_chart(runs: Mapping[str, tuple[Sequence[float], int]]) -> Chart:
 
 
 def disrupted_chart(rows: Sequence[Mapping[str, float]]) -> Chart:
-    """What survivors still know, and how much of the graph is left, against the share of replicas that are hit.
+    """The accuracy of the survivors, and the share in the largest component, against the share of failed replicas.
 
     Args:
         rows: of each share `hit`: accuracies `after`, `low`, `in_giant`, `alone`, `undisturbed`, and the share `giant`. NaN: none.

@@ -1,8 +1,8 @@
-"""Closed forms beside the simulator. Their results are *predicted*, each within the range that it states.
+"""Closed forms for comparison with the simulator. Their results are *predicted*; each states its range.
 
 In all of them `load` is c = κ·b·N / (B·T): the number of steps that the link needs for one exchange of the whole model. N are the
-parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step. κ is what the collective sends for one
-message: `ring_factor`, or M − 1 if every replica sends to every other. For two replicas all κ are 1.
+parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step. κ is the number of message sizes that the
+collective sends: `ring_factor`, or M − 1 if every replica sends to every other. For two replicas all κ are 1.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from thinwire.simulate.layers import FORWARD
 
-BACKWARD = 1 - FORWARD  # of a step
+BACKWARD = 1 - FORWARD  # share of a step
 
 
 def ring_factor(replicas: int) -> float:
-    """κ = 2·(M−1)/M: what a ring all-reduce, or a reduce-scatter and a gather, sends for one message.
+    """κ = 2·(M−1)/M: the message sizes that a ring all-reduce, or a reduce-scatter and a gather, sends.
 
     Args:
         replicas: number M of replicas.
@@ -27,7 +27,7 @@ def ring_factor(replicas: int) -> float:
 
 
 def load(parameters: float, bits_per_parameter: float, bits_per_second: float, step_seconds: float) -> float:
-    """c = b·N / (B·T), κ taken into b.
+    """c = b·N / (B·T), where b includes κ.
 
     Args:
         parameters: number N of parameters.
@@ -42,9 +42,9 @@ def load(parameters: float, bits_per_parameter: float, bits_per_second: float, s
 
 
 def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: int, step_seconds: float) -> float:
-    """B ≥ κ·b·N / (H·T): below this rate no schedule and no overlap reaches full utilisation. Holds always.
+    """B ≥ κ·b·N / (H·T): below this rate no schedule and no overlap reaches full utilisation. It always holds.
 
-    H is the real period: where a schedule rounds it, the rounded one. With several links in parallel, their sum.
+    H is the real period: the rounded one, if a schedule rounds it. For several parallel links, B is their sum.
 
     Args:
         parameters: number N of parameters.
@@ -59,7 +59,7 @@ def floor_bits_per_second(parameters: float, bits_per_parameter: float, every: i
 
 
 def most_utilization(load: float, every: int) -> float:
-    """U ≤ min(1, H/c): the same bound, as utilisation. Reached where the delay is long enough.
+    """U ≤ min(1, H/c): the same bound, as utilisation. It is reached if the delay is long enough.
 
     Args:
         load: number c of steps that the link needs for one exchange of the whole model.
@@ -72,10 +72,10 @@ def most_utilization(load: float, every: int) -> float:
 
 
 def data_parallel_utilization(load: float, layers: int) -> float:
-    """U = 1 / (⅓ + max(⅔ + c/L, ⅔/L + c)): gradients travel while the backward pass goes on.
+    """U = 1 / (⅓ + max(⅔ + c/L, ⅔/L + c)): gradients are sent during the backward pass.
 
-    Either the last layer to be ready travels alone after the pass (c/L), or the link is busy from the first on. Exact
-    for equal layers, ⅓ of the step forward, no latency. The paper's simpler form drops ⅔/L.
+    Either only the last layer is sent after the pass (c/L), or the link is busy from the first layer on. Exact
+    for equal layers, ⅓ of the step forward, no latency. The paper's simpler form omits ⅔/L.
 
     Args:
         load: number c of steps that the link needs for one exchange of the whole model.
@@ -88,7 +88,7 @@ def data_parallel_utilization(load: float, layers: int) -> float:
 
 
 def diloco_utilization(load: float, layers: int, every: int) -> float:
-    """U = H / (H + max(c/L, c − ⅔·(1 − 1/L))): one exchange in H steps, which hides behind one backward pass.
+    """U = H / (H + max(c/L, c − ⅔·(1 − 1/L))): one exchange in H steps, which overlaps with one backward pass.
 
     Exact for equal layers, ⅓ of the step forward, no latency, delay 0, and all fragments at once.
 
@@ -106,13 +106,13 @@ def diloco_utilization(load: float, layers: int, every: int) -> float:
 def streaming_utilization(
     load: float, layers: int, fragments: Sequence[Sequence[int]], every: int, delay: int
 ) -> float:
-    """U = H / (H + Σ_p stall_p): every fragment (a list of its layers) stalls by itself.
+    """U = H / (H + Σ_p stall_p): every fragment (a list of its layers) stalls separately.
 
-    A layer l that is sent is ready (L − l)·⅔/L after the backward pass has begun, and is needed ⅔ + τ + l/(3L) after
-    it. The k-th to travel arrives at a_k = max(a_(k−1), ready_k) + c/L, and stall = max_k (a_k − needed_k), or 0.
-    *Range*: τ < the steps between two departures, so that a flight has landed before the next one departs; there it
-    is exact at any load. With a longer delay flights share the link, land later, and this is too high:
-    `most_utilization` says what is left.
+    A layer l that is sent is ready (L − l)·⅔/L after the beginning of the backward pass, and is needed ⅔ + τ + l/(3L) after
+    it. The k-th sent layer arrives at a_k = max(a_(k−1), ready_k) + c/L, and stall = max_k (a_k − needed_k), or 0.
+    *Range*: τ < the steps between two departures, so that a flight has landed before the next one departs; then it
+    is exact at any load. With a longer delay flights share the link, land later, and this is too high;
+    `most_utilization` is still a bound.
 
     Args:
         load: number c of steps that the link needs for one exchange of the whole model.
@@ -139,8 +139,8 @@ def flight_fits(
 ) -> bool:
     """RTT·trips + f·c·T ≤ τ·T: whether a fragment with `share` f of the model lands in time on an idle link.
 
-    `trips` are the collective's sequential round trips: 1 where everybody sends to everybody, 2·(M−1) for a ring.
-    Necessary for full utilisation up to the slack of one step that layers have; not sufficient: see the floor.
+    `trips` are the collective's sequential round trips: 1 if every replica sends to every other, 2·(M−1) for a ring.
+    Necessary for full utilisation, up to the slack of one step between layers; not sufficient: see `floor_bits_per_second`.
 
     Args:
         load: number c of steps that the link needs for one exchange of the whole model.
@@ -148,7 +148,7 @@ def flight_fits(
         delay: inner steps τ from departure to landing.
         step_seconds: seconds T of an inner step.
         round_trip_seconds: seconds from a message to its answer.
-        trips: number of round trips of the collective that follow each other.
+        trips: number of consecutive round trips of the collective.
 
     >>> flight_fits(2.0, share=1 / 8, delay=1, step_seconds=0.1, round_trip_seconds=0.15)
     False

@@ -2,9 +2,9 @@
 
 The model is that of Streaming DiLoCo's study of compute utilisation (arXiv 2501.18512, §3.1 and appendix): replicas
 are alike, so one stands for all. Layers are equal; a forward pass takes a third of the step, a backward pass the rest.
-A layer that is due is sent when its backward pass ends. The link carries one message at a time, first in first out, without
-latency. The layer's forward pass in step t + 1 + τ waits until it has arrived. The strategy's own schedule says which fragments
-depart after which step, its own partition which layers they hold.
+A layer of a departing fragment is sent when its backward pass ends. The link carries one message at a time, first in first out, without
+latency. The layer's forward pass in step t + 1 + τ waits until it has arrived. The strategy's own schedule gives the fragments that
+depart after each step, and its own partition gives their layers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from thinwire.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-FORWARD = 1 / 3  # of a step
-CYCLES = 256  # at most, until the pattern repeats; what is left then is less than 1 / 256 of the slack
-SAME = 1e-10  # of a step: two times that are equal
+FORWARD = 1 / 3  # share of a step
+CYCLES = 256  # most cycles until the pattern repeats; the remaining error is less than 1 / 256 of the slack
+SAME = 1e-10  # difference of two equal times, as a share of a step
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Stack:
             )
 
     def skeleton(self) -> nn.Module:
-        """What a partition can look at: layers without storage."""
+        """Layers without storage, which a partition can cut."""
         with torch.device("meta"):
             return nn.Sequential(*(_Layer(round(self.parameters / self.layers)) for _ in range(self.layers)))
 
@@ -107,7 +107,7 @@ def compute_utilization(stack: Stack, strategy: Strategy, bits_per_parameter: fl
         unlike = np.abs(span - before) + np.abs(backlog - queued)
         if (unlike <= SAME * stack.step_seconds * every).all():
             break
-    return np.minimum(every * stack.step_seconds / span, 1.0)  # one rounding more or less in a sum is no gain
+    return np.minimum(every * stack.step_seconds / span, 1.0)  # rounding must not give more than 1
 
 
 def compute_utilization_of_run(
@@ -135,7 +135,7 @@ def compute_utilization_of_run(
 
 
 class _Lockstep:
-    """One replica that stands for all: when it is, when its link is free, and when which layers arrive (arrays [B])."""
+    """One replica that represents all: its clock, the time at which its link is free, and the arrivals of layers (arrays [B])."""
 
     def __init__(self, stack: Stack, strategy: Strategy, bits_per_parameter: float, rates: Floats) -> None:
         self.stack, self.schedule, self.step = stack, busiest(strategy.schedule), 0

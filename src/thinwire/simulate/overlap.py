@@ -1,9 +1,9 @@
-"""A ring reduce-scatter that begins while what it reduces is still computed: the schedule of T3 (arXiv 2401.16677).
+"""A ring reduce-scatter that begins while its input is still computed: the schedule of T3 (arXiv 2401.16677).
 
-N ranks compute N chunks each, of a matrix product say, and the sum of every chunk over the ranks is wanted on one of
-them. In ring step k rank r sends chunk r − k to rank r + 1, as soon as it has made that chunk itself, has what came
-from rank r − 1, and its link is free. T3 makes rank r begin with chunk r (`staggered`), so that the first one can leave
-at once. What T3 adds in hardware, tracking of stores and adding in memory, is not here: this is its schedule alone.
+N ranks compute N chunks each, for example of a matrix product, and one rank needs the sum of each chunk over all
+ranks. In ring step k rank r sends chunk r − k to rank r + 1, as soon as it has computed that chunk, has received the
+sum from rank r − 1, and its link is free. In T3 rank r begins with chunk r (`staggered`), so that the first one can leave
+at once. T3's hardware, which tracks stores and adds in memory, is not simulated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from thinwire.simulate.layers import Floats
 
 Order = Literal["serial", "same", "staggered"]
 ORDERS: tuple[Order, ...] = get_args(Order)
-MOST = 256  # ranks
-_SAME = 1e-12  # of all the time: two events at once
+MOST = 256  # most ranks
+_SAME = 1e-12  # difference of two simultaneous events, as a share of the whole time
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RingReduction:
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MOST:
-            raise ConfigurationError(f"ranks={self.ranks}: between 2 and {MOST} ranks make a ring here.")
+            raise ConfigurationError(f"ranks={self.ranks}: between 2 and {MOST} ranks are needed.")
         for name in ("produce_seconds", "send_seconds"):
             seconds = getattr(self, name)
             if not (isfinite(seconds) and 0 < seconds <= 1e9):
@@ -58,20 +58,20 @@ class RingReduction:
 
     @property
     def work_seconds(self) -> float:
-        """All chunks, with nothing beside."""
+        """Seconds to compute all chunks, without traffic."""
         return self.ranks * self.produce_seconds
 
     @property
     def traffic_seconds(self) -> float:
-        """All ring steps, with nothing beside."""
+        """Seconds of all ring steps, without computing."""
         return (self.ranks - 1) * self.send_seconds
 
 
 def reduce_scatter(ring: RingReduction, order: Order) -> float:
     """Seconds until every rank has computed all chunks and holds its own sum, simulated.
 
-    `serial`: nothing is sent before all is computed. `same`: all ranks compute chunks 0, 1, …, so that most wait for
-    the first one they may send. `staggered`: rank r computes r, r − 1, …, which is the order in which it sends.
+    `serial`: sending begins after all chunks are computed. `same`: all ranks compute chunks 0, 1, …, so that most wait for
+    their first chunk to send. `staggered`: rank r computes r, r − 1, …, the order in which it sends.
 
     Args:
         ring: the ranks and their times.
@@ -88,7 +88,7 @@ def reduce_scatter(ring: RingReduction, order: Order) -> float:
 
 
 class _Ranks:
-    """Arrays [N]: how many chunks each has made, what is left of the next, sends begun and ended, what it received."""
+    """Arrays [N]: the chunks that each has computed, the rest of its next one, sends begun and ended, and receives."""
 
     def __init__(self, ring: RingReduction, order: Order) -> None:
         if order not in ORDERS:
@@ -97,11 +97,11 @@ class _Ranks:
         self.ring, self.now = ring, 0.0
         self.made, self.left = np.zeros(count, dtype=np.int64), np.full(count, ring.produce_seconds)
         self.sent, self.received = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.until: Floats = np.full(count, np.inf)  # when the message on its link is over
+        self.until: Floats = np.full(count, np.inf)  # the end of the message on its link
         rank, step = np.arange(count)[:, None], np.arange(count)[None, :]
-        chunk = (rank - step) % count  # [N, k]: what rank r sends in step k; in step N − 1 it keeps it
+        chunk = (rank - step) % count  # [N, k]: the chunk that rank r sends in step k; in step N − 1 it keeps it
         needed = {"serial": np.full_like(chunk, count), "same": chunk + 1, "staggered": step + 1 + 0 * rank}[order]
-        self.needed = needed  # [N, k]: chunks made when it may go
+        self.needed = needed  # [N, k]: number of chunks that must be computed before it may be sent
 
     def run(self) -> float:
         count, ranks = self.ring.ranks, np.arange(self.ring.ranks)
@@ -114,7 +114,7 @@ class _Ranks:
         return self.now
 
     def _advance(self) -> None:
-        """To the next end of a chunk or of a message."""
+        """Advance to the next end of a chunk or of a message."""
         slow = np.where(np.isinf(self.until), 1.0, 1.0 + self.ring.contention)
         working = self.made < self.ring.ranks
         chunk_ends = np.where(working, self.now + self.left * slow, np.inf)

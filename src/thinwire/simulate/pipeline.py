@@ -1,8 +1,8 @@
 """Pipeline parallelism over links: 1F1B simulated operation by operation, and closed forms of one step.
 
-A stage does its passes in a fixed order: stage i of p first min(n, p − 1 − i) forward passes, then one forward, one
-backward in turn, then the backward passes that are left. Sending is asynchronous: a stage continues at once, and what it
-sent arrives `hop_seconds` later. A hop is a delay: messages on it do not queue.
+A stage does its passes in a fixed order: stage i of p first min(n, p − 1 − i) forward passes, then one forward and one
+backward in turn, then the remaining backward passes. Sending is asynchronous: a stage continues at once, and its
+message arrives `hop_seconds` later. A hop is a delay: messages on it do not queue.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import isfinite
 
 from thinwire.errors import ConfigurationError
 
-OPERATIONS = 2_000_000  # forward passes of one step that are followed: some seconds
+OPERATIONS = 2_000_000  # most forward passes of one step: some seconds of simulation
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Pipeline:
         micro_batches: number n of micro-batches.
         forward_seconds: seconds of each stage's forward pass over one micro-batch [p].
         backward_seconds: seconds of each stage's backward pass over one micro-batch [p].
-        hop_seconds: seconds until what a stage sends is at the next one [p − 1].
+        hop_seconds: seconds from one stage to the next [p − 1].
 
     Raises:
         ConfigurationError: the lengths do not fit, a time is negative or not finite, all times are 0, or a step has more
@@ -81,7 +81,7 @@ class Pipeline:
 
     @property
     def even(self) -> bool:
-        """Whether all stages are alike, and all hops: what the closed forms are for."""
+        """Whether all stages are equal, and all hops, as the closed forms need."""
         return all(len(set(times)) <= 1 for times in (self.forward_seconds, self.backward_seconds, self.hop_seconds))
 
     @property
@@ -102,8 +102,8 @@ def one_forward_one_backward(pipeline: Pipeline) -> float:
     """
     stages, count = pipeline.stages, pipeline.micro_batches
     clock = [0.0] * stages
-    forward = [[0.0] * count] + [[] for _ in range(stages)]  # when each activation is there, by stage and micro-batch
-    backward: list[list[float]] = [[] for _ in range(stages)]  # when each gradient is there
+    forward = [[0.0] * count] + [[] for _ in range(stages)]  # arrival of each activation, by stage and micro-batch
+    backward: list[list[float]] = [[] for _ in range(stages)]  # arrival of each gradient
     turns = [iter(_order(stage, stages, count)) for stage in range(stages)]
     due = [next(turn, None) for turn in turns]
     hops = (*pipeline.hop_seconds, 0.0)
@@ -114,7 +114,7 @@ def one_forward_one_backward(pipeline: Pipeline) -> float:
                 goes_back, number = turn
                 arrivals = backward[stage] if goes_back and stage < last else forward[stage]
                 if number >= len(arrivals):
-                    break  # not sent yet: the neighbours go first
+                    break  # not sent yet, so the neighbours continue first
                 begin = clock[stage] if goes_back and stage == last else max(clock[stage], arrivals[number])
                 if goes_back:
                     clock[stage] = begin + pipeline.backward_seconds[stage]
@@ -139,8 +139,8 @@ def _order(stage: int, stages: int, count: int) -> list[tuple[bool, int]]:
 def pipeline_seconds(stages: int, micro_batches: int, compute_seconds: float, hop_seconds: float) -> float:
     """One step of 1F1B: T = (n/p)·(p·C + 2(p−1)·c) + (p−1)·C + 2(p−2)·c for p | n, with C forward and backward of a stage.
 
-    `hop_seconds` is c: one activation, one way. *Range*: equal stages, equal hops, p | n; there it is exact. Where p
-    does not divide n the hops of the last round are counted as of a whole one, and it is too high or exact.
+    `hop_seconds` is c: one activation, one way. *Range*: equal stages, equal hops, p | n; then it is exact. If p
+    does not divide n, the hops of the last round are counted as of a whole one, and the result is too high or exact.
 
     Args:
         stages: number p of stages.
@@ -180,7 +180,7 @@ def pipette_seconds(stages: int, micro_batches: int, compute_seconds: float, hop
 
 
 def amp_seconds(stages: int, micro_batches: int, compute_seconds: float, hop_seconds: float) -> float:
-    """AMP's form: T = (n−1)·C + p·C + 2(p−1)·c. It pays each hop once, which is far too low where hops cost something.
+    """AMP's form: T = (n−1)·C + p·C + 2(p−1)·c. It counts each hop once, which is far too low if hops take time.
 
     Args:
         stages: number p of stages.

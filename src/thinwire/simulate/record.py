@@ -1,4 +1,4 @@
-"""A simulated run as the event logs of a real one, so that `thinwire report` draws its timeline and its link."""
+"""Writes a simulated run as the event logs of a real one, so that `thinwire report` draws its timeline and its link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.simulate.replicas import SimulatedRound, SimulationResult
 from thinwire.simulate.scenario import Scenario
 from thinwire.simulate.uplinks import Flags, Integers
 
-REPLICAS = 16  # that leave a log; the report draws eight
+REPLICAS = 16  # most replicas with a log; the report draws eight
 
 
 class Recorder:
@@ -26,9 +26,9 @@ class Recorder:
     Steps between two events share their time evenly. The logs hold no loss.
 
     Args:
-        folder: of the run; made if it is not there.
-        scenario: the one that is simulated.
-        about: fields of the `start` event that a scenario does not know: run, strategy, parameters, fragments, machine.
+        folder: the run's folder; made if it is missing.
+        scenario: the simulated one.
+        about: fields of the `start` event that a scenario does not have: run, strategy, parameters, fragments, machine.
         tokens: number of tokens in an inner step, for the logs.
 
     >>> import tempfile, thinwire as tw
@@ -91,7 +91,7 @@ class Recorder:
                 self._emit(rank, now, "warning", step, message=what)
 
     def end(self, outcome: SimulationResult, steps: int, summary: Mapping[str, Any]) -> None:
-        """What the run says of itself, each replica with its own numbers."""
+        """Write the `end` events, with each replica's own numbers."""
         for rank, log in enumerate(self.logs):
             own = {
                 "wire_bytes_sent": int(outcome.nbytes_sent[rank]),

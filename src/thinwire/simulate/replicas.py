@@ -1,11 +1,11 @@
 """The replicas of a run, their rounds and their wires, in virtual time.
 
-The order of events is that of `Replica`. The strategy that trains decides: its schedule says which fragments depart after which
-inner step and how long they may fly, its exchange and codec how many bytes that is. The rest is time:
+The order of events is that of `Replica`. The strategy's own pieces decide: its schedule gives the fragments that depart after each
+inner step and their delay, its exchange and codec give the bytes. The simulator adds the times:
 
 - an inner step takes its replica's time;
 - a departure goes through the exchange thread, then over the uplink, both first in first out; an exchange of several hops is one
-  message of as many bytes, with the delays one after the other;
+  message of as many bytes, with the sum of the delays;
 - a round is complete when the last byte of the last replica has arrived, because a replica waits for its own bytes, too;
 - a landing waits for its round, and nothing else waits.
 
@@ -37,7 +37,7 @@ from thinwire.strategy import Gradients, Strategy
 
 @dataclass(eq=False)
 class SimulatedRound:
-    """One exchange of one fragment, as all M replicas see it.
+    """One exchange of one fragment among all M replicas.
 
     Args:
         fragment: number of the fragment, from 0.
@@ -46,7 +46,7 @@ class SimulatedRound:
         departed: seconds at which each replica's packet departed, float64 [M].
         messages: what each replica sends.
         further_seconds: seconds of the delays after the first, in an exchange with several hops.
-        noticed: seconds until which the round waited for packets that did not come.
+        noticed: time until which the round waited for missing packets, in seconds.
         landed: seconds at which every replica has received and decoded all packets, float64 [M]; None until then.
 
     >>> now = np.zeros(2)
@@ -59,9 +59,9 @@ class SimulatedRound:
     step: int
     departed: Floats
     messages: Messages
-    further_seconds: float  # of delays after the first: of an exchange with several hops
-    noticed: float  # until when it waited for packets that did not come
-    landed: Floats | None = None  # ready to land: arrived from everybody, and decoded
+    further_seconds: float  # sum of the delays after the first, in an exchange with several hops
+    noticed: float  # the time until which it waited for missing packets
+    landed: Floats | None = None  # the times at which all packets have arrived and are decoded
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class SimulatedRound:
 
 
 class SimulationObserver(Protocol):
-    """Hears what happens, as arrays [M]; `away` replicas take no part."""
+    """Called with events, as arrays [M]; replicas that are `away` take no part."""
 
     def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
         """Each replica has taken `done` inner steps, starting with step `first`: fewer if it died, none if it is away."""
@@ -79,12 +79,12 @@ class SimulationObserver(Protocol):
     def landed(self, round_: SimulatedRound, step: int, begin: Floats, stall: Floats, away: Flags) -> None: ...
 
     def changed(self, replicas: Integers, step: int, seconds: Floats, what: str) -> None:
-        """Some die, or are back, each at its time."""
+        """Some replicas die, or return, each at its time."""
 
 
 @dataclass(frozen=True, eq=False)
 class SimulationResult:
-    """What a simulated run of M replicas over W wires took.
+    """The times and counts of a simulated run of M replicas over W wires.
 
     Args:
         wall_seconds: seconds of each replica, float64 [M].
@@ -126,14 +126,14 @@ def simulate(
     observer: SimulationObserver | None = None,
     rates: Rates = lambda step: 1.0,
 ) -> SimulationResult:
-    """Train in virtual time, and finish as `Replica.finish` does.
+    """Train in virtual time, and finish like `Replica.finish`.
 
     Args:
-        strategy: the composition that would train; its schedule, exchange and codec are asked.
+        strategy: the composition; its schedule, exchange and codec give departures and bytes.
         fragments: number of elements of each fragment, or the shapes of its tensors, as for `Strategy.nbytes_per_period`.
-        scenario: the replicas, their wires, and what goes wrong.
+        scenario: the replicas, their wires, and failures.
         steps: inner steps of the run.
-        observer: hears of every departure and landing.
+        observer: called with every departure and landing.
         rates: the learning rate of an inner step, for a schedule that follows it.
 
     Raises:
@@ -152,11 +152,11 @@ def simulate(
 
 
 def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
-    """How many one-way delays of the link a round takes, one after the other. The exchange itself is asked.
+    """The number of consecutive one-way delays of the link in a round, derived from the exchange's own prediction.
 
     Args:
-        exchange: how the packets travel.
-        codec: what they are encoded with.
+        exchange: how packets become their mean.
+        codec: the codec of the packets.
         numel: number of elements.
         size: number of replicas.
 
@@ -168,7 +168,7 @@ def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
     return max(1, round(exchange.seconds(codec, numel, size, _INSTANT)))
 
 
-_INSTANT = Link(1e30, 1.0)  # nothing takes time but the way, a second
+_INSTANT = Link(1e30, 1.0)  # only the delay takes time: one second
 
 
 class _Fleet:
@@ -185,7 +185,7 @@ class _Fleet:
         self.shapes = shaped
         count = scenario.replicas
         self.step_seconds = np.array(scenario.step_seconds)
-        self.pace = np.cumsum(self.step_seconds)  # who pauses: in proportion to the time of a step
+        self.pace = np.cumsum(self.step_seconds)  # pauses hit replicas in proportion to the time of a step
         self.random = np.random.default_rng(derive(scenario.seed, "simulate"))
         self.uplinks = Uplinks(scenario.wires)
         self.shares = np.array(range(count) if scenario.shares is None else scenario.shares)
@@ -193,19 +193,19 @@ class _Fleet:
         self.clock, self.outbound, self.inbound = np.zeros(count), np.zeros(count), np.zeros(count)
         self.compute, self.stall = np.zeros(count), np.zeros(count)
         self.sent, self.steps = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        self.flying: dict[int, SimulatedRound] = {}  # by fragment
-        self.waiting: list[SimulatedRound] = []  # to be settled, in order of departure
+        self.flying: dict[int, SimulatedRound] = {}  # rounds in flight by fragment
+        self.waiting: list[SimulatedRound] = []  # unsettled rounds in order of departure
         self.rounds = [0] * len(fragments)
-        # the inner step after which nothing trained has departed, as in `FragmentState`
+        # the inner step of the last departure, as in `FragmentState`
         self.since = [0] * len(fragments)
         self.events = self.failed = 0
         self.away = np.zeros(count, dtype=bool)
         self.fails_at, self.returns_at = np.full(count, np.inf), np.full(count, np.inf)
-        self.noticed = 0.0  # when the others knew of the last failure
+        self.noticed = 0.0  # the time at which the others knew of the last failure
         if scenario.failures:
             self.fails_at = self._next_failures(np.zeros(count))
 
-    # ---- the order of things, as in Replica
+    # ---- the order of operations, as in Replica
 
     def run(self, steps: int, calendar: Calendar) -> None:
         schedule, fragments = self.strategy.schedule, len(self.numels)
@@ -244,7 +244,7 @@ class _Fleet:
                 self._land(p, step)
 
     def _compute(self, step: int, steps: int) -> None:
-        """`steps` inner steps on every replica that is there, up to `step`."""
+        """Do `steps` inner steps on every present replica, up to `step`."""
         if not steps:
             return
         begin, there = self.clock, ~self.away
@@ -257,14 +257,14 @@ class _Fleet:
             self._go_on_alone(step, np.where(there, undone, steps))
 
     def _count(self, first: int, done: Integers, begin: Floats) -> None:
-        """`done` inner steps [M] from `first` on."""
+        """Count `done` inner steps [M] from `first` on."""
         self.steps += done
         self.events += int(done.sum())
         if self.observer:
             self.observer.stepped(first, done, begin, self.clock)
 
     def _seconds(self, steps: int) -> Floats:
-        """Seconds of `steps` inner steps: sums of independent draws; pauses of all replicas are drawn together."""
+        """Seconds of `steps` inner steps: sums of independent random times; the pauses of all replicas are drawn together."""
         seconds, scenario = steps * self.step_seconds, self.scenario
         if scenario.jitter:
             variance = scenario.jitter**2
@@ -300,11 +300,11 @@ class _Fleet:
             self.observer.departed(flight, self.away)
 
     def _delay(self, there: Flags) -> float:
-        """The longest of those that take part."""
+        """The longest delay among the replicas that take part."""
         return float(self.uplinks.delay_seconds[self.shares[there]].max(initial=0.0))
 
     def _land(self, p: int, step: int) -> None:
-        """Wait for the flight; then everybody that is back takes the anchors."""
+        """Wait for the flight; then all returned replicas take the anchors."""
         flight = self.flying.pop(p)
         self.since[p] = step if self.strategy.merge.forgets else self.since[p]
         while flight.landed is None:
@@ -320,7 +320,7 @@ class _Fleet:
         self._return(step, float((begin + stall)[there].max()))
 
     def _settle(self, flight: SimulatedRound) -> None:
-        """When the round is complete, and when each replica has decoded it; rounds settle in order of departure."""
+        """Set the times at which the round is complete and decoded on each replica; rounds settle in order of departure."""
         messages, there = flight.messages, ~self.away
         if not flight.nbytes:
             messages.begin, messages.arrival = messages.asked, messages.asked
@@ -332,14 +332,14 @@ class _Fleet:
         flight.landed = np.maximum(complete, self.inbound) + decode
         self.inbound = np.where(there, flight.landed, self.inbound)
 
-    # ---- who is there
+    # ---- failures and returns
 
     def _next_failures(self, now: Floats) -> Floats:
         assert self.scenario.failures
         return now + self.random.exponential(self.scenario.failures.every_seconds, len(now))
 
     def _fail(self, step: int, steps: int, begin: Floats) -> Integers:
-        """Those whose time came before these `steps` were done are away; how many steps each did not finish [M]."""
+        """Remove the replicas that fail before these `steps` are done; return the unfinished steps of each [M]."""
         assert self.scenario.failures
         undone = np.zeros(len(begin), dtype=np.int64)
         failed = np.flatnonzero(~self.away & (self.clock >= self.fails_at))
@@ -349,9 +349,9 @@ class _Fleet:
             lost = np.minimum(late, seconds)
             undone[failed] = np.ceil(
                 steps * lost / np.maximum(seconds, 1e-12)
-            )  # a draw of steps can be next to nothing
+            )  # a random time of steps can be nearly 0
             self.compute[failed] -= lost
-            self.stall[failed] -= late - lost  # it died while it waited
+            self.stall[failed] -= late - lost  # these died while they waited
             self.clock[failed] = at
             self._leave(step, failed)
             self.noticed = max(self.noticed, float(at.max()) + self.scenario.failures.detect_seconds)
@@ -366,7 +366,7 @@ class _Fleet:
             self.observer.changed(failed, step, self.fails_at[failed], "this replica dies")
 
     def _go_on_alone(self, step: int, undone: Integers) -> None:
-        """All replicas have died: the first that returns continues from its own checkpoint with the steps that are not done."""
+        """If all replicas have died, the first that returns continues from its own checkpoint with the unfinished steps."""
         while self.away.all():
             first = int(self.returns_at.argmin())
             now = float(self.returns_at[first])
@@ -383,7 +383,7 @@ class _Fleet:
                 self._leave(step, np.array([first]))
 
     def _return(self, step: int, now: float) -> None:
-        """Those that are repaired by `now` are there again."""
+        """Bring back the replicas that are repaired by `now`."""
         back = np.flatnonzero(self.away & (self.returns_at <= now))
         if len(back):
             self.away[back] = False

@@ -1,4 +1,4 @@
-"""The setting of a simulated run: how fast the replicas are, which wires join them, and what goes wrong."""
+"""The setting of a simulated run: the speeds of the replicas, their wires, and failures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LONGEST = 1e9  # seconds of a step: thirty years
 
 @dataclass(frozen=True)
 class Outages:
-    """Drawn times in which a wire is down; both durations are exponentially distributed.
+    """Random times in which a wire is down; both durations are exponentially distributed.
 
     Args:
         every_seconds: mean seconds between two outages, at least a millisecond.
         seconds: mean seconds of an outage.
-        seed: of the draws; an integer number.
+        seed: seed of the random times; an integer number.
 
     Raises:
         ConfigurationError: a time is not positive, or outages are less than a millisecond apart.
@@ -47,7 +47,7 @@ class Outages:
             )
 
     def __iter__(self) -> Iterator[tuple[float, float]]:
-        """(begin, end) without end; the same whenever it is asked."""
+        """Yield (begin, end) without end; every iteration gives the same times."""
         random, end = np.random.default_rng(self.seed), 0.0
         while True:
             begin = end + random.exponential(self.every_seconds)
@@ -56,15 +56,15 @@ class Outages:
 
 @dataclass(frozen=True)
 class Wire:
-    """An uplink: a link, the share of its bytes that is lost, and when it is down.
+    """An uplink: a link, the share of lost bytes, and its outages.
 
-    Lost bytes travel again: n bytes occupy the wire for 8·n / (rate·(1 − loss)) seconds. Congestion control is not
-    modelled: the rate is what a stream reaches. A message on a wire that goes down continues when the wire is up again.
+    Lost bytes are sent again: n bytes occupy the wire for 8·n / (rate·(1 − loss)) seconds. Congestion control is not
+    modelled: the rate is that of a stream. A message on a wire that goes down continues when the wire is up again.
 
     Args:
         link: rate and delay.
         loss: share of the bytes that is lost, [0, 1).
-        outages: pairs (begin, end) in seconds, ascending and apart; or `Outages`, which draws them.
+        outages: pairs (begin, end) in seconds, ascending and apart; or `Outages` for random ones.
 
     Raises:
         ConfigurationError: the loss is out of range, or the outages are not ascending.
@@ -88,7 +88,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Drawn pauses in inner steps, for each replica by itself; both durations are exponentially distributed.
+    """Random pauses in inner steps, independent for each replica; both durations are exponentially distributed.
 
     Args:
         every_seconds: mean seconds of computing between two pauses.
@@ -110,10 +110,10 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Failures:
-    """Drawn deaths of replicas, each of which returns; the time between deaths is exponentially distributed.
+    """Random deaths of replicas, each of which returns; the time between deaths is exponentially distributed.
 
-    The group is elastic: the others continue without the replica as soon as they have noticed. A replica that returns takes the
-    anchors at the next landing and trains on from there. No replica does the steps that it missed.
+    The group is elastic: the others continue without the replica as soon as they notice its death. A returning replica takes the
+    anchors at the next landing and continues from there. Missed steps are not made up.
 
     Args:
         every_seconds: mean seconds between two deaths of one replica.
@@ -144,14 +144,14 @@ class Scenario:
     Args:
         step_seconds: seconds of an inner step of each replica [M].
         wires: the uplinks [W].
-        shares: for each replica the number of the wire that it sends over [M]. Replicas on one wire share it, first in
+        shares: for each replica the number of its wire [M]. Replicas on one wire share it, first in
             first out. None: one wire for each replica.
         jitter: coefficient of variation of a step's duration (gamma distributed), 0 to 10.
         stragglers: pauses in inner steps.
         failures: deaths and returns of replicas.
         encode_seconds: seconds in which an exchange thread encodes one parameter.
         decode_seconds: seconds in which it decodes one parameter of one packet.
-        seed: of all that is drawn; an integer number.
+        seed: seed of all random numbers; an integer number.
 
     Raises:
         ConfigurationError: a time is not positive or too long, wires and replicas do not fit, or failures are less than a
@@ -204,7 +204,7 @@ class Scenario:
 
     @classmethod
     def alike(cls, replicas: int, step_seconds: float, link: Link) -> Scenario:
-        """Equal replicas, each with an uplink of its own."""
+        """Equal replicas, each with its own uplink."""
         return cls((step_seconds,) * replicas, (Wire(link),) * replicas)
 
 
@@ -212,11 +212,11 @@ def spread(mean: float, variation: float, count: int, seed: int, purpose: str) -
     """`count` lognormal draws with the given mean and coefficient of variation: speeds of machines, rates of links.
 
     Args:
-        mean: number around which values are drawn, in any unit.
+        mean: number, the mean of the draws, in any unit.
         variation: standard deviation over mean.
         count: number of draws.
-        seed: of the draws; an integer number.
-        purpose: what is drawn; another purpose has other draws.
+        seed: seed of the draws; an integer number.
+        purpose: a name; another purpose gives other draws.
 
     >>> spread(2.0, 0.0, 3, seed=0, purpose="steps")
     (2.0, 2.0, 2.0)

@@ -1,7 +1,7 @@
-"""Stragglers in virtual time: what waiting for them, ignoring them, and codes cost, in rounds of gradients.
+"""Stragglers in virtual time: the cost of waiting for them, of ignoring them, and of codes, in rounds of gradients.
 
 In a round every replica computes its share of a batch and sends one message to all that need it; the round ends when they stop
-waiting. *Not simulated*: the wire; a late replica's work after the round, because it stops and begins the next round with the
+waiting. *Not simulated*: the wire; work of a late replica after the round, because it stops and begins the next round with the
 others.
 """
 
@@ -23,15 +23,15 @@ from thinwire.methods.sequential_codes import Coded, Master, Multiplexed, Scheme
 from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 
-MOST = 4_000_000  # delays: rounds times replicas
+MOST = 4_000_000  # most delays: rounds times replicas
 PATIENCE = 0.1
-_LEVELS = 12  # of λ, and of s, that a search tries
-_WINDOWS = 4  # at most: W − 1 of a search
+_LEVELS = 12  # number of values of λ, and of s, in a search
+_WINDOWS = 4  # largest W − 1 in a search
 
 
 @dataclass(frozen=True, eq=False)
 class Delays:
-    """Seconds from the beginning of a round until each replica's result is there, if it computes 1/n of the batch [round, replica].
+    """Seconds from the beginning of a round until each replica's result arrives, if it computes 1/n of the batch [round, replica].
 
     A replica that computes the share L takes `batch_seconds`·(L − 1/n) longer (§F of arXiv 2211.13802: linear in the load).
 
@@ -76,7 +76,7 @@ def gilbert_elliott(
         rounds: number of rounds.
         replicas: number of replicas.
         step_seconds: seconds of an undisturbed round.
-        pause_seconds: seconds more in the bad state.
+        pause_seconds: additional seconds in the bad state.
         every: mean rounds in the good state, at least 1.
         length: mean rounds in the bad state, at least 1.
         seed: of the draws; an integer number.
@@ -113,7 +113,7 @@ def shifted_exponential(rounds: int, replicas: int, step_seconds: float, mean_se
         rounds: number of rounds.
         replicas: number of replicas.
         step_seconds: seconds of an undisturbed round.
-        mean_seconds: mean seconds of what is drawn.
+        mean_seconds: mean seconds of the random delay.
         seed: of the draws; an integer number.
 
     Returns:
@@ -169,17 +169,17 @@ class CodedRun:
 
     @property
     def seconds_per_job(self) -> float:
-        """The rounds at the end, in which late jobs are completed, included."""
+        """Mean seconds per batch, with the last rounds in which late jobs are completed."""
         return self.ends[-1] / self.jobs
 
 
 def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> CodedRun:
-    """A run of as many jobs as these rounds hold, each of them decoded exactly.
+    """Simulate a run with as many jobs as fit into these rounds, each of them decoded exactly.
 
     A round does not wait for a replica that takes more than (1 + `patience`) times as long as the first, if the scheme
     allows the pattern of late replicas that follows (arXiv 2211.13802; there `patience` is 1).
-    *Differs*: where the pattern is not allowed, the round ends with the first further arrival that makes it so, not with the last of
-    all. A round ends at once where that costs later rounds nothing.
+    *Differs*: if the pattern is not allowed, the round ends with the first further arrival that makes it allowed, not with the last of
+    all. A round ends at once if that costs later rounds nothing.
 
     Args:
         scheme: the code.
@@ -215,7 +215,7 @@ def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> Code
 
 
 def _end(master: Master, arrivals: Floats, patience: float) -> tuple[float, Late]:
-    """When a round ends, and without whom."""
+    """The end of a round, and its late replicas."""
     order = np.argsort(arrivals, kind="stable").tolist()
     times = arrivals[order]
 
@@ -233,12 +233,12 @@ def _end(master: Master, arrivals: Floats, patience: float) -> tuple[float, Late
 
 
 def _first(most: int, enough: Callable[[int], bool]) -> int:
-    """The least number heard, 1 to `most`, that is enough; more are then enough too."""
+    """The smallest number of arrivals, 1 to `most`, that is enough; larger numbers are then enough too."""
     return bisect.bisect_left(range(1, most), True, key=enough) + 1
 
 
 def without_the_slowest(delays: Delays, stragglers: int) -> CodedRun:
-    """No code: each step takes the mean of the first n − `stragglers` results; what the other replicas computed is lost.
+    """Simulate a run without a code: each step takes the mean of the first n − `stragglers` results; the other results are lost.
 
     Args:
         delays: seconds of each round and replica.
@@ -260,14 +260,14 @@ def without_the_slowest(delays: Delays, stragglers: int) -> CodedRun:
     return CodedRun(scheme, tuple(np.cumsum(times).tolist()), jobs, stragglers * jobs, stragglers / delays.replicas)
 
 
-# ---- which parameters
+# ---- search of parameters
 
 
 FAMILIES: tuple[str, ...] = ("gradient coding", "SR-SGC", "M-SGC")
 
 
 def candidates(family: str, replicas: int) -> Iterator[Scheme]:
-    """The schemes of a family that a search tries: B < W ≤ 5, and up to 12 values of λ, or of s, from 1 to n.
+    """The schemes of a family for a search: B < W ≤ 5, and up to 12 values of λ, or of s, from 1 to n.
 
     Args:
         family: one of `FAMILIES`.
@@ -295,7 +295,7 @@ def _shapes() -> list[tuple[int, int]]:
 
 
 def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
-    """The scheme of a family that would have been fastest in the probed rounds. If several are equally fast: the one with the least load.
+    """The scheme of a family that would have been fastest in the probed rounds; the one with the least load among equally fast ones.
 
     No code was used in the probed rounds.
 

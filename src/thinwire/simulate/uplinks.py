@@ -1,4 +1,4 @@
-"""The wires of all replicas: which message leaves when, first in first out, also on wires that are shared or go down."""
+"""The wires of all replicas: the times of their messages, first in first out, also on shared wires and with outages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEVER = (np.inf, 0.0)
 class Uplinks:
     """The queues of W wires in virtual time. Messages on one wire follow each other in the order of booking.
 
-    `busy_seconds` says how long each wire carried something, without outages, float64 [W].
+    `busy_seconds` is the time for which each wire carried messages, without outages, float64 [W].
 
     Args:
         wires: the uplinks [W].
@@ -39,11 +39,13 @@ class Uplinks:
         self.busy_seconds = np.zeros(len(wires))
         self._free = np.full(len(wires), -np.inf)
         self._outages = [iter(wire.outages) for wire in wires]
-        self._down, self._up = np.array([next(ahead, NEVER) for ahead in self._outages]).T  # the first that is not over
+        self._down, self._up = np.array(
+            [next(ahead, NEVER) for ahead in self._outages]
+        ).T  # the first outage that is not over
         self._sound = bool(np.isinf(self._down).all())
 
     def book(self, wires: Integers, now: Floats, nbytes: Floats) -> tuple[Floats, Floats]:
-        """The next message on each of `wires` (no wire twice): when its first bit leaves, and its last arrives."""
+        """Book the next message on each of `wires` (no wire twice). Returns the times at which its first bit leaves and its last arrives."""
         seconds = nbytes * self.seconds_per_byte[wires]
         begin = np.maximum(now, self._free[wires])
         end = begin + seconds
@@ -54,7 +56,7 @@ class Uplinks:
         return begin, end + self.delay_seconds[wires]
 
     def _held_up(self, wires: Integers, begin: Floats, end: Floats) -> tuple[Floats, Floats]:
-        """Move what meets an outage: what has begun goes on after it, what has not begins after it."""
+        """Delay messages that meet an outage: those that have begun continue after it, the others begin after it."""
         begin, end = begin.copy(), end.copy()
         while True:
             down, up = self._down[wires], self._up[wires]
@@ -70,7 +72,7 @@ class Uplinks:
 
 @dataclass(eq=False)
 class Messages:
-    """What each of M replicas sends for one round.
+    """The messages of one round, one from each of M replicas.
 
     Args:
         asked: seconds at which each asked to send, float64 [M]; infinity for a replica that is away.
@@ -93,7 +95,7 @@ class Messages:
 
 
 def send(uplinks: Uplinks, shares: Integers, waiting: Sequence[Messages], due: Messages) -> None:
-    """Book all messages of a round that must land, and of the others those that asked for the same wire before.
+    """Book all messages of a round that must land, and earlier requests of other rounds for the same wires.
 
     Replicas that share a wire may be rounds apart, so the request that is known first may be for a later time. When a
     round must land, every request that can come before its last one is known: a replica that asks later has already
@@ -111,19 +113,19 @@ def send(uplinks: Uplinks, shares: Integers, waiting: Sequence[Messages], due: M
     >>> round_.arrival.tolist()
     [1.0, 2.0]
     """
-    last = np.full(len(uplinks.delay_seconds), -np.inf)  # by wire: when the last of `due` is asked for
+    last = np.full(len(uplinks.delay_seconds), -np.inf)  # by wire: the last request of `due`
     np.maximum.at(last, shares, np.where(np.isfinite(due.asked), due.asked, -np.inf))
     asked = np.array([messages.asked for messages in waiting]).T  # [M, rounds]
     goes = np.array([np.isnan(messages.begin) for messages in waiting]).T & (asked <= last[shares][:, None])
     replica, round_ = np.nonzero(goes)
     now = asked[goes]
-    order = np.argsort(now, kind="stable")  # of those that ask at one instant, the first replica goes first
+    order = np.argsort(now, kind="stable")  # requests at the same time are in the order of replicas
     order = order[_order_of_small(shares[replica[order]])]
     replica, round_, now = replica[order], round_[order], now[order]
     wire = shares[replica]
     nbytes = np.array([messages.nbytes for messages in waiting], dtype=np.float64)[round_]
     begin, arrival = np.empty_like(now), np.empty_like(now)
-    turn = np.arange(len(wire)) - np.searchsorted(wire, wire)  # the how-manieth on its wire
+    turn = np.arange(len(wire)) - np.searchsorted(wire, wire)  # position in the queue of its wire
     for entries in np.split(_order_of_small(turn), np.cumsum(np.bincount(turn))[:-1]):
         begin[entries], arrival[entries] = uplinks.book(wire[entries], now[entries], nbytes[entries])
     for number, messages in enumerate(waiting):
@@ -132,5 +134,5 @@ def send(uplinks: Uplinks, shares: Integers, waiting: Sequence[Messages], due: M
 
 
 def _order_of_small(numbers: Integers) -> Integers:
-    """A stable argsort; numpy has a radix sort for whole numbers of 16 bits and less."""
+    """A stable argsort; numpy has a radix sort for integers of 16 bits or less."""
     return np.argsort(numbers.astype(np.min_scalar_type(int(numbers.max(initial=0)))), kind="stable")

@@ -21,20 +21,20 @@ STUDIED = (
     *("streaming-eager", "streaming-eager-fp4"),
 )
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: every rate it prints is one of these, rounded
+PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: all its rates are among these, rounded
 PAPER_STEPS = 300
-PAPER_BITS = 13.4  # a parameter: what reproduces the paper's table; it names 16
-LANES = 32  # rates at a time that a search tries for a target
-LONGEST = 10_000  # inner steps between two exchanges: every one of them asks the schedule
-PASSES = 6  # of a search: from 14 decades to a factor of 1 + 4e-8
+PAPER_BITS = 13.4  # bits per parameter that reproduce the paper's table; the paper names 16
+LANES = 32  # number of rates that a search tries at once for a target
+LONGEST = 10_000  # most inner steps between two exchanges, because each calls the schedule
+PASSES = 6  # passes of a search: from 14 decades to a factor of 1 + 4e-8
 
 
 @dataclass(frozen=True)
 class Study:
-    """A model, and how the studied methods are set.
+    """A model, and the settings of the studied methods.
 
     *Differs* from training: as in the paper, the period is P·⌊H/P⌋ for P fragments, and at least P. `Staggered` is given that
-    period, and keeps it exactly. Where P does not divide the layers, some fragments have one layer less.
+    period, and keeps it exactly. If P does not divide the number of layers, some fragments have one layer less.
 
     Args:
         stack: the model's layers.
@@ -90,16 +90,16 @@ class Study:
         raise ConfigurationError(f"method={method!r} is not known; choose from {', '.join(STUDIED)}.")
 
     def bits(self, method: str) -> float:
-        """What a parameter weighs with `method`."""
+        """Bits of a parameter in one exchange of `method`."""
         return self.bits_per_parameter / 4 if method.endswith("fp4") else self.bits_per_parameter
 
     def floor(self, method: str) -> float:
-        """Predicted: the rate below which no schedule of this period computes all the time."""
+        """Predicted: the rate below which every schedule of this period must wait."""
         every = self.strategy(method).schedule.every
         return floor_bits_per_second(self.stack.parameters, self.bits(method), every, self.stack.step_seconds)
 
     def convention(self) -> str:
-        """What the bits per parameter mean, for the caption of a figure."""
+        """An explanation of the bits per parameter, for the caption of a figure."""
         bits = self.bits_per_parameter
         meant = {16.0: f"bf16 as it is; the paper's table follows from {PAPER_BITS:g}"}
         meant[PAPER_BITS] = "gives the paper's table, which itself names 16"
@@ -111,7 +111,7 @@ class Study:
         return compute_utilization(self.stack, self.strategy(method), self.bits(method), bits_per_second)
 
     def paper_rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float | None]:
-        """The rates as the paper reads them: for each target the first rate of its grid that reaches it, None if none does. The run has whole
+        """The rates by the paper's method: for each target the first rate of its grid that reaches it, None if none does. The run has whole
         cycles and at least 300 steps, the last transfer included.
         """
         strategy = self.strategy(method)
@@ -120,7 +120,7 @@ class Study:
         return [float(PAPER_GRID[np.argmax(used >= t)]) if (used >= t).any() else None for t in targets]
 
     def rates(self, method: str, targets: Sequence[float] = TARGETS) -> list[float]:
-        """For each target the least rate that reaches it, to seven digits: utilisation rises with the rate."""
+        """For each target the least rate that reaches it, to seven digits; utilisation rises with the rate."""
         alone = self.bits(method) * self.stack.parameters / self.stack.step_seconds  # one exchange takes one step
         low, high = (np.full(len(targets), alone * decades) for decades in (1e-8, 1e6))
         for _ in range(PASSES):
@@ -131,7 +131,7 @@ class Study:
         return [float(rate) for rate in high]
 
     def _period(self) -> tuple[int, int]:
-        """Fragments, and inner steps until all have departed."""
+        """Number of fragments, and inner steps until all have departed."""
         if not 1 <= self.fragment_layers <= self.stack.layers:
             raise ConfigurationError(
                 f"fragment_layers={self.fragment_layers} for {self.stack.layers} layers: between 1 and {self.stack.layers} is needed."

@@ -1,10 +1,10 @@
-"""Replicas that lie about their deltas, to try robust rules on: `thinwire compare --attack ALIE --liars 2`.
+"""Attacks for tests of robust rules, by replicas that lie about their deltas: `thinwire compare --attack ALIE --liars 2`.
 
-The last `liars` ranks lie; all else that they do is honest: they train, they take the agreed anchors, they carry others' packets, and they own
-their shards. Where an attack needs the honest replicas' deltas of the same round (μ and σ below are over those, by coordinates), these send
-them to the liars beside the round, in fp32, for the ledger's purpose "spying": liars know everything, as the papers assume.
+The last `liars` ranks lie about their deltas only: they train, take the agreed anchors, forward others' packets, and own their
+shards honestly. If an attack needs the honest replicas' deltas of the same round (μ and σ below are over those, by coordinates), these are
+sent to the liars beside the round, in fp32, with the ledger's purpose "spying": liars know everything, as the papers assume.
 
-An attack is a frozen piece, but no piece of a strategy: no text of `thinwire train` names one.
+An attack is a frozen value, but no piece of a strategy, so `thinwire train` cannot use one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Scene:
 
 
 class Attack:
-    """What a liar says in place of its signal."""
+    """The values that a liar sends instead of its signal."""
 
     spies: ClassVar[bool] = False
     flips_labels: ClassVar[bool] = False
@@ -177,7 +177,7 @@ class Dissensus(Attack):
 
 @dataclass(frozen=True)
 class Replay(Attack):
-    """What it had to say in the first round, in every round."""
+    """Send the values of the first round in every round."""
 
     remembers: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""One call that runs all laws which apply to a piece."""
+"""Runs all laws that apply to a piece."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _named(function: Callable[..., None], *arguments: Any) -> Law:
 
 
 def _each(function: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> Law:
-    """One law, tried on all `cases`; what breaks it says on which."""
+    """One law, tried on all `cases`; the error names the case that breaks it."""
 
     def run() -> None:
         for case in cases:

@@ -1,4 +1,4 @@
-"""Law 8: what a codec promises of its bytes and of its values. Each function tries one promise; `BrokenLawError` says what broke it."""
+"""Law 8: the promises of a codec about its bytes and values. Each function tests one promise, and raises `BrokenLawError`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def law(holds: object, broken: str) -> None:
 
 
 def size_is_known(codec: Codec, n: int) -> None:
-    """The payload has `nbytes(n)` bytes, and every one of them is written: garbage in the buffer does not get out."""
+    """The payload has `nbytes(n)` bytes, and all of them are written, so that no earlier bytes of the buffer are sent."""
     x, payloads = gaussian(n), []
     for garbage in (0x00, 0xFF):
         payload = torch.full((codec.nbytes(n),), garbage, dtype=torch.uint8)
@@ -52,7 +52,7 @@ def size_is_known(codec: Codec, n: int) -> None:
 
 
 def says_how_many(codec: Codec, x: Tensor) -> None:
-    """Of one that `varies`: zeros follow the bytes that count, and what follows changes no value."""
+    """For a codec that `varies`: zeros follow the used bytes, and the bytes behind them change no value."""
     payload, outs = torch.full((codec.nbytes(len(x)),), 0xA5, dtype=torch.uint8), []
     used = codec.encode(x, payload, Key())
     if not codec.varies:
@@ -124,7 +124,7 @@ def cuts_at_the_grain(codec: Codec, data: str) -> None:
 
 
 def blocks_are_local(codec: Codec) -> None:
-    """What one block holds changes nothing in the others: an outlier costs its own block only."""
+    """The values of one block do not change the others: an outlier affects its own block only."""
     block = getattr(codec, "block", 1)
     x = gaussian(3 * block)
     loud = x.clone()
@@ -135,7 +135,7 @@ def blocks_are_local(codec: Codec) -> None:
 
 
 def unbiased(codec: Codec, data: str) -> None:
-    """The mean over many keys comes to x within what chance allows: in each value, and in their sum."""
+    """The mean over many keys is x within the statistical error: in each value, and in their sum."""
     x, trials = draw(data, 257).double(), 500
     drawn = torch.stack([roundtrip(codec, x.float(), Key(round=trial)) for trial in range(trials)]).double()
     off, spread = drawn.mean(0) - x, drawn.std(0) / trials**0.5
@@ -150,8 +150,8 @@ def unbiased(codec: Codec, data: str) -> None:
 
 
 def key_is_all_the_chance(codec: Codec, claims: Collection[str]) -> None:
-    """The same key makes the same bytes; another seed, round, fragment or (but for what is shared) sender makes others. A codec
-    that does not draw makes the same for every key.
+    """The same key makes the same bytes; another seed, round, fragment or (unless the codec claims `shared`) sender makes others. A codec
+    without random numbers makes the same for every key.
     """
     x = gaussian(1000)
     first = encoded(codec, x, Key(1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""Laws 1, 3, 5 and 7 of an exchange by itself: rounds of drawn values among replicas in threads."""
+"""Laws 1, 3, 5 and 7 of an exchange alone: rounds of random values among replicas in threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Wrap = Callable[[Group], Group]
 
 
 class Went:
-    """One round as one replica saw it."""
+    """One round of one replica."""
 
     def __init__(
         self, context: SendContext, exchange: Exchange, codec: Codec, delta: Tensor, state: State, number: int = 0,
@@ -109,7 +109,7 @@ def all_agree(exchange: Exchange, codec: Codec) -> None:
 
 
 def exact_values_give_the_mean(exchange: Exchange, size: int, numel: int, rank_order: bool = False) -> None:
-    """Of fp32 the estimate is the mean; with `rank_order` to the last bit of a sum in rank order."""
+    """With fp32 the estimate is the mean; with `rank_order` it equals a sum in rank order to the last bit."""
     x = deltas(size, numel)
     due = torch.zeros(numel)
     for row in x[0]:
@@ -123,7 +123,7 @@ def exact_values_give_the_mean(exchange: Exchange, size: int, numel: int, rank_o
 
 
 def any_order_of_arrival(exchange: Exchange, codec: Codec) -> None:
-    """Law 7: messages that come late and in any order change no bit."""
+    """Law 7: late messages in any order change no bit."""
     x = deltas(_size(exchange), 150, 2)
     calm = rounds(exchange, codec, x)
     for seed in range(2):

@@ -1,4 +1,4 @@
-"""A small model of odd shapes, and `journey`, which trains it on thread replicas: what the laws are tried on."""
+"""A small model of odd shapes for the laws, and `journey`, which trains it on replicas in threads."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def validation(model: nn.Module) -> Callable[[], list[float]]:
 
 @dataclass
 class Journey:
-    """What one replica went through: after every step its weights and what is agreed, and the events it reported."""
+    """The training of one replica: its weights and the agreed state after every step, and its events."""
 
     weights: list[Tensor] = field(default_factory=list)
     agreed: list[dict[str, Tensor]] = field(default_factory=list)
@@ -211,7 +211,7 @@ def journey(strategy: Strategy, replicas: int, **plan: Any) -> list[Journey]:
 
 
 class Shuffled:
-    """A group whose messages leave late and in any order between peers and tags; of a round no two share a tag, so nothing else is promised."""
+    """A group whose messages leave late and in any order between peers and tags. No two messages of a round share a tag, so any order is allowed."""
 
     def __init__(self, group: Group, seed: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size

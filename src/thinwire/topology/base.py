@@ -14,14 +14,14 @@ from thinwire.errors import ConfigurationError
 Edges = NDArray[np.bool_]  # [size, size]; [i, j]: replica i sends to replica j; no replica sends to itself
 Weights = NDArray[np.float64]  # [size, size]; [i, j]: the weight of j's vector at i; the diagonal is a replica's own
 
-DRAWN = 64  # rounds that are checked if a topology is drawn again in each
+DRAWN = 64  # number of rounds that are checked if a topology is random in each round
 
 
 @runtime_checkable
 class Topology(Protocol):
-    """Which replica sends to which in a round: a pure function of its arguments, so that no replica has to ask another.
+    """The senders and receivers of a round: a pure function of its arguments, so that replicas need no messages about it.
 
-    A topology is a frozen dataclass with `edges`; it overrides the declarations below where they do not hold.
+    A topology is a frozen dataclass with `edges`; it overrides those declarations below that are not true for it.
     """
 
     @property
@@ -71,12 +71,12 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
     """Check that a message of any of `size` replicas reaches all others within a period.
 
     Args:
-        topology: who sends to whom.
+        topology: the edges.
         size: number of replicas.
-        seed: of what the topology draws; an integer number.
+        seed: seed of random topologies; an integer number.
 
     Raises:
-        ConfigurationError: the graph falls into parts, so that the replicas would train several models.
+        ConfigurationError: the graph is not connected, so that the replicas would train several models.
 
     >>> from thinwire.topology import Ring
     >>> check_size(Ring(), size=8)
@@ -90,7 +90,7 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
     count = len(parts(union))
     one, other = (int(index) for index in np.argwhere(~near)[0])
     raise ConfigurationError(
-        f"{topology} among {size} replicas is in {count} parts: nothing of replica {one} reaches replica {other}, so they would train "
+        f"{topology} among {size} replicas is in {count} parts: no path leads from replica {one} to replica {other}, so they would train "
         "two models; add edges between the parts, or choose Ring()."
     )
 
@@ -121,11 +121,11 @@ def spread(topology: Topology, size: int, number: int = 0, fragment: int = 0, se
     """The number of rounds, starting with round `number`, after which a message of any replica has reached all.
 
     Args:
-        topology: who sends to whom.
+        topology: the edges.
         size: number of replicas.
         number: number of the first round.
         fragment: number of the fragment.
-        seed: of what the topology draws; an integer number.
+        seed: seed of random topologies; an integer number.
 
     >>> from thinwire.topology import Complete, Ring
     >>> spread(Complete(), size=8), spread(Ring(), size=8)

@@ -13,7 +13,7 @@ from thinwire.topology.base import Topology, Weights, check_size
 
 @dataclass(frozen=True)
 class PairEvent:
-    """A meeting of two replicas over a fragment: at time `at`, which is in `unit`, as the `number`-th meeting of that unit.
+    """A meeting of two replicas over a fragment at time `at`: the `number`-th meeting of the unit of time `unit`.
 
     Args:
         at: time, a number of units.
@@ -36,12 +36,12 @@ class PairEvent:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Independent Poisson clocks on the edges, separate for each of `fragments`; a pure function of `seed`.
+    """Independent Poisson clocks on the edges, separate for each fragment; a pure function of `seed`.
 
     Args:
-        rates: [size, size], symmetric: [i, j] is how often i and j meet in a unit of time, on average.
+        rates: [size, size], symmetric: [i, j] is the mean number of meetings of i and j in a unit of time.
         fragments: number of fragments.
-        seed: of all meetings.
+        seed: seed of all meetings.
 
     >>> clocks = Clocks(np.array([[0.0, 2.0], [2.0, 0.0]]))
     >>> sum(len(clocks.within(unit)) for unit in range(1000)) / 1000 > 1.8
@@ -53,7 +53,7 @@ class Clocks:
     seed: int = 0
 
     def within(self, unit: int) -> list[PairEvent]:
-        """All meetings from time `unit` to `unit` + 1, in their order."""
+        """All meetings from time `unit` to `unit` + 1, in order of time."""
         ones, others = np.nonzero(np.triu(self.rates))
         rates = self.rates[ones, others]
         total, found = float(rates.sum()), []
@@ -70,7 +70,7 @@ class Clocks:
 
 
 def meeting_rates(topology: Topology, size: int, rate: float) -> Weights:
-    """The same rate on every edge, by which a replica has `rate` meetings in a unit of time, in the mean over all replicas.
+    """Equal rates of all edges, with which a replica has `rate` meetings in a unit of time, as the mean over all replicas.
 
     Args:
         topology: one that is the same in every round.
@@ -78,7 +78,7 @@ def meeting_rates(topology: Topology, size: int, rate: float) -> Weights:
         rate: number of meetings of a replica in a unit of time.
 
     Raises:
-        ConfigurationError: the graph is in parts, changes from round to round, or has an edge that goes one way only.
+        ConfigurationError: the graph is not connected, changes from round to round, or has an edge in one direction only.
 
     >>> from thinwire.topology import Ring
     >>> meeting_rates(Ring(), 3, rate=2.0).tolist()
@@ -108,7 +108,7 @@ def resistances(rates: Weights) -> tuple[float, float]:
     1 / χ₁ is the rate at which plain averaging converges; χ₂ is half of the largest resistance between neighbours.
 
     Args:
-        rates: [size, size], symmetric: how often two replicas meet in a unit of time.
+        rates: [size, size], symmetric: number of meetings of two replicas in a unit of time.
 
     >>> ring = np.roll(np.eye(16), 1, 1) / 2
     >>> [round(one, 3) for one in resistances(ring + ring.T)]

@@ -11,14 +11,14 @@ from thinwire.errors import ConfigurationError
 from thinwire.rng import derive
 from thinwire.topology.base import Edges, Topology, reached
 
-_TRIES = 1000  # draws until a graph is simple and connected
+_TRIES = 1000  # most draws until a graph is simple and connected
 
 
 @dataclass(frozen=True)
 class OnePeerExponential(Topology):
     """In round k replica i sends to i + 2^(k mod ⌈log₂ M⌉) only (Assran et al., arXiv 1811.10792; Ying et al., arXiv 2110.13363).
 
-    Where M is a power of two, ⌈log₂ M⌉ rounds are the exact mean. Fragments begin at different distances.
+    If M is a power of two, ⌈log₂ M⌉ rounds give the exact mean. Fragments begin at different distances.
 
     >>> [int(OnePeerExponential().edges(8, number)[0].argmax()) for number in range(4)]
     [1, 2, 4, 1]
@@ -39,7 +39,7 @@ class OnePeerExponential(Topology):
 
 @dataclass(frozen=True)
 class RandomPairs(Topology):
-    """In every round the replicas are paired at random, drawn from seed, round and fragment: every fragment has other pairs.
+    """Random pairs in every round: a function of seed, round and fragment, so every fragment has its own pairs.
 
     Among M replicas the squared distance from the mean shrinks by (M/2 − 1)/(M − 1) in a round, on average.
 
@@ -68,12 +68,12 @@ class RandomPairs(Topology):
 
 @dataclass(frozen=True)
 class RandomGroups(Topology):
-    """In every round the replicas are parted by chance into groups, in which all send to all (Moshpit, Ryabinin et al., arXiv 2103.03239, §3.2).
+    """Random groups in every round, in which all send to all (Moshpit, Ryabinin et al., arXiv 2103.03239, §3.2).
 
     Among M replicas in r = M / group groups the squared distance from the mean shrinks by (r − 1)/(M − 1) in a round, on average.
 
     Args:
-        group: number of replicas in a group, at least 2; the number of replicas must divide by it.
+        group: number of replicas in a group, at least 2; it must divide the number of all replicas.
 
     Raises:
         ConfigurationError: a group has fewer than 2 replicas.
@@ -97,7 +97,7 @@ class RandomGroups(Topology):
     def edges(self, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Edges:
         if size % self.group:
             raise ConfigurationError(
-                f"{self} among {size} replicas: a number that divides by {self.group} is needed, {size % self.group} would be left over; give "
+                f"{self} among {size} replicas: a multiple of {self.group} is needed, {size % self.group} would be left over; give "
                 f"{size - size % self.group + self.group} replicas, or choose MoshpitGrid({self.group})."
             )
         order = np.random.default_rng(derive(seed, "groups", fragment, number)).permutation(size)
@@ -112,7 +112,7 @@ class RandomGroups(Topology):
 
 @dataclass(frozen=True)
 class RandomRegular(Topology):
-    """A connected graph in which each replica has `degree` neighbours, drawn once for a run.
+    """A random connected graph in which each replica has `degree` neighbours; the same for the whole run.
 
     Args:
         degree: number of neighbours, at least 2; degree times replicas must be even.
@@ -143,10 +143,10 @@ class RandomRegular(Topology):
 
 @dataclass(frozen=True)
 class ErdosRenyi(Topology):
-    """Every two replicas are neighbours with a probability, drawn once for a run.
+    """A random graph in which every two replicas are neighbours with a probability; the same for the whole run.
 
     Args:
-        probability: of an edge, in (0, 1]. Below ln M / M the graph is most often not connected, and refused.
+        probability: probability of an edge, in (0, 1]. Below ln M / M most graphs are not connected, and are refused.
 
     Raises:
         ConfigurationError: the probability is out of range.
@@ -169,9 +169,10 @@ class ErdosRenyi(Topology):
 
 @dataclass(frozen=True)
 class BarabasiAlbert(Topology):
-    """Replicas are added one after another; each joins `attach` earlier ones, with probabilities proportional to their neighbours: few hubs.
+    """A random graph with few hubs: replicas are added in turn; each joins `attach` earlier ones, preferring those with many neighbours.
 
-    The first `attach` + 1 are a star (Barabási, Albert, Science 286, 1999). Always connected; drawn once for a run.
+    The probability is proportional to the number of neighbours, and the first `attach` + 1 are a star (Barabási, Albert, Science 286, 1999).
+    The graph is always connected, and the same for the whole run.
 
     Args:
         attach: number of neighbours of each added replica, at least 1.
@@ -195,7 +196,9 @@ class BarabasiAlbert(Topology):
         rng, edges = np.random.default_rng(derive(seed, "barabasi-albert")), np.zeros((size, size), dtype=bool)
         edges[0, 1 : self.attach + 1] = edges[1 : self.attach + 1, 0] = True
         for newcomer in range(self.attach + 1, size):
-            ends = np.repeat(np.arange(newcomer), edges[:newcomer].sum(1))  # each once for each of its neighbours
+            ends = np.repeat(
+                np.arange(newcomer), edges[:newcomer].sum(1)
+            )  # each replica once for each of its neighbours
             chosen: set[int] = set()
             while len(chosen) < self.attach:
                 chosen.add(int(ends[rng.integers(len(ends))]))

@@ -91,17 +91,17 @@ class Exponential(Topology):
 
 @dataclass(frozen=True)
 class MoshpitGrid(Topology):
-    """Replicas on a grid of `side` cells along each of d = ⌈log_side M⌉ axes; in round k each row along axis k mod d is a group, in which all
+    """Replicas on a grid of `side` cells along each of d = ⌈log_side M⌉ axes; in round k each row along axis k mod d is a group in which all
     send to all (Moshpit, Ryabinin et al., arXiv 2103.03239).
 
     d rounds are the exact mean where the grid is full, as with M = side^d, or M = n·side^(d−1) with n below side. Fragments begin with
     different axes.
 
     Args:
-        side: cells along an axis, and so replicas in a group at most; at least 2.
+        side: number of cells along an axis, which is the largest number of replicas in a group; at least 2.
 
     Raises:
-        ConfigurationError: that is no side.
+        ConfigurationError: the side is less than 2.
 
     >>> [[int(j) for j in MoshpitGrid(2).edges(4, number)[0].nonzero()[0]] for number in range(2)]
     [[1], [2]]
@@ -131,14 +131,14 @@ class MoshpitGrid(Topology):
 
 @dataclass(frozen=True)
 class Listed(Topology):
-    """Edges that are given one by one, such as `read_edges` reads from a file.
+    """A list of edges, such as `read_edges` reads from a file.
 
     Args:
         pairs_of_replicas: the edges, as pairs of ranks.
-        one_way: an edge (i, j) lets i send to j only.
+        one_way: whether in an edge (i, j) only i sends to j.
 
     Raises:
-        ConfigurationError: these are no edges.
+        ConfigurationError: a pair is not two different ranks.
 
     >>> Listed(((0, 1), (1, 2))).edges(3).sum(1)
     array([1, 2, 1])
@@ -215,7 +215,7 @@ class Cut(Topology):
 
 
 def read_edges(path: Path) -> Listed:
-    """A topology from a JSON file: `[[0, 1], [1, 2]]`, edges that go both ways; or `{"edges": [[0, 1]], "one_way": true}`.
+    """A topology from a JSON file: `[[0, 1], [1, 2]]` for edges in both directions, or `{"edges": [[0, 1]], "one_way": true}`.
 
     Args:
         path: the file.

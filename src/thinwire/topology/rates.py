@@ -1,4 +1,4 @@
-"""How often each two neighbours should meet, so that the fewest meetings in all are enough (Nabli, Oyallon, arXiv 2208.00779)."""
+"""Rates of the meetings of neighbours with which the smallest total number of meetings suffices (Nabli, Oyallon, arXiv 2208.00779)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from thinwire.topology.clocks import meeting_rates
 
 Floats = NDArray[np.float64]
 
-GAP = 1e-7  # what is found has at most so many more meetings than the fewest, as a share of these
-GRID = 4096  # shares of all meetings are rounded to 1/GRID, so that all machines draw the same meetings
+GAP = 1e-7  # relative distance of the result from the smallest number of meetings, at most
+GRID = 4096  # shares of all meetings are rounded to 1/GRID, so that all machines have the same random meetings
 
 
 def fewest_meetings(topology: Topology, size: int) -> Weights:
-    """The rates of edges with the smallest sum under which χ₁·χ₂ ≤ 1/2, which is what DADAO needs: an exact convex programme.
+    """The rates of edges with the smallest sum for which χ₁·χ₂ ≤ 1/2, the condition of DADAO: an exact convex programme.
 
         min Σ λ_ij   with   Λ ⪰ t·(I − 11ᵀ/M),   (e_i − e_j)ᵀ·Λ⁺·(e_i − e_j) ≤ t for every edge,   λ ≥ 0,   t free
 
@@ -29,10 +29,10 @@ def fewest_meetings(topology: Topology, size: int) -> Weights:
         size: number of replicas, at least 2.
 
     Returns:
-        Float64 [size, size], symmetric; [i, j]: how often i and j meet while each replica takes one gradient.
+        Float64 [size, size], symmetric; [i, j]: number of meetings of i and j while each replica takes one gradient.
 
     Raises:
-        ConfigurationError: the graph is in parts, changes from round to round, or has an edge that goes one way only.
+        ConfigurationError: the graph is not connected, changes from round to round, or has an edge in one direction only.
 
     >>> from thinwire.topology import Ring
     >>> round(float(fewest_meetings(Ring(), 8).sum() / 2), 2)
@@ -46,15 +46,15 @@ def fewest_meetings(topology: Topology, size: int) -> Weights:
 
 
 def fitted_rates(topology: Topology, size: int, rate: float) -> Weights:
-    """As `meeting_rates`, but each edge has its share of `fewest_meetings`, rounded to 1/4096 of all meetings and never to 0.
+    """Like `meeting_rates`, but each edge has its share of `fewest_meetings`, rounded to 1/4096 of all meetings and never to 0.
 
     Args:
         topology: one that is the same in every round.
         size: number of replicas.
-        rate: number of meetings of a replica in a unit of time, in the mean over all replicas.
+        rate: number of meetings of a replica in a unit of time, as the mean over all replicas.
 
     Raises:
-        ConfigurationError: the graph is in parts, changes from round to round, or has an edge that goes one way only.
+        ConfigurationError: the graph is not connected, changes from round to round, or has an edge in one direction only.
 
     >>> from thinwire.topology import Listed
     >>> fitted_rates(Listed(((0, 1), (1, 2))), 3, rate=2.0).tolist()
@@ -69,7 +69,7 @@ def fitted_rates(topology: Topology, size: int, rate: float) -> Weights:
 
 @dataclass(frozen=True)
 class _Barrier:
-    """The programme without the direction 11ᵀ, which Λ does not have: `ends` [M − 1, edges] holds e_i − e_j of each edge."""
+    """The programme without the direction 11ᵀ, on which Λ is zero: `ends` [M − 1, edges] holds e_i − e_j of each edge."""
 
     ends: Floats
 
@@ -81,10 +81,10 @@ class _Barrier:
         return cls(np.linalg.qr(sums)[0].T @ apart)
 
     def least(self) -> Floats:
-        """The rates [edges]."""
+        """The rates with the smallest sum [edges]."""
         inside = self.ends.shape[0] + 2 * self.ends.shape[1]  # the barrier's parameter
         rates, bound = self._begin()
-        worth = float(rates.sum()) / inside  # of a unit of the barrier, in meetings
+        worth = float(rates.sum()) / inside  # the weight of the barrier, in meetings
         while True:
             rates, bound = self._centred(rates, bound, worth)
             if inside * worth <= GAP * rates.sum():
@@ -92,21 +92,21 @@ class _Barrier:
             worth /= 10
 
     def _begin(self) -> tuple[Floats, float]:
-        """Equal rates with room on both sides, and t between the sides."""
+        """A feasible start: equal rates, and t inside its bounds."""
         rates = np.ones(self.ends.shape[1])
         slowest, widest = self._sides(rates)
         scale = 1.5 * np.sqrt(widest / slowest)
         return rates * scale, float(np.sqrt(slowest * widest))
 
     def _sides(self, rates: Floats) -> tuple[float, float]:
-        """λ₂ and the largest resistance between neighbours."""
+        """The bounds of t: λ₂ and the largest resistance between neighbours."""
         laplacian = (self.ends * rates) @ self.ends.T
         return float(np.linalg.eigvalsh(laplacian)[0]), float(
             (self.ends * np.linalg.solve(laplacian, self.ends)).sum(0).max()
         )
 
     def _centred(self, rates: Floats, bound: float, worth: float) -> tuple[Floats, float]:
-        """Newton's method until the decrement is small."""
+        """The minimum of the barrier problem, by Newton's method until the decrement is small."""
         for _ in range(100):
             step, decrement = self._newton(rates, bound, worth)
             if decrement < 1e-9:
@@ -122,7 +122,7 @@ class _Barrier:
         return rates, bound
 
     def _value(self, rates: Floats, bound: float, worth: float) -> float:
-        """Infinite outside."""
+        """The objective with the barrier; infinite outside of the feasible set."""
         if rates.min() <= 0 or bound <= 0:
             return np.inf
         slowest, widest = self._sides(rates)
@@ -134,7 +134,7 @@ class _Barrier:
         return float(rates.sum() / worth - above - np.log(bound - between).sum() - np.log(rates).sum())
 
     def _newton(self, rates: Floats, bound: float, worth: float) -> tuple[Floats, float]:
-        """The step of (rates, t), and how far below the barrier's minimum may be."""
+        """Newton's step of (rates, t), and the decrement, a bound of the distance to the minimum."""
         laplacian, count = (self.ends * rates) @ self.ends.T, len(rates)
         inverse = np.linalg.inv(laplacian - bound * np.eye(len(laplacian)))
         across = self.ends.T @ inverse @ self.ends

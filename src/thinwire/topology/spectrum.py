@@ -1,4 +1,4 @@
-"""How fast a topology brings replicas together."""
+"""The speed with which replicas agree under gossip over a topology."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from thinwire.topology.weights import mixing
 
 @dataclass(frozen=True)
 class Spectrum:
-    """How fast gossip over a topology brings replicas together.
+    """The speed with which replicas agree under gossip over a topology.
 
     Args:
         second: |λ₂|, a number from 0 to 1: the second largest eigenvalue of the mixing weights, by magnitude. For a topology that repeats after
-            several rounds: the geometric mean per round of that of a whole period. For one that is drawn anew in each round: the root of that of
+            several rounds: the geometric mean per round over a period. For random rounds: the root of the second largest eigenvalue of
             E[WᵀW].
-        factor: factor by which the distance from the mean shrinks at least in a period, ‖W − J‖₂; for a drawn topology the root of that
+        factor: the largest factor of the distance from the mean in a period, ‖W − J‖₂; for random rounds the root of that
             eigenvalue.
         rounds: number of rounds in a period.
 
@@ -42,12 +42,12 @@ class Spectrum:
 
 
 def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
-    """How fast gossip over `topology` brings replicas together, from the eigenvalues of its mixing weights.
+    """The speed with which replicas agree under gossip over `topology`, from the eigenvalues of its mixing weights.
 
     Args:
-        topology: who sends to whom.
+        topology: the edges.
         size: number of replicas.
-        seed: of what the topology draws; an integer number.
+        seed: seed of random topologies; an integer number.
 
     Raises:
         ConfigurationError: the weights cannot be doubly stochastic.

@@ -1,4 +1,4 @@
-"""Mixing weights: how much a replica counts what each of its neighbours sends."""
+"""Mixing weights: the weights with which a replica averages the vectors of its neighbours and its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from thinwire.errors import ConfigurationError
 from thinwire.topology.base import Edges, Topology, Weights
 
-_EXACT = 1e-9  # how far rounding may take a sum from 1
+_EXACT = 1e-9  # allowed rounding error of a sum that must be 1
 
 
 def metropolis(edges: Edges) -> Weights:
@@ -23,7 +23,7 @@ def metropolis(edges: Edges) -> Weights:
     """
     degrees = edges.sum(1)
     weights = np.where(edges, 1.0 / (1.0 + np.maximum.outer(degrees, degrees)), 0.0)
-    # Where all neighbours count like oneself, the own weight is theirs, to the last bit.
+    # If all neighbours have the replica's own weight, the own weight must equal theirs to the last bit.
     alike = np.array([len(set(row[row > 0])) == 1 and (row > 0).sum() + 1 == round(1 / row.max()) for row in weights])
     own = np.where(alike, weights.max(1), 1.0 - weights.sum(1))
     return np.asarray(weights + np.diag(own))
@@ -45,20 +45,20 @@ def outgoing(edges: Edges) -> Weights:
 
 
 def mixing(topology: Topology, size: int, number: int = 0, fragment: int = 0, seed: int = 0) -> Weights:
-    """Doubly stochastic weights of a round: `metropolis` if all edges go both ways, `outgoing` if each replica sends to as many as it hears.
+    """Doubly stochastic weights of a round: `metropolis` if all edges have both directions, `outgoing` if in- and out-degrees are equal.
 
     Args:
-        topology: who sends to whom.
+        topology: the edges.
         size: number of replicas.
         number: number of the round.
         fragment: number of the fragment.
-        seed: of what the topology draws; an integer number.
+        seed: seed of random topologies; an integer number.
 
     Returns:
-        Float64 [size, size]; [i, j]: how much what j sends counts at i.
+        Float64 [size, size]; [i, j]: the weight of j's vector at i.
 
     Raises:
-        ConfigurationError: the edges are one-way, and some replica sends to more than it hears, or to fewer.
+        ConfigurationError: edges have one direction, and the in- and out-degree of a replica differ.
 
     >>> from thinwire.topology import Ring
     >>> mixing(Ring(), size=4)[0].round(2).tolist()
@@ -77,10 +77,10 @@ def check_doubly(weights: Weights, what: str) -> None:
 
     Args:
         weights: float64 [size, size].
-        what: what the weights are of, for the message.
+        what: the name of the weights, for the message.
 
     Raises:
-        ConfigurationError: they are not; the mean over replicas would drift.
+        ConfigurationError: they are not, so that the mean over replicas would drift.
 
     >>> check_doubly(np.full((2, 2), 0.5), "halves")
     """
@@ -90,6 +90,7 @@ def check_doubly(weights: Weights, what: str) -> None:
         return
     replica = int(np.argmax(np.maximum(np.abs(columns - 1), np.abs(rows - 1))))
     raise ConfigurationError(
-        f"{what}: weights that replica {replica} hears add up to {rows[replica]:.4g} and those that it is heard with to {columns[replica]:.4g}; "
-        "both must be 1, else the mean over replicas drifts away. Choose edges that go both ways, or the method sgp, which counts the weights."
+        f"{what}: the weights of vectors that replica {replica} receives add up to {rows[replica]:.4g}, and those of its own at others to "
+        f"{columns[replica]:.4g}; both must be 1, otherwise the mean over replicas drifts. Choose edges in both directions, or the method sgp, "
+        "which corrects for the weights."
     )

@@ -62,6 +62,6 @@ def test_a_follower_receives_and_does_nothing_else(tmp_path: Path, capsys: pytes
                 origin.newest()
         assert main(["follow", token, *asked]) == 1 and "revoked" in capsys.readouterr().err
     with Hub(tmp_path / "other") as hub, PublishedAtHub(str(hub.invite()), "paris", tmp_path / "more") as origin:
-        with pytest.raises(LinkError, match="nothing for followers"):
+        with pytest.raises(LinkError, match="does not serve followers"):
             origin.newest()
     assert main(["follow", token]) == 2 and "--name" in capsys.readouterr().err

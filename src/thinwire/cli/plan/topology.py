@@ -201,7 +201,7 @@ def _written(
 
 
 def _edges(topology: Topology, size: int, rates: Weights | None) -> list[str]:
-    """Lines with the receivers of each replica, and the rates of their meetings; of random rounds the first three."""
+    """Lines with the receivers of each replica, and the rates of their meetings; only the first three of random rounds."""
     lines = []
     if rates is not None:
         for rank, row in enumerate(rates):

@@ -105,7 +105,7 @@ def _title(asked: Options, given: Fabric) -> str:
 _SAYS = {
     "ecmp": "each flow on a random spine",
     "round-robin": "whole flows in turn, from a random spine on",
-    "split": "the remaining flows are cut evenly: all links have exactly equal loads",
+    "split": "the rest is cut evenly: exactly equal loads",
     "wrap": "flows are cut only where a spine is full (our own)",
     "spray": "every flow on all spines, packet by packet",
 }

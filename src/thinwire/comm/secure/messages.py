@@ -178,7 +178,7 @@ class InFlight:
             )
 
     def open_pulls(self, peer: int) -> list[Pull]:
-        """The open receives from `peer`, for a sync."""
+        """The open receives from `peer`, which a sync lists."""
         return [
             Pull(number, one.tag, one.asked, one.offset) for number, one in self.receives.items() if one.peer == peer
         ]
