@@ -16,7 +16,7 @@ from thinwire.recipes.deltas import (
     qsr,
     sparse_loco,
 )
-from thinwire.recipes.gossip import choco, d_psgd, dfedsam, dfedsam_mgs, gradient_tracking, moshpit, noloco, sgp
+from thinwire.recipes.gossip import choco, d_psgd, dfedsam, dfedsam_mgs, gasloc, gradient_tracking, moshpit, noloco, sgp
 from thinwire.recipes.gradients import (
     cgx,
     data_parallel,
@@ -37,7 +37,7 @@ RECIPES = {
         *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
-        *(noloco, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs),
+        *(noloco, gasloc, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs),
     )
 }
 
@@ -58,6 +58,7 @@ __all__ = [
     "ef14",
     "ef21",
     "finetune",
+    "gasloc",
     "gradient_tracking",
     "l_greco",
     "local_sgd",
