@@ -211,7 +211,7 @@ class Gossip(Exchange):
 
     @property
     def of_rounds(self) -> Topology:
-        """Who hears whom in a round, in any of its gossip steps."""
+        """The topology whose edges are those of all gossip steps of a round."""
         return self.topology if self.rule.steps == 1 else Union(self.topology, self.rule.steps)
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
