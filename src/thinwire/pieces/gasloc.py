@@ -29,7 +29,7 @@ class GASLoC(GossipRule):
     Args:
         lr: η, the outer learning rate, above 0.
         momentum: γ, in [0, 1).
-        pull: α, above 0.
+        pull: α, the share by which a replica is drawn to its neighbours, above 0.
 
     Raises:
         ConfigurationError: the settings let the distance between replicas grow; the message has the number (`radius_of_pairs`).

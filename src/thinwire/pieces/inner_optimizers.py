@@ -164,7 +164,7 @@ class SAM:
 
     Args:
         inner: the optimizer that steps along ĝ.
-        radius: ρ, the length of the perturbation, 0 or more. 0: `inner` alone, bit for bit.
+        radius: ρ, the norm of the perturbation, 0 or more. 0: `inner` alone, bit for bit.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -270,7 +270,7 @@ class SharpnessAware(Both):
     Args:
         optimizer: steps along the second gradient; this optimizer shares its groups and state.
         model: its buffers are set back after the second backward.
-        radius: ρ, the length of the perturbation.
+        radius: ρ, the norm of the perturbation.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, radius: float) -> None:

@@ -166,7 +166,7 @@ def dfedsam(
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        radius: ρ, the length of SAM's perturbation, 0 or more.
+        radius: ρ, the norm of SAM's perturbation, 0 or more.
         momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
         topology: who talks to whom.
         partition: how the model is cut into fragments.
@@ -210,7 +210,7 @@ def dfedsam_mgs(
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
         gossip_steps: Q, gossip steps of a round, 1 to 8.
-        radius: ρ, the length of SAM's perturbation, 0 or more.
+        radius: ρ, the norm of SAM's perturbation, 0 or more.
         momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
         topology: who talks to whom.
         partition: how the model is cut into fragments.

@@ -173,9 +173,9 @@ class Cut(Topology):
 
     Args:
         topology: a graph whose edges go both ways.
-        begin: the first round without these edges, at least 1.
-        end: the first round with all edges again.
-        side: the ranks below it are one side; None: half of all.
+        begin: number of the first round without these edges, at least 1.
+        end: number of the first round with all edges again.
+        side: number of ranks on the first side; None: half of all.
 
     Raises:
         ConfigurationError: that is no cut, or edges go one way.
