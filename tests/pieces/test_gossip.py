@@ -10,6 +10,7 @@ import torch
 
 from thinwire.codecs import E3M0, Identity, RandomK, TopK
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.gasloc import GASLoC
 from thinwire.pieces.gossip import (
     AdaptThenCombine,
     Choco,
@@ -22,6 +23,7 @@ from thinwire.pieces.gossip import (
     radius_of_rounds,
 )
 from thinwire.pieces.mgs import MGS
+from thinwire.pieces.outer import Nesterov
 from thinwire.topology import (
     Complete,
     Exponential,
@@ -123,6 +125,23 @@ def test_noloco_with_one_partner_only_is_diloco():
         momentum = 0.5 * momentum + 0.7 * steps[number].mean(0)
         mean = mean + momentum
         torch.testing.assert_close(now.mean(0), mean)
+
+
+# ---- GASLoC
+
+
+def test_the_mean_of_gasloc_takes_diloco_s_steps_whatever_the_graph():
+    """Nesterov's, from any deltas; pairs agree or diverge as NoLoCo's radius says, for half of its vectors."""
+    x, outer, anchor = normal(8, 5), Nesterov(0.7, 0.9), normal(8, 5).mean(0)
+    state, steps = outer.init(anchor), [normal(8, 5, seed=seed) for seed in range(6)]
+    for number, (now, _) in enumerate(play(GASLoC(0.7, 0.9), Ring(), x, 6, train=lambda x, n: x + steps[n])):
+        anchor, state = outer.step(anchor, -steps[number].mean(0), state)
+        torch.testing.assert_close(now.mean(0), anchor)
+    for momentum, pull in ((0.9, 0.3), (0.5, 1.0)):
+        end, _ = last(play(GASLoC(0.7, momentum, pull), RandomPairs(), x, 300))
+        assert spread_of(end) < 0.1 * spread_of(x)
+    with pytest.raises(ConfigurationError, match=r"grows by 1\.098"):
+        GASLoC(0.7, 0.9, 0.7).check(RandomPairs(), Identity())
 
 
 # ---- CHOCO

@@ -319,6 +319,7 @@ RULES = [
     *(row(tw.pieces.gossip.NoLoCo()), row(tw.pieces.gossip.NoLoCo(0.3, 0.7, 0.5)), row(tw.pieces.gossip.Choco())),
     *(row(tw.pieces.gossip.PushSum()), row(tw.pieces.gossip.Tracking()), row(tw.pieces.mgs.MGS(steps=2))),
     *(row(tw.pieces.trust.Bristle()), row(tw.pieces.trust.SybilWall()), row(tw.pieces.trust.SybilWall(64, 1, 2.0))),
+    row(tw.pieces.gasloc.GASLoC(0.5)),
 ]
 INNERS = [
     row(tw.pieces.inner_optimizers.AdamW()),
@@ -372,6 +373,7 @@ GOSSIP: dict[str, tw.Strategy] = {
     "choco": RECIPES["choco"](codec=tw.codecs.E3M0(4)),
     "sgp": RECIPES["sgp"](),
     "gradient_tracking": RECIPES["gradient_tracking"](),
+    "gasloc": RECIPES["gasloc"](every=3, delay=1, outer_momentum=0.3),
     "dfedsam": RECIPES["dfedsam"](every=3),
     "dfedsam_mgs": RECIPES["dfedsam_mgs"](every=3, delay=1, gossip_steps=2, topology=tw.topology.OnePeerExponential()),
     "moshpit": RECIPES["moshpit"](topology=tw.topology.MoshpitGrid(2)),

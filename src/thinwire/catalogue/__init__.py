@@ -89,6 +89,7 @@ from thinwire.pieces.gossip import CombineThenAdapt as CombineThenAdapt
 from thinwire.pieces.gossip import Choco as Choco
 from thinwire.pieces.gossip import PushSum as PushSum
 from thinwire.pieces.gossip import Tracking as Tracking
+from thinwire.pieces.gasloc import GASLoC as GASLoC
 from thinwire.pieces.mgs import MGS as MGS
 from thinwire.pieces.trust import Bristle as Bristle
 from thinwire.pieces.trust import SybilWall as SybilWall

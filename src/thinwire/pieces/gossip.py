@@ -185,25 +185,10 @@ class NoLoCo(GossipRule):
         return radius_of_pairs(self.momentum, self.gamma)
 
     def check(self, topology: Topology, codec: Codec) -> None:
-        radius = radius_of_pairs(self.momentum, self.gamma, topology.drawn) if topology.drawn else 0.0
-        if radius >= 1:
-            raise ConfigurationError(
-                f"momentum={self.momentum:g} with pull={self.gamma:g} in random groups of {topology.drawn}: the squared distance between replicas "
-                f"grows by {radius:.3f} in every round, and they diverge; below 1 is needed. With this momentum choose a pull (or lr) below "
-                f"{largest_pull(self.momentum, topology.drawn):.2f}, or a momentum of 0.5 or less."
-            )
+        check_drawn(self.momentum, self.gamma, topology)
 
     def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
-        weights = mixing(topology, size, number, fragment, seed)
-        if number == 0 and not topology.drawn:
-            rounds = [mixing(topology, size, one, fragment, seed) for one in range(topology.rounds(size) or 64)]
-            grown = radius_of_rounds(self.momentum, self.gamma, rounds)
-            if grown >= 1:
-                raise ConfigurationError(
-                    f"momentum={self.momentum:g} with pull={self.gamma:g} on {topology}: the distance between {size} replicas grows by "
-                    f"{grown:.3f} in every round, and they diverge; below 1 is needed; choose a smaller momentum or pull."
-                )
-        return weights
+        return stable(self.momentum, self.gamma, topology, size, number, fragment, seed)
 
     def vectors(self, codec: Codec, numel: int) -> tuple[Vector, ...]:
         return ((codec, numel), (Identity(), numel))
@@ -221,6 +206,32 @@ class NoLoCo(GossipRule):
         momentum = state["momentum"] * self.momentum
         momentum.add_(moved, alpha=self.lr).sub_(x - mean, alpha=self.gamma)
         return x + momentum, {"momentum": momentum}
+
+
+def check_drawn(momentum: float, pull: float, topology: Topology) -> None:
+    """Raise `ConfigurationError` if replicas with an outer momentum diverge on a topology that draws groups in each round."""
+    radius = radius_of_pairs(momentum, pull, topology.drawn) if topology.drawn else 0.0
+    if radius >= 1:
+        raise ConfigurationError(
+            f"momentum={momentum:g} with pull={pull:g} in random groups of {topology.drawn}: the squared distance between replicas "
+            f"grows by {radius:.3f} in every round, and they diverge; below 1 is needed. With this momentum choose a pull (or lr) below "
+            f"{largest_pull(momentum, topology.drawn):.2f}, or a momentum of 0.5 or less."
+        )
+
+
+def stable(
+    momentum: float, pull: float, topology: Topology, size: int, number: int, fragment: int, seed: int
+) -> Weights:
+    """The mixing weights of a round. Raises `ConfigurationError` if replicas with an outer momentum diverge under those of a period."""
+    if number == 0 and not topology.drawn:
+        rounds = [mixing(topology, size, one, fragment, seed) for one in range(topology.rounds(size) or 64)]
+        grown = radius_of_rounds(momentum, pull, rounds)
+        if grown >= 1:
+            raise ConfigurationError(
+                f"momentum={momentum:g} with pull={pull:g} on {topology}: the distance between {size} replicas grows by "
+                f"{grown:.3f} in every round, and they diverge; below 1 is needed; choose a smaller momentum or pull."
+            )
+    return mixing(topology, size, number, fragment, seed)
 
 
 def radius_of_pairs(momentum: float, pull: float, size: int = 2) -> float:

@@ -270,7 +270,19 @@ class SharpnessAware(Both):
     Args:
         optimizer: steps along the second gradient; this optimizer shares its groups and state.
         model: its buffers are set back after the second backward.
-        radius: ρ, the length of the perturbation.
+        radius: ρ, the norm of the perturbation.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> sharp = SharpnessAware(torch.optim.SGD(model.parameters(), lr=0.1), model, radius=0.5)
+    >>> def closure():
+    ...     sharp.zero_grad()
+    ...     loss = model(torch.ones(1, 1)).square().sum()
+    ...     loss.backward()
+    ...     return loss
+    >>> _ = nn.init.ones_(model.weight)
+    >>> _ = sharp.step(closure)
+    >>> round(model.weight.item(), 4)  # the gradient at 1.5 is 3
+    0.7
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, radius: float) -> None:
@@ -321,7 +333,15 @@ class SharpnessAware(Both):
 
 
 def at_the_worst_point(optimizer: torch.optim.Optimizer, backward: Callable[[], float]) -> float:
-    """Compute the gradients with `backward`, twice if `optimizer` is `SharpnessAware`; the loss at the weights themselves."""
+    """Compute the gradients of a step, and return the loss at the weights themselves.
+
+    Args:
+        optimizer: the inner optimizer; if it is `SharpnessAware`, the gradients are those at the worst point nearby.
+        backward: computes gradients and returns the loss; called twice then, on the same batch.
+
+    >>> at_the_worst_point(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda: 0.5)
+    0.5
+    """
     loss = backward()
     if isinstance(optimizer, SharpnessAware):
         with optimizer.perturbed():

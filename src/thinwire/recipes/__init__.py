@@ -22,6 +22,7 @@ from thinwire.recipes.gossip import (
     d_psgd,
     dfedsam,
     dfedsam_mgs,
+    gasloc,
     gradient_tracking,
     moshpit,
     noloco,
@@ -48,7 +49,7 @@ RECIPES = {
         *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
-        *(noloco, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs, bristle, sybil_wall),
+        *(noloco, gasloc, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs, bristle, sybil_wall),
     )
 }
 
@@ -70,6 +71,7 @@ __all__ = [
     "ef14",
     "ef21",
     "finetune",
+    "gasloc",
     "gradient_tracking",
     "l_greco",
     "local_sgd",
