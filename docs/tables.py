@@ -472,6 +472,22 @@ def robust(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["attack", *names], rows
 
 
+def trust(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/trust.py: an attack a row, a method a column; mean accuracy over seeds, and the worst honest replica of all."""
+    methods, attacks = ([*dict.fromkeys(row[of] for row in result["rows"])] for of in ("method", "attack"))
+
+    def shown(attack: str, method: str) -> str:
+        cells = [row for row in result["rows"] if (row["attack"], row["method"]) == (attack, method)]
+        mean = sum(row["accuracy"] for row in cells) / len(cells)
+        return f"{mean:.1%} ({min(row['worst'] for row in cells):.0%})"
+
+    rows = [
+        [f"`{attack}`" if attack != "none" else "nobody lies", *(shown(attack, method) for method in methods)]
+        for attack in attacks
+    ]
+    return ["attack", *methods], rows
+
+
 def follow(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/follow.py: a run a row, how often a follower comes a column."""
     lags = [*dict.fromkeys(row["rounds"] for row in result["rows"])]
@@ -618,6 +634,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "calibration": calibration,
     "elastic": elastic,
     "robust": robust,
+    "trust": trust,
     "follow": follow,
     "zoo": zoo,
     "experts": experts,

@@ -99,16 +99,16 @@ class Judging(GossipRule, Protocol):
 
 
 def weighed(own: Tensor, others: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:
-    """(own + Σ_j w_j·θ_j) / (1 + Σ_j w_j), added in fp32, in rank order.
+    """(own + Σ_j w_j·θ_j) / (1 + Σ_j w_j), added in fp32, in rank order; equal values stay as they are, to the bit.
 
     >>> weighed(torch.tensor([1.0]), {3: torch.tensor([4.0])}, {3: 0.5}).tolist()
     [2.0]
     """
     total = 1.0 + math.fsum(weights.values())
-    out = own * (1.0 / total)
+    out = own.clone()
     for rank in sorted(weights):
         if weights[rank]:
-            out.add_(others[rank], alpha=weights[rank] / total)
+            out.add_(others[rank] - own, alpha=weights[rank] / total)
     return out
 
 
@@ -292,6 +292,8 @@ class SybilWall(Judging):
         for rank in neighbours:
             if rank in heard.records:
                 self._hear(after, heard, rank, heard.records[rank])
+        if not neighbours:
+            return {}, after
         far = [rank for rank, distance in enumerate(after["distance"].tolist()) if distance > 1]
         products = inner_products(histories[[*neighbours, *far]])
         return dict(zip(neighbours, foolsgold(products, len(neighbours)))), after
