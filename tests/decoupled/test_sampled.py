@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.decoupled.sampled_messages import Kind, Message, SampleMessages
-from thinwire.decoupled.sampled_node import Node
+from thinwire.decoupled.sampled_messages import Kind, PeerMessage, SampleMessages
+from thinwire.decoupled.sampled_peer import SampledPeer
 from thinwire.decoupled.sampled_rules import SampleRules, Send, Train, Wake
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.membership.peer_view import PeerEntry, PeerView
@@ -17,7 +17,7 @@ QUICK = SampleRules(patience=20.0)
 
 
 def node(own=0, peers=6, **rules):
-    made = Node(
+    made = SampledPeer(
         own, SampleRules(**{"sample": 3} | rules), PeerView.of(range(peers), active=1), lambda m: sum(m) / len(m)
     )
     return made
@@ -28,7 +28,7 @@ def sent(made, kind):
 
 
 def trained(sender, round_, sample=(1, 2, 3), model=1.0, **more):
-    return Message(Kind.TRAINED, sender, round_, sample=sample, view=PeerView.of(range(6)), model=model, **more)
+    return PeerMessage(Kind.TRAINED, sender, round_, sample=sample, view=PeerView.of(range(6)), model=model, **more)
 
 
 # ---- 100 peers
@@ -91,12 +91,12 @@ def test_a_mean_counts_each_sender_once_and_is_made_once():
     pings = sent(one, Kind.PING)
     assert {ping.message.round for ping in pings} == {5}  # the sample of the next round
     for ping in pings:
-        one.heard(Message(Kind.PONG, ping.to, 5))
+        one.heard(PeerMessage(Kind.PONG, ping.to, 5))
     means = sent(one, Kind.MEAN)
     assert means and all(mean.message.model == 2.0 and mean.message.round == 5 for mean in means)
     one.heard(trained(2, 4, model=7.0))
     assert not one.take()  # nobody is told that it is safe before it has arrived somewhere
-    one.heard(Message(Kind.GOT, means[0].to, 5))
+    one.heard(PeerMessage(Kind.GOT, means[0].to, 5))
     assert sorted(ack.to for ack in sent(one, Kind.ACK)) == [1, 2, 3]
     one.heard(trained(3, 4))
     assert [ack.to for ack in sent(one, Kind.ACK)] == [3]
@@ -104,12 +104,12 @@ def test_a_mean_counts_each_sender_once_and_is_made_once():
 
 def test_a_newer_round_replaces_training_and_an_old_one_does_not():
     one = node()
-    mean = Message(Kind.MEAN, 1, 7, sample=(0, 2), view=one.view, model=1.0)
+    mean = PeerMessage(Kind.MEAN, 1, 7, sample=(0, 2), view=one.view, model=1.0)
     one.heard(mean)
     one.heard(mean)
     assert [action.message.round for action in one.take() if isinstance(action, Train)] == [7]
-    one.heard(Message(Kind.MEAN, 2, 8, sample=(0,), view=one.view, model=2.0))
-    one.heard(Message(Kind.MEAN, 2, 6, sample=(0,), view=one.view, model=0.0))
+    one.heard(PeerMessage(Kind.MEAN, 2, 8, sample=(0,), view=one.view, model=2.0))
+    one.heard(PeerMessage(Kind.MEAN, 2, 6, sample=(0,), view=one.view, model=0.0))
     assert [action.message.round for action in one.take() if isinstance(action, Train)] == [8]
     one.trained(7, 10, 5.0)
     assert not one.take()  # it is stale
@@ -119,24 +119,24 @@ def test_a_newer_round_replaces_training_and_an_old_one_does_not():
 
 def test_who_joins_is_in_the_view_after_the_next_model_is_sent_and_who_leaves_at_once():
     one = node()
-    one.heard(Message(Kind.LEAVE, 4, counter=2))
+    one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))
     assert 4 not in one.view.order(1, 50)
-    one.heard(Message(Kind.JOIN, 4, counter=3))
-    one.heard(Message(Kind.JOIN, 7, counter=1))
+    one.heard(PeerMessage(Kind.JOIN, 4, counter=3))
+    one.heard(PeerMessage(Kind.JOIN, 7, counter=1))
     assert 4 not in one.view.order(1, 50) and 7 not in one.view.entries
-    one.heard(Message(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
+    one.heard(PeerMessage(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
     assert 7 not in one.view.entries
     one.trained(2, 1, 1.0)
     for ping in sent(one, Kind.PING):
-        one.heard(Message(Kind.PONG, ping.to, 3))
+        one.heard(PeerMessage(Kind.PONG, ping.to, 3))
     assert {4, 7} <= set(one.view.order(2, 50))
-    one.heard(Message(Kind.LEAVE, 4, counter=2))  # an old one that comes late
+    one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))  # an old one that comes late
     assert 4 in one.view.order(2, 50)
 
 
 def test_a_ping_is_sent_twice_and_then_the_next_is_asked():
     one = node(own=9, peers=6)
-    one.heard(Message(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
+    one.heard(PeerMessage(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
     one.trained(2, 1, 1.0)
     asked = []
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_a_ping_is_sent_twice_and_then_the_next_is_asked():
     assert asked == [order[0]] * 2
     (ping,) = sent(one, Kind.PING)
     assert ping.to == order[1]
-    one.heard(Message(Kind.PONG, order[1], 3))
+    one.heard(PeerMessage(Kind.PONG, order[1], 3))
     (model,) = [action for action in one.take() if isinstance(action, Send)]
     assert (model.to, model.message.kind) == (order[1], Kind.TRAINED)
     one.lost(order[1])  # the model is not safe yet: it goes to another
@@ -171,7 +171,7 @@ def test_messages_are_read_as_written_and_others_refused():
     wire = SampleMessages(6, 4)
     view = PeerView.of(range(6)).with_entry(3, PeerEntry(8, 2, joined=False))
     model = torch.arange(4.0)
-    whole = Message(Kind.TRAINED, 2, 9, 3, 8, 40, True, (1, 2, 5), view, model)
+    whole = PeerMessage(Kind.TRAINED, 2, 9, 3, 8, 40, True, (1, 2, 5), view, model)
     packet = wire.write(whole)
     assert packet.numel() == wire.nbytes(Kind.TRAINED, 3, 6)
     room = wire.buffer()
@@ -180,17 +180,17 @@ def test_messages_are_read_as_written_and_others_refused():
     assert torch.equal(read.model, model)
     assert (read.round, read.counter, read.known, read.step, read.stop) == (9, 3, 8, 40, True)
     assert (read.kind, read.sender, read.sample, read.view) == (Kind.TRAINED, 2, (1, 2, 5), view)
-    ping = Message(Kind.PING, 2, 5, counter=2, known=4)
+    ping = PeerMessage(Kind.PING, 2, 5, counter=2, known=4)
     assert wire.read(wire.write(ping), 2) == ping
 
     for wrong in (
-        Message(Kind.MEAN, 2, 9, view=view, model=torch.tensor([0.0, 1.0, float("nan"), 2.0])),
-        Message(Kind.MEAN, 2, 9, view=PeerView.of(range(7)), model=model),
-        Message(Kind.MEAN, 2, 9, sample=(6,), view=view, model=model),
-        Message(Kind.MEAN, 2, 9, sample=(1, 1), view=view, model=model),
-        Message(Kind.PING, 2, 9, counter=0),
-        Message(Kind.PING, 2, 1 << 31),
-        Message(Kind.PING, 3, 9),
+        PeerMessage(Kind.MEAN, 2, 9, view=view, model=torch.tensor([0.0, 1.0, float("nan"), 2.0])),
+        PeerMessage(Kind.MEAN, 2, 9, view=PeerView.of(range(7)), model=model),
+        PeerMessage(Kind.MEAN, 2, 9, sample=(6,), view=view, model=model),
+        PeerMessage(Kind.MEAN, 2, 9, sample=(1, 1), view=view, model=model),
+        PeerMessage(Kind.PING, 2, 9, counter=0),
+        PeerMessage(Kind.PING, 2, 1 << 31),
+        PeerMessage(Kind.PING, 3, 9),
     ):
         with pytest.raises(PacketError):
             wire.read(wire.write(wrong), 2)

@@ -56,7 +56,7 @@ _CODEC = identity(Identity())
 
 
 @dataclass(frozen=True)
-class Message:
+class PeerMessage:
     """What one peer says to another.
 
     kind       one of the words above
@@ -100,7 +100,7 @@ class SampleMessages:
         """A buffer for the largest message."""
         return empty_packet(self.nbytes(Kind.MEAN, self.size, self.size) - HEADER_NBYTES)
 
-    def write(self, message: Message) -> Tensor:
+    def write(self, message: PeerMessage) -> Tensor:
         view = message.view.write() if message.view is not None else b""
         sample = b"".join(map(_PEER.pack, message.sample))
         notes = _NOTES.pack(message.counter, message.known, message.step, len(message.sample), len(view))
@@ -114,7 +114,7 @@ class SampleMessages:
         seal(packet, self._header(message.kind, message.sender, message.round, numel, inside.numel(), message.stop))
         return packet
 
-    def read(self, packet: Tensor, sender: int) -> Message:
+    def read(self, packet: Tensor, sender: int) -> PeerMessage:
         """Parse a message of `sender`. Raises `PacketError`."""
         told = said(packet)
         with_model = told.part in WITH_MODEL
@@ -138,7 +138,7 @@ class SampleMessages:
                 f"replica {sender} sent counter {counter}, {peers} peers and a view of {nbytes} bytes in {raw.numel()}; check that replica."
             )
         if not with_model:
-            return Message(Kind(told.part), sender, told.round, counter, known, step, stop)
+            return PeerMessage(Kind(told.part), sender, told.round, counter, known, step, stop)
         sample = tuple(peer for (peer,) in _PEER.iter_unpack(raw[_NOTES.size : front].numpy().tobytes()))
         if len(set(sample)) != len(sample) or any(peer >= self.size for peer in sample):
             raise PacketError(f"replica {sender} sent the sample {sample}, which is none of {self.size} replicas.")
@@ -147,7 +147,7 @@ class SampleMessages:
         model.view(torch.uint8).copy_(raw[front + nbytes :])
         if not bool(torch.isfinite(model).all()):
             raise PacketError(f"replica {sender} sent NaN or infinity; check that replica.")
-        return Message(Kind(told.part), sender, told.round, counter, known, step, stop, sample, view, model)
+        return PeerMessage(Kind(told.part), sender, told.round, counter, known, step, stop, sample, view, model)
 
     def _header(self, kind: int, sender: int, round_: int, numel: int, nbytes: int, stop: bool) -> Header:
         return Header(_CODEC, sender, 0, round_, kind, numel, nbytes, STOP * stop)

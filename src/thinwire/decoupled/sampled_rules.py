@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.decoupled.sampled_messages import Kind, Message
+from thinwire.decoupled.sampled_messages import Kind, PeerMessage
 from thinwire.errors import ConfigurationError
 
 
@@ -32,7 +32,7 @@ class SampleRules:
     resend: float = 1.0
     ping_timeout: float = 5.0
     patience: float = 300.0
-    hello: float = 300.0
+    hello: float = 1000.0
 
     def __post_init__(self) -> None:
         counts = {"sample": self.sample, "aggregators": self.aggregators, "window": self.window}
@@ -58,7 +58,7 @@ class Send:
     """Send a message to a peer."""
 
     to: int
-    message: Message
+    message: PeerMessage
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Wake:
 class Train:
     """Train from this model, and call `trained` with the round; whatever was trained before is stale."""
 
-    message: Message
+    message: PeerMessage
 
 
 @dataclass(frozen=True)
 class Done:
     """The run has ended."""
 
-    message: Message
+    message: PeerMessage
 
 
 Action = Send | Wake | Train | Done
@@ -104,7 +104,7 @@ class Gathering:
 
     sample: tuple[int, ...]
     models: dict[int, Any] = field(default_factory=dict)
-    mean: Message | None = None
+    mean: PeerMessage | None = None
     receivers: tuple[int, ...] = ()
     delivered: bool = False
     step: int = 0

@@ -1,4 +1,4 @@
-"""Peers that train in samples and come and go, in virtual time: the protocol itself (decoupled/sampled_node.py), on a network of events.
+"""Peers that train in samples and come and go, in virtual time: the protocol itself (decoupled/sampled_peer.py), on a network of events.
 
 Who is away hears nothing and says nothing; it goes without a word, and when it is back it says that it has joined. What is learned is
 small: each peer pulls the model towards a point of its own, and the best model is the mean of all points.
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.decoupled.sampled_messages import WITH_MODEL, Kind, Message, SampleMessages
-from thinwire.decoupled.sampled_node import Node
+from thinwire.decoupled.sampled_messages import WITH_MODEL, Kind, PeerMessage, SampleMessages
+from thinwire.decoupled.sampled_peer import SampledPeer
 from thinwire.decoupled.sampled_rules import Action, SampleRules, Send, Train, Wake
 from thinwire.errors import ConfigurationError
 from thinwire.membership.peer_view import PeerView
@@ -33,12 +33,12 @@ class Sampled:
     """What became of a run.
 
     Args:
-        rounds: rounds that were held.
-        seconds: virtual time that they took.
-        asked: peers asked for a sample of participants, in the mean.
-        found: participants of a round, in the mean.
-        fewest, most: rounds in which a peer took part.
-        pings: pings that were sent, also for aggregators, a round.
+        rounds: number of rounds that were held.
+        seconds: virtual time that they took, in seconds.
+        asked: number of peers asked for a sample of participants, in the mean.
+        found: number of participants of a round, in the mean.
+        fewest, most: number of rounds in which a peer took part.
+        pings: number of pings a round, also for aggregators.
         apart: distance of the last model from the best one, as a share of that of the first.
 
     >>> Sampled(10, 20.0, asked=20.0, found=10.0, fewest=0, most=3, pings=25.0, apart=0.1).asked
@@ -76,7 +76,7 @@ class Network:
 
     def __init__(
         self, peers: int, rules: SampleRules, offline: float, away: float = 100.0, seed: int = 0,
-        drops: Callable[[int, Message], bool] = lambda peer, message: False,
+        drops: Callable[[int, PeerMessage], bool] = lambda peer, message: False,
     ) -> None:  # fmt: skip
         if peers < 1 or rules.sample > peers or not 0 <= offline < 1 or not away > 0:
             raise ConfigurationError(
@@ -87,10 +87,10 @@ class Network:
         self._random = np.random.default_rng(derive(seed, "sampled network"))
         self.points: Point = self._random.normal(size=(peers, DIMENSIONS)) + 3.0
         view = PeerView.of(range(peers))
-        self.nodes = [Node(own, rules, view, _mean, seed) for own in range(peers)]
+        self.nodes = [SampledPeer(own, rules, view, _mean, seed) for own in range(peers)]
         self.seconds, self.pings, self.taken = 0.0, 0, [0] * peers
         self.there = [True] * peers
-        self.newest: Message | None = None
+        self.newest: PeerMessage | None = None
         self.wire = SampleMessages(peers, DIMENSIONS)
         self.nbytes = 0
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -134,7 +134,7 @@ class Network:
             self._carry_out(peer)
         self._later(self._session(self.there[peer]), partial(self._toggle, peer))
 
-    def _reaches(self, peer: int, message: Message) -> bool:
+    def _reaches(self, peer: int, message: PeerMessage) -> bool:
         return self.there[peer] and not self._drops(peer, message)
 
     def _carry_out(self, peer: int) -> None:
@@ -152,27 +152,27 @@ class Network:
         elif isinstance(action, Train):
             self._train(peer, action.message)
 
-    def _count(self, message: Message) -> None:
+    def _count(self, message: PeerMessage) -> None:
         self.pings += message.kind == Kind.PING
         known = len(message.view.entries) if message.view is not None and message.kind in WITH_MODEL else 0
         self.nbytes += self.wire.nbytes(message.kind, len(message.sample), known)
 
-    def _deliver(self, to: int, message: Message) -> None:
+    def _deliver(self, to: int, message: PeerMessage) -> None:
         if self._reaches(to, message):
             self._happens(to, lambda node: node.heard(message))
 
-    def _happens(self, peer: int, what: Callable[[Node], object]) -> None:
+    def _happens(self, peer: int, what: Callable[[SampledPeer], object]) -> None:
         what(self.nodes[peer])
         self._carry_out(peer)
 
-    def _train(self, peer: int, message: Message) -> None:
+    def _train(self, peer: int, message: PeerMessage) -> None:
         if self.newest is None or message.round > self.newest.round:
             self.newest = message
         self.taken[peer] += 1
         moved = message.model + PULL * (self.points[peer] - message.model)
         low, high = TRAINING
         seconds = low + (high - low) * float(self._random.random())
-        done: Callable[[Node], Any] = lambda node: node.trained(message.round, message.step + 1, moved)  # noqa: E731
+        done: Callable[[SampledPeer], Any] = lambda node: node.trained(message.round, message.step + 1, moved)  # noqa: E731
         self._later(seconds, lambda: self._happens(peer, done))
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from thinwire.decoupled.sampled_messages import Kind, Message
+from thinwire.decoupled.sampled_messages import Kind, PeerMessage
 from thinwire.decoupled.sampled_rules import Action, Done, Gathering, SampleRules, Sampling, Send, Train, Wake
 from thinwire.membership.peer_view import PeerEntry, PeerView
 
 
-class Node:
+class SampledPeer:
     """One peer. `take()` returns what it wants done since the last call.
 
     Args:
@@ -39,16 +39,16 @@ class Node:
         self.own, self.rules, self.view, self.combine, self.counter = own, rules, view, combine, counter
         self.round = self.known = 0  # whose model it has adopted; whose model is known to have arrived somewhere
         self.asked: list[tuple[int, int]] = []  # of every whole sample of participants: peers asked, peers found
-        self.final: Message | None = None
+        self.final: PeerMessage | None = None
         self._pending = dict[int, PeerEntry]()
         self._suspected, self._lost, self._byes = set[int](), set[int](), set[int]()
         self._samplings, self._serial = dict[int, Sampling](), 0
         self._gatherings = dict[int, Gathering]()
         self._sample: tuple[int, ...] = ()
-        self._mine: Message | None = None  # the model that it has trained, until it is safe elsewhere
+        self._mine: PeerMessage | None = None  # the model that it has trained, until it is safe elsewhere
         self._sent_to, self._attempt = set[int](), 0
         self._random = random.Random(f"{seed}-{own}")
-        self._actions, self._to_self = list[Action](), deque[Message]()
+        self._actions, self._to_self = list[Action](), deque[PeerMessage]()
 
     def take(self) -> list[Action]:
         """What it wants done, in this order; messages to itself are handled here."""
@@ -65,9 +65,9 @@ class Node:
         self._do(Wake(("hello",), self.rules.hello))
         sample = self.view.order(round_, self.rules.window, self.own)[: self.rules.sample]
         if self.own in sample:
-            self._adopt(Message(Kind.MEAN, self.own, round_, step=step, sample=sample, view=self.view, model=model))
+            self._adopt(PeerMessage(Kind.MEAN, self.own, round_, step=step, sample=sample, view=self.view, model=model))
 
-    def heard(self, message: Message) -> None:
+    def heard(self, message: PeerMessage) -> None:
         """A message has come, from another peer."""
         peer, known = message.sender, self.view.entries.get(message.sender)
         self._suspected.discard(peer)
@@ -84,7 +84,7 @@ class Node:
         """Training from the model of `round_` has ended."""
         if round_ != self.round or self.final is not None:
             return
-        self._mine = Message(
+        self._mine = PeerMessage(
             Kind.TRAINED, self.own, round_, step=step, stop=stop, sample=self._sample, view=self.view, model=model
         )
         self._seek_aggregators()
@@ -95,7 +95,7 @@ class Node:
         if self.final is not None:
             return
         if name == "hello":
-            self._advertise(Kind.JOIN, self.rules.sample)
+            self._advertise(Kind.JOIN, 10 * self.rules.sample)
             self._do(Wake(key, self.rules.hello))
         elif name == "ping":
             serial, peer, last = about
@@ -147,7 +147,7 @@ class Node:
     def _advertise(self, kind: Kind, most: int) -> None:
         others = self._present()
         for peer in self._random.sample(others, min(len(others), most)):
-            self._send(peer, Message(kind, self.own, self.known))
+            self._send(peer, PeerMessage(kind, self.own, self.known))
 
     def _others(self, peers: Sequence[int]) -> list[int]:
         """Those of `peers` that can still be reached, without this one."""
@@ -168,19 +168,19 @@ class Node:
     def _do(self, action: Action) -> None:
         self._actions.append(action)
 
-    def _send(self, to: int, message: Message) -> None:
+    def _send(self, to: int, message: PeerMessage) -> None:
         message = replace(message, sender=self.own, counter=self.counter, known=self.known)
         if to == self.own:
             self._to_self.append(message)
         else:
             self._do(Send(to, message))
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: PeerMessage) -> None:
         kind, peer = message.kind, message.sender
         if message.view is not None:
             self.view = self.view.merged(message.view)
         if kind == Kind.PING:
-            self._send(peer, Message(Kind.PONG, self.own, message.round))
+            self._send(peer, PeerMessage(Kind.PONG, self.own, message.round))
         elif kind == Kind.PONG:
             for serial, sampling in list(self._samplings.items()):
                 if sampling.round == message.round and peer in sampling.waiting:
@@ -188,13 +188,13 @@ class Node:
         elif kind == Kind.TRAINED:
             self._gather(message)
         elif kind == Kind.MEAN:
-            self._send(peer, Message(Kind.GOT, self.own, message.round))
+            self._send(peer, PeerMessage(Kind.GOT, self.own, message.round))
             if peer != self.own:
                 self.known = max(self.known, message.round)
             if message.round > self.round and self.final is None:
                 self._adopt(message)
         elif kind == Kind.FINAL:
-            self._send(peer, Message(Kind.GOT, self.own, message.round))
+            self._send(peer, PeerMessage(Kind.GOT, self.own, message.round))
             self._finish(message)
         elif kind == Kind.GOT:
             self._arrived(peer, message.round)
@@ -213,9 +213,9 @@ class Node:
     def _ask_for_final(self) -> None:
         """If others have the end of the run, and who was to send it may be among the lost."""
         if self.final is None and self._byes and self._lost - self._byes:
-            self._send(min(self._byes), Message(Kind.ASK, self.own))
+            self._send(min(self._byes), PeerMessage(Kind.ASK, self.own))
 
-    def _finish(self, message: Message) -> None:
+    def _finish(self, message: PeerMessage) -> None:
         if self.final is None:
             self.final, self._mine = message, None
             self._samplings.clear()
@@ -255,7 +255,7 @@ class Node:
 
     def _ask(self, serial: int, peer: int, again: bool) -> None:
         rules = self.rules
-        self._send(peer, Message(Kind.PING, self.own, self._samplings[serial].round))
+        self._send(peer, PeerMessage(Kind.PING, self.own, self._samplings[serial].round))
         self._do(Wake(("ping", serial, peer, again), rules.ping_timeout - rules.resend if again else rules.resend))
 
     def _answered(self, serial: int, peer: int, there: bool) -> None:
@@ -280,7 +280,7 @@ class Node:
 
     # ---- a participant
 
-    def _adopt(self, message: Message) -> None:
+    def _adopt(self, message: PeerMessage) -> None:
         self.round, self._sample, self._mine = message.round, message.sample, None
         self._sent_to.clear()
         self._suspected.discard(self.own)
@@ -312,13 +312,13 @@ class Node:
 
     # ---- an aggregator
 
-    def _gather(self, message: Message) -> None:
+    def _gather(self, message: PeerMessage) -> None:
         round_, peer = message.round, message.sender
         if self.final is not None:
             return self._send(peer, self.final)
         gathering = self._gatherings.get(round_)
         if round_ + 1 < self.known or (gathering is not None and gathering.delivered):
-            return self._send(peer, Message(Kind.ACK, self.own, round_))
+            return self._send(peer, PeerMessage(Kind.ACK, self.own, round_))
         if gathering is None:
             gathering = self._gatherings[round_] = Gathering(message.sample)
             self._do(Wake(("gather", round_), self.rules.patience))
@@ -345,14 +345,14 @@ class Node:
             return
         del self._gatherings[round_]
         for peer in gathering.models:
-            self._send(peer, Message(Kind.NACK, self.own, round_))
+            self._send(peer, PeerMessage(Kind.NACK, self.own, round_))
 
     def _make(self, round_: int) -> None:
         one = self._gatherings[round_]
         model = self.combine([one.models[peer] for peer in sorted(one.models)])
         one.models = dict.fromkeys(one.models)
         kind = Kind.FINAL if one.stop else Kind.MEAN
-        one.mean = Message(kind, self.own, round_ + 1, step=one.step, stop=one.stop, view=self.view, model=model)
+        one.mean = PeerMessage(kind, self.own, round_ + 1, step=one.step, stop=one.stop, view=self.view, model=model)
         if kind == Kind.MEAN:
             return self._seek(Kind.MEAN, round_ + 1, self.rules.sample)
         self._finish(one.mean)
@@ -388,6 +388,6 @@ class Node:
         one = self._gatherings[round_]
         one.delivered, self.known = True, max(self.known, round_ + 1)
         for peer in one.models:
-            self._send(peer, Message(Kind.ACK, self.own, round_))
+            self._send(peer, PeerMessage(Kind.ACK, self.own, round_))
         for old in [k for k in self._gatherings if k + 1 < self.known]:
             del self._gatherings[old]
