@@ -27,12 +27,12 @@ HELLO = 30.0  # seconds between two signs of life; over gloo a silence of the gr
 class Plexus:
     """A sample of the replicas trains in each round; nobody holds the run.
 
-    >>> Plexus(sample=2).nbytes_per_period(1_000_000, size=4)
+    >>> Plexus().nbytes_per_period(1_000_000, size=4)
     8000128
     """
 
     every: int = 30
-    sample: int = 3
+    sample: int = 2
     aggregators: int = 1
     outer_lr: float = 1.0
     outer_momentum: float = 0.5
@@ -82,7 +82,7 @@ class Plexus:
 def plexus(
     *,
     every: int = 30,
-    sample: int = 3,
+    sample: int = 2,
     aggregators: int = 1,
     outer_lr: float = 1.0,
     outer_momentum: float = 0.5,
@@ -111,7 +111,7 @@ def plexus(
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
 
-    >>> plexus(sample=2, outer_momentum=0.0).nbytes_per_period(1_000_000, size=4)  # bytes, at most, in the mean over replicas
+    >>> plexus(outer_momentum=0.0).nbytes_per_period(1_000_000, size=4)  # bytes, at most, in the mean over replicas
     4000128
     """
     return Plexus(

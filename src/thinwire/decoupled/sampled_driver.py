@@ -53,7 +53,7 @@ class PlexusReplica(Attached):
     """
 
     own_steps = True
-    strategy: Plexus  # type: ignore[assignment]
+    strategy: Plexus
 
     def __init__(
         self, method: Plexus, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,

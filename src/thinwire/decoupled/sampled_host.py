@@ -77,7 +77,7 @@ class PeerHost:
         try:
             message = self._wire.read(heard, other)
         except PacketError as error:
-            self._lose(other, error)
+            self._lose(other, PeerError(str(error)))
             return True
         self._events.put(lambda: self._hear(message))
         return message.kind == Kind.BYE and message.round == _GOES
