@@ -51,7 +51,7 @@ def test_peers_that_come_and_go_lose_no_round():
     run = Network(100, QUICK, offline=0.5, away=400.0, seed=1)
     told = run.run(rounds=40, seconds=20_000.0)
     assert told.rounds == 40 and told.apart < 0.15
-    back = [node for node in run.nodes if node.counter > 1]
+    back = [node for node in run.members if node.counter > 1]
     assert len(back) > 20  # and they were sampled again, because they count their joins
     assert any(run.taken[one.own] and one.view.entries[one.own].joined for one in back)
 

@@ -5,59 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
 
 from thinwire.comm.group import Group
+from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.decoupled.sampled_driver import PlexusReplica
 from thinwire.decoupled.sampled_messages import Kind, SampleMessages
-from thinwire.decoupled.sampled_rules import SampleRules
 from thinwire.errors import ConfigurationError
 from thinwire.methods.base import silent
 from thinwire.pieces.inner_optimizers import AdamW
-from thinwire.pieces.outer import Nesterov
 from thinwire.types import Observer
-
-HELLO = 30.0  # seconds between two signs of life; over gloo a silence of the group's timeout ends the group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plexus:
+class Plexus(SampleComposition):
     """A sample of the replicas trains in each round; nobody holds the run.
 
     >>> Plexus().nbytes_per_period(1_000_000, size=4)
     8000128
     """
-
-    every: int = 30
-    sample: int = 2
-    aggregators: int = 1
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.5
-    ping_timeout: float = 5.0
-    patience: float = 300.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1 or not self.ping_timeout > 0 or not self.patience > 0:
-            raise ConfigurationError(
-                f"every={self.every}, ping_timeout={self.ping_timeout}, patience={self.patience}: at least 1 inner step, and times above 0, "
-                "are needed."
-            )
-        assert self.rules and self.outer  # which refuse what cannot work
-
-    @cached_property
-    def rules(self) -> SampleRules:
-        return SampleRules(
-            sample=self.sample, aggregators=self.aggregators, ping_timeout=self.ping_timeout,
-            resend=self.ping_timeout / 5, patience=self.patience, hello=HELLO,
-        )  # fmt: skip
-
-    @cached_property
-    def outer(self) -> Nesterov:
-        return Nesterov(self.outer_lr, self.outer_momentum)
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
         return AdamW().make(model, lr, 0.1)

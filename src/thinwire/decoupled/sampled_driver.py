@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
+from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.decoupled.sampled_host import PeerHost
 from thinwire.decoupled.sampled_messages import PeerMessage, SampleMessages
 from thinwire.decoupled.sampled_peer import SampledPeer
@@ -29,9 +30,6 @@ from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
 from thinwire.types import Observer
-
-if TYPE_CHECKING:
-    from thinwire.decoupled.sampled import Plexus
 
 
 class PlexusReplica(Attached):
@@ -53,13 +51,13 @@ class PlexusReplica(Attached):
     """
 
     own_steps = True
-    strategy: Plexus
+    strategy: SampleComposition  # type: ignore[assignment]  # the `Plexus` that attached it
 
     def __init__(
-        self, method: Plexus, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
+        self, method: SampleComposition, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group,
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(method, model, optimizer, group, None, observer, clock)
+        super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
         self.introduce({})
         self._one = FragmentState(self.fragments[0], 0, torch.empty(self.fragments[0].numel), {}, {}, Identity())
         self._one.snapshot(self._one.anchor)

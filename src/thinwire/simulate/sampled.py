@@ -59,10 +59,10 @@ class Network:
     """Peers, the messages between them, and their clocks, in one order that follows from the seed.
 
     Args:
-        peers: how many there are.
+        peers: number of peers.
         rules: of the run.
         offline: share of them that is away at any time, 0 to below 1.
-        away: seconds for which one is away, in the mean.
+        away: seconds for which a peer is away, in the mean.
         seed: of all that is drawn.
         drops: called with a peer and a message from or to it; True: the message is lost.
 
@@ -87,7 +87,7 @@ class Network:
         self._random = np.random.default_rng(derive(seed, "sampled network"))
         self.points: Point = self._random.normal(size=(peers, DIMENSIONS)) + 3.0
         view = PeerView.of(range(peers))
-        self.nodes = [SampledPeer(own, rules, view, _mean, seed) for own in range(peers)]
+        self.members = [SampledPeer(own, rules, view, _mean, seed) for own in range(peers)]
         self.seconds, self.pings, self.taken = 0.0, 0, [0] * peers
         self.there = [True] * peers
         self.newest: PeerMessage | None = None
@@ -107,7 +107,7 @@ class Network:
         while self._events and self.seconds < seconds and (self.newest is None or self.newest.round <= rounds):
             self.seconds, _, event = heapq.heappop(self._events)
             event()
-        asked = np.array([both for node in self.nodes for both in node.asked] or [(0, 0)], float)
+        asked = np.array([both for one in self.members for both in one.asked] or [(0, 0)], float)
         held = self.newest.round - 1 if self.newest else 0
         best = self.points.mean(0)
         model = np.zeros(DIMENSIONS) if self.newest is None else self.newest.model
@@ -120,7 +120,7 @@ class Network:
         heapq.heappush(self._events, (self.seconds + seconds, next(self._number), event))
 
     def _start(self, peer: int) -> None:
-        self.nodes[peer].start(1, 0, np.zeros(DIMENSIONS))
+        self.members[peer].start(1, 0, np.zeros(DIMENSIONS))
         self._carry_out(peer)
 
     def _session(self, there: bool) -> float:
@@ -130,7 +130,7 @@ class Network:
     def _toggle(self, peer: int) -> None:
         self.there[peer] = not self.there[peer]
         if self.there[peer]:
-            self.nodes[peer].join()
+            self.members[peer].join()
             self._carry_out(peer)
         self._later(self._session(self.there[peer]), partial(self._toggle, peer))
 
@@ -138,7 +138,7 @@ class Network:
         return self.there[peer] and not self._drops(peer, message)
 
     def _carry_out(self, peer: int) -> None:
-        for action in self.nodes[peer].take():
+        for action in self.members[peer].take():
             self._do(peer, action)
 
     def _do(self, peer: int, action: Action) -> None:
@@ -148,7 +148,7 @@ class Network:
                 delay = LATENCY * (0.5 + self._random.random())
                 self._later(delay, lambda: self._deliver(action.to, action.message))
         elif isinstance(action, Wake):
-            self._later(action.seconds, lambda: self._happens(peer, lambda node: node.woken(action.key)))
+            self._later(action.seconds, lambda: self._happens(peer, lambda one: one.woken(action.key)))
         elif isinstance(action, Train):
             self._train(peer, action.message)
 
@@ -159,10 +159,10 @@ class Network:
 
     def _deliver(self, to: int, message: PeerMessage) -> None:
         if self._reaches(to, message):
-            self._happens(to, lambda node: node.heard(message))
+            self._happens(to, lambda one: one.heard(message))
 
     def _happens(self, peer: int, what: Callable[[SampledPeer], object]) -> None:
-        what(self.nodes[peer])
+        what(self.members[peer])
         self._carry_out(peer)
 
     def _train(self, peer: int, message: PeerMessage) -> None:
@@ -172,7 +172,7 @@ class Network:
         moved = message.model + PULL * (self.points[peer] - message.model)
         low, high = TRAINING
         seconds = low + (high - low) * float(self._random.random())
-        done: Callable[[SampledPeer], Any] = lambda node: node.trained(message.round, message.step + 1, moved)  # noqa: E731
+        done: Callable[[SampledPeer], Any] = lambda one: one.trained(message.round, message.step + 1, moved)  # noqa: E731
         self._later(seconds, lambda: self._happens(peer, done))
 
 
