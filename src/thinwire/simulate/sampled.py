@@ -61,7 +61,7 @@ class Network:
     Args:
         peers: number of peers.
         rules: of the run.
-        offline: share of them that is away at any time, 0 to below 1.
+        offline: share of the peers that is away at any time, in [0, 1).
         away: seconds for which a peer is away, in the mean.
         seed: of all that is drawn.
         drops: called with a peer and a message from or to it; True: the message is lost.
