@@ -59,12 +59,12 @@ class Network:
     """Peers, the messages between them, and their clocks, in one order that follows from the seed.
 
     Args:
-        peers: number of peers.
+        peers: the number of peers.
         rules: of the run.
-        offline: share of the peers that is away at any time, in [0, 1).
-        away: seconds for which a peer is away, in the mean.
+        offline: share of the peers that is away at any time, 0 to 1.
+        away: for how long, in the mean, in seconds.
         seed: of all that is drawn.
-        drops: called with a peer and a message from or to it; True: the message is lost.
+        drops: called with the number of a peer and a message from or to it; True: the message is lost.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
