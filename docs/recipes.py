@@ -24,6 +24,7 @@ import torch
 from thinwire import Strategy
 from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.decoupled.pairs import AcceleratedPairs, Pairs
+from thinwire.decoupled.sampled import Plexus
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import CODISTILL, METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
@@ -206,6 +207,8 @@ def kept(name: str) -> float:
         return 12 + 4 * len(made.outer.init(torch.zeros(1)))
     if isinstance(made, Pairs):  # x at the last event, and its momentum
         return 8 if isinstance(made, AcceleratedPairs) else 4
+    if isinstance(made, Plexus):  # the model of the round, and its momentum
+        return 4 + 4 * len(made.outer.init(torch.zeros(1)))
     if not isinstance(made, Strategy):  # a log, a byte a value
         return 0
     numels = [fragment.numel for fragment in fragments(name)]

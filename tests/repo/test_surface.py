@@ -57,6 +57,7 @@ OPTIONS = {
     "simulate fabric": "leaves spines hosts flows nbytes rate failed pattern policy draws seed plot json",
     "simulate overlap": "ranks produce_seconds send_seconds nbytes link contention plot json",
     "simulate disrupted": "topology replicas who shares data at_round rounds graphs runs plot json",
+    "simulate sampled": "peers sample aggregators offline away patience rounds seconds seed json",
     "simulate stragglers": "replicas step_seconds compute_share pattern pause burst_every burst_steps recorded stragglers patience probe steps "
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",

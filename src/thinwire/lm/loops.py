@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from thinwire.decoupled.sampled import Plexus
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import Job
 from thinwire.lm.place import ElasticPlace, Place
@@ -34,6 +35,10 @@ def check_method(run: Run, method: Method) -> None:
         raise ConfigurationError(
             f"{run.method.label} without lora: values that the hub does not send count as zero, which works for adapters but not for whole weights; "
             "add --lora 8, or flasc(down=1)."
+        )
+    if isinstance(method, Plexus) and method.sample > run.placement.replicas:
+        raise ConfigurationError(
+            f"sample={method.sample} of {run.placement.replicas} replicas: at most all can be sampled; give more --replicas."
         )
     if run.data.accumulate > 1 and isinstance(method, JustOneByte):
         raise ConfigurationError(

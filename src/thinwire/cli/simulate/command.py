@@ -15,6 +15,7 @@ STUDIES = {
     "overlap": "a reduce-scatter that begins while its input is still computed (T3)",
     "stragglers": "replicas that are sometimes late: waiting, ignoring them, gradient codes, sequential codes",
     "disrupted": "replicas of a gossip graph drop out: its largest part, isolated replicas, and the accuracy of the rest",
+    "sampled": "peers that train in samples and come and go (plexus): rounds, time, pings, what is learned",
 }
 
 _USAGE = "\n".join(

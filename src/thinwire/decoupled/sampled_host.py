@@ -1,0 +1,148 @@
+"""A peer's thread: messages and timers go to the protocol (sampled_peer.py), what it wants sent goes out, and work goes to the training thread.
+
+A replica leaves in two steps: it says that it has the end, and goes when all others have said so or are lost. So nobody takes the end from
+another that still has to ask for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm.group import Group
+from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
+from thinwire.decoupled.sampled_messages import Kind, PeerMessage, SampleMessages
+from thinwire.decoupled.sampled_peer import SampledPeer
+from thinwire.decoupled.sampled_rules import Done, Send, Train, Wake
+from thinwire.errors import PacketError, PeerError
+from thinwire.methods.base import TAG
+
+Work = Train | Done | PeerError
+_HAS_END, _GOES = 0, 1  # the round of a BYE
+
+
+class PeerHost:
+    """Runs `peer` in `group`. `work` has what the training thread is to do; `tell(message)` is called with warnings, on this thread."""
+
+    def __init__(
+        self, group: Group, wire: SampleMessages, peer: SampledPeer, clock: Callable[[], float],
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.work: queue.Queue[Work] = queue.Queue()
+        self._group, self._wire, self._peer, self._clock, self._tell = group, wire, peer, clock, tell
+        self._events: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._timers: list[tuple[float, int, tuple[Any, ...]]] = []
+        self._number = itertools.count()
+        self._lost, self._ended, self._gone = set[int](), set[int](), set[int]()
+        self._others = {other for other in range(group.size) if other != group.rank}
+        self._done = self._going = False
+        self._senders: dict[int, PeerSender] = {}
+        self._thread = threading.Thread(target=self._run, name="thinwire-peer", daemon=True)
+
+    def start(self) -> None:
+        for other in sorted(self._others):
+            PeerReceiver(self._group, other, TAG, self._wire.buffer, self._deliver)
+            self._senders[other] = PeerSender(self._group, other, TAG, self._lose)
+        self._thread.start()
+
+    def trained(self, round_: int, step: int, model: Tensor, stop: bool) -> None:
+        """Give the model that was trained from that of `round_` to the protocol."""
+        self._events.put(lambda: self._peer.trained(round_, step, model, stop))
+
+    def wait(self) -> None:
+        """Wait until all others have the end, or are lost."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """End its threads, whatever others need."""
+        self._events.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        for sender in self._senders.values():
+            sender.end()
+
+    # ---- on the threads of the carrier
+
+    def _deliver(self, other: int, heard: Tensor | PeerError) -> bool:
+        """Queue what came from `other`; return whether it was its last message."""
+        if isinstance(heard, PeerError):
+            self._lose(other, heard)
+            return True
+        try:
+            message = self._wire.read(heard, other)
+        except PacketError as error:
+            self._lose(other, PeerError(str(error)))
+            return True
+        self._events.put(lambda: self._hear(message))
+        return message.kind == Kind.BYE and message.round == _GOES
+
+    def _lose(self, other: int, why: PeerError) -> None:
+        self._events.put(lambda: self._miss(other, why))
+
+    # ---- on its own thread
+
+    def _hear(self, message: PeerMessage) -> None:
+        if message.kind == Kind.BYE and message.round == _GOES:
+            self._gone.add(message.sender)
+            return
+        if message.kind == Kind.BYE:
+            self._ended.add(message.sender)
+        self._peer.heard(message)
+
+    def _miss(self, other: int, why: PeerError) -> None:
+        if other not in self._lost and other not in self._gone:
+            self._lost.add(other)
+            self._tell(f"replica {other} was lost, the others continue: {why}")
+            self._peer.lost(other)
+
+    def _run(self) -> None:
+        try:
+            self._carry_out()
+            while not self._over():
+                until = self._timers[0][0] - self._clock() if self._timers else None
+                try:
+                    event = self._events.get(True, None if until is None else max(0.0, until))
+                except queue.Empty:
+                    self._peer.woken(heapq.heappop(self._timers)[2])
+                else:
+                    if event is None:
+                        return
+                    event()
+                self._carry_out()
+        except BaseException as error:
+            self.work.put(PeerError(f"the peer's thread has failed: {type(error).__name__}: {error}"))
+        for sender in self._senders.values():
+            sender.end()
+
+    def _carry_out(self) -> None:
+        for action in self._peer.take():
+            if isinstance(action, Send):
+                self._send(action.to, action.message)
+            elif isinstance(action, Wake):
+                heapq.heappush(self._timers, (self._clock() + action.seconds, next(self._number), action.key))
+            else:
+                self._done |= isinstance(action, Done)
+                self.work.put(action)
+
+    def _send(self, to: int, message: PeerMessage) -> None:
+        if to not in self._lost and not self._going:
+            self._senders[to].send(self._wire.write(message))
+
+    def _over(self) -> bool:
+        """Whether nobody needs this replica any more; says on the way there what the others need to know."""
+        own = self._group.rank
+        if self._done and own not in self._ended:
+            self._ended.add(own)
+            for other in sorted(self._others):
+                self._send(other, PeerMessage(Kind.BYE, own, _HAS_END))
+        if self._done and not self._going and self._others <= self._ended | self._lost:
+            for other in sorted(self._others):
+                self._send(other, PeerMessage(Kind.BYE, own, _GOES))
+            self._going = True
+        return self._going and self._others <= self._gone | self._lost

@@ -1,0 +1,150 @@
+"""Plexus as a method: equal to its equations on any carrier, with momentum that travels, and processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from core_processes import run_world
+
+import thinwire as tw
+from thinwire.comm import CountedGroup, Ledger, run_threads
+from thinwire.decoupled.sampled import Plexus, plexus
+from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.membership.peer_view import PeerView
+from thinwire.pieces.outer import Nesterov
+from thinwire.testing.toy import batch, same_bits, toy, weights
+
+EVERY, STEPS, SIZE = 4, 24, 6
+
+
+def trainable(model):
+    return [one for one in model.parameters() if one.requires_grad]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def inner(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    x, y = batch(0, rank, step)
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+
+
+def on_toy(method, steps=STEPS, before=lambda rank, step: None):
+    """A replica's whole run: its weights in the end, the steps that it took itself, and its warnings."""
+
+    def body(group):
+        model, told, own = toy(), [], []
+        optimizer = sgd(model)
+        observe = lambda event, step, **fields: told.append(fields.get("message"))  # noqa: E731
+        trained = method.attach(model, optimizer, group, observer=observe)
+        try:
+            while trained.progress < steps and not trained.stopping:
+                if trained.idle:
+                    trained.skip()
+                    continue
+                before(group.rank, trained.step + 1)
+                own.append(trained.step + 1)
+                inner(model, optimizer, group.rank, trained.step + 1)
+            trained.finish()
+        finally:
+            trained.close()
+        return weights(model), own, [one for one in told if one]
+
+    return body
+
+
+def by_the_equations(method, size, steps=STEPS):
+    """One place, one round after the other: the outer step on the mean delta of each sample."""
+    model, outer, view = toy(), Nesterov(method.outer_lr, method.outer_momentum), PeerView.of(range(size))
+    anchor = weights(model).double()
+    state = outer.init(anchor)
+    for k in range(steps // method.every):
+        deltas = []
+        for rank in view.order(k + 1, 10**6)[: method.sample]:
+            torch.nn.utils.vector_to_parameters(anchor.float(), trainable(model))
+            optimizer = sgd(model)
+            for step in range(k * method.every, (k + 1) * method.every):
+                inner(model, optimizer, rank, step + 1)
+            deltas.append(anchor - weights(model).double())
+        anchor, state = outer.step(anchor, torch.stack(deltas).mean(0), state)
+    return anchor
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        plexus(every=EVERY, sample=3, outer_lr=0.7, outer_momentum=0.5, patience=600.0, ping_timeout=600.0),
+        plexus(every=EVERY, sample=2, aggregators=2, outer_momentum=0.0, patience=600.0, ping_timeout=600.0),
+    ],
+    ids=["momentum", "two aggregators"],
+)
+def test_all_end_with_the_outer_steps_on_the_mean_deltas_of_the_samples(method):
+    ledgers = [Ledger() for _ in range(SIZE)]
+    told = run_threads(SIZE, lambda group: on_toy(method)(CountedGroup(group, ledgers[group.rank])), timeout=600.0)
+    assert all(same_bits(one[0], told[0][0]) for one in told)
+    torch.testing.assert_close(told[0][0].double(), by_the_equations(method, SIZE), rtol=1e-5, atol=1e-6)
+    assert sum(len(one[1]) for one in told) == method.sample * STEPS
+    again = run_threads(SIZE, on_toy(method), timeout=600.0)
+    assert same_bits(again[0][0], told[0][0])
+
+
+def test_one_replica_and_a_run_that_ends_within_a_round():
+    method = plexus(every=EVERY, sample=1)
+    ((final, own, _),) = run_threads(1, on_toy(method, EVERY + 1), timeout=600.0)
+    assert own == list(range(1, EVERY + 2)) and bool(torch.isfinite(final).all())
+
+
+METHOD = plexus(every=EVERY, sample=3, outer_momentum=0.5, patience=600.0, ping_timeout=600.0)
+
+
+VICTIM = PeerView.of(range(SIZE)).order(3, 10**6)[0]
+
+
+def _in_processes(rank):
+    """A whole run, and another in which the first participant of round 3 is killed in the middle of it."""
+
+    def die(own, step):
+        if own == VICTIM and step == 2 * EVERY + 2:
+            torch.save(whole, folder / f"{rank}.pt")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    folder = Path(os.environ["PLEXUS_FOLDER"])
+    group = tw.TorchGroup.from_world(replicas=SIZE, timeout=600.0)
+    whole = on_toy(METHOD)(group)
+    return whole, on_toy(METHOD, before=die)(group)
+
+
+@pytest.mark.slow
+def test_six_processes_are_threads_and_one_that_is_killed_does_not_stop_the_others(tmp_path):
+    threads = run_threads(SIZE, on_toy(METHOD), timeout=600.0)
+    told = run_world(_in_processes, tmp_path, machines=({"PLEXUS_FOLDER": str(tmp_path)},) * SIZE)
+    whole = [one if rank == VICTIM else one[0] for rank, one in enumerate(told)]
+    assert all(same_bits(one[0], threads[0][0]) for one in whole)
+    left = [one[1] for rank, one in enumerate(told) if rank != VICTIM]
+    assert all(same_bits(one[0], left[0][0]) for one in left) and bool(torch.isfinite(left[0][0]).all())
+    assert sum(len(one[1]) for one in left) >= 3 * STEPS - 3 * EVERY
+    assert any(f"replica {VICTIM} was lost" in message for one in left for message in one[2])
+
+
+def test_what_cannot_work_is_refused():
+    for wrong in ({"every": 0}, {"sample": 0}, {"aggregators": 0}, {"patience": 0.0}, {"outer_lr": 0.0}):
+        with pytest.raises(ConfigurationError, match="needed"):
+            plexus(**wrong)
+
+    def too_many(group):
+        model = toy()
+        with pytest.raises(ConfigurationError, match="sample=2 of 1"):
+            Plexus().attach(model, sgd(model), group)
+        trained = Plexus(sample=1).attach(model, sgd(model), group)
+        with pytest.raises(CheckpointError, match="cannot be resumed"):
+            trained.load_state(*trained.state())
+        trained.finish()
+
+    run_threads(1, too_many, timeout=600.0)

@@ -1,0 +1,201 @@
+"""Training in samples (Plexus): the protocol in virtual time, 100 peers of whom half or most are away, and its numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.decoupled.sampled_messages import Kind, PeerMessage, SampleMessages
+from thinwire.decoupled.sampled_peer import SampledPeer
+from thinwire.decoupled.sampled_rules import SampleRules, Send, Train, Wake
+from thinwire.errors import ConfigurationError, PacketError
+from thinwire.membership.peer_view import PeerEntry, PeerView
+from thinwire.simulate.sampled import Network
+
+QUICK = SampleRules(patience=20.0)
+
+
+def node(own=0, peers=6, **rules):
+    made = SampledPeer(
+        own, SampleRules(**{"sample": 3} | rules), PeerView.of(range(peers), active=1), lambda m: sum(m) / len(m)
+    )
+    return made
+
+
+def sent(made, kind):
+    return [one for one in made.take() if isinstance(one, Send) and one.message.kind == kind]
+
+
+def trained(sender, round_, sample=(1, 2, 3), model=1.0, **more):
+    return PeerMessage(Kind.TRAINED, sender, round_, sample=sample, view=PeerView.of(range(6)), model=model, **more)
+
+
+# ---- 100 peers
+
+
+@pytest.mark.parametrize(("offline", "asked"), [(0.0, 10.0), (0.2, 12.6), (0.5, 20.0), (0.8, 49.8)])
+def test_a_hundred_peers_go_on_with_as_many_pings_as_the_share_of_those_away_says(offline, asked):
+    """s/(1 − p) peers are asked for a sample; the same seed gives the same model, bit for bit."""
+    runs = [Network(100, QUICK, offline, away=1e9, seed=3) for _ in range(2)]
+    told = [run.run(rounds=25) for run in runs]
+    assert told[0] == told[1] and np.array_equal(runs[0].newest.model, runs[1].newest.model)
+    share = sum(runs[0].there) / 100
+    assert told[0].rounds == 25 and told[0].found == 10.0
+    assert told[0].asked == pytest.approx(10 / share, rel=0.12)
+    assert 10 / share == pytest.approx(asked, rel=0.25)  # who is away is drawn once
+    assert told[0].apart < 0.2
+
+
+def test_peers_that_come_and_go_lose_no_round():
+    run = Network(100, QUICK, offline=0.5, away=400.0, seed=1)
+    told = run.run(rounds=40, seconds=20_000.0)
+    assert told.rounds == 40 and told.apart < 0.15
+    back = [node for node in run.members if node.counter > 1]
+    assert len(back) > 20  # and they were sampled again, because they count their joins
+    assert any(run.taken[one.own] and one.view.entries[one.own].joined for one in back)
+
+
+def test_a_run_survives_the_loss_of_an_aggregator_in_every_round_and_two_need_no_patience():
+    """Who comes first in the order of a round answers pings, but takes no models and sends no mean."""
+    order, lost = PeerView.of(range(30)), set()
+
+    def dies(peer, message):
+        if message.kind not in (Kind.TRAINED, Kind.MEAN):
+            return False
+        round_ = message.round + (message.kind == Kind.TRAINED)
+        if peer != order.order(round_, 10**6)[0] or (message.kind == Kind.MEAN and peer != message.sender):
+            return False
+        lost.add(round_)
+        return True
+
+    told = [
+        Network(30, SampleRules(sample=5, aggregators=a, patience=20.0), offline=0.0, seed=2, drops=dies).run(
+            20, 5000.0
+        )
+        for a in (1, 2)
+    ]
+    assert len(lost) == 20 and all(one.rounds == 20 and one.apart < 0.2 for one in told)
+    assert told[0].seconds > 20 * 2 * 20.0 > 4 * told[1].seconds
+
+
+# ---- one peer
+
+
+def test_a_mean_counts_each_sender_once_and_is_made_once():
+    one = node()
+    for message in (trained(1, 4, model=1.0), trained(1, 4, model=9.0), trained(2, 4, model=2.0)):
+        one.heard(message)
+    assert not sent(one, Kind.PING)
+    one.heard(trained(3, 4, model=3.0))
+    pings = sent(one, Kind.PING)
+    assert {ping.message.round for ping in pings} == {5}  # the sample of the next round
+    for ping in pings:
+        one.heard(PeerMessage(Kind.PONG, ping.to, 5))
+    means = sent(one, Kind.MEAN)
+    assert means and all(mean.message.model == 2.0 and mean.message.round == 5 for mean in means)
+    one.heard(trained(2, 4, model=7.0))
+    assert not one.take()  # nobody is told that it is safe before it has arrived somewhere
+    one.heard(PeerMessage(Kind.GOT, means[0].to, 5))
+    assert sorted(ack.to for ack in sent(one, Kind.ACK)) == [1, 2, 3]
+    one.heard(trained(3, 4))
+    assert [ack.to for ack in sent(one, Kind.ACK)] == [3]
+
+
+def test_a_newer_round_replaces_training_and_an_old_one_does_not():
+    one = node()
+    mean = PeerMessage(Kind.MEAN, 1, 7, sample=(0, 2), view=one.view, model=1.0)
+    one.heard(mean)
+    one.heard(mean)
+    assert [action.message.round for action in one.take() if isinstance(action, Train)] == [7]
+    one.heard(PeerMessage(Kind.MEAN, 2, 8, sample=(0,), view=one.view, model=2.0))
+    one.heard(PeerMessage(Kind.MEAN, 2, 6, sample=(0,), view=one.view, model=0.0))
+    assert [action.message.round for action in one.take() if isinstance(action, Train)] == [8]
+    one.trained(7, 10, 5.0)
+    assert not one.take()  # it is stale
+    one.trained(8, 10, 5.0)
+    assert {ping.message.round for ping in sent(one, Kind.PING)} <= {9}
+
+
+def test_who_joins_is_in_the_view_after_the_next_model_is_sent_and_who_leaves_at_once():
+    one = node()
+    one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))
+    assert 4 not in one.view.order(1, 50)
+    one.heard(PeerMessage(Kind.JOIN, 4, counter=3))
+    one.heard(PeerMessage(Kind.JOIN, 7, counter=1))
+    assert 4 not in one.view.order(1, 50) and 7 not in one.view.entries
+    one.heard(PeerMessage(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
+    assert 7 not in one.view.entries
+    one.trained(2, 1, 1.0)
+    for ping in sent(one, Kind.PING):
+        one.heard(PeerMessage(Kind.PONG, ping.to, 3))
+    assert {4, 7} <= set(one.view.order(2, 50))
+    one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))  # an old one that comes late
+    assert 4 in one.view.order(2, 50)
+
+
+def test_a_ping_is_sent_twice_and_then_the_next_is_asked():
+    one = node(own=9, peers=6)
+    one.heard(PeerMessage(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
+    one.trained(2, 1, 1.0)
+    asked = []
+    for _ in range(2):
+        actions = one.take()
+        asked += [action.to for action in actions if isinstance(action, Send) and action.message.kind == Kind.PING]
+        (timer,) = [action for action in actions if isinstance(action, Wake) and action.key[0] == "ping"]
+        one.woken(timer.key)
+    order = one.view.order(3, 50)
+    assert asked == [order[0]] * 2
+    (ping,) = sent(one, Kind.PING)
+    assert ping.to == order[1]
+    one.heard(PeerMessage(Kind.PONG, order[1], 3))
+    (model,) = [action for action in one.take() if isinstance(action, Send)]
+    assert (model.to, model.message.kind) == (order[1], Kind.TRAINED)
+    one.lost(order[1])  # the model is not safe yet: it goes to another
+    (ping,) = sent(one, Kind.PING)
+    assert ping.to != order[1]
+
+
+def test_settings_that_cannot_work_are_refused():
+    for wrong in ({"sample": 0}, {"aggregators": 0}, {"sample": 2, "fraction": 0.4}, {"fraction": 1.5}, {"window": 0}):
+        with pytest.raises(ConfigurationError, match="needed"):
+            SampleRules(**wrong)
+    with pytest.raises(ConfigurationError, match="at least as many"):
+        Network(5, SampleRules(sample=6), 0.0)
+
+
+# ---- bytes
+
+
+def test_messages_are_read_as_written_and_others_refused():
+    wire = SampleMessages(6, 4)
+    view = PeerView.of(range(6)).with_entry(3, PeerEntry(8, 2, joined=False))
+    model = torch.arange(4.0)
+    whole = PeerMessage(Kind.TRAINED, 2, 9, 3, 8, 40, True, (1, 2, 5), view, model)
+    packet = wire.write(whole)
+    assert packet.numel() == wire.nbytes(Kind.TRAINED, 3, 6)
+    room = wire.buffer()
+    room[: packet.numel()] = packet
+    read = wire.read(room, 2)
+    assert torch.equal(read.model, model)
+    assert (read.round, read.counter, read.known, read.step, read.stop) == (9, 3, 8, 40, True)
+    assert (read.kind, read.sender, read.sample, read.view) == (Kind.TRAINED, 2, (1, 2, 5), view)
+    ping = PeerMessage(Kind.PING, 2, 5, counter=2, known=4)
+    assert wire.read(wire.write(ping), 2) == ping
+
+    for wrong in (
+        PeerMessage(Kind.MEAN, 2, 9, view=view, model=torch.tensor([0.0, 1.0, float("nan"), 2.0])),
+        PeerMessage(Kind.MEAN, 2, 9, view=PeerView.of(range(7)), model=model),
+        PeerMessage(Kind.MEAN, 2, 9, sample=(6,), view=view, model=model),
+        PeerMessage(Kind.MEAN, 2, 9, sample=(1, 1), view=view, model=model),
+        PeerMessage(Kind.PING, 2, 9, counter=0),
+        PeerMessage(Kind.PING, 2, 1 << 31),
+        PeerMessage(Kind.PING, 3, 9),
+    ):
+        with pytest.raises(PacketError):
+            wire.read(wire.write(wrong), 2)
+    for at in range(packet.numel()):
+        damaged = packet.clone()
+        damaged[at] ^= 1
+        with pytest.raises(PacketError):
+            wire.read(damaged, 2)
