@@ -14,7 +14,7 @@ HELLO = 30.0  # seconds between two signs of life; over gloo a silence of the gr
 
 @dataclass(frozen=True, kw_only=True)
 class SampleComposition:
-    """Who trains in a round, for how long, and the outer step; a frozen value.
+    """The size of the sample that trains in a round, its inner steps, and the outer step; a frozen value.
 
     Args:
         every: H, inner steps of a participant in a round.

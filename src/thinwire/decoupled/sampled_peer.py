@@ -384,7 +384,7 @@ class SampledPeer:
             self._safe(round_ - 1)
 
     def _safe(self, round_: int) -> None:
-        """The mean of `round_` has arrived elsewhere: who sent its model need keep it no longer."""
+        """The mean of `round_` has arrived elsewhere: a replica that sent its model need not keep it."""
         one = self._gatherings[round_]
         one.delivered, self.known = True, max(self.known, round_ + 1)
         for peer in one.models:

@@ -88,7 +88,7 @@ Action = Send | Wake | Train | Done
 
 @dataclass
 class Sampling:
-    """A sample of `round` that is being drawn: who was not asked yet, who has not answered, and who has."""
+    """A sample of `round` that is being drawn: the peers not asked yet, those that have not answered, and those that have."""
 
     kind: Kind  # TRAINED: for aggregators, MEAN: for participants
     round: int

@@ -34,7 +34,7 @@ class PeerEntry(NamedTuple):
     joined: bool
 
     def merged(self, other: PeerEntry) -> PeerEntry:
-        """The newer round, and the change with the larger counter. Of two changes with one counter, which no honest peer sends, the leave."""
+        """The newer round, and the change with the larger counter. A leave wins over a join of the same counter, which no honest peer sends."""
         counter, away = max((self.counter, not self.joined), (other.counter, not other.joined))
         return PeerEntry(max(self.active, other.active), counter, not away)
 

@@ -17,7 +17,6 @@ from thinwire.recipes.deltas import (
     sparse_loco,
 )
 from thinwire.recipes.gossip import (
-    bristle,
     choco,
     d_psgd,
     dfedsam,
@@ -27,7 +26,6 @@ from thinwire.recipes.gossip import (
     moshpit,
     noloco,
     sgp,
-    sybil_wall,
 )
 from thinwire.recipes.gradients import (
     cgx,
@@ -42,6 +40,7 @@ from thinwire.recipes.gradients import (
     qsgd,
 )
 from thinwire.recipes.streaming import eager_diloco, finetune, streaming_diloco, streaming_sign
+from thinwire.recipes.trust import bristle, sybil_wall
 
 RECIPES = {
     f.__name__: f

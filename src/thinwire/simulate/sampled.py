@@ -1,6 +1,6 @@
 """Peers that train in samples and come and go, in virtual time: the protocol itself (decoupled/sampled_peer.py), on a network of events.
 
-Who is away hears nothing and says nothing; it goes without a word, and when it is back it says that it has joined. What is learned is
+A peer that is away receives and sends nothing. It leaves without a message, and says that it has joined when it is back. What is learned is
 small: each peer pulls the model towards a point of its own, and the best model is the mean of all points.
 """
 
