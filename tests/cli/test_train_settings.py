@@ -169,7 +169,7 @@ def test_a_run_that_waited_says_what_to_ask(make_run: Callable[..., Path], tmp_p
     thin, wide = make_run(tmp_path / "thin", rate=2e5), make_run(tmp_path / "wide", rate=1e9)
     told = of_stalls(RunRecord.load(thin), thin)
     assert re.fullmatch(
-        r"replicas waited for rounds for \d\d% of the time \(emulated\); thinwire doctor \S+/thin/run.toml says .+",
+        r"replicas waited for rounds for \d\d% of the time \(emulated\); thinwire doctor \S+/thin/run.toml shows the --delay without waits",
         told,
     )
     assert of_stalls(RunRecord.load(wide), wide) == ""

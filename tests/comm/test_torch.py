@@ -156,7 +156,7 @@ def test_rubbish_where_a_peers_address_is_due_is_refused(what):
     """gloo would end this process, or ask for memory until there is none."""
     store = dist.HashStore()
     store.set("0/1", RUBBISH[what])
-    with pytest.raises(LinkError, match="not of that form"):
+    with pytest.raises(LinkError, match="instead of the address at which gloo"):
         connected(store, 0, 2, "127.0.0.1", 600.0)
 
 

@@ -189,7 +189,9 @@ def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
 def test_what_a_member_is_refused(tmp_path):
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
     member, given = membership(lighthouse.address, "a"), {"max_steps": 4, "max_epochs": -1}
-    with pytest.raises(tw.ConfigurationError, match=r"max_steps=-1, max_epochs=3 · .* come and go.*Trainer\(max_steps"):
+    with pytest.raises(
+        tw.ConfigurationError, match=r"max_steps=-1, max_epochs=3 · .* member of an elastic run.*Trainer\(max_steps"
+    ):
         fit(tmp_path, ThinwireCallback(STREAMING, member), module=BySteps())
     with pytest.raises(tw.ConfigurationError, match="other members read too"):
         fit(tmp_path, ThinwireCallback(STREAMING, member), DistributedSampler(Points(14), 1, 0), **given)

@@ -264,7 +264,7 @@ CONFIGURATIONS = {
     ),
     "anchors": (
         lambda: tw.Strategy(anchors="gpu"),
-        "anchors='gpu': 'host' or 'device' is needed.",
+        "anchors='gpu': 'host', 'device' or 'disk' is needed.",
     ),
     "eager without delay": (
         lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(6, 2), merge=tw.pieces.merge.Eager()),
