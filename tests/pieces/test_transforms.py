@@ -309,7 +309,7 @@ def test_least_rounds_before_the_variance_test():
             lambda: tw.Strategy(filters=(tw.pieces.transforms.Momentum(),), outer=tw.pieces.outer.Nesterov()),
             "momentum before the exchange and after it, one owner is needed",
         ),
-        (lambda: tw.Strategy(inner=tw.pieces.inner_optimizers.SGD), r"AdamW\(\), SGD\(\), Muon\(\) or None"),
+        (lambda: tw.Strategy(inner=tw.pieces.inner_optimizers.SGD), r"AdamW\(\), SGD\(\), Muon\(\), SAM\(\) or None"),
     ],
 )
 def test_refused(make, message):

@@ -173,7 +173,7 @@ def test_who_is_away_for_long_is_gone(tmp_path, audit):
         def bergen() -> None:
             with join(str(token), "bergen", 2, tmp_path, "", 600.0) as group:
                 with pytest.raises(
-                    LinkError, match=r"replica 1 \(oslo\) has died, or its link is cut\. Look for its last"
+                    LinkError, match=r"replica 1 \(oslo\) has died, or its link is cut\. Read the end of its log"
                 ):
                     group.post(0, {}, {1: torch.zeros(9, dtype=torch.uint8)}).wait()
                 told.append(group.rank)
