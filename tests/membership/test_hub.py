@@ -154,7 +154,7 @@ def test_runs_at_one_hub_do_not_touch_each_other(hub: Hub, tmp_path: Path, capsy
     for number in range(RUNS + 1):
         state.use_run(f"run-{number}", "kyoto", [])
     assert {run.name for run in state.runs() if run.begun_by == "kyoto"} == {f"run-{n}" for n in range(1, RUNS + 1)}
-    with pytest.raises(LinkError, match=f"kyoto began {RUNS} runs that go on"):
+    with pytest.raises(LinkError, match=f"kyoto began {RUNS} runs that are in progress"):
         state.use_run("one-more", "kyoto", [run.name for run in state.runs()])
     state.use_run("one-more", "lima", [run.name for run in state.runs()])
     state.close()
