@@ -12,7 +12,7 @@ from thinwire.comm.secure import Hub
 
 
 @over("case", CASES)
-def test_threads(case):
+def test_thread_groups_satisfy_every_carrier_law(case):
     run_threads(int(case[-1]), lambda group: run_case(case, group), TIMEOUT)
 
 
@@ -23,7 +23,7 @@ def gloo(tmp_path_factory):
 
 
 @over("case", CASES)
-def test_gloo(case, gloo):
+def test_gloo_groups_satisfy_every_carrier_law(case, gloo):
     assert None not in gloo, "a process died or hung"
     failures = [failures[case] for failures in gloo if case in failures]
     assert not failures, "\n".join(failures)
@@ -37,6 +37,6 @@ def hub(tmp_path_factory):
 
 
 @over("case", CASES)
-def test_secure(case, hub, tmp_path):
+def test_secure_groups_satisfy_every_carrier_law(case, hub, tmp_path):
     """Each replica a thread, with a key and TLS connections of its own."""
     run_secure(hub, int(case[-1]), lambda group: run_case(case, group), tmp_path)

@@ -26,7 +26,7 @@ from thinwire.errors import ConfigurationError, LinkError
         ("0.1gbit,1500ms", 100e6, 1.5),
     ],
 )
-def test_links_are_read_and_written(text, rate, delay):
+def test_link_texts_are_parsed_and_printed(text, rate, delay):
     link = Link.parse(text)
     assert link == Link(rate, delay)
     assert Link.parse(str(link)) == link
@@ -35,11 +35,11 @@ def test_links_are_read_and_written(text, rate, delay):
 
 @over("rate", [1.0, 0.3, 1 / 3, 1e6 / 7, 123456789.125, 2.5e11, 1e20])
 @over("delay", [0.0, 0.03, 1 / 3, 1e-7 / 3, 12.0, 3e-5])
-def test_every_link_survives_its_text(rate, delay):
+def test_every_link_parses_from_its_own_text(rate, delay):
     assert Link.parse(str(Link(rate, delay))) == Link(rate, delay)
 
 
-def test_text_uses_the_largest_unit():
+def test_link_text_uses_the_largest_unit():
     assert str(Link(50e6, 0.03)) == "50mbit,30ms"
     assert str(Link(2.5e9)) == "2.5gbit"
     assert str(Link(100.0, 2.0)) == "100bit,2s"
@@ -50,7 +50,7 @@ def test_text_uses_the_largest_unit():
     ["", "50", "mbit", "50mb", "50Mbit/s", "50 mbit", "-5mbit", "0mbit", "0.0bit,3ms", "5mbit,", "5mbit,-3ms",
      "5mbit,3", "30ms", "30ms,5mbit", "5mbit,3ms,1", "nanmbit", "infbit", "1e6bit", "5mbit;3ms", "none,3ms", "٣mbit"],
 )  # fmt: skip
-def test_anything_else_is_refused(text):
+def test_malformed_link_texts_are_refused(text):
     with pytest.raises(ConfigurationError, match="given"):
         parse_link(text)
 
@@ -63,11 +63,11 @@ def test_impossible_links_are_refused(rate, delay):
         Link(rate, delay)
 
 
-def test_none_is_no_link():
+def test_the_text_none_means_no_link():
     assert parse_link("none") is None
 
 
-def test_books_of_an_uplink():
+def test_an_uplink_queues_serialisations_and_overlaps_delays():
     """Serialisations queue; delays overlap; an idle link starts at once."""
     uplink = Uplink(Link(bits_per_second=8000.0, delay_seconds=2.0))
     assert uplink.book(100.0, 1000) == (100.0, 103.0)
@@ -88,7 +88,7 @@ def linked_pair(link, timeout=60.0):
     return LinkedGroup(sender, link), receiver
 
 
-def test_no_message_arrives_before_its_time():
+def test_no_message_arrives_early_on_an_emulated_link():
     link = Link(bits_per_second=8e6, delay_seconds=0.05)  # 20 kB occupy it for 0.02 s
     sender, receiver = linked_pair(link)
     begin = time.monotonic()
@@ -131,7 +131,7 @@ def test_the_ledger_counts_what_left_the_link():
     receiver.close()
 
 
-def test_close_wakes_who_waits_for_the_uplink():
+def test_close_wakes_waiters_for_the_uplink():
     sender, _ = linked_pair(Link(8.0, 0.0))
     transfer = sender.post(0, {1: torch.zeros(1000, dtype=torch.uint8)}, {})
     threading.Timer(0.02, sender.close).start()

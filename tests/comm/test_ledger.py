@@ -15,7 +15,7 @@ def zeros(nbytes):
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-def test_counts_by_purpose_and_peer():
+def test_the_ledger_counts_by_purpose_and_peer():
     ledgers = [Ledger() for _ in range(3)]
     zero, one, two = (CountedGroup(group, ledger) for group, ledger in zip(ThreadGroup.create(3), ledgers))
     zero.post(0, {1: zeros(10), 2: zeros(20)}, {}, "packet").wait()
@@ -35,7 +35,7 @@ def test_counts_by_purpose_and_peer():
     assert report["received"] == {} and set(report["waited_seconds"]) == {"packet", "vote"}
 
 
-def test_what_did_not_arrive_is_not_received_and_waiting_is_counted():
+def test_undelivered_bytes_are_not_counted_as_received():
     ledger = Ledger()
     zero, one = ThreadGroup.create(2, timeout=0.05)
     counted = CountedGroup(one, ledger)
@@ -50,7 +50,7 @@ def test_what_did_not_arrive_is_not_received_and_waiting_is_counted():
     zero.close()
 
 
-def test_a_second_wait_counts_nothing():
+def test_a_second_wait_on_a_message_counts_nothing():
     ledger = Ledger()
     zero, one = ThreadGroup.create(2)
     zero.post(0, {1: zeros(8)}, {})
@@ -60,7 +60,7 @@ def test_a_second_wait_counts_nothing():
     assert ledger.received() == 8
 
 
-def test_threads_may_write_at_once():
+def test_threads_may_write_to_the_ledger_concurrently():
     ledger = Ledger()
 
     def write():
@@ -77,7 +77,7 @@ def test_threads_may_write_at_once():
     assert ledger.as_dict()["sent"]["packet"]["1"]["messages"] == 8000
 
 
-def test_seconds_of_an_emulated_link_by_purpose_and_peer(monkeypatch):
+def test_the_ledger_counts_seconds_of_an_emulated_link(monkeypatch):
     """What the link booked for the sender; for the receiver, all of the way."""
     ledgers = [Ledger() for _ in range(3)]
     zero, one, two = (CountedGroup(group, ledger) for group, ledger in zip(ThreadGroup.create(3), ledgers))
@@ -110,7 +110,7 @@ def test_a_message_that_never_left_the_link_has_no_seconds():
     receiver.close()
 
 
-def test_a_ledger_goes_on_from_what_was_counted():
+def test_a_ledger_continues_from_saved_counts():
     ledger, later = Ledger(), Ledger()
     ledger.add_sent("packet", 1, 100)
     ledger.add_on_link("packet", 1, 0.5, 0.25)

@@ -39,7 +39,7 @@ def paced_to(files: set[SocketFile]) -> list[int]:
     return rates
 
 
-def test_only_connections_are_found(tmp_path):
+def test_only_sockets_are_found_among_open_files(tmp_path):
     before = connections()
     with (tmp_path / "file").open("w"), socket.socket() as alone, socket.socketpair()[0], socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -51,7 +51,7 @@ def test_only_connections_are_found(tmp_path):
     assert connections() == before
 
 
-def test_connections_share_the_rate_and_what_is_gone_is_passed_over():
+def test_open_connections_share_the_rate_and_closed_ones_are_skipped():
     one, other = pair()
     gone = socket.socket()
     closed = file_of(gone)

@@ -25,7 +25,7 @@ def test_each_segment_has_its_own_headers(nbytes, segment, on_the_wire):
     assert wire_nbytes(packet(nbytes, segment=segment)) == on_the_wire
 
 
-def test_packets_wait_for_the_uplink_of_their_sender_and_then_for_the_delay():
+def test_packets_wait_for_their_senders_uplink_then_for_the_delay():
     books = Books(Link(8e6, 0.5), 3)  # 1000 bytes take 1 ms
     for receiver in (2, 3):
         books.take(10.0, 0, packet(1000, receiver))
@@ -38,7 +38,7 @@ def test_packets_wait_for_the_uplink_of_their_sender_and_then_for_the_delay():
     assert report["late_seconds"]["worst"] == pytest.approx(0.098)
 
 
-def test_a_full_queue_drops():
+def test_a_full_router_queue_drops_packets():
     books = Books(Link(8e5), 2)  # 1000 bytes take 10 ms
     for _ in range(20):
         books.take(0.0, 0, packet(1000))
@@ -47,7 +47,7 @@ def test_a_full_queue_drops():
 
 
 @pytest.mark.parametrize("strange", [{"receiver": 0}, {"receiver": 9}, {"network": b"\x0a\x00\x00"}, {"version": 6}])
-def test_what_is_for_nobody_here_is_passed_over(strange):
+def test_packets_for_unknown_addresses_are_skipped(strange):
     books = Books(Link(8e6), 2)
     books.take(0.0, 0, packet(100, **strange))
     assert books.due(1.0) == [] and books.packets == 0

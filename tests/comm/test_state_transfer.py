@@ -32,7 +32,7 @@ def between(send: Callable[[Group], object], limit: int = 1 << 20) -> Given:
 
 
 @pytest.mark.parametrize("piece", [7, 64, 1 << 22])
-def test_what_arrives_is_what_was_sent(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_a_transferred_state_is_received_bit_for_bit(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(state_transfer, "MESSAGE_NBYTES", piece)
     tensors = {
         "0/anchor": torch.randn(33), "0/outer.momentum": torch.randn(2, 3).t(), "empty": torch.empty(0), "half": torch.ones(3).bfloat16()
@@ -81,12 +81,12 @@ def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
         (framed(struct.pack("<Q", 1 << 40) + b"{}"), "cannot be read"),
     ],
 )
-def test_hostile_bytes_are_refused_by_name(messages: tuple[bytes, ...], match: str) -> None:
+def test_hostile_state_bytes_are_refused_by_name(messages: tuple[bytes, ...], match: str) -> None:
     with pytest.raises(tw.PacketError, match=f"replica 0.*{match}|{match}"):
         between(raw(*messages))
 
 
-def test_those_who_wait_hear_that_it_failed() -> None:
+def test_waiting_members_learn_of_a_failed_transfer() -> None:
     """The one who takes has gone. Who stands by does not wait until its patience ends."""
     donor, taker, other = ThreadGroup.create(3, 60.0)
     taker.close()

@@ -15,7 +15,7 @@ def octets(*values):
     return torch.tensor(values, dtype=torch.uint8)
 
 
-def test_a_group_is_a_group():
+def test_a_thread_group_implements_the_group_protocol():
     assert isinstance(ThreadGroup.create(1)[0], Group)
 
 
@@ -40,14 +40,14 @@ def test_receives_match_in_posting_order_before_and_after_the_send():
     assert [int(landing) for landing in landings] == [1, 2, 3, 4]
 
 
-def test_another_size_than_was_due_names_both():
+def test_a_size_mismatch_names_both_sizes():
     zero, one = ThreadGroup.create(2)
     zero.post(0, {1: octets(1, 2, 3)}, {})
     with pytest.raises(PacketError, match=r"replica 0 sent 3 bytes where 2 were expected"):
         one.post(0, {}, {0: octets(0, 0)}).wait()
 
 
-def test_a_time_out_names_the_late_and_protects_the_buffer():
+def test_a_timeout_names_the_late_peer_and_protects_the_buffer():
     zero, one, two = ThreadGroup.create(3, timeout=0.05)
     landing = octets(0)
     two.post(4, {1: octets(9)}, {})
@@ -60,7 +60,7 @@ def test_a_time_out_names_the_late_and_protects_the_buffer():
     assert (int(landing), int(later)) == (0, 8)
 
 
-def test_what_was_sent_before_a_close_arrives_and_what_comes_after_is_refused():
+def test_messages_sent_before_close_arrive_and_later_ones_are_refused():
     zero, one = ThreadGroup.create(2)
     zero.post(0, {1: octets(5)}, {})
     zero.close()
@@ -73,7 +73,7 @@ def test_what_was_sent_before_a_close_arrives_and_what_comes_after_is_refused():
         one.post(0, {0: landing}, {}).wait()
 
 
-def test_past_tags_leave_nothing_behind():
+def test_completed_tags_hold_no_memory():
     zero, one = ThreadGroup.create(2)
     for tag in range(10):
         zero.post(tag, {1: octets(5)}, {})
@@ -93,7 +93,7 @@ def test_past_tags_leave_nothing_behind():
         (0, {1: octets(1, 2).view(1, 2)}, r"shape \(1, 2\)"),
     ],
 )
-def test_what_no_carrier_can_take_is_refused(tag, messages, said):
+def test_invalid_messages_are_refused_by_every_carrier(tag, messages, said):
     zero, _ = ThreadGroup.create(2)
     with pytest.raises(ConfigurationError, match=said):
         zero.post(tag, messages, {})
@@ -111,7 +111,7 @@ def test_run_threads_gives_results_in_rank_order():
     assert run_threads(4, fn) == [(rank, [b"0", b"1", b"2", b"3"]) for rank in range(4)]
 
 
-def test_run_threads_raises_the_first_cause_and_nobody_hangs():
+def test_run_threads_raises_the_first_cause_and_ends_all_threads():
     def fn(group):
         if group.rank == 2:
             raise KeyError("the cause")
@@ -131,20 +131,20 @@ def test_a_replica_that_leaves_early_is_not_waited_for():
         run_threads(2, fn, timeout=600.0)
 
 
-def test_no_replica_and_no_time_are_refused():
+def test_invalid_sizes_and_timeouts_are_refused():
     for size, timeout in ((0, 1.0), (2, 0.0), (2, float("nan"))):
         with pytest.raises(ConfigurationError, match=f"size={size}"):
             ThreadGroup.create(size, timeout)
 
 
-def test_gather_refuses_what_exceeds_the_limit_here():
+def test_gather_refuses_payloads_beyond_the_local_limit():
     group = ThreadGroup.create(1)[0]
     assert gather(group, b"12345", 5, "name") == [b"12345"]
     with pytest.raises(LinkError, match="name: 6 bytes to send, at most 5"):
         gather(group, b"123456", 5, "name")
 
 
-def test_a_link_has_a_thread_only_while_it_carries():
+def test_an_emulated_link_has_a_thread_only_while_messages_are_in_flight():
     before = threading.active_count()
     first, second = (LinkedGroup(group, Link(8e6, delay)) for group, delay in zip(ThreadGroup.create(2), (3600.0, 0.0)))
     assert threading.active_count() == before

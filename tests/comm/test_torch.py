@@ -77,7 +77,7 @@ def silence(rank, size):
     return said
 
 
-def test_silence_ends_in_a_time_out(tmp_path):
+def test_a_silent_replica_causes_a_timeout(tmp_path):
     zero, one = run_processes(silence, 2, tmp_path)
     assert zero[0].startswith("could not receive from replica 1 (packet, tag 1) within 2 s: the link is cut")
     assert "replica 1" in zero[1]
@@ -107,7 +107,7 @@ def shards(rank, size):
     return {"twins": {peer: int(buffer) for peer, buffer in twins.items()}, "neighbour": int(neighbour)}
 
 
-def test_shards_talk_with_their_twins_and_their_site(tmp_path):
+def test_shards_exchange_with_equal_shards_and_their_site(tmp_path):
     for rank, heard in enumerate(run_processes(shards, 6, tmp_path)):
         replica, shard = divmod(rank, 2)
         assert heard["twins"] == {str(peer): 2 * peer + shard for peer in range(3) if peer != replica}
@@ -130,7 +130,7 @@ def own_listeners(rank, size):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process listens at, and shuts a port")
-def test_only_loopback_listens_and_gloo_to_nobody_once_all_are_connected(tmp_path):
+def test_after_setup_gloo_listens_nowhere_and_the_address_book_only_where_asked(tmp_path):
     """Rank 0's address book alone stays open: at the address that was given."""
     for rank, said in enumerate(run_processes(own_listeners, 2, tmp_path)):
         assert set(said["listens"]) == {"127.0.0.1"}, said
@@ -152,7 +152,7 @@ RUBBISH = {
 
 
 @pytest.mark.parametrize("what", RUBBISH)
-def test_rubbish_where_a_peers_address_is_due_is_refused(what):
+def test_a_malformed_peer_address_is_refused(what):
     """gloo would end this process, or ask for memory until there is none."""
     store = dist.HashStore()
     store.set("0/1", RUBBISH[what])
@@ -160,7 +160,7 @@ def test_rubbish_where_a_peers_address_is_due_is_refused(what):
         connected(store, 0, 2, "127.0.0.1", 600.0)
 
 
-def test_a_peer_that_never_connects_is_given_up():
+def test_a_peer_that_never_connects_causes_a_timeout():
     """By gloo itself: the call comes back, and no thread is left that waits. Of two, the one with the higher address connects: 127.0.0.2."""
     store = dist.HashStore()
     store.set("0/1", LEGAL[:25] + b"\x02" + LEGAL[26:] + bytes(8))
@@ -171,19 +171,19 @@ def test_a_peer_that_never_connects_is_given_up():
 
 
 @given(st.binary(max_size=300), st.integers(0, 170), st.integers(1, 9))
-def test_any_bytes_are_an_address_or_refused(rubbish, begin, size):
+def test_arbitrary_bytes_are_an_address_or_refused(rubbish, begin, size):
     for blob in (rubbish, LEGAL[:begin] + rubbish + LEGAL[begin + len(rubbish) :]):
         with suppress(LinkError):
             assert len(parse(blob, size)) == 2 and len(blob) < 16 + 255 + 136 + 8 * size + 1
 
 
-def test_a_world_must_have_begun():
+def test_a_torch_group_needs_an_initialised_process_group():
     assert not dist.is_initialized()
     with pytest.raises(ConfigurationError, match="start_torch"):
         TorchGroup.from_world(2)
 
 
-def test_a_port_in_use_is_said():
+def test_a_port_in_use_is_reported():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -193,7 +193,7 @@ def test_a_port_in_use_is_said():
 
 @pytest.mark.leaves(files="pipe:", why="torch 2.13 does not close that of a TCPStore which could not connect")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_absent_ranks_are_said(rank):
+def test_absent_ranks_are_named(rank):
     with pytest.raises(LinkError, match=f"rank {rank} of 2 could not join at 127.0.0.1:.* within 1 s"):
         start_torch(rank, 2, "127.0.0.1", free_port(), 1.0)
     assert not dist.is_initialized()

@@ -63,7 +63,7 @@ class Bench:
 
 @pytest.mark.skipif(REASON is not None, reason=f"no network namespaces: {REASON}")
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_predicted_is_counted_is_what_the_kernel_saw(size):
+def test_predicted_bytes_equal_counted_bytes_and_the_kernels_counters(size):
     with Namespaces(size) as space:
         hung = threading.Timer(600.0, space.end_processes)
         hung.start()

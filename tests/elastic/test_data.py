@@ -16,7 +16,7 @@ from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 __all__ = ["one_thread"]  # a fixture
 
 
-def test_without_faults_each_reads_its_part() -> None:
+def test_without_faults_each_replica_reads_its_share() -> None:
     cluster, held = SimulatedCluster(), book()
     names = [f"replica-{n}" for n in range(3)]
     results = cluster.play({name: train(cluster, held, 30, 3, 12) for name in names})
@@ -27,7 +27,7 @@ def test_without_faults_each_reads_its_part() -> None:
     assert [lease.version for lease in ledger.leases] == [0, 0, 0], "nothing was split anew"
 
 
-def test_a_dead_replicas_samples_are_read_by_the_others_and_a_newcomer_gets_some() -> None:
+def test_samples_of_a_dead_replica_and_of_a_newcomer_are_reassigned() -> None:
     cluster, held = SimulatedCluster(), book()
     cluster.at("b", "call", lambda: cluster.kill("b"), 4)
 
@@ -74,12 +74,12 @@ def play(seed: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_faults_joins_and_returns_at_random(seed: int) -> None:
+def test_random_faults_lose_no_sample(seed: int) -> None:
     play(seed)
 
 
 @pytest.mark.slow
-def test_hundreds_of_schedules() -> None:
+def test_random_fault_schedules_lose_no_sample() -> None:
     """With thousands of the ledger alone in tests/data_ledger; another range of seeds is another soak."""
     trained = lost = returned = 0
     for seed in range(1000, 1300):
@@ -96,7 +96,7 @@ def test_hundreds_of_schedules() -> None:
         {"claims": {"1": [0, 1]}}, {"claims": {"0": [0, True]}}, {"claims": []},
     ],
 )  # fmt: skip
-def test_a_status_that_claims_what_cannot_be_is_refused(said: dict[str, Any]) -> None:
+def test_a_status_with_an_impossible_data_claim_is_refused(said: dict[str, Any]) -> None:
     facts = MemberStatus(3, "d", brings={"0": 1.0}, reads=[0, 1, 8], claims={"0": [0, 1, 2, 8]}).facts()
     assert MemberStatus.of(facts, "oslo").claim(0).segments == ((2, 8),)
     with pytest.raises(PeerError, match="oslo sent a status"):

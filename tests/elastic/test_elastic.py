@@ -27,7 +27,7 @@ from thinwire.runtime.fragment_state import hold
 __all__ = ["one_thread"]  # a fixture
 
 
-def test_without_faults_nothing_is_lost() -> None:
+def test_without_faults_no_delta_is_lost() -> None:
     cluster, book = SimulatedCluster(), Book()
     results = play(cluster, book)
     agree(results, book)
@@ -37,7 +37,7 @@ def test_without_faults_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_at_any_phase(phase: str, nth: int) -> None:
+def test_others_agree_when_a_replica_is_killed_at_any_phase(phase: str, nth: int) -> None:
     cluster, book = SimulatedCluster(), Book()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     results = play(cluster, book)
@@ -48,7 +48,7 @@ def test_killed_at_any_phase(phase: str, nth: int) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_who_comes_back_takes_part_again(phase: str) -> None:
+def test_a_restarted_replica_takes_part_again(phase: str) -> None:
     cluster, book = SimulatedCluster(), Book()
     cluster.at("b", phase, lambda: cluster.kill("b"), 4)
     results = cluster.play({name: train(cluster, book, steps=40, least=2) for name in "abc"})
@@ -56,7 +56,7 @@ def test_who_comes_back_takes_part_again(phase: str) -> None:
     assert len(results) == 3 and all(isinstance(toy, Toy) for toy in results.values()), results
 
 
-def test_a_slow_replica_neither_holds_up_nor_is_lost() -> None:
+def test_a_slow_replica_delays_nobody_and_loses_no_delta() -> None:
     cluster, book = SimulatedCluster(), Book()
     results = cluster.play(
         {name: train(cluster, book, least=2, step_seconds=9.0 if name == "s" else 1.0) for name in "abs"}
@@ -70,7 +70,7 @@ def test_a_slow_replica_neither_holds_up_nor_is_lost() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.5, 2.0, 3.0, 4.0, 5.0])
-def test_whatever_its_speed_a_slow_replica_counts_where_it_takes_part(ratio: float) -> None:
+def test_a_replica_of_any_speed_counts_in_rounds_it_takes_part_in(ratio: float) -> None:
     """Its steps fall between the others': of twice the step time, it would bring the fragment that is not due, for ever."""
     cluster, book = SimulatedCluster(), Book()
     settings = {"steps": 120, "least": 2, "grace": 1.0}
@@ -84,7 +84,7 @@ def test_whatever_its_speed_a_slow_replica_counts_where_it_takes_part(ratio: flo
 
 
 @pytest.mark.parametrize("late", [5.0, 20.0])
-def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond(late: float) -> None:
+def test_a_stragglers_delta_counts_within_the_grace_or_in_a_later_round(late: float) -> None:
     cluster, book = SimulatedCluster(), Book()
 
     def inner(toy: Toy, fragment: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_a_straggler_is_waited_for_within_the_grace_and_its_delta_carried_beyond
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
 
 
-def test_others_wait_for_a_state_transfer_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_transfer_of_any_length_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 3 s and all of them more than 30; no message may take more than 10."""
     cluster, book, pieces = SimulatedCluster(), Book(), state_transfer._pieces
     sent: list[str] = []
@@ -134,7 +134,7 @@ def test_others_wait_for_a_state_transfer_however_long_it_takes(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("alpha", "delay", "flight"), [(0.5, 2, 2), (0.5, 2, 8), (0.0, 0, 3), (0.0, 2, 8), (1.0, 2, 8)]
 )
-def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int, flight: int) -> None:
+def test_a_late_landing_keeps_the_steps_of_the_flight(alpha: float, delay: int, flight: int) -> None:
     """Departed at 3 with anchor 5; trained to 3 − flight since; the new anchor is 1."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(9, delay), merge=tw.pieces.merge.Mix(alpha), outer=tw.pieces.outer.Average()
@@ -150,7 +150,7 @@ def test_a_late_landing_loses_no_more_than_one_in_time(alpha: float, delay: int,
     torch.testing.assert_close(parameter.data, torch.full((4,), 1.0 + alpha * (3.0 - 1.0) + kept))
 
 
-def test_frozen_and_thawed() -> None:
+def test_a_frozen_replica_takes_part_again_after_it_thaws() -> None:
     cluster, book = SimulatedCluster(), Book()
 
     def freeze() -> None:
@@ -162,7 +162,7 @@ def test_frozen_and_thawed() -> None:
     agree(results, book)
 
 
-def test_a_cut_link_and_a_damaged_packet() -> None:
+def test_a_cut_link_and_a_damaged_packet_lose_no_delta() -> None:
     cluster, book = SimulatedCluster(), Book()
     cluster.later(5.0, lambda: cluster.damage("a", "b"))
     cluster.later(20.0, lambda: cluster.cut("a", "c"))
@@ -180,7 +180,7 @@ def test_a_cut_link_and_a_damaged_packet() -> None:
     ],
 )
 @pytest.mark.parametrize("phase", PHASES)
-def test_who_comes_back_with_a_checkpoint_counts_nothing_twice(phase: str, nth: int, save_every: int) -> None:
+def test_a_return_from_a_checkpoint_counts_no_delta_twice(phase: str, nth: int, save_every: int) -> None:
     cluster, book = SimulatedCluster(), Book()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     settings = {"steps": 40, "least": 2, "save_every": save_every}
@@ -197,7 +197,7 @@ def test_who_comes_back_with_a_checkpoint_counts_nothing_twice(phase: str, nth: 
         assert (-sent <= book.trained[fragment] + 1e-3).all()
 
 
-def test_all_killed_at_once_go_on_from_what_they_saved() -> None:
+def test_replicas_killed_together_resume_from_their_checkpoints() -> None:
     cluster, book = SimulatedCluster(), Book()
     cluster.later(17.5, lambda: [cluster.kill(name) for name in "abc"])
     cluster.later(17.5, cluster.lighthouse.stop)
@@ -216,7 +216,7 @@ def test_all_killed_at_once_go_on_from_what_they_saved() -> None:
 
 @pytest.mark.parametrize("nth", range(1, 9))
 @pytest.mark.parametrize("phase", ["call", "put", "all", "settle", "wait", "post"])
-def test_the_lighthouse_dies_at_any_phase(phase: str, nth: int) -> None:
+def test_a_lighthouse_death_at_any_phase_loses_no_delta(phase: str, nth: int) -> None:
     """In the midst of a vote, some may have heard yes and others nothing: their next statuses tell."""
     cluster, book = SimulatedCluster(), Book()
 
@@ -231,7 +231,9 @@ def test_the_lighthouse_dies_at_any_phase(phase: str, nth: int) -> None:
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
-def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_alone_learned_of_a_commit_gets_its_delta_back(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lighthouse dies as soon as it has told one, who freezes; the others vote anew without it."""
     cluster, book = SimulatedCluster(), Book()
     settle, told = SimulatedVoteStore.settle, []
@@ -258,7 +260,7 @@ def test_who_alone_heard_yes_gets_its_delta_back(nth: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("phase", PHASES)
-def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_with(phase: str, nth: int) -> None:
+def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, nth: int) -> None:
     """Three of four are needed for a round, and two are there when it thaws."""
     cluster, book, frozen = SimulatedCluster(), Book(), list[str]()
 
@@ -281,7 +283,7 @@ def test_frozen_at_any_phase_until_the_end_it_takes_over_what_the_others_ended_w
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("post", 6), ("put", 4), ("wait", 2), ("call", 5)])
-def test_who_comes_when_nobody_keeps_the_end_any_more_is_told_so(phase: str, nth: int) -> None:
+def test_a_replica_that_arrives_after_the_end_is_told_the_run_is_over(phase: str, nth: int) -> None:
     """Two of them, who would be enough for rounds of their own, and one of whom comes from a checkpoint."""
     cluster, book = SimulatedCluster(), Book()
     settings = {"least": 2, "keep": 60.0}
@@ -300,7 +302,7 @@ def test_who_comes_when_nobody_keeps_the_end_any_more_is_told_so(phase: str, nth
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_many_faults_at_random(seed: int) -> None:
+def test_random_faults_leave_equal_anchors(seed: int) -> None:
     chance, names = random.Random(seed), "abcd"[: 2 + seed % 3]
     cluster, book = SimulatedCluster(), Book()
     said = order_faults(cluster, chance, 8, names)
@@ -313,7 +315,7 @@ def test_many_faults_at_random(seed: int) -> None:
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
 
 
-def test_no_clock_that_somebody_may_set() -> None:
+def test_no_module_reads_the_wall_clock() -> None:
     """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the cluster's. Certificates
     and invitations have dates, so comm/secure needs the calendar.
     """
@@ -360,7 +362,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
     assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each has said it once
 
 
-def test_what_cannot_be_written_is_said_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A packet's header has 32 bits for the round; statuses have bounds far below it."""
     monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
     cluster, book = SimulatedCluster(), Book()

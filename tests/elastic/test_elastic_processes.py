@@ -46,7 +46,9 @@ def lines(path: Path, word: str) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines() if line.startswith(word)]
 
 
-def test_kill_9_and_come_back(tmp_path: Path, start: Callable[[str, str], subprocess.Popen[str]]) -> None:
+def test_a_process_killed_with_sigkill_rejoins_the_rounds(
+    tmp_path: Path, start: Callable[[str, str], subprocess.Popen[str]]
+) -> None:
     replicas = {name: start(name, name) for name in "abc"}
     until = time.monotonic() + 600
     while len(lines(tmp_path / "b", "round")) < 6 and time.monotonic() < until:

@@ -184,7 +184,9 @@ def delta() -> Ready:
 
 
 @pytest.mark.parametrize(("state", "event"), TRANSITIONS, ids=lambda one: one.name)
-def test_the_loop_takes_every_row(state: State, event: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_round_loop_takes_every_transition_of_the_table(
+    state: State, event: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = Subject(monkeypatch)
     subject.bring_into(state)
     subject.taken.clear()
@@ -196,7 +198,7 @@ def test_the_loop_takes_every_row(state: State, event: Event, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
-def test_every_other_event_is_refused(state: State) -> None:
+def test_events_outside_the_table_are_refused(state: State) -> None:
     for event in Event:
         if (state, event) in TRANSITIONS:
             assert transition(state, event) == TRANSITIONS[state, event]
@@ -205,7 +207,7 @@ def test_every_other_event_is_refused(state: State) -> None:
                 transition(state, event)
 
 
-def test_every_state_is_reached_and_can_be_left_and_all_is_used() -> None:
+def test_every_state_is_reachable_and_can_be_left() -> None:
     reached, there = {State.JOINING}, {State.JOINING}
     while there:
         there = {after for (state, _), (after, _) in TRANSITIONS.items() if state in there} - reached
@@ -216,14 +218,14 @@ def test_every_state_is_reached_and_can_be_left_and_all_is_used() -> None:
     assert {action for _, actions in TRANSITIONS.values() for action in actions} == set(Action)
 
 
-def test_a_message_that_cannot_come_ends_the_rounds_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_event_ends_the_rounds_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject(monkeypatch)
     subject.rounds.meet()
     with pytest.raises(AssertionError, match="MEET cannot happen in JOINING"):
         list(subject.rounds.outcomes(0))
 
 
-def test_of_a_doubt_the_others_records_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undecided_delta_is_settled_by_the_state_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The delta that nobody had heard an answer about was counted, or was not, as the state that is taken over says."""
     for counted in (True, False):
         with monkeypatch.context() as patch:
@@ -257,7 +259,7 @@ def written(path: Path) -> set[str]:
     return found
 
 
-def test_nobody_writes_what_is_the_loops_or_the_memberships() -> None:
+def test_no_other_module_writes_attributes_of_the_loop_or_membership() -> None:
     source = Path(tw.__file__).parent
     paths = [*source.glob("elastic/*.py"), *source.glob("lm/*.py"), *source.glob("*.py")]
     assert "self._state" in written(source / "elastic" / "round_loop.py")
@@ -282,5 +284,5 @@ def drawn() -> str:
     return "\n".join(lines)
 
 
-def test_the_page_draws_the_table() -> None:
+def test_the_docs_page_draws_the_transition_table() -> None:
     assert drawn() in DOCS.read_text(encoding="utf-8"), f"docs/elastic.md is to draw this:\n\n{drawn()}"

@@ -43,7 +43,7 @@ def step(replica: tw.Replica) -> None:
     replica.optimizer.step()
 
 
-def test_a_whole_run_of_two_leaves_no_thread(lighthouse: Lighthouse) -> None:
+def test_an_elastic_run_of_two_leaves_no_thread(lighthouse: Lighthouse) -> None:
     before = here()
 
     def run(name: str) -> bool:
@@ -58,7 +58,7 @@ def test_a_whole_run_of_two_leaves_no_thread(lighthouse: Lighthouse) -> None:
     assert here() == before
 
 
-def test_closing_ends_a_wait_for_the_others(lighthouse: Lighthouse) -> None:
+def test_close_ends_a_wait_for_other_members(lighthouse: Lighthouse) -> None:
     """One replica holds rounds alone and wants two members from its second view on, who never come: it waits at the lighthouse."""
     before, waits, views = here(), threading.Event(), []
 

@@ -39,14 +39,14 @@ def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, 16.0])
-def test_nothing_is_lost_with_weights_when_one_is_killed(tokens: float | None) -> None:
+def test_weighted_deltas_survive_a_killed_replica(tokens: float | None) -> None:
     cluster, book = SimulatedCluster(), Book()
     cluster.at("b", "put", lambda: cluster.kill("b"), 4)
     agree(cluster.play({name: train(cluster, book, steps=40, least=2, tokens=tokens) for name in "abc"}), book)
 
 
 @pytest.mark.parametrize("tokens", [None, 16.0])
-def test_a_delta_out_of_all_proportion_is_clipped(tokens: float | None) -> None:
+def test_an_outlier_delta_is_clipped(tokens: float | None) -> None:
     """A replica that jumps far once takes nobody along, and goes on from near the others itself."""
     cluster, book, far = SimulatedCluster(), Book(), 1e6
 
@@ -91,7 +91,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     return ended["f"], list(seen.values())
 
 
-def test_unequal_speeds_side_by_side() -> None:
+def test_weights_by_tokens_correct_unequal_speeds() -> None:
     """The mean of all values seen is 2: by tokens it is found; with equal weights the slow replica's value counts four times."""
     (biased, seen), (unbiased, same) = first_round(tokens=False), first_round(tokens=True)
     assert seen == same == [4, 1]
@@ -103,7 +103,7 @@ BAD: list[Any] = [0, -1, math.nan, math.inf, True, "many", 1e13]
 
 
 @pytest.mark.parametrize("tokens", BAD)
-def test_no_number_of_tokens(tokens: Any) -> None:
+def test_an_invalid_token_count_is_refused(tokens: Any) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="the number of tokens per inner step"):
@@ -117,7 +117,7 @@ def alone(tokens: float | None, least: int = 1) -> tuple[tw.Replica, torch.optim
     return tw.Replica(tw.diloco(every=4), model, optimizer, membership, tokens=tokens), optimizer
 
 
-def test_tokens_may_change_from_step_to_step_but_not_whether_they_count() -> None:
+def test_token_counts_may_change_between_steps_but_not_be_switched_off() -> None:
     replica, optimizer = alone(tokens=100)
     for replica.tokens in (100, 50.0):
         optimizer.step()
@@ -133,7 +133,7 @@ def test_tokens_may_change_from_step_to_step_but_not_whether_they_count() -> Non
     replica.close()
 
 
-def test_a_checkpoint_of_the_other_way_is_refused() -> None:
+def test_a_checkpoint_with_other_weighting_is_refused() -> None:
     replica, other = alone(tokens=100)[0], alone(tokens=None)[0]
     tensors, facts = replica.state()
     with pytest.raises(CheckpointError, match="is the number of its tokens, here it is 1"):
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_the_other_way_is_refused() -> None:
     replica.close(), other.close()
 
 
-def test_replicas_that_count_differently_are_told() -> None:
+def test_replicas_with_different_weighting_are_refused() -> None:
     cluster = SimulatedCluster()
 
     def run(name: str) -> Any:
@@ -154,7 +154,7 @@ def test_replicas_that_count_differently_are_told() -> None:
     assert isinstance(told, DisagreementError) and "weights: by tokens there, alike at 'a'" in str(told)
 
 
-def test_what_is_left_at_the_end_is_averaged_without_momentum() -> None:
+def test_the_last_deltas_are_averaged_without_momentum() -> None:
     """As in a fixed group: a whole outer step for less than a period's delta would overshoot."""
     anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.pieces.outer.Nesterov(lr=0.5, momentum=0.8)
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=outer)

@@ -89,7 +89,7 @@ def hold(
 
 
 @pytest.mark.parametrize("what", ["sender", "receiver", "sleeper"])
-def test_the_culprit_leaves_and_the_others_go_on(what):
+def test_an_evicted_member_leaves_and_the_others_go_on(what):
     slow = {"sender": {("cedar", "*"): 20.0}, "receiver": {("*", "cedar"): 20.0}, "sleeper": {}}[what]
     told = hold(uniform(NAMES), slow, Rules(), sleeper="cedar" if what == "sleeper" else "")
     assert isinstance(told["cedar"].ended, DisagreementError)
@@ -104,20 +104,20 @@ def test_the_culprit_leaves_and_the_others_go_on(what):
     assert len({told[name].state_digest for name in set(NAMES) - {"cedar"}}) == 1
 
 
-def test_off_by_default_and_never_below_the_least():
+def test_eviction_is_off_by_default_and_keeps_the_minimum():
     slow = {("cedar", "*"): 20.0}
     for evict, least in ((None, 2), (Rules(), 4)):
         told = hold(uniform(NAMES), slow, evict, least)
         assert all(not one.all("evicted") and one.ended is None and one.round >= 24 for one in told.values())
 
 
-def test_nobody_leaves_for_a_link_or_for_nothing():
+def test_nobody_is_evicted_for_a_slow_link_or_without_cause():
     for slow in ({}, {("amber", "birch"): 20.0}):
         told = hold(uniform(NAMES), slow, Rules())
         assert all(not one.all("evicted") and one.ended is None for one in told.values())
 
 
-def test_records_travel_and_are_read_back():
+def test_eviction_records_survive_serialisation():
     told = hold(uniform(NAMES), {}, Rules(), rounds=4)
     for name, one in told.items():
         for fields in one.all("wire"):
@@ -139,5 +139,5 @@ def test_records_travel_and_are_read_back():
         ({}, 1, None),
     ],
 )
-def test_who_is_outvoted(said, least, out):
+def test_a_majority_of_records_names_the_evicted_member(said, least, out):
     assert outvoted(said, least) == out

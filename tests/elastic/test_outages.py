@@ -33,7 +33,7 @@ def hold_all(results: dict[str, Toy], held: Book) -> None:
 
 
 @pytest.mark.parametrize("phase", ["call", "called", "all", "wait"])
-def test_a_hub_that_is_away_for_a_minute(phase: str) -> None:
+def test_a_hub_outage_of_a_minute_loses_no_step(phase: str) -> None:
     """At whatever a member asks of it, and with all that it knew."""
     cluster = SimulatedCluster()
 
@@ -60,7 +60,7 @@ def flap(cluster: SimulatedCluster, down: Callable[[], None], up: Callable[[], N
 
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
 @pytest.mark.parametrize("what", ["a link", "the links of one", "the hub"])
-def test_what_flaps_every_ten_seconds(what: str, seconds: float) -> None:
+def test_a_link_that_flaps_every_ten_seconds_loses_no_step(what: str, seconds: float) -> None:
     cluster = SimulatedCluster()
     cut = {"a link": ["ab"], "the links of one": ["ab", "bc"], "the hub": []}[what]
     down: list[Callable[[], None]] = [lambda pair=pair: cluster.cut(*pair) for pair in cut] or [cluster.lighthouse.stop]

@@ -23,13 +23,13 @@ def status(number: int, state_digest: str = "a", **facts: object) -> MemberStatu
     return MemberStatus(**({"round": number, "state_digest": state_digest, "brings": {"0": 1.0}} | facts))  # type: ignore[arg-type]
 
 
-def test_all_alike_are_sound_and_counted() -> None:
+def test_equal_statuses_are_all_sound_and_counted() -> None:
     plan = reconcile([status(4, step=9)] * 3, ORDER)
     assert (plan.sound, plan.behind, plan.weights) == ((0, 1, 2), (), (1.0, 1.0, 1.0))
     assert (plan.round, plan.step, plan.fragment, plan.whole) == (5, 9, 0, 3.0)
 
 
-def test_fragments_take_turns() -> None:
+def test_rounds_take_fragments_in_turn() -> None:
     """Turns 3, 4, 5 are of fragments 1, 2, 0."""
     both = {"1": 1.0, "2": 1.0}
     assert reconcile([status(3, brings=both), status(3, brings=both)], ORDER).fragment == 1
@@ -44,19 +44,19 @@ def test_fragments_take_turns() -> None:
     assert (broken.round, broken.fragment, broken.counted) == (4, 2, ())  # the round is used up
 
 
-def test_the_mean_is_over_all_who_train() -> None:
+def test_the_mean_is_over_all_that_train() -> None:
     one, none, fresh = status(5), status(5, brings={}), status(0, fresh=True)
     assert reconcile([one, none, none], ORDER).whole == 3.0 and reconcile([one, none, fresh], ORDER).whole == 2.0
     tokens = reconcile([status(5, brings={"0": 10.0}), status(5, brings={"0": 20.0}), none], ORDER)
     assert tokens.whole == 45.0  # who has nothing of it now counts as the others do, in the mean
 
 
-def test_a_late_replica_counts_and_takes_over() -> None:
+def test_a_late_replica_counts_and_takes_over_the_state() -> None:
     plan = reconcile([status(2, "old"), status(6), status(6)], ORDER)
     assert plan.behind == (0,) and plan.sound == (1, 2) and plan.counted == (0, 1, 2)
 
 
-def test_what_came_too_late_counts_when_its_turn_comes() -> None:
+def test_a_late_delta_counts_in_its_fragments_next_round() -> None:
     late = status(2, brings={"1": 3.0})
     assert reconcile([status(5), late], ORDER).counted == (0,)
     plan = reconcile([status(6, brings={"1": 1.0}), late], ORDER)
@@ -64,7 +64,7 @@ def test_what_came_too_late_counts_when_its_turn_comes() -> None:
     assert reconcile([status(6, brings={"1": 1.0}), dataclasses.replace(late, fresh=True)], ORDER).counted == (0,)
 
 
-def test_nothing_counts_when_somebody_sound_knows_that_the_run_has_ended() -> None:
+def test_no_delta_counts_once_a_sound_member_knows_the_end() -> None:
     ended = status(6, finishing=True, over=True, step=90)
     plan = reconcile([status(5, "old"), ended], ORDER)
     assert (plan.over, plan.counted, plan.behind, plan.step, plan.round) == (True, (), (0,), 90, 6)
@@ -74,29 +74,29 @@ def test_nothing_counts_when_somebody_sound_knows_that_the_run_has_ended() -> No
     assert not further.over and further.counted == (0, 1) and further.behind == (1,)
 
 
-def test_a_newcomer_counts_nothing() -> None:
+def test_a_newcomer_has_no_delta_to_count() -> None:
     plan = reconcile([status(0, "random", fresh=True, step=99), status(0)], ORDER)
     assert (plan.sound, plan.behind, plan.counted, plan.step) == ((1,), (0,), (1,), 0)
 
 
-def test_when_all_are_new_the_first_one_gives() -> None:
+def test_among_newcomers_the_first_gives_the_state() -> None:
     plan = reconcile([status(0, state_digest, fresh=True) for state_digest in "aba"], ORDER)
     assert (plan.sound, plan.behind, plan.fragment) == ((0, 2), (1,), -1)
 
 
-def test_the_majority_is_right() -> None:
+def test_the_majoritys_state_digest_is_sound() -> None:
     assert reconcile([status(5, "drifted"), status(5, "b"), status(5, "b")], ORDER).behind == (0,)
     assert reconcile([status(5, "x"), status(5, "y")], ORDER).sound == (0,)  # no majority: the lowest rank
 
 
-def test_a_random_weight_never_outvotes_training() -> None:
+def test_fresh_members_never_outvote_trained_ones() -> None:
     """A restart with new weights and a large round of its own is still fresh."""
     plan = reconcile([status(9, "r", fresh=True), status(9, "r", fresh=True), status(5)], ORDER)
     assert plan.sound == (2,) and plan.round == 5
 
 
 @given(st.lists(statuses, min_size=1, max_size=5))
-def test_laws(members: list[MemberStatus]) -> None:
+def test_plans_satisfy_the_laws_for_any_statuses(members: list[MemberStatus]) -> None:
     plan = reconcile(members, ORDER)
     assert plan.sound and sorted(plan.sound + plan.behind) == list(range(len(members)))
     assert len({members[rank].state_digest for rank in plan.sound}) == 1
@@ -116,7 +116,7 @@ def test_the_order_of_members_decides_only_ties(members: list[MemberStatus]) -> 
     assert len({(plan.round, plan.step) for plan in several}) == 1
 
 
-def test_the_end() -> None:
+def test_the_run_is_over_once_no_member_brings_a_delta() -> None:
     one, both, none = (status(5, brings=b, finishing=True) for b in ({"0": 1.0}, {"0": 1.0, "1": 1.0}, {}))
     ends = {
         "last": reconcile([one, one], ORDER),
@@ -131,7 +131,7 @@ def test_the_end() -> None:
     assert not reconcile([none, status(2, "old", brings={}, finishing=True)], ORDER).over  # it may get something back
 
 
-def test_statuses_survive_their_journey_and_nothing_else_does() -> None:
+def test_statuses_survive_serialisation_and_malformed_ones_are_refused() -> None:
     sent = status(3, brings={"2": 2.5}, step=7)
     assert MemberStatus.of(sent.facts(), "replica-1") == sent
     good = sent.facts()
@@ -164,7 +164,7 @@ def test_statuses_survive_their_journey_and_nothing_else_does() -> None:
             MemberStatus.of(facts, "replica-1")
 
 
-def test_a_state_digest_tells_what_happened() -> None:
+def test_a_state_digest_depends_on_round_members_and_anchor() -> None:
     anchor = torch.arange(5.0)
     state_digest = next_digest("start", 3, 1, anchor)
     assert state_digest == next_digest("start", 3, 1, anchor.clone())

@@ -23,7 +23,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def test_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_faults_in_virtual_time_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     done, ended, rounds, runs = Counter[str](), Counter[str](), Counter[str](), 0
     while done.total() < 200 and runs < 60:
         runs += 1
@@ -52,7 +52,7 @@ def test_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("kind_of_stage", [Stage, HubStage])
-def test_every_kind_in_turn(kind_of_stage: type[Stage], tmp_path: Path) -> None:
+def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], tmp_path: Path) -> None:
     """After each all take part again; at the end nothing is lost, and what happened was said."""
     stage, chance = kind_of_stage(tmp_path), random.Random(1)
     try:
@@ -75,7 +75,7 @@ def test_every_kind_in_turn(kind_of_stage: type[Stage], tmp_path: Path) -> None:
         stage.clear()
 
 
-def test_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_kills_of_real_processes_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chance, stage = random.Random(SEED), Stage(tmp_path)
     said = [f"soak of processes, seed {SEED}"]
     try:

@@ -51,7 +51,7 @@ def wait(cluster: SimulatedCluster, name: str, seconds: float) -> None:
         cluster.wait(name, lambda: False, seconds)
 
 
-def test_a_rolling_upgrade_of_three_replicas_beside_one_that_does_not_fit() -> None:
+def test_a_rolling_upgrade_keeps_training_and_refuses_an_incompatible_release() -> None:
     """One after another leaves and is back with a newer release. All train on, no sample is lost or trained twice, and all end with the same bits.
     Two that speak no protocol of the oldest are told so, also the one that the upgraded one would understand."""
     cluster, held = SimulatedCluster(), book()

@@ -41,18 +41,18 @@ DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may
 
 
 @pytest.mark.parametrize(("exchange", "declared"), DECLARED, ids=str)
-def test_what_it_declares(exchange, declared):
+def test_an_exchange_declares_its_properties(exchange, declared):
     open_ = exchange.needs_fixed_group == ""
     assert (exchange.gathers, exchange.agrees, exchange.multiplies, exchange.sends_own, open_) == declared
 
 
-def test_what_is_not_declared_is_none():
+def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
 
 
 @pytest.mark.parametrize("among", [(), (tw.exchange.Direct,), (tw.exchange.Direct(), "TwoShot()")], ids=str)
-def test_a_choice_needs_exchanges(among):
+def test_a_choice_without_exchanges_is_refused(among):
     with pytest.raises(tw.ConfigurationError, match=r"exchanges are needed, such as \(Direct\(\), TwoShot\(\)\)"):
         tw.exchange.Fastest("20mbit,40ms", among)

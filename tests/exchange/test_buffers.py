@@ -17,7 +17,7 @@ def test_sizes_are_rounded_up_to_one_of_eight_in_each_power_of_two(count, room):
     assert len(lent) == count and lent.untyped_storage().nbytes() == room
 
 
-def test_only_what_was_lent_and_is_given_back_is_lent_again():
+def test_only_returned_buffers_are_lent_again():
     buffers, own = Buffers(), torch.zeros(100)
     first, second = buffers.floats(100), buffers.like(own)
     assert first.data_ptr() != second.data_ptr() and second.shape == (100,)

@@ -20,7 +20,7 @@ from thinwire.packet import HEADER_NBYTES
     ],
     ids=str,
 )
-def test_messages_are_ranges_of_whole_grains_one_after_another(codec, numel, ranges, per_message, monkeypatch):
+def test_messages_are_consecutive_ranges_of_whole_grains(codec, numel, ranges, per_message, monkeypatch):
     monkeypatch.setattr(chunks, "MESSAGE_NBYTES", 64)
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 8)
     messages = chunks._cut.__wrapped__(codec, 0, numel)

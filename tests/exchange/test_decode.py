@@ -41,7 +41,7 @@ def packet(values: Tensor) -> Tensor:
     return made
 
 
-def test_refused_packets_are_those_that_are_flagged():
+def test_only_flagged_packets_are_refused():
     def replica(group: tw.ThreadGroup) -> None:
         room, (message,) = decoder(group, Median()), cut(Identity(), 0, NUMEL)
         (coded,), packets = message.ranges, {rank: packet(values) for rank, values in enumerate(VALUES)}
@@ -53,7 +53,7 @@ def test_refused_packets_are_those_that_are_flagged():
     tw.run_threads(3, replica)
 
 
-def test_what_an_owner_has_aggregated_is_not_aggregated_again():
+def test_an_owners_aggregate_is_not_aggregated_again():
     """A rule that leaves out a replica at each end has nothing to say of one packet."""
 
     def replica(group: tw.ThreadGroup) -> None:
@@ -64,7 +64,7 @@ def test_what_an_owner_has_aggregated_is_not_aggregated_again():
     tw.run_threads(3, replica)
 
 
-def test_products_are_of_all_ranges():
+def test_inner_products_sum_over_all_ranges():
     def replica(group: tw.ThreadGroup) -> None:
         room, (message,) = decoder(group, GeometricMedian()), cut(Identity(), 0, NUMEL)
         packets = {rank: packet(values) for rank, values in enumerate(VALUES)}
@@ -90,7 +90,7 @@ class Noting(GeometricMedian):
         return self
 
 
-def test_what_an_aggregate_is_given_of_a_range_in_the_middle():
+def test_an_aggregate_gets_the_values_and_state_of_its_range():
     """Values and state of these elements alone, and the key that is the same on all replicas."""
     Noting.seen.clear()
 
@@ -116,7 +116,7 @@ class Together(Identity):
         return torch.tensor([10 * key.sender + count for _, key, count in packets])
 
 
-def test_a_joint_codec_is_told_how_much_each_packet_counts():
+def test_a_joint_codec_gets_each_packets_weight():
     """It makes the estimate by itself, so there are no products for it."""
 
     def replica(group: tw.ThreadGroup) -> None:

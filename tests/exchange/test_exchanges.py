@@ -39,7 +39,7 @@ REST = [pytest.param(*pair, marks=pytest.mark.slow) for pair in FITTING if pair 
 
 
 @pytest.mark.parametrize(("exchange", "codec"), SOME + REST, ids=str)
-def test_all_agree_on_every_element(exchange, codec, small):
+def test_all_replicas_agree_on_every_element(exchange, codec, small):
     laws.all_agree(exchange, codec)
 
 
@@ -52,7 +52,7 @@ def test_exact_values_give_the_mean_in_rank_order(row, size, numel, small):
 
 
 @pytest.mark.parametrize(("exchange", "codec"), SOME, ids=str)
-def test_any_order_of_arrival(exchange, codec, small):
+def test_arrival_order_changes_no_bit(exchange, codec, small):
     laws.any_order_of_arrival(exchange, codec)
 
 
@@ -121,7 +121,7 @@ def test_sites_telescope(small):
     assert held.abs().max() > 0.01 and not seen[3][-1].state and not seen[4][-1].state
 
 
-def test_power_sgd_is_that_of_the_mean():
+def test_power_sgd_equals_one_replica_with_the_mean_delta():
     """M replicas do what one would with the mean of their deltas (Vogels et al., §4.1); and keep the rest locally."""
     codec = tw.codecs.LowRank(2, shapes=((20, 30), (40,)))
     x = deltas(4, 640)
@@ -137,7 +137,7 @@ def test_power_sgd_is_that_of_the_mean():
 
 
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
-def test_bytes_by_link(exchange):
+def test_bytes_on_each_link_are_as_promised(exchange):
     """What each exchange promises of a packet, for one that is large against headers."""
     codec, numel = tw.codecs.E3M0(128), 1 << 20
     if not fits(exchange, codec):
@@ -163,7 +163,7 @@ def test_bytes_by_link(exchange):
     assert sent == pytest.approx(due, rel=0.01)
 
 
-def test_inside_a_site_is_counted_apart(small):
+def test_bytes_inside_a_site_are_counted_apart(small):
     exchange = tw.exchange.Hierarchy((2, 3))
     for codec, numel in [
         (tw.codecs.E3M0(2), 333),
@@ -205,7 +205,7 @@ def test_shards_cover_everything_once():
                 assert all(begin % (codec.grain or 1) == 0 or begin == numel for begin, _ in spans)
 
 
-def test_sums_that_overflow_are_nobodys_fault(small):
+def test_an_overflowing_mean_voids_the_round_and_names_nobody(small):
     """Finite deltas, a mean that is none: void on all replicas, and nobody is named."""
     x = torch.full((1, 3, 100), 3e38)
     for exchange in (tw.exchange.TwoShot(), tw.exchange.AllReduce(), tw.exchange.Hierarchy((2, 1))):
@@ -228,7 +228,7 @@ def test_sums_that_overflow_are_nobodys_fault(small):
     ],
     ids=str,
 )
-def test_training_in_sites(codec, sites):
+def test_training_in_sites_satisfies_laws_1_5_6_and_7(codec, sites):
     """Laws 1, 5, 6 and 7 for a whole strategy: anchors agree after every step, in any order of arrival, predicted is counted."""
     exchange = tw.exchange.Hierarchy(sites, tw.pieces.feedback.Feedback())
     size = sum(map(len, exchange.ranks))
@@ -267,7 +267,7 @@ def test_a_refused_round_leaves_the_exchange_as_it_was():
         assert memory[5].any() and same_bits(memory[6], memory[9]) and not same_bits(memory[9], memory[12])
 
 
-def test_peers_with_other_exchanges_find_out():
+def test_peers_with_different_exchanges_are_refused():
     def replica(group):
         model = toy()
         exchange = tw.exchange.TwoShot() if group.rank else tw.exchange.Direct()
@@ -297,7 +297,7 @@ def test_sites_of_another_group_are_refused():
 # ---- a choice
 
 
-def test_the_choice_is_the_least_of_what_is_predicted():
+def test_fastest_chooses_the_least_predicted_time():
     fastest, codec = tw.exchange.Fastest("20mbit,40ms"), tw.codecs.E3M0()
     link = Link.parse("20mbit,40ms")
     for numel in (0, 100, 10_000, 10_000_000):
@@ -308,7 +308,7 @@ def test_the_choice_is_the_least_of_what_is_predicted():
     assert fastest.chosen(tw.codecs.LowRank(40, shapes=((1000, 1000),)), 10**6, 8) == tw.exchange.AllReduce()
 
 
-def test_seconds_are_bytes_over_rate_and_delays():
+def test_predicted_seconds_are_bytes_over_rate_plus_delays():
     link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB a packet, 1 s
     for exchange, seconds in [
         (tw.exchange.Direct(), 3 * 1.0 + 0.5),
@@ -324,7 +324,7 @@ def test_seconds_are_bytes_over_rate_and_delays():
         assert exchange.seconds(codec, numel, 1, link) == 0.0
 
 
-def test_a_choice_is_told():
+def test_a_choice_is_reported():
     strategy = tw.streaming_diloco(fragments=2, exchange=tw.exchange.Fastest("20mbit,40ms"))
     (line,) = [line for line in strategy.describe(toy(), 4).splitlines() if line.startswith("exchange: ")]
     assert line.startswith(
@@ -365,7 +365,7 @@ class _Slow:
         self.transfer.wait()
 
 
-def test_what_lands_first_leaves_first(monkeypatch):
+def test_the_round_that_lands_first_is_sent_first(monkeypatch):
     """Three rounds wait for a full window; the last of them lands first, and goes first."""
     monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 100)
     left = []
@@ -385,7 +385,7 @@ def test_what_lands_first_leaves_first(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [50, 200])
-def test_no_more_is_handed_over_than_the_window(monkeypatch, small, window):
+def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
     """A message is posted when those before it, but for a window's worth and one, are with the carrier: so that others may overtake,
     and a link is not idle for a delay between two messages that are longer than the window.
     """
@@ -401,7 +401,7 @@ def test_no_more_is_handed_over_than_the_window(monkeypatch, small, window):
     assert len(times) == 8 and times[-1] - times[0] > 0.08
 
 
-def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
+def test_messages_longer_than_the_window_follow_without_a_gap(monkeypatch):
     """One by one, a link would be idle for a delay between two of them."""
     monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 1)
     told = []
@@ -422,7 +422,7 @@ def test_messages_longer_than_the_window_go_on_each_others_heels(monkeypatch):
     assert box.put((0,), lambda: told.append("after the end")).cancelled()
 
 
-def test_chunks_overlap(small):
+def test_encoding_sending_and_decoding_of_chunks_overlap(small):
     """The first chunk is settled before the last is encoded: sending does not wait for encoding, nor decoding for sending."""
     waited = []
 
@@ -445,7 +445,7 @@ def test_chunks_overlap(small):
 
 
 @pytest.mark.parametrize("name", each(METHODS))
-def test_a_steady_round_takes_no_new_buffer(name):
+def test_a_steady_round_allocates_no_buffer(name):
     """Of a fragment's size nothing is made anew: over many rounds there are not more (how many fly at once is chance)."""
     counts = []
 
@@ -457,7 +457,7 @@ def test_a_steady_round_takes_no_new_buffer(name):
     assert counts[-1] <= counts[49] + 10, counts
 
 
-def test_an_encoder_that_fails_is_told_and_not_its_consequence():
+def test_an_encoder_failure_is_raised_and_not_its_consequence():
     class Broken(tw.codecs.E3M0):
         def encode(self, x, payload, key):
             raise RuntimeError("a bug in an encoder")

@@ -39,7 +39,7 @@ def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topol
         assert torch.equal(own, x[rank])
 
 
-def test_what_each_replica_sends():
+def test_each_replica_sends_to_its_neighbours_or_group():
     """To each neighbour, or in a group as much as its place in it asks for."""
     nbytes = packets_nbytes(cut(Identity(), 0, 10))
     star = Gossip(Listed(((0, 1), (0, 2), (0, 3))), AdaptThenCombine())
@@ -53,6 +53,6 @@ def test_what_each_replica_sends():
 @pytest.mark.parametrize(
     ("name", "given"), [("topology", (3, NoLoCo())), ("rule", (Ring(), 3)), ("rule", (Ring(), NoLoCo))], ids=str
 )
-def test_refused(name, given):
+def test_invalid_gossip_settings_are_refused(name, given):
     with pytest.raises(tw.ConfigurationError, match=rf"Gossip\({name}=.*: a topology such as Ring\(\) and a rule"):
         Gossip(*given)

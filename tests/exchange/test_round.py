@@ -22,7 +22,7 @@ def outgoing() -> Outgoing:
     return Outgoing(Message(0, 0, ()), torch.empty(0))
 
 
-def test_the_own_failure_is_found_among_what_is_written_is_not_and_never_will_be():
+def test_a_rounds_own_failure_is_found():
     def replica(group):
         round_, failure = a_round(group), ValueError("of the encoder")
         pending, cancelled, written, failed = (outgoing() for _ in range(4))
@@ -38,7 +38,7 @@ def test_the_own_failure_is_found_among_what_is_written_is_not_and_never_will_be
     tw.run_threads(1, replica)
 
 
-def test_times_are_of_what_the_carrier_timed():
+def test_round_times_are_the_carriers():
     def sent(posted, queued, seconds):
         return SimpleNamespace(posted=posted, transfer=SimpleNamespace(queued_seconds=queued, transfer_seconds=seconds))
 

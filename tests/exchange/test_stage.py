@@ -13,7 +13,7 @@ from thinwire.exchange.stage import Stage
 from thinwire.rng import Key
 
 
-def test_messages_that_may_be_in_the_air_together_have_tags_of_their_own():
+def test_concurrent_messages_have_distinct_tags():
     def replica(group):
         context, codec, tags = SendContext(group), tw.codecs.Identity(), []
         for number, fragment, stage in product((0, 1, 2), (0, 1, 6, 1023), (0, 1, 31)):
@@ -26,7 +26,7 @@ def test_messages_that_may_be_in_the_air_together_have_tags_of_their_own():
     assert len(set(tags)) == len(tags) == 144 and 0 <= min(tags) <= max(tags) < TAGS
 
 
-def test_only_what_leaves_a_site_is_counted():
+def test_only_bytes_that_leave_a_site_are_counted():
     def replica(group):
         context, codec, counts = SendContext(group), tw.codecs.Identity(), []
         for number, exchange in enumerate((tw.exchange.Direct(), tw.exchange.Hierarchy((2,)))):

@@ -40,7 +40,7 @@ def at_a_hub(replica, size, most_nbytes=1 << 30):
 @pytest.mark.parametrize(
     "codec", [tw.codecs.E3M0(4), tw.codecs.Sign(), tw.codecs.Int(4, 16, "fp32", "stochastic"), tw.codecs.Entropy(tw.codecs.E3M0(4))], ids=str
 )  # fmt: skip
-def test_a_hub_says_what_a_replica_would(codec, feedback, small):
+def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
     """Laws 1, 5 and 7: bits, bytes, flags; a round that one refuses changes nothing at the hub either."""
     x = deltas(3, 100, 4)
     x[1, 2, 77] = torch.nan
@@ -77,7 +77,7 @@ def test_a_hub_says_what_a_replica_would(codec, feedback, small):
         assert ledger.received() == 4 * down or (codec.varies and ledger.received() < 4 * down)
 
 
-def test_training_at_a_hub():
+def test_training_at_a_hub_equals_training_with_a_replica_as_center():
     """Fragments in turn, in the air together: the anchors of every step are those of the same run with a replica as the center."""
     made = {
         center: Plan(
@@ -107,7 +107,7 @@ def test_training_at_a_hub():
         (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": 999999999999, "seed": 0, "round": 0}', "bytes left"),
     ],
 )  # fmt: skip
-def test_what_a_hub_refuses_before_it_allocates(told, reason):
+def test_a_hub_refuses_invalid_declarations_before_it_allocates(told, reason):
     def replica(group):
         message = torch.frombuffer(bytearray(told.ljust(DECLARED_NBYTES)), dtype=torch.uint8)
         group.post(DECLARED_TAG, {2: message}, {}).wait()
@@ -119,7 +119,7 @@ def test_what_a_hub_refuses_before_it_allocates(told, reason):
 
 
 @pytest.mark.parametrize("change", ["declares another codec", "damages a packet", "sends another size"])
-def test_a_member_that_lies_is_named(change):
+def test_a_member_that_sends_invalid_packets_is_named(change):
     def replica(group):
         context, liar = SendContext(group), group.rank == 1
         codec = tw.codecs.Sign() if liar and change.startswith("declares") else tw.codecs.E3M0()
@@ -144,7 +144,7 @@ def test_a_member_that_lies_is_named(change):
     assert "replica 0 sent" not in str(told.value)
 
 
-def test_what_a_star_predicts_and_keeps():
+def test_a_star_predicts_its_bytes_and_state():
     codec, link = tw.codecs.E3M0(4), Link(8e3, 0.5)
     messages = cut(codec, 0, 100)
     up, down, alone = packets_nbytes(messages), packets_nbytes(messages, marks=3), packets_nbytes(messages, marks=1)
@@ -159,7 +159,7 @@ def test_what_a_star_predicts_and_keeps():
     assert "keeps what its center holds back" in Star(1, Feedback()).needs_fixed_group
 
 
-def test_a_fragment_stays_as_it_was_declared():
+def test_a_changed_fragment_declaration_is_refused():
     def replica(group):
         context = SendContext(group)
         context.declared[0] = {"codec": "Sign()"}, None
@@ -173,7 +173,7 @@ def test_a_fragment_stays_as_it_was_declared():
 
 
 @pytest.mark.parametrize(("name", "least"), [("numel", 0), ("seed", -(2**63)), ("fragment", 0), ("round", -(2**63))])
-def test_the_numbers_of_a_fragment(name, least):
+def test_numbers_of_a_fragment_are_read_within_their_range(name, least):
     told = {"codec": "E3M0()", "feedback": "None", "numel": 8, "seed": 3, "fragment": 1, "round": 2}
     for number in (least, 2**63 - 1):
         found = Declared.of(json.dumps(told | {name: number}).encode(), parse, 1)
@@ -187,7 +187,7 @@ def test_the_numbers_of_a_fragment(name, least):
 
 
 @pytest.mark.parametrize(("codec", "parts"), [(tw.codecs.E3M0(4), 1), (tw.codecs.TopK(0.1), 3)], ids=str)
-def test_what_a_hub_needs_for_a_fragment(codec, parts):
+def test_a_hub_computes_the_memory_of_a_fragment(codec, parts):
     """Packets of two rounds, from all and to all; in fp32 two parts, the largest message, and with feedback two states."""
     numel = 3 * PIECE_NUMEL
     messages = cut(codec, 0, numel)
@@ -212,7 +212,7 @@ def test_a_fragment_is_declared_once(monkeypatch):
     tw.run_threads(2, member)
 
 
-def test_what_a_hub_cannot_do():
+def test_strategies_that_a_hub_cannot_run_are_refused():
     with pytest.raises(tw.ConfigurationError, match=r"Star\('hub'\) in a group without a hub"):
         rounds(Star("hub"), tw.codecs.E3M0(), deltas(2, 10))
     with pytest.raises(tw.ConfigurationError, match="the mean of packets in one codec"):

@@ -6,7 +6,7 @@ from thinwire.diagnosis.records import RESOLUTION, Flow, Record
 from thinwire.exchange.trace import Trace
 
 
-def test_what_left_and_what_came_is_noted_of_each_peer():
+def test_a_trace_notes_sends_and_receives_of_each_peer():
     trace, soon = Trace(), 20.0 + RESOLUTION / 2
     for index, now in enumerate((10.0, 11.0, 12.0, 13.0)):
         trace.left(1, index, 5 + index, [0, 2] if index < 3 else [2], now)

@@ -309,7 +309,7 @@ CONFIGURATIONS = {
 
 
 @over("case", CONFIGURATIONS)
-def test_configuration(case):
+def test_invalid_configurations_are_refused(case):
     make, message = CONFIGURATIONS[case]
     with pytest.raises(tw.ConfigurationError) as caught:
         make()
@@ -317,7 +317,7 @@ def test_configuration(case):
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, tw.ThinwireError)
 
 
-def test_an_outer_step_that_is_not_linear():
+def test_a_nonlinear_outer_step_is_refused():
     class Sign(tw.pieces.outer.Outer):
         def step(self, anchor, delta, state):
             return anchor - delta.sign(), state
@@ -353,13 +353,13 @@ FEWER = "(what is outside the layers is a fragment of its own); choose fewer, or
         ),
     ],
 )
-def test_more_fragments_than_layers(partition, message):
+def test_more_fragments_than_layers_are_refused(partition, message):
     with pytest.raises(tw.ConfigurationError) as caught:
         attach(tw.Strategy(partition=partition))
     assert str(caught.value) == message
 
 
-def test_offsets_for_another_number_of_fragments():
+def test_offsets_for_another_number_of_fragments_are_refused():
     """Found before anything is trained, not at the first departure."""
     message = "offsets=(3, 6) are for 2 fragments, the partition makes 4; give one offset a fragment."
     with pytest.raises(tw.ConfigurationError) as caught:
@@ -419,7 +419,7 @@ def of_nothing(_):
         ),
     ],
 )  # fmt: skip
-def test_models(model, optimizer, message):
+def test_unsupported_models_are_refused(model, optimizer, message):
     with pytest.raises(tw.ModelError) as caught:
         attach(model=model, optimizer=optimizer)
     assert str(caught.value) == message
@@ -466,7 +466,7 @@ def disagree(attach_one, replicas=3):
     return told
 
 
-def test_another_strategy():
+def test_replicas_with_different_strategies_are_refused():
     def one(group):
         model = toy()
         return model, sgd(model), tw.local_sgd(every=30 if group.rank != 2 else 31), group
@@ -480,7 +480,7 @@ def test_another_strategy():
     )
 
 
-def test_another_model():
+def test_replicas_with_different_models_are_refused():
     class Wider(type(toy())):
         def __init__(self) -> None:
             super().__init__()
@@ -497,7 +497,7 @@ def test_another_model():
     )
 
 
-def test_another_precision_and_a_frozen_layer():
+def test_replicas_with_different_precisions_or_frozen_layers_are_refused():
     def half(group):
         model = toy().bfloat16() if group.rank == 1 else toy()
         return model, sgd(model), tw.local_sgd(), group
@@ -511,7 +511,7 @@ def test_another_precision_and_a_frozen_layer():
     assert "head.bias: absent there" in disagree(frozen, 2)[0]
 
 
-def test_another_order():
+def test_replicas_with_different_tensor_orders_are_refused():
     """The same tensors in another order would be averaged crosswise, with every packet in order."""
 
     class Swapped(type(toy())):
@@ -537,7 +537,7 @@ def test_another_order():
         (b"{", b"[", "sent settings that cannot be read"),
     ],
 )
-def test_another_version(old, new, message):
+def test_replicas_with_different_versions_are_refused(old, new, message):
     """Told by everybody who hears it; the one that differs sees only agreement here, for its own words are rewritten on the way out."""
 
     def replica(group):
@@ -555,7 +555,7 @@ def test_another_version(old, new, message):
 
 
 @pytest.mark.parametrize("text", [b"null", b"3", b"[1]", b'"x"', b"{", b"\xff\xfe", b"[" * 20_000, b'{"a":1}', b""])
-def test_unreadable_introductions(text):
+def test_unreadable_introductions_are_refused_by_name(text):
     """Whatever comes is a `DisagreementError` that names the replica."""
     from thinwire.comm import gather
     from thinwire.runtime.handshake import compare_settings
@@ -572,7 +572,7 @@ def test_unreadable_introductions(text):
     assert json.dumps({"a": 2})
 
 
-def test_peers_that_leave():
+def test_a_failing_replica_ends_the_others_by_name():
     """A replica that fails ends the others with a `LinkError` that names it, at their next landing; the first error is what is told."""
 
     def fail(replica, step):

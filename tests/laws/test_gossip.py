@@ -150,7 +150,7 @@ def test_dfedsam_without_radius_is_local_sgd_with_gossip():
     assert not same_bits(sharp[0].weights[0], plain[0].weights[0])
 
 
-def test_halves_that_are_cut_apart_agree_within_and_come_together_when_healed():
+def test_two_cut_halves_agree_within_and_converge_when_healed():
     x, _, _, _ = apart(gossip(Cut(Ring(), 1, 40), AdaptThenCombine()), SIZE, 80)
     cut, healed = x[40], x[80]
     assert distance(cut[:4]) < 1e-2 * distance(x[0]) and distance(cut[4:]) < 1e-2 * distance(x[0])
@@ -162,12 +162,12 @@ def test_halves_that_are_cut_apart_agree_within_and_come_together_when_healed():
 @pytest.mark.parametrize(
     ("topology", "rounds"), [(OnePeerExponential(), 3), (MoshpitGrid(2), 3), (MoshpitGrid(), 2)], ids=str
 )
-def test_one_period_is_the_exact_mean(topology, rounds):
+def test_one_topology_period_gives_the_exact_mean(topology, rounds):
     x, _, _, _ = apart(gossip(topology, AdaptThenCombine()), SIZE, rounds)
     assert distance(x[rounds - 1]) > 0.1 and distance(x[rounds]) < 2e-6
 
 
-def test_a_moshpit_group_shares_out_its_mean():
+def test_a_moshpit_group_averages_by_reduce_scatter_and_gather():
     """2·(g − 1)/g of the weights travel, and a group of more than two holds the same bits after its round."""
     strategy, ledgers = gossip(MoshpitGrid(), AdaptThenCombine()), [Ledger() for _ in range(SIZE)]
     journeys = journey(strategy, SIZE, steps=1, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
@@ -245,7 +245,7 @@ def test_one_replica_is_the_inner_optimizer_alone():
 
 
 @named
-def test_bytes_are_predicted_and_neighbours_only(name):
+def test_predicted_bytes_are_sent_to_neighbours_only(name):
     strategy = GOSSIP[name]
     predicted_is_counted(strategy, 4)
     ledgers = [Ledger() for _ in range(4)]
@@ -256,7 +256,7 @@ def test_bytes_are_predicted_and_neighbours_only(name):
 
 
 @named
-def test_saved_and_resumed_is_never_stopped(name):
+def test_a_resumed_gossip_run_equals_an_unstopped_one(name):
     resumed_is_never_stopped(GOSSIP[name], 4, 7)
 
 
@@ -287,7 +287,7 @@ def test_a_stop_spreads_and_all_stop_at_one_step(name, asks):
 
 
 @named
-def test_weights_that_are_not_finite_never_leave(name):
+def test_nonfinite_weights_are_never_sent(name):
     """The replica starts again from what it held after the round before; the others hear nothing of it."""
 
     def poison(replica, step):
@@ -308,12 +308,12 @@ def test_weights_that_are_not_finite_never_leave(name):
         (3, "combined, then adapted, in the air", "by which 3 divides"),
     ],
 )
-def test_a_group_that_does_not_fit_is_refused_before_anything_is_trained(size, name, said):
+def test_an_unfit_group_is_refused_before_training(size, name, said):
     with pytest.raises(tw.ConfigurationError, match=said):
         journey(GOSSIP[name], size)
 
 
-def test_there_is_no_mean_at_the_end_where_weights_are_not_finite():
+def test_the_final_mean_of_nonfinite_weights_is_refused():
     def replica(group: tw.Group) -> None:
         own = torch.tensor([1.0, 2.0 if group.rank == 0 else float("nan")])
         with pytest.raises(NonFiniteError, match="so there is no mean over all"):

@@ -24,14 +24,14 @@ places = pytest.mark.parametrize("place", range(len(CODECS)), ids=lambda place: 
 @places
 @given(st.sampled_from(NUMELS), st.binary(max_size=600))
 @settings(max_examples=12)
-def test_any_bytes(place, numel, raw):
+def test_arbitrary_payloads_raise_only_packet_errors(place, numel, raw):
     check_payload(place, numel, raw)
 
 
 @places
 @given(st.sampled_from(NUMELS), st.lists(st.tuples(st.integers(0, 2800), st.integers(0, 255)), min_size=1, max_size=8))
 @settings(max_examples=12)
-def test_changed_bytes(place, numel, changes):
+def test_altered_payloads_raise_only_packet_errors(place, numel, changes):
     """Nearly honest, so that what is behind the first check is reached too."""
     codec = CODECS[place].piece
     raw = bytearray(encoded(codec, torch.linspace(-3, 2, numel), Key(round=1, sender=1)))
@@ -43,12 +43,12 @@ def test_changed_bytes(place, numel, changes):
 
 @places
 @over("byte", [0x00, 0x7F, 0x80, 0xFF])
-def test_memory_of_python(place, byte):
+def test_decoding_hostile_payloads_allocates_bounded_memory(place, byte):
     for numel in NUMELS:
         check_python_memory(place, numel, bytes([byte]))
 
 
-def test_a_hostile_scale_decodes_to_what_the_anchor_check_finds():
+def test_a_hostile_scale_is_caught_by_the_anchor_check():
     """Infinities and NaN may come out of decoding: all replicas see the same ones, and no anchor takes them over (`flight`)."""
     codecs = (
         tw.codecs.Identity(),
@@ -64,7 +64,7 @@ def test_a_hostile_scale_decodes_to_what_the_anchor_check_finds():
         assert not refused and not torch.isfinite(after).all(), codec
 
 
-def test_the_check_would_find_a_codec_that_believes_a_length():
+def test_the_memory_check_finds_a_codec_that_trusts_a_length():
     """The bytes say how much to allocate."""
 
     class Believing:
@@ -78,7 +78,7 @@ def test_the_check_would_find_a_codec_that_believes_a_length():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: pip install atheris")
-def test_a_minute_of_atheris(tmp_path):
+def test_atheris_finds_no_crash_in_a_minute(tmp_path):
     script = Path(__file__).parents[1] / "support" / "fuzz.py"
     done = subprocess.run(
         [sys.executable, script, "-max_total_time=60", f"-artifact_prefix={tmp_path}/"], capture_output=True, text=True

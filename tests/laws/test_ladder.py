@@ -57,7 +57,7 @@ def distance(feedback, sigma, n):
     return total / LAST
 
 
-def test_all_replicas_at_once_are_the_codec():
+def test_coding_all_replicas_together_equals_the_codec():
     z = torch.randn(7, D, generator=torch.Generator().manual_seed(0))
     assert torch.equal(largest(z), torch.stack([roundtrip(CODEC, row) for row in z]))
 
@@ -65,7 +65,7 @@ def test_all_replicas_at_once_are_the_codec():
 @pytest.mark.parametrize(
     ("sigma", "n"), [pytest.param(*at, marks=pytest.mark.slow) if at[1] > 10 else at for at in DUE]
 )
-def test_ladder(sigma, n):
+def test_feedback_rules_converge_in_the_published_order(sigma, n):
     far = {name: distance(feedback, sigma, n) for name, feedback in LADDER.items()}
     none, ef14, ef21, little, more = far.values()
     assert far == pytest.approx(DUE[sigma, n], rel=0.05, abs=1e-6), "docs/methods/error_feedback.md shows these"

@@ -167,7 +167,7 @@ def test_the_table_is_complete():
 
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_with_everything_sent_it_is_its_reference(name, replicas):
+def test_lossless_methods_equal_their_reference(name, replicas):
     """One replica: the inner optimizer alone, on its own data."""
     strategy = plain(name)
     journeys = journey(strategy, replicas, steps=STEPS)
@@ -184,7 +184,7 @@ NOT_ONE = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_replicas_with_the_same_data_are_one(name):
+def test_replicas_with_equal_data_equal_one_replica(name):
     """With the method's own codec: the mean of equal values is that value."""
     strategy = unclipped((METHODS | GOSSIP)[name])
     (alone,) = journey(strategy, 1, steps=STEPS)
@@ -194,7 +194,7 @@ def test_replicas_with_the_same_data_are_one(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_zeros(name):
+def test_zero_gradients_move_no_weight(name):
     """Without gradients nothing moves: out of zeros come zeros, whatever the codec, filters and feedback."""
 
     def silence(replica, step):
@@ -235,7 +235,7 @@ def watched(strategy, replicas):
 
 
 @pytest.mark.parametrize("name", ["ef14", "econtrol", "power_sgd"])
-def test_what_is_estimated_and_held_back_is_all_there_was(name):
+def test_estimates_and_residuals_sum_to_the_mean_gradients(name):
     """Σ estimates + mean of what is held back = Σ of the mean gradients, in a run of three."""
     watches = watched(METHODS[name], 3)
     held = sum(w.states[-1]["0.feedback.residual"] for w in watches) / 3

@@ -76,7 +76,7 @@ print(len(check(Mine()).laws), tw.__file__)
 
 
 @pytest.mark.slow
-def test_one_file_and_one_row(tmp_path: Path) -> None:
+def test_a_piece_is_added_by_one_file_and_one_row(tmp_path: Path) -> None:
     for name in COPIED:
         source, target = ROOT / name, tmp_path / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def test_one_file_and_one_row(tmp_path: Path) -> None:
     assert "| `Mine(spare)` | Every value in fp32, and a byte to spare |" in page
 
 
-def test_without_its_row_it_is_not_there() -> None:
+def test_a_piece_without_its_row_is_not_found() -> None:
     """So that what is found above is found by the row."""
     import thinwire as tw
 

@@ -26,7 +26,7 @@ def unsharded():
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_carriers_agree(world, name):
+def test_processes_and_threads_agree_bit_for_bit(world, name):
     """Four processes and four threads: weights, anchors and outer state after every step, bit for bit."""
     for process, thread in zip([results["carriers"][name] for results in world], journey(FOUR[name], 4), strict=True):
         for a, b in zip([*process.weights, process.final], [*thread.weights, thread.final], strict=True):
@@ -51,7 +51,7 @@ def test_shards_of_replicas_agree(world, name):
 
 
 @pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if s.codec == tw.codecs.Identity()])
-def test_sharded_is_unsharded(world, unsharded, name):
+def test_sharding_changes_no_weight(world, unsharded, name):
     """With fp32 on the wire, cutting a replica changes no bit of its weights: every step of it is element by element."""
     for rank, results in enumerate(world):
         got, due = results["sharded"][name]["journey"], unsharded[name][rank // 2]["journey"]
@@ -61,7 +61,7 @@ def test_sharded_is_unsharded(world, unsharded, name):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_export_is_whole(world, unsharded, name):
+def test_a_sharded_export_holds_whole_tensors(world, unsharded, name):
     """Every rank exports whole CPU tensors under the model's own names."""
     for results in world:
         exported = results["sharded"][name]["exported"]
@@ -101,7 +101,7 @@ def test_law_6_on_shards(world):
         assert results["resumed"] and all(results["resumed"])
 
 
-def test_eight_processes_that_are_cut_in_two_and_healed_have_the_bits_of_threads(tmp_path):
+def test_eight_processes_over_a_healed_cut_agree_with_threads(tmp_path):
     processes = run_world(healed, tmp_path, machines=({},) * 8)
     for process, thread in zip(processes, journey(CUT, 8, steps=24), strict=True):
         for a, b in zip([*process.weights, process.final], [*thread.weights, thread.final], strict=True):

@@ -89,7 +89,7 @@ MATRICES = ((12, 20), (16, 9))
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_power_sgd(replicas):
+def test_power_sgd_matches_its_paper(replicas):
     """Warm Q, error feedback, vectors as they are."""
     gradients = given((*MATRICES, (7,)), replicas)
     found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
@@ -110,7 +110,7 @@ def test_power_sgd_is_a_power_iteration_over_steps():
 
 
 @pytest.mark.parametrize("first", ["zeros", "in full", "in full, by another exchange"])
-def test_power_sgd_begins_where_there_is_something_to_go_on_from(first):
+def test_power_sgd_restarts_after_rounds_without_a_signal(first):
     """After three rounds of nothing, or in fp32: from chance, with what those rounds have left (nothing is held back)."""
     gradients = given(MATRICES)
     strategy = tw.recipes.power_sgd(
@@ -140,7 +140,7 @@ def test_a_dropped_round_changes_nothing_of_power_sgd():
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e18])
-def test_power_sgd_of_any_size(size):
+def test_power_sgd_keeps_the_scale_of_any_matrix(size):
     """Q keeps the size of M: it must not go on into P, where it would be squared, and lost."""
     gradients = [[[size * g for g in own] for own in step] for step in given(MATRICES[:1])]
     found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
@@ -162,7 +162,7 @@ def cgx(x: Tensor, bits: int, block: int) -> Tensor:
     return torch.cat(out)
 
 
-def test_cgx():
+def test_cgx_matches_its_paper():
     """Matrices by themselves in buckets from their least to their largest value; what is small in fp32; the plain mean."""
     shapes = ((40, 30), (7, 300), (20, 20), (50,))
     gradients = given(shapes, steps=3)
@@ -200,7 +200,7 @@ def demo(gradients: list[list[Tensor]], decay: float, count: int) -> Iterator[Te
         yield (basis.T @ mean.view(side, side) @ basis).sign()
 
 
-def test_demo():
+def test_demo_matches_its_paper():
     gradients = given(((64, 64),), steps=6)
     found = exchanged(tw.recipes.demo(), gradients)
     due = list(demo([[own[0] for own in step] for step in gradients], 0.999, 32))
@@ -216,7 +216,7 @@ def test_demo_is_not_the_sign_of_the_mean_over_all():
     assert 0.01 < (over_all != over_senders).double().mean() < 0.5
 
 
-def test_over_senders_is_the_released_reduction():
+def test_over_senders_matches_the_released_reduction():
     """torch's own `scatter_reduce("mean", include_self=False)`, on what three replicas have picked; between sites each weighs as its replicas."""
     codec, (gradients,) = tw.codecs.TopK(0.3, tw.codecs.Identity()), given(((50,),), steps=1)
     picked = [(own[0].abs().topk(15).indices, own[0]) for own in gradients]
@@ -243,7 +243,7 @@ def test_over_senders_is_the_released_reduction():
 @pytest.mark.parametrize(
     "exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(tw.pieces.feedback.Feedback())], ids=str
 )
-def test_over_senders_of_one_voice_is_its_codec(exchange):
+def test_over_senders_of_equal_values_is_its_codec(exchange):
     """Where all say the same, the mean over those who said it is what they said."""
     gradients = [[own[:1] * 1 for own in [step[0]] * 3] for step in given(((50,),), 1, steps=4)]
     strategy = tw.Strategy(

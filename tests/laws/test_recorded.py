@@ -90,12 +90,12 @@ def recorded() -> dict[str, dict[str, object]]:
     return json.loads(RECORDED.read_text())
 
 
-def test_packets(recorded):
+def test_packets_match_their_recording(recorded):
     assert {name: packet(codec) for name, codec in PACKETS.items()} == recorded["packets"]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs(name, recorded):
+def test_runs_match_their_recording(name, recorded):
     assert run(RUNS[name]) == recorded["runs"][name]
 
 

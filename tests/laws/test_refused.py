@@ -44,7 +44,7 @@ def poisoned(rank: int, at: int, value: float = NAN) -> Gradient:
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_progress_stays_and_travels_later(value):
+def test_progress_of_a_refused_round_is_sent_later(value):
     """Replica 1 of two is poisoned at step 2; the round at 3 is dropped, that at 6 carries six steps of replica 0 and three of replica 1."""
     zero, one = line(tw.local_sgd(every=3), 2, 6, poisoned(1, 2, value))
     assert zero[:5] == [1 - 0.25 * t for t in range(1, 6)], "replica 0 went on as if nothing had been"
@@ -53,7 +53,7 @@ def test_progress_stays_and_travels_later(value):
     assert zero[5:] == one[5:] == [agreed, agreed]
 
 
-def test_progress_stays_in_the_air_too():
+def test_progress_with_rounds_in_flight_survives_a_refusal():
     """Delay 2, α = 0: the refused round lands at 5 and is not merged, so the steps of the flight are kept as well."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(3, 2))
     zero, one = line(strategy, 2, 8, poisoned(1, 2))
@@ -63,7 +63,7 @@ def test_progress_stays_in_the_air_too():
     assert zero[7] == one[7] == agreed
 
 
-def test_outer_state_stays():
+def test_a_refused_round_changes_no_outer_state():
     """Momentum is what it would be had the refused round not been: 1.9 times the whole delta at once."""
     strategy = tw.diloco(every=2, outer_lr=0.5, outer_momentum=0.5)
     zero, _ = line(strategy, 2, 6, poisoned(1, 1))
@@ -76,7 +76,7 @@ def test_outer_state_stays():
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_a_round_that_is_nobodys_fault(delay):
+def test_an_overflowing_round_is_refused_without_a_culprit(delay):
     """The outer step overflows on a delta below 1: all replicas keep what they have, and the sum of all progress lands at once."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, delay), outer=Picky(at_least=1.5), merge=tw.pieces.merge.Mix(0.0)
@@ -87,7 +87,7 @@ def test_a_round_that_is_nobodys_fault(delay):
         assert trace[5 + delay] == 1 - 6 * (0.25 + 0.5) / 2
 
 
-def test_eager_conserves():
+def test_eager_rounds_conserve_progress():
     """Replica 1 is poisoned at step 5: its round of step 6 is refused at 9, where it starts again. Lost are its steps 4 … 9, and nothing else."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(3, 3), merge=tw.pieces.merge.Eager())
     for steps in (12, 13, 15, 17, 18):
@@ -98,7 +98,7 @@ def test_eager_conserves():
         assert zero[-1] == one[-1] == 1 - kept / 2, steps
 
 
-def test_conservation():
+def test_refused_rounds_conserve_progress():
     """Σ of the agreed moves = Σ of all replicas' moves, over two poisonings; lost is what the poisoned trained since its last good round."""
     nans = {(1, 4), (2, 13)}
     traces = line(tw.local_sgd(every=5), 3, 20, lambda m, t: NAN if (m, t) in nans else steady(m, t))
@@ -147,19 +147,19 @@ INFINITE = ("data_parallel", "diloco", "eager_diloco", "one_bit_adam", "streamin
 
 
 @pytest.mark.parametrize("name", each(METHODS))
-def test_recovery_from_a_gradient(name):
+def test_training_recovers_from_a_nan_gradient(name):
     """NaN in one gradient of one replica: in AdamW it reaches weights and both moments, and must leave all of them."""
     check_recovery(journey(METHODS[name], 3, steps=16, before_step=poison_gradient(5)), 1)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in INFINITE)) for n in METHODS])
-def test_recovery_from_an_infinite_gradient(name):
+def test_training_recovers_from_an_infinite_gradient(name):
     """Of the replica whose bytes the others compare with theirs."""
     check_recovery(journey(METHODS[name], 2, steps=16, before_step=poison_gradient(5, 0, INF)), 0)
 
 
 @pytest.mark.parametrize("name", each(NOT_GRADIENTS))
-def test_recovery_from_a_parameter(name):
+def test_training_recovers_from_a_nan_parameter(name):
     journeys = journey(METHODS[name], 3, steps=16, before_step=poison_parameter(5))
     check_recovery(journeys, 1, unseen=METHODS[name].merge == tw.pieces.merge.Mix(0.0))
 
@@ -195,7 +195,7 @@ def test_a_refused_round_changes_no_anchor(name):
             assert all(same_bits(before[n], after[n]) for n in before if n.startswith(prefix))
 
 
-def test_replica_zero_unharmed():
+def test_replica_zero_is_unharmed_by_a_peers_nan():
     """A replica whose peer was poisoned trains as if alone until the next good round: bit for bit the inner optimizer."""
     journeys = journey(tw.local_sgd(every=4), 2, steps=7, before_step=poison_gradient(2))
     model = toy()

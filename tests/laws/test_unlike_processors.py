@@ -55,7 +55,7 @@ def check_agreed(strategy: tw.Strategy, journeys: list[Journey]) -> None:
         torch.testing.assert_close(one.final, journeys[0].final)
 
 
-def test_two_processors(tmp_path):
+def test_two_unlike_processors_agree(tmp_path):
     world = run_world(few, tmp_path, machines=(OLD, NEW))
     for name, strategy in FEW.items():
         check_agreed(strategy, [results[name] for results in world])
@@ -68,7 +68,7 @@ def world(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_every_recipe(world, name):
+def test_every_recipe_runs_on_unlike_processors(world, name):
     check_agreed(FOUR[name], [results[name] for results in world])
 
 
@@ -80,7 +80,7 @@ def nudge(model: torch.nn.Module) -> None:
     next(iter(model.parameters())).detach().add_(1e-4)
 
 
-def test_drift_is_named_once_and_mended():
+def test_drift_is_reported_once_and_corrected():
     """Every hundred steps; every byte of it is predicted."""
     ledgers = [Ledger(), Ledger()]
 
@@ -109,7 +109,7 @@ def test_drift_is_named_once_and_mended():
     assert [ledger.sent("comparison") for ledger in ledgers] == [2 * (24 + whole), 2 * 24]
 
 
-def test_a_resume_keeps_what_has_drifted():
+def test_a_resume_keeps_drifted_weights():
     """As never stopped: weights that are a bit apart go on a bit apart. Other weights than those that were saved are found out."""
 
     def steps(group, replica, upto):
@@ -145,7 +145,7 @@ def test_a_resume_keeps_what_has_drifted():
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.1)])
-def test_sgd_rounds_every_operation_by_itself(momentum, decay):
+def test_sgd_rounds_each_operation_separately(momentum, decay):
     """numpy's fp32, which fuses nothing; near torch's own, whose state it has."""
     model, plain = torch.nn.Linear(40, 25), torch.nn.Linear(40, 25)
     plain.load_state_dict(model.state_dict())
@@ -167,7 +167,7 @@ def test_sgd_rounds_every_operation_by_itself(momentum, decay):
     torchs.load_state_dict(own.state_dict())
 
 
-def test_moments_round_every_operation_by_itself():
+def test_moments_round_each_operation_separately():
     moments, f32 = tw.pieces.transforms.Moments(beta1=0.9, beta2=0.99, freeze=9), np.float32
     state, m, v = moments.init(1000), np.zeros(1000, f32), np.zeros(1000, f32)
     for mean in torch.randn(5, 1000, generator=torch.Generator().manual_seed(0)):
@@ -178,14 +178,14 @@ def test_moments_round_every_operation_by_itself():
         assert estimate.numpy().tobytes() == (m / (np.sqrt(v) + f32(1e-8))).tobytes()
 
 
-def test_roots_are_rounded_as_ieee_has_it():
+def test_square_roots_are_rounded_as_in_ieee_754():
     """Of every eighth number of two binades, and of the ends."""
     binades = torch.arange(127 << 23, 129 << 23, 8, dtype=torch.int32).view(torch.float32)
     x = torch.cat([binades, torch.tensor([0.0, 1e-45, 1e-38, 3.4e38, torch.inf])])
     assert root(x).numpy().tobytes() == np.sqrt(x.numpy()).tobytes()
 
 
-def test_clipping_is_torchs():
+def test_clipping_matches_torch():
     model = torch.nn.Linear(30, 20)
     for most in (0.5, 1e9, torch.inf):
         for parameter in model.parameters():

@@ -49,7 +49,7 @@ def adapted(kind: str, rank: int = 4) -> Any:
     return model.eval()
 
 
-def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigurationError, match=r"lora=4.*pip install thinwire\[lora\]"):
         attach(bare("ours"), 4, 0)
@@ -57,7 +57,7 @@ def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_peft
 @pytest.mark.parametrize("kind", ["ours", *TINY])
-def test_at_first_the_model_is_what_it_was_and_only_factors_are_trained(kind: str) -> None:
+def test_new_adapters_change_no_output_and_are_the_only_trained_weights(kind: str) -> None:
     model, again = attach(bare(kind), 4, 0), attach(bare(kind), 4, 0)
     assert torch.equal(model.eval()(TOKENS).logits, bare(kind).eval()(TOKENS).logits)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -70,7 +70,7 @@ def test_at_first_the_model_is_what_it_was_and_only_factors_are_trained(kind: st
 
 @needs_peft
 @pytest.mark.parametrize("kind", ["ours", *TINY])
-def test_merged_weights_are_those_of_a_plain_model_that_computes_the_same(kind: str) -> None:
+def test_merged_adapters_compute_what_the_adapted_model_does(kind: str) -> None:
     model, plain = adapted(kind), bare(kind).eval()
     before = plain(TOKENS).logits
     plain.load_state_dict(merged(model, model.state_dict()))
@@ -106,7 +106,7 @@ def train(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
     return launch.train_threads(run, folder, resume, lambda: None)
 
 
-def test_a_model_that_was_trained_before_is_trained_further(tmp_path: Path, text: str) -> None:
+def test_adapters_train_a_pretrained_model_further(tmp_path: Path, text: str) -> None:
     first = train(tmp_path / "first", run_of(text, steps=40, lr=2e-3))
     path = tmp_path / "first/model.safetensors"
     model = make_model(ModelSpec(model=str(path)), 32, 0, 256)
@@ -118,7 +118,7 @@ def test_a_model_that_was_trained_before_is_trained_further(tmp_path: Path, text
     assert sum(p.numel() for p in again.parameters()) == first["parameters"]
 
 
-def test_files_that_hold_no_such_model_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_model_are_refused(tmp_path: Path) -> None:
     for name, metadata, says in (
         ("bare", None, "give the model.safetensors of a run folder"),
         (
@@ -144,7 +144,7 @@ def test_files_that_hold_no_such_model_are_refused(tmp_path: Path) -> None:
 
 
 @needs_peft
-def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str) -> None:
+def test_only_adapters_are_sent_and_both_model_forms_are_saved(tmp_path: Path, text: str) -> None:
     """End to end: bytes are those of the adapters, the base stays as it was, a stopped run goes on bit for bit."""
     base = tmp_path / "base/model.safetensors"
     train(tmp_path / "base", run_of(text, steps=30))
@@ -181,7 +181,7 @@ def test_only_adapters_travel_and_both_forms_come_out(tmp_path: Path, text: str)
 
 
 @needs_peft
-def test_flasc_sends_few_factors_both_ways(tmp_path: Path, text: str) -> None:
+def test_flasc_sends_sparse_adapters_both_ways(tmp_path: Path, text: str) -> None:
     train(tmp_path / "base", run_of(text, steps=4))
     model = str(tmp_path / "base/model.safetensors")
     settings = run_of(text, model=model, lora=2, strategy="flasc", delay=None, lr=0.05)
@@ -204,7 +204,7 @@ def ends(folder: Path) -> list[dict[str, Any]]:
 
 @needs_peft
 @pytest.mark.parametrize("kind", TINY)
-def test_peft_reads_the_adapters_of_a_hugging_face_model(tmp_path: Path, text: str, kind: str) -> None:
+def test_peft_loads_the_saved_adapters(tmp_path: Path, text: str, kind: str) -> None:
     import peft
 
     folder = tmp_path / "base"
@@ -220,6 +220,6 @@ def test_peft_reads_the_adapters_of_a_hugging_face_model(tmp_path: Path, text: s
 
 
 @needs_peft
-def test_names_are_those_of_peft(tmp_path: Path) -> None:
+def test_adapter_names_match_peft(tmp_path: Path) -> None:
     model = adapted("gpt2")
     assert all(name.startswith("base_model.model.transformer.h.") for name in adapters(model, model.state_dict()))

@@ -90,14 +90,14 @@ def test_a_run_names_each_model_and_is_resumed_bit_for_bit(tmp_path: Path, text:
     assert resumed == [4] and models_in(copy) == models_in(whole)
 
 
-def test_one_replica_is_that_model_alone(tmp_path: Path, text: str) -> None:
+def test_one_replica_trains_as_its_model_alone(tmp_path: Path, text: str) -> None:
     one = run_in(tmp_path / "one", run_of(text, models=(), model="nano", replicas=1))
     other = run_in(tmp_path / "alone", run_of(text, models=(), model="nano", replicas=1, strategy="local_sgd"))
     weights = [load_file(one / "models/replica-0/model.safetensors"), load_file(other / "model.safetensors")]
     assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[1])
 
 
-def test_what_cannot_talk(tmp_path: Path, text: str) -> None:
+def test_unlike_models_without_common_predictions_are_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match="whose replicas hold one model; choose --strategy codistill"):
         run_of(text, strategy="diloco")
     with pytest.raises(ConfigurationError, match="one for each is needed; give --replicas 3"):
@@ -116,7 +116,7 @@ def test_what_cannot_talk(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_any_carrier_gives_the_same_models(tmp_path: Path, text: str) -> None:
+def test_the_carrier_changes_no_model(tmp_path: Path, text: str) -> None:
     found = [
         models_in(run_in(tmp_path / carrier, run_of(text, carrier=carrier)))
         for carrier in ("threads", "processes", "secure")

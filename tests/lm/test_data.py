@@ -73,7 +73,7 @@ def test_an_epoch_of_all_replicas_reads_every_window_once(counted: Corpus, repli
     assert sorted(shares) == sorted(everything)  # disjoint, and nothing left out
 
 
-def test_batches_cross_epochs_and_do_not_hang_on_their_size(counted: Corpus) -> None:
+def test_batches_cross_epochs_whatever_their_size(counted: Corpus) -> None:
     one = windows_read(counted, 1, 3, range(450), 1, 10)  # more than two epochs of 190
     assert windows_read(counted, 1, 3, range(10), 45, 10) == one
 
@@ -86,7 +86,7 @@ def test_a_batch_is_a_pure_function_of_seed_replica_and_step(counted: Corpus) ->
         assert not torch.equal(counted.batch(seed, replica, 2, step, 4, 16)[0], reference[0])
 
 
-def test_shards_are_the_rows_of_the_batch(counted: Corpus) -> None:
+def test_shards_read_the_rows_of_one_batch(counted: Corpus) -> None:
     whole = counted.batch(0, 0, 2, 3, 6, 8)
     parts = [counted.batch(0, 0, 2, 3, 6, 8, shard, 3) for shard in range(3)]
     for i in range(2):
@@ -97,13 +97,13 @@ def test_shards_are_the_rows_of_the_batch(counted: Corpus) -> None:
     "change",
     [{"replica": 2}, {"replica": -1}, {"shard": 1}, {"step": -1}, {"batch": 0}, {"sequence": 0}, {"shards": 3}],
 )
-def test_refuses_a_batch_that_cannot_be(counted: Corpus, change: dict[str, int]) -> None:
+def test_an_invalid_batch_size_is_refused(counted: Corpus, change: dict[str, int]) -> None:
     right = {"seed": 0, "replica": 0, "replicas": 2, "step": 0, "batch": 4, "sequence": 8}
     with pytest.raises(ConfigurationError, match=r".+ · .+ · .+"):
         counted.batch(**(right | change))
 
 
-def test_refuses_a_sequence_longer_than_the_text(counted: Corpus) -> None:
+def test_a_sequence_longer_than_the_text_is_refused(counted: Corpus) -> None:
     with pytest.raises(DataError, match="shorter sequence"):
         counted.batch(0, 0, 1, 0, 1, 6000)
     with pytest.raises(DataError, match="each needs a window"):
@@ -122,14 +122,14 @@ def test_held_out_files_are_whole_and_never_trained_on(corpus: Corpus) -> None:
     assert sorted(training + held_out) == [f"{i:02}".encode() * 100 for i in range(60)]
 
 
-def test_the_split_does_not_hang_on_where_the_text_lies(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_the_split_does_not_depend_on_the_folder(text: Path, corpus: Corpus, tmp_path: Path) -> None:
     text.rename(tmp_path / "moved")
     moved = Corpus.open([tmp_path / "moved"], cache=tmp_path / "other", held_out_share=0.1)
     assert moved.folder.name != corpus.folder.name
     assert moved.fingerprint == corpus.fingerprint
 
 
-def test_a_single_file_gives_its_end(counted: Corpus) -> None:
+def test_a_single_file_holds_out_its_end(counted: Corpus) -> None:
     assert counted.manifest.tokens == 6001
     assert counted.manifest.training_tokens == 6001 - 300
     assert counted.describe()["held out"] == "the end of the text"
@@ -148,7 +148,7 @@ def test_held_out_batches_spread_evenly_and_never_change(counted: Corpus) -> Non
     assert [len(tokens) for tokens, _ in counted.held_out(batch=99, sequence=16)] == [18]  # or the only one
 
 
-def test_a_second_opening_reads_the_cache(corpus: Corpus, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_opened_again_reads_its_cache(corpus: Corpus, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_prepare", None)
     again = Corpus.open([text], cache=corpus.folder.parent, held_out_share=0.1)
     assert again.folder == corpus.folder and again.fingerprint == corpus.fingerprint
@@ -162,7 +162,7 @@ def test_changed_sources_are_tokenised_anew(corpus: Corpus, text: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "manifest", "foreign manifest", "absent"])
-def test_a_damaged_cache_is_made_anew(corpus: Corpus, text: Path, damage: str) -> None:
+def test_a_damaged_cache_is_rebuilt(corpus: Corpus, text: Path, damage: str) -> None:
     tokens, manifest = corpus.folder / "tokens.bin", corpus.folder / "manifest.json"
     whole = tokens.read_bytes()
     if damage == "flip":
@@ -180,7 +180,7 @@ def test_a_damaged_cache_is_made_anew(corpus: Corpus, text: Path, damage: str) -
     assert left_in(corpus.folder.parent) == [corpus.folder.name]
 
 
-def test_of_many_at_once_one_prepares(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_many_processes_prepares_the_corpus(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together, looked, made, prepare, load = threading.Barrier(4), set[int](), [], data._prepare, data._load
 
     def slowly(*arguments: object) -> Corpus:
@@ -208,7 +208,7 @@ def test_of_many_at_once_one_prepares(text: Path, tmp_path: Path, monkeypatch: p
     assert left_in(tmp_path / "cache") == [opened[0].folder.name]
 
 
-def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_preparation_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{broken')
     with pytest.raises(DataError, match=r"a.jsonl:2"):
         Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
@@ -271,7 +271,7 @@ def test_writing_and_reading_hold_little_in_memory(tmp_path: Path) -> None:
     assert isinstance(corpus.tokens, np.memmap)
 
 
-def test_the_standard_library_is_text_enough(tmp_path: Path) -> None:
+def test_the_standard_library_is_a_large_enough_text(tmp_path: Path) -> None:
     corpus = Corpus.open(cache=tmp_path)
     assert corpus.manifest.split == "files" and corpus.manifest.skipped_files < 5
     assert 5e6 < corpus.manifest.training_tokens < 3e7

@@ -93,7 +93,7 @@ def ends(folder: Path, names: list[str]) -> list[dict[str, Any]]:
     return [event["summary"] for event in last]
 
 
-def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path) -> None:
+def test_a_replica_killed_with_sigkill_is_restarted_and_all_models_are_equal(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = train(folder, "--elastic", "--replicas", "3", "--steps", "2500", "--checkpoint-every", "100")
     until(lambda: saved(folder, "replica-1") >= 200, folder)
@@ -123,7 +123,7 @@ def test_kill_9_is_started_again_and_all_end_alike(train: Train, tmp_path: Path)
     assert "not living" in page and "taking part" in page
 
 
-def test_all_killed_at_once_go_on_from_their_checkpoints(train: Train, tmp_path: Path) -> None:
+def test_replicas_killed_together_resume_from_their_checkpoints(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = train(folder, "--elastic", "--replicas", "2", "--steps", "1200", "--checkpoint-every", "100")
     until(lambda: min(saved(folder, name) for name in NAMES[:2]) >= 200, folder)
@@ -158,7 +158,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
     assert not replicas_of(folder)
 
 
-def test_replicas_of_two_commands_meet_and_others_are_refused(train: Train, tmp_path: Path) -> None:
+def test_replicas_of_two_commands_train_together_and_strangers_are_refused(train: Train, tmp_path: Path) -> None:
     """One of another run, and one without the secret."""
     lighthouse = Lighthouse("127.0.0.1", 0, secret=secret_in(tmp_path / "secret", make=True))
     try:
@@ -191,9 +191,7 @@ def logged(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(path) if event["event"] == kind] if path.exists() else []
 
 
-def test_frozen_until_the_others_have_finished_it_ends_with_their_model_or_says_that_it_cannot(
-    train: Train, tmp_path: Path
-) -> None:
+def test_a_replica_frozen_past_the_end_takes_the_final_model_or_reports_an_error(train: Train, tmp_path: Path) -> None:
     """oslo keeps the final state for paris and rome; paris thaws in time, rome when it is kept no longer."""
     lighthouse = Lighthouse("127.0.0.1", 0)
     try:
@@ -248,7 +246,7 @@ def test_frozen_until_the_others_have_finished_it_ends_with_their_model_or_says_
     assert not any("no other replica called" in reason for reason in retries), retries
 
 
-def test_one_machine_waits_for_a_frozen_replica_and_not_for_ever(train: Train, tmp_path: Path) -> None:
+def test_one_machine_waits_for_a_frozen_replica_for_a_bounded_time(train: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = train(folder, "--elastic", "--replicas", "3", "--steps", "300", "--timeout", "5")
     until(lambda: len(logged(folder, "replica-2", "round")) >= 6, folder)

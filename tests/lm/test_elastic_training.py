@@ -98,7 +98,7 @@ def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = Fal
     return ended
 
 
-def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
+def test_all_replicas_end_equal_and_their_step_counts_add_up(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     ended = played(cluster, run, tmp_path / "run")
@@ -124,7 +124,7 @@ def test_all_end_with_the_same_weights_and_the_three_numbers_add_up(
     ] * 3
 
 
-def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twice(
+def test_a_killed_replica_resumes_and_reads_no_sample_twice(
     cluster: SimulatedCluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[str, int]] = []
@@ -148,9 +148,7 @@ def test_who_was_killed_comes_back_from_its_own_checkpoint_and_reads_nothing_twi
     assert record.status == "finished" and 0 < (record.summary.taking_part or 0) <= 3
 
 
-def test_who_is_killed_for_good_leaves_its_samples_to_the_others(
-    cluster: SimulatedCluster, run: Run, tmp_path: Path
-) -> None:
+def test_samples_of_a_lost_replica_go_to_the_others(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
     """From the runs' own records: who read what, what landed, what was lost with whom and who read it again."""
     run, folder = run.changed(steps=96, checkpoint_every=0), tmp_path / "run"
     cluster.at("replica-1", "post", lambda: cluster.kill("replica-1"), 40)
@@ -184,7 +182,7 @@ def test_who_is_killed_for_good_leaves_its_samples_to_the_others(
     assert "samples trained" in report and "from replica-1" in report
 
 
-def test_all_go_on_each_from_its_own_newest_sound_checkpoint(
+def test_each_replica_resumes_from_its_newest_sound_checkpoint(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -200,13 +198,13 @@ def test_all_go_on_each_from_its_own_newest_sound_checkpoint(
     assert RunRecord.load(folder).summary.steps == 36
 
 
-def test_each_with_a_text_of_its_own_has_no_ledger(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
+def test_replicas_with_separate_texts_have_no_data_ledger(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
     ended = played(cluster, run.changed(own_text=True, steps=12), tmp_path / "run")
     assert all(summary["samples"] == {} for summary in ended.values())
     assert RunRecord.load(tmp_path / "run").summary.samples_trained is None
 
 
-def test_deltas_by_tokens_and_rules_for_who_holds_the_others_up(
+def test_token_weights_and_eviction_work_in_an_elastic_run(
     cluster: SimulatedCluster, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[trainer.Trainer] = []
@@ -234,7 +232,7 @@ def test_another_run_is_refused_by_name(cluster: SimulatedCluster, run: Run, tmp
     assert ended["replica-0"]["weights"] == ended["replica-1"]["weights"]
 
 
-def test_shares_of_the_text() -> None:
+def test_each_replica_reads_its_share_of_the_text() -> None:
     assert [Share.of(0, 3, name) for name in NAMES] == [Share(0, index, 3) for index in range(3)]
     for name in ("paris", "oslo", "replica-3", "replica-01", "replica-"):
         own = Share.of(0, 3, name)
@@ -242,7 +240,7 @@ def test_shares_of_the_text() -> None:
     assert Share.of(0, 3, "paris").seed != Share.of(0, 3, "oslo").seed
 
 
-def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lasting_failure_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[tuple[int, str]]()
     monkeypatch.setattr(membership.time, "monotonic", lambda: now[0])
     hear = RetryReporter(lambda event, step, reason: told.append((step, reason)))
@@ -257,7 +255,7 @@ def test_a_failure_is_told_once_and_only_if_it_lasts(monkeypatch: pytest.MonkeyP
     assert [reason for _, reason in told[2:]] == ["the lighthouse has gone"]
 
 
-def test_timeouts_follow_the_steps(run: Run) -> None:
+def test_timeouts_follow_the_step_time(run: Run) -> None:
     fragments = [Fragment("all", [("all", torch.nn.Parameter(torch.zeros(1000)))])]
     pace = AdaptiveTimeouts(run.changed(every=100).make_strategy(), run.placement, fragments, step_seconds=0.1)
     first = pace.timeouts()
@@ -270,7 +268,7 @@ def test_timeouts_follow_the_steps(run: Run) -> None:
     assert given.grace == pytest.approx(3.0) and given.view == pytest.approx(first.view + 1.0)
 
 
-def test_waiting_for_the_others_ends_with_a_stop_and_with_time() -> None:
+def test_waiting_for_members_ends_at_a_stop_and_at_its_deadline() -> None:
     stop = threading.Event()
 
     def nobody() -> None:
@@ -326,12 +324,12 @@ def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run:
         ({"grace": "0s"}, "such as 5s, 500ms or '20 steps'"),
     ],
 )
-def test_what_cannot_be_elastic_is_refused(change: dict[str, Any], says: str) -> None:
+def test_settings_that_exclude_elastic_runs_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Run.of(**({"carrier": "elastic"} | change))
 
 
-def test_the_flags_spell_out_the_carrier() -> None:
+def test_command_flags_select_the_carrier() -> None:
     assert Options(Run(), elastic=True).elastically().run_settings == Run.of(carrier="elastic")
     joined = Options(Run(), lighthouse="10.0.0.1", name="oslo").elastically()
     assert (
@@ -347,7 +345,7 @@ def test_the_flags_spell_out_the_carrier() -> None:
         Options(Run.of(carrier="threads"), elastic=True).elastically()
 
 
-def test_an_elastic_run_is_not_gone_on_with_as_another() -> None:
+def test_an_elastic_run_resumes_as_an_elastic_run_only() -> None:
     assert Run.of(carrier="elastic").unlike(Run()) == "carrier 'processes' there, 'elastic' given"
     assert not Run.of(carrier="threads").unlike(Run())
 
@@ -393,7 +391,9 @@ def wait_until(cluster: SimulatedCluster, name: str, seconds: float) -> None:
         cluster.wait(name, lambda: False, seconds - cluster.time.now)
 
 
-def test_who_comes_while_the_end_is_kept_gets_it(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
+def test_a_replica_that_arrives_while_the_final_state_is_kept_gets_it(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
+) -> None:
     """One that was frozen, one that was killed and is started again, and one that is new."""
     run = run.changed(replicas=4, steps=12)
 
@@ -430,7 +430,7 @@ def test_who_comes_while_the_end_is_kept_gets_it(cluster: SimulatedCluster, run:
         assert steps.counted <= steps.trained and (steps.trained > 0) == (name != "rome")
 
 
-def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model(
+def test_a_replica_that_arrives_later_gets_an_error_and_saves_no_model(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     run = run.changed(timeout=60.0, steps=12)
@@ -453,7 +453,7 @@ def test_who_comes_when_the_end_is_kept_no_longer_is_told_so_and_leaves_no_model
     assert RunRecord.load(tmp_path / "replica-2").status.startswith("stopped: the run has ended without")
 
 
-def test_who_cannot_hear_the_others_at_the_end_says_so_and_goes_on_when_they_are_there(
+def test_a_replica_alone_at_the_end_reports_it_and_resumes_with_the_others(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
     """The only other one dies; what was agreed with it is no final model."""

@@ -46,7 +46,7 @@ class Watched:
         patch.setattr(Publisher, "offer", published)
 
 
-def test_a_follower_has_each_version_bit_for_bit(
+def test_a_follower_gets_each_published_version_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
@@ -98,7 +98,7 @@ def test_a_follower_has_each_version_bit_for_bit(
     assert main(["follow", "exported"]) == 2
 
 
-def test_what_is_not_as_announced_changes_nothing_and_a_cut_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_follower_rejects_wrong_digests_and_resumes_after_a_cut(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "live"
     model = torch.nn.Linear(300, 10)
     fragment = Fragment("all", tuple(model.named_parameters()))

@@ -46,7 +46,7 @@ def events_of(folder: Path, kind: str, replica: int = 0) -> list[Any]:
     return [event for event in found if event["event"] == kind]
 
 
-def test_a_run_is_resumed_bit_for_bit_and_saves_the_mean(tmp_path: Path, text: str) -> None:
+def test_a_gossip_run_resumes_bit_for_bit_and_saves_the_mean(tmp_path: Path, text: str) -> None:
     whole = tmp_path / "whole"
     run_in(whole, small_run(text))
     model = load_file(whole / "model.safetensors")
@@ -89,7 +89,7 @@ def test_threads_and_processes_train_the_same_bits(tmp_path: Path, text: str) ->
     assert models[0] == models[1]
 
 
-def test_edges_from_a_file_travel_with_the_run(tmp_path: Path, text: str) -> None:
+def test_a_run_file_holds_the_edges_read_from_a_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "links.json"
     file.write_text("[[0, 1], [1, 2], [2, 3]]")
     given = small_run(text, strategy="d_psgd", topology=str(file))
@@ -110,12 +110,14 @@ def test_edges_from_a_file_travel_with_the_run(tmp_path: Path, text: str) -> Non
     ],
     ids=str,
 )
-def test_refused_before_anything_is_made(text: str, changes: dict[str, object], said: str) -> None:
+def test_invalid_gossip_runs_are_refused_before_anything_is_made(
+    text: str, changes: dict[str, object], said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said):
         small_run(text, **changes)
 
 
-def test_pairs_that_meet_are_resumed_bit_for_bit_and_save_the_mean(tmp_path: Path, text: str) -> None:
+def test_a_pairwise_run_resumes_bit_for_bit_and_saves_the_mean(tmp_path: Path, text: str) -> None:
     changes: dict[str, object] = dict(strategy="a2cid2", topology="ring", every=1, delay=None, partition=None)
     whole = tmp_path / "whole"
     run_in(whole, small_run(text, **changes))

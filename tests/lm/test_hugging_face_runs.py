@@ -76,7 +76,7 @@ def loss_of(model: Any, source: str) -> float:
 
 @pytest.mark.parametrize("lora", [(), ("--lora", "2")], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", TINY)
-def test_a_folder_is_trained_further_and_transformers_reads_what_comes_out(
+def test_a_model_folder_is_trained_further_and_the_result_loads_in_transformers(
     kind: str, lora: tuple[str, ...], tokenizer: Any, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = folder_of(kind, tokenizer, here / "base")
@@ -100,7 +100,7 @@ def test_a_folder_is_trained_further_and_transformers_reads_what_comes_out(
     assert main(["train", "--resume", "--out", "next", "--steps", "8"]) == 0
 
 
-def test_the_tokenizer_of_the_folder_is_taken_and_another_one_is_refused(
+def test_a_model_folders_tokenizer_is_used_and_others_are_refused(
     tokenizer: Any, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder_of("llama", tokenizer, here / "base")
@@ -111,7 +111,7 @@ def test_the_tokenizer_of_the_folder_is_taken_and_another_one_is_refused(
     assert not Path("run").exists()
 
 
-def test_a_model_trained_on_bytes_or_own_merges_says_so_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_names_its_byte_or_bpe_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.AutoConfig.for_model("llama", vocab_size=300, **TINY["llama"])
     config.save_pretrained("bare")
     for given, other in (("bytes", "bpe:290"), ("bpe:290", "bytes")):
@@ -126,7 +126,7 @@ def test_a_model_trained_on_bytes_or_own_merges_says_so_too(here: Path, capsys: 
     assert "give --model hf:" in capsys.readouterr().err
 
 
-def test_weights_that_are_damaged_are_said_in_a_line(
+def test_damaged_weights_are_reported_in_one_line(
     tokenizer: Any, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = folder_of("llama", tokenizer, here / "base") / "model.safetensors"
@@ -135,9 +135,7 @@ def test_weights_that_are_damaged_are_said_in_a_line(
     assert "sound weights in a folder" in capsys.readouterr().err
 
 
-def test_a_folder_that_holds_a_model_is_not_written_over(
-    tokenizer: Any, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_folder_is_never_overwritten(tokenizer: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = folder_of("llama", tokenizer, here / "base") / "model.safetensors"
     before = weights.read_bytes()
     assert train("hf:base", "base") == 2

@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> HuggingFace:
     return hugging_face(request.param, vocabulary=256, **TINY[request.param])
 
 
-def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformers_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigurationError, match=r"pip install thinwire\[hf\]"):
         hugging_face("llama")
@@ -56,7 +56,7 @@ def test_loss_is_the_cross_entropy_of_the_given_targets_unshifted(model: Hugging
     torch.testing.assert_close(loss, theirs)
 
 
-def test_learns(model: HuggingFace) -> None:
+def test_a_hugging_face_model_learns(model: HuggingFace) -> None:
     tokens = torch.arange(34).remainder(7).view(2, 17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -70,13 +70,13 @@ def test_learns(model: HuggingFace) -> None:
     assert losses[-1] < losses[0] / 3
 
 
-def test_says_its_shape(model: HuggingFace) -> None:
+def test_a_hugging_face_model_describes_its_shape(model: HuggingFace) -> None:
     assert (model.vocabulary, model.context, len(model.blocks)) == (256, 64, 3)
     with pytest.raises(ConfigurationError, match="takes at most 64"):
         model(torch.zeros(1, 65, dtype=torch.long))
 
 
-def test_the_seed_decides_and_the_global_generator_is_left_alone() -> None:
+def test_initial_weights_depend_on_the_seed_alone() -> None:
     pytest.importorskip("transformers", reason="the extra thinwire[hf] is not installed")
     before = torch.get_rng_state()
     first, again, other = (hugging_face("llama", 256, seed, **TINY["llama"]) for seed in (1, 1, 2))
@@ -85,7 +85,7 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters()))
 
 
-def test_a_folder_with_weights_gives_them_and_one_without_gives_fresh_ones(tmp_path: Path) -> None:
+def test_a_folder_without_weights_gives_fresh_ones(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra thinwire[hf] is not installed")
     made = hugging_face("llama", 256, seed=5, **TINY["llama"])
     made.model.save_pretrained(tmp_path / "whole")  # type: ignore[operator]
@@ -95,7 +95,7 @@ def test_a_folder_with_weights_gives_them_and_one_without_gives_fresh_ones(tmp_p
     assert not all(torch.equal(a, b) for a, b in zip(made.parameters(), fresh.parameters()))
 
 
-def test_refuses_what_cannot_work(tmp_path: Path) -> None:
+def test_invalid_model_folders_are_refused(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra thinwire[hf] is not installed")
     config = transformers.LlamaConfig(vocab_size=100, **TINY["llama"])
     with pytest.raises(ConfigurationError, match="100 tokens and a tokenizer of 256"):

@@ -43,7 +43,7 @@ SOURCES = [Bigrams(0, 3.0), Bigrams(1, 2.0), Bigrams(2, 1.0)]
 
 
 @given(st.integers(0, 2), st.integers(0, 1000), st.lists(st.floats(0.001, 1), min_size=3, max_size=3))
-def test_never_worse_than_any_expert_by_more_than_its_prior(source, seed, shares):
+def test_the_mixtures_loss_exceeds_an_experts_by_at_most_its_prior(source, seed, shares):
     """Per sequence; and exactly: the probability of a text is the mean of the experts', by their priors (the chain rule)."""
     prior = [share / sum(shares) for share in shares]
     tokens, targets = SOURCES[source].write(4, T, seed)
@@ -70,7 +70,7 @@ def test_the_posterior_finds_the_source_within_tens_of_tokens(source):
     assert share_BT[:, 40].median() > 0.99 and share_BT[:, -1].mean() > 0.95
 
 
-def test_one_expert_is_itself_and_equal_experts_stay_at_the_prior():
+def test_one_expert_is_the_mixture_and_equal_experts_keep_the_prior():
     model = Transformer(Architecture(layers=1, width=32, heads=1, vocabulary=V)).eval()
     tokens, targets = SOURCES[0].write(2, T, seed=1)
     alone, expected = Mixture([model]).eval(), model(tokens, targets)
@@ -82,7 +82,7 @@ def test_one_expert_is_itself_and_equal_experts_stay_at_the_prior():
     assert shares[0].sub(0.8).abs().max() < 1e-9 and shares[1].sub(0.2).abs().max() < 1e-9
 
 
-def test_nothing_is_known_of_the_token_to_be_predicted_nor_of_later_ones():
+def test_the_mixture_is_causal():
     tokens, targets = SOURCES[0].write(1, T, seed=3)
     other, _ = SOURCES[2].write(1, T, seed=4)
     changed = torch.cat((tokens[:, :30], other[:, 30:]), 1)
@@ -107,6 +107,6 @@ def test_the_cached_prior_is_an_average_over_all_sequences():
 
 
 @pytest.mark.parametrize("prior", [[], [1.0], [0.5, 0.6, 0.1], [0.5, 0.5, 0.0], [0.5, 0.6, -0.1], [math.nan, 0.5, 0.5]])
-def test_what_is_no_prior_is_refused(prior):
+def test_invalid_priors_are_refused(prior):
     with pytest.raises(ConfigurationError, match="a share above 0 for each expert"):
         Mixture(SOURCES, prior)

@@ -55,7 +55,7 @@ def test_named_sizes_are_the_papers(name: str) -> None:
         assert (size.head_width, size.vocabulary) == (64, 32_000)
 
 
-def test_flops_follow_their_definition() -> None:
+def test_flops_match_their_definition() -> None:
     multiplied = sum(p.numel() for n, p in Transformer(SMALL).named_parameters() if n != "embedding.weight")
     assert SMALL.flops_per_token(10) == 6 * multiplied + 12 * 3 * 32 * 10
     assert SMALL.flops_per_token() == SMALL.flops_per_token(24)
@@ -73,7 +73,7 @@ def test_flops_follow_their_definition() -> None:
         ("4b", 83e9, 2e21),
     ],
 )
-def test_flops_agree_with_the_papers_budgets(name: str, tokens: float, published: float) -> None:
+def test_flops_match_the_papers_budgets(name: str, tokens: float, published: float) -> None:
     """Table 5 of arXiv 2501.18512, at C4's sequence of 1,024; the paper rounds both columns and gives no formula."""
     assert SIZES[name].flops_per_token(1024) * tokens == pytest.approx(published, rel=0.2)
 
@@ -90,17 +90,17 @@ def test_flops_agree_with_the_papers_budgets(name: str, tokens: float, published
         {"z_loss": math.nan},
     ],
 )
-def test_refuses_an_architecture_that_cannot_work(change: dict[str, Any]) -> None:
+def test_an_invalid_architecture_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r".+ · .+ · .+"):
         dataclasses.replace(SMALL, **change)
 
 
-def test_refuses_a_sequence_beyond_its_context() -> None:
+def test_a_sequence_beyond_the_context_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="25 tokens"):
         Transformer(SMALL)(torch.zeros(1, 25, dtype=torch.long))
 
 
-def test_the_seed_decides_every_bit_and_the_global_generator_none() -> None:
+def test_initial_weights_depend_on_the_seed_alone() -> None:
     before = torch.get_rng_state()
     first = Transformer(SMALL, seed=3)
     assert torch.equal(before, torch.get_rng_state())
@@ -111,13 +111,13 @@ def test_the_seed_decides_every_bit_and_the_global_generator_none() -> None:
         assert name.endswith("scale") or not torch.equal(a, c)
 
 
-def test_initial_values_never_change() -> None:
+def test_initial_weights_match_a_recorded_digest() -> None:
     """The sum of all bits: replicas on other machines and later versions must start from the same."""
     bits = [p.detach().view(torch.int32).long().sum().item() for p in Transformer(SMALL, seed=0).parameters()]
     assert sum(bits) == -1_163_445_067_153
 
 
-def test_initial_spread_is_what_is_said() -> None:
+def test_initial_weights_have_the_documented_spread() -> None:
     model = Transformer(Architecture(layers=8, width=256, heads=4))
     block = model.blocks[0]
     assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.02)
@@ -126,7 +126,7 @@ def test_initial_spread_is_what_is_said() -> None:
     assert block.mlp.down.weight.std().item() == pytest.approx(1 / 32 / 4, rel=0.02)  # type: ignore[union-attr, operator]
 
 
-def test_made_on_meta_it_initialises_to_the_same() -> None:
+def test_a_model_made_on_the_meta_device_initialises_equally() -> None:
     with torch.device("meta"):
         model = Transformer(SMALL)
     model.to_empty(device="cpu")
@@ -145,7 +145,7 @@ def test_no_position_sees_a_later_token(architecture: Architecture) -> None:
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_rotary_logits_see_order_and_only_distance() -> None:
+def test_rotary_logits_depend_on_relative_position_only() -> None:
     model = Transformer(dataclasses.replace(SMALL, layers=1)).eval()
     attention = model.blocks[0].attention
     x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(0))
@@ -178,7 +178,7 @@ def test_token_loss_gradient_is_that_of_cross_entropy() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_every_parameter_learns(architecture: Architecture) -> None:
+def test_every_parameter_gets_a_gradient(architecture: Architecture) -> None:
     model = Transformer(architecture)
     tokens, targets = batch(architecture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -211,12 +211,12 @@ def test_bf16_autocast_keeps_norms_and_loss_in_fp32() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_nothing_but_parameters_is_saved() -> None:
+def test_the_state_dict_holds_parameters_only() -> None:
     model = Transformer(SMALL)
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
 
-def test_compiles_without_a_graph_break() -> None:
+def test_the_model_compiles_without_a_graph_break() -> None:
     """The `aot_eager` backend traces the whole graph and needs no compiler on the machine."""
     model = Transformer(SMALL)
     tokens, targets = batch()
@@ -236,7 +236,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 )
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("tied", [False, True])
-def test_sharded_it_computes_the_same(tied: bool) -> None:
+def test_a_sharded_model_computes_the_same(tied: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -258,7 +258,7 @@ def test_sharded_it_computes_the_same(tied: bool) -> None:
         assert sharded.blocks[0].attention.cos_TK.dtype == torch.float32  # type: ignore[union-attr]
 
 
-def test_generation_is_seeded_greedy_at_zero_and_leaves_the_model_as_it_was() -> None:
+def test_generation_is_seeded_and_greedy_at_zero_temperature() -> None:
     model = Transformer(SMALL)
     assert generate(model, [1, 2], 30, seed=1) == generate(model, [1, 2], 30, seed=1)  # beyond the context too
     assert generate(model, [1, 2], 30, seed=1) != generate(model, [1, 2], 30, seed=2)

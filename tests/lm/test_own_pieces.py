@@ -52,7 +52,7 @@ def weights(folder: str) -> bytes:
     return Path(folder, "model.safetensors").read_bytes()
 
 
-def test_the_real_command_trains_with_them(here: Path) -> None:
+def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
     """Two processes, a codec and an exchange; the run file names the file by its whole path and digest."""
     assert main(["train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run"]) == 0
     settings = tomllib.loads(Path("run/run.toml").read_text())
@@ -69,7 +69,7 @@ def test_the_real_command_trains_with_them(here: Path) -> None:
     )
 
 
-def test_stopped_and_resumed_is_never_stopped(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_with_user_pieces_equals_an_unstopped_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the outer step's own state, from a folder elsewhere; another content of the file is refused by name."""
     given = ["--strategy", STRATEGY, "--checkpoint-every", "4", "--steps", "12"]
     assert train("whole", *given) == 0
@@ -84,7 +84,7 @@ def test_stopped_and_resumed_is_never_stopped(here: Path, monkeypatch: pytest.Mo
     assert weights("../cut") == weights("../whole")
 
 
-def test_another_content_is_refused_by_name(here: Path) -> None:
+def test_changed_user_files_are_refused_by_name(here: Path) -> None:
     """By a process of its own: this one has the first content in memory."""
     assert train("run", *EVERY, *PIECES, "--steps", "4") == 0
     (here / "own.py").write_text((here / "own.py").read_text() + "\n# other\n")
@@ -94,7 +94,7 @@ def test_another_content_is_refused_by_name(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_run(here: Path) -> None:
+def test_user_pieces_work_in_an_elastic_run(here: Path) -> None:
     """Codec, exchange and outer step, in processes that may come and go."""
     strategy = STRATEGY.replace("outer=", "exchange=own.py:DirectBelow(1000), outer=")
     done = thinwire("train", *SMALL, "--elastic", "--strategy", strategy, "--steps", "12", "--out", "run")
@@ -118,7 +118,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_what_cannot_be_used_says_why(here: Path, text: str) -> None:
+def test_invalid_user_pieces_are_refused_with_the_reason(here: Path, text: str) -> None:
     (here / "bad.py").write_text("1 / 0\n")
     half = "import thinwire\nclass Half(thinwire.codecs.Codec):\n    def encode(self, x, payload, key): ...\n"
     (here / "half.py").write_text(half)
@@ -127,7 +127,7 @@ def test_what_cannot_be_used_says_why(here: Path, text: str) -> None:
     assert CASES[text] in str(caught.value)
 
 
-def test_text_of_others_imports_nothing(here: Path) -> None:
+def test_parsing_untrusted_text_imports_nothing(here: Path) -> None:
     """`parse` alone, as packets, records and pages are read, knows of no files; nor does what stands inside of a literal."""
     (here / "told.py").write_text("from pathlib import Path\nPath('imported').touch()\nMine = int\n")
     with pytest.raises(tw.ConfigurationError):
@@ -138,7 +138,7 @@ def test_text_of_others_imports_nothing(here: Path) -> None:
     assert parse("told.py:Mine(3)", own_files=True) == 3 and Path("imported").exists()
 
 
-def test_paths_with_spaces_and_their_texts(here: Path) -> None:
+def test_user_files_may_have_spaces_in_their_paths(here: Path) -> None:
     (here / "a folder").mkdir()
     shutil.copy("own.py", "a folder/own.py")
     text = "TopK(0.1, 'a folder/own.py':Truncated(2))"
@@ -148,7 +148,7 @@ def test_paths_with_spaces_and_their_texts(here: Path) -> None:
     assert repr(parse(whole, own_files=True)) == repr(parse(text, own_files=True))
 
 
-def test_replicas_with_other_files_find_out(here: Path) -> None:
+def test_replicas_with_different_user_files_are_refused(here: Path) -> None:
     """The text of the piece is the same, its file is not."""
     (here / "two").mkdir()
     (here / "two/own.py").write_text((here / "own.py").read_text().replace("torch.sub(", "torch.add("))

@@ -30,7 +30,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 @needs_accountant
-def test_the_promise_is_in_summary_and_report(
+def test_the_privacy_guarantee_is_in_summary_and_report(
     tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -56,13 +56,13 @@ def test_the_promise_is_in_summary_and_report(
 
 
 @pytest.mark.skipif(PRESENT, reason="dp-accounting is installed")
-def test_a_missing_accountant_is_missed_before_anything_is_trained(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_missing_accountant_is_reported_before_training(tmp_path: Path, arguments: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"pip install thinwire\[privacy\]"):
         main([*arguments, "--steps", "12", "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_kept_is_refused_when_the_run_is_made() -> None:
+def test_an_unattainable_privacy_guarantee_is_refused_before_training() -> None:
     with pytest.raises(ConfigurationError, match="adds older deltas"):
         Run.of(strategy="sparse_loco", privacy="Privacy()")
     with pytest.raises(ConfigurationError, match="unclipped"):

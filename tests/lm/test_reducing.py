@@ -32,7 +32,7 @@ def play(group, star, x, between=lambda number: None):
     return seen
 
 
-def test_a_hub_averages_and_is_restarted(tmp_path):
+def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path):
     """What the reducer held back outlives the hub, and the replicas lose no round."""
     x = deltas(2, NUMEL, ROUNDS)
     hubs, half, again = [Hub(tmp_path / "hub")], threading.Barrier(2), threading.Barrier(2)

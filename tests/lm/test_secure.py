@@ -45,14 +45,14 @@ SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, c
         "optimizer = '\"/tmp/a b.py\":Inner(1)'",
     ],
 )
-def test_a_hub_names_no_files_of_this_machine(line, tmp_path):
+def test_a_run_from_a_hub_may_not_name_local_files(line, tmp_path):
     """Reading, sending or running them would be somebody else's decision."""
     (tmp_path / "run.toml").write_text(line + "\n")
     with pytest.raises(ConfigurationError, match="the hub's run file names files or models in"):
         run_of_hub(tmp_path / "run.toml")
 
 
-def test_a_hub_may_send_a_run(tmp_path):
+def test_a_run_from_a_hub_is_accepted(tmp_path):
     Run.of(**SMALL, codec="E3M0(block=32)", tokenizer="bpe:500").save(tmp_path / "run.toml")
     assert run_of_hub(tmp_path / "run.toml").data.tokenizer == "bpe:500"
     (tmp_path / "run.toml").write_text("[[[")
@@ -66,7 +66,7 @@ def arguments(**more: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_on_this_machine(tmp_path, capsys):
+def test_a_secure_run_on_one_machine_stops_and_resumes(tmp_path, capsys):
     """Stopped and resumed, too."""
     assert main(arguments(carrier="threads", out=tmp_path / "threads")) == 0
     assert main(arguments(carrier="secure", out=tmp_path / "secure")) == 0
@@ -108,7 +108,7 @@ def ending(hub: HubProcess) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path, capsys):
+def test_hub_and_join_commands_survive_kills_of_hub_and_replica(tmp_path, capsys):
     """`thinwire hub`, twice `thinwire join`; the hub is killed on the way; then one replica is, and all resume."""
     steps = {"steps": 60}
     assert main(arguments(carrier="threads", out=tmp_path / "threads", **steps)) == 0
@@ -133,7 +133,7 @@ def test_the_commands(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_commands_with_a_hub_that_averages(tmp_path, capsys):
+def test_hub_and_join_commands_work_with_an_averaging_hub(tmp_path, capsys):
     """The hub is killed on the way and comes back; the reducer waits for it, and no step is lost."""
     steps = {"steps": 60}
     assert main(arguments(carrier="threads", out=tmp_path / "threads", exchange="Star(0, Feedback())", **steps)) == 0
@@ -159,7 +159,7 @@ NO_NAT = missing() or (None if Path(DEVICE).exists() else f"no {DEVICE} here")
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.skipif(NO_NAT is not None, reason=f"no network namespaces: {NO_NAT}")
-def test_two_homes_behind_nat_and_a_cloud(silent, tmp_path, capsys):
+def test_a_run_of_two_homes_behind_nat_and_a_cloud_survives_address_changes(silent, tmp_path, capsys):
     """The cloud has no route into a home. The address of each home changes while they train, and no step is lost. With `silent` nobody
     hears that connections were forgotten, the run is elastic, and each home is back before it counts as dead.
     """
@@ -258,7 +258,7 @@ def evaluate(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
-def test_an_elastic_run_through_a_hub(tmp_path, capsys):
+def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
     """`thinwire hub --elastic`, three times `thinwire join`; a replica is killed and comes back, then the hub is. Steps are so slow
     until all of this was seen that the run cannot end before.
     """
@@ -305,7 +305,7 @@ def test_an_elastic_run_through_a_hub(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_elastic_run_with_a_hub_of_its_own(tmp_path, capsys):
+def test_an_elastic_run_starts_its_own_hub(tmp_path, capsys):
     assert main([*arguments(carrier="secure", replicas=3, least=3, steps=60, out=tmp_path / "run"), "--elastic"]) == 0
     ends = [read_events(path)[-1]["summary"]["weights"] for path in (tmp_path / "run").glob("events/*.jsonl")]
     assert len(ends) == 3 and len(set(ends)) == 1

@@ -44,7 +44,7 @@ def test_bpe_merges_what_is_frequent(trained: BPE) -> None:
     assert trained.encode("low").tolist() == trained.encode(b"low").tolist()
 
 
-def test_training_is_repeatable_and_a_file_is_enough(trained: BPE, tmp_path: Path) -> None:
+def test_tokenizer_training_is_deterministic_and_needs_one_file(trained: BPE, tmp_path: Path) -> None:
     again = BPE(290).train(TEXTS, tmp_path / "again.json")
     assert again.fingerprint == trained.fingerprint
     assert BPE(300).train(TEXTS, tmp_path / "other.json").fingerprint != trained.fingerprint
@@ -52,7 +52,7 @@ def test_training_is_repeatable_and_a_file_is_enough(trained: BPE, tmp_path: Pat
     assert loaded == again and loaded.encode("lowest").tolist() == trained.encode("lowest").tolist()
 
 
-def test_a_small_text_gives_the_vocabulary_it_has(tmp_path: Path) -> None:
+def test_a_small_text_gives_a_smaller_vocabulary(tmp_path: Path) -> None:
     assert 257 < BPE(5000).train(["aaaa bbbb"], tmp_path / "t.json").vocabulary < 300
 
 
@@ -61,11 +61,11 @@ def test_broken_utf8_from_a_model_is_readable(trained: BPE) -> None:
     assert trained.decode([0]) == ""
 
 
-def test_token_width() -> None:
+def test_tokens_are_stored_in_the_narrowest_width() -> None:
     assert [dtype_of(n).itemsize for n in (256, 257, 65_536, 65_537)] == [1, 2, 2, 4]
 
 
-def test_refuses_what_cannot_work(tmp_path: Path) -> None:
+def test_invalid_tokenizer_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="at least 257"):
         BPE(256)
     with pytest.raises(ConfigurationError, match="untrained"):

@@ -87,9 +87,7 @@ def alone(replicas: tuple[int, ...]) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for _, value in sorted(model.state_dict().items())])
 
 
-def test_the_mean_is_over_all_tokens_and_the_mean_of_means_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_the_mean_over_all_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     both, one = alone((0, 1)), alone((0,))
     parallel = ["--strategy", "data_parallel", "--replicas", "2"]
@@ -100,7 +98,7 @@ def test_the_mean_is_over_all_tokens_and_the_mean_of_means_is_not(
     assert (trained(MEAN, *single) - one).abs().max() > 0.1
 
 
-def test_a_number_of_tokens_that_is_none_is_blamed_on_the_job(
+def test_an_invalid_token_count_names_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

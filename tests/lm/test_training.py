@@ -163,7 +163,7 @@ def test_resume_is_exact_for_every_recipe(tmp_path: Path, text: str, strategy: s
 
 
 @pytest.mark.parametrize(("steps", "departs"), [(12, [6, 12]), (13, [6, 12, 13])])
-def test_the_last_round_is_left_out_where_nothing_was_trained(
+def test_no_last_round_follows_a_scheduled_one_without_steps(
     tmp_path: Path, text: str, steps: int, departs: list[int]
 ) -> None:
     """Bytes foreseen by the simulator are those that were counted, and the last evaluation is of the model that is left."""
@@ -195,7 +195,9 @@ def test_an_entropy_stage_changes_bytes_only(tmp_path: Path, text: str) -> None:
     assert "the codec's sizes depend on the values, and the most they can be was foreseen" in page
 
 
-def test_files_that_run_out_are_told_before_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_scarce_open_files_are_reported_before_they_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     limits = [(4, 5)]
     monkeypatch.setattr(watch.resource, "getrlimit", lambda which: limits[-1])
     monkeypatch.setattr(watch.resource, "setrlimit", lambda which, both: limits.append(both))
@@ -205,7 +207,7 @@ def test_files_that_run_out_are_told_before_they_do(tmp_path: Path, monkeypatch:
     assert "of at most 5 files" in told["message"] and "thinwire doctor --firewall" in told["message"]
 
 
-def test_a_link_changes_time_only(whole: Path, tmp_path: Path, text: str) -> None:
+def test_an_emulated_link_changes_no_weight(whole: Path, tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "linked", small_run(text, link="20mbit,5ms"))
     assert model_of(tmp_path / "linked") == model_of(whole)
     summary = events_of(tmp_path / "linked", "end")[0]["summary"]
@@ -214,7 +216,7 @@ def test_a_link_changes_time_only(whole: Path, tmp_path: Path, text: str) -> Non
     assert packets["transfer_seconds"] == pytest.approx(8 * packets["nbytes"] / 20e6 + 5e-3 * packets["messages"])
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_by_name(whole: Path, tmp_path: Path, text: str) -> None:
     folder = cut_back(whole, tmp_path / "damaged", 15)
     file = folder / "checkpoints/replica-1/step-00000015/outer.safetensors"
     content = bytearray(file.read_bytes())
@@ -228,7 +230,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["empty manifest", "missing file", "truncated file", "no manifest"])
-def test_damage_of_any_kind_is_found(whole: Path, damage: str) -> None:
+def test_every_kind_of_checkpoint_damage_is_found(whole: Path, damage: str) -> None:
     path = whole / "checkpoints/replica-0/step-00000005"
     file = path / "inner.safetensors"
     match damage:
@@ -244,7 +246,7 @@ def test_damage_of_any_kind_is_found(whole: Path, damage: str) -> None:
         read(path)
 
 
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
+def test_a_full_disk_loses_a_checkpoint_only(
     whole: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
@@ -267,7 +269,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
         (OSError(errno.EROFS, "Read-only file system"), "not for want of space: see that the folder"),
     ],
 )
-def test_a_refused_checkpoint_is_no_full_disk_and_a_stop_that_saved_nothing_is_no_success(
+def test_a_failed_save_is_reported_by_cause_and_fails_a_stop(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception, says: str
 ) -> None:
     def refused(*arguments: object) -> None:
@@ -310,7 +312,7 @@ def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("change", [{"replicas": 3}, {"seed": 1}, {"model": "nano"}, {"tokenizer": "bpe:300"}])
-def test_resuming_what_no_checkpoint_fits_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
+def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
         launch.new_folder(small_run(text, **change), whole, resume=True)
     launch.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
@@ -333,7 +335,7 @@ def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
         ({"sequence": 9_000}, DataError, "held-out tokens"),
     ],
 )
-def test_mistakes_are_found_before_a_replica_starts(
+def test_invalid_settings_are_refused_before_a_replica_starts(
     text: str, change: dict[str, object], error: type[Exception], says: str
 ) -> None:
     job.check(small_run(text))
@@ -341,7 +343,9 @@ def test_mistakes_are_found_before_a_replica_starts(
         job.check(small_run(text, **change))
 
 
-def test_the_model_that_finds_no_room_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_final_model_that_cannot_be_saved_is_named(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise SafetensorError("No space left on device (os error 28)")
 
@@ -350,7 +354,7 @@ def test_the_model_that_finds_no_room_is_named(tmp_path: Path, text: str, monkey
         run_in(tmp_path / "full", small_run(text))
 
 
-def test_the_cause_of_a_failure_is_told_once_and_only_that(tmp_path: Path) -> None:
+def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for rank, said in enumerate(["old\n", "old\n", "old\nLinkError: replica 0 is gone\n", "old\nDataError: no text\n"]):
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
@@ -404,7 +408,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
-def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
+def test_a_replica_killed_with_sigkill_is_named_and_the_run_resumes_exactly(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "killed"
     run = small_run(text, carrier="processes", steps=150)
     run_in(tmp_path / "whole", small_run(text, steps=150))
@@ -428,7 +432,7 @@ def test_kill_9_is_named_and_resumed_exactly(tmp_path: Path, text: str) -> None:
     assert model_of(folder) == model_of(tmp_path / "whole")
 
 
-def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
+def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """The launcher's own kill must not pass for the cause."""
@@ -459,7 +463,7 @@ def test_a_replica_that_hangs_is_ended_and_the_one_that_noticed_is_heard(
     assert (asked["OMP_NUM_THREADS"], asked["OMP_WAIT_POLICY"]) == ("5", "ACTIVE")
 
 
-def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path, text: str) -> None:
+def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(whole: Path, tmp_path: Path, text: str) -> None:
     """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the model of threads that nobody stopped."""
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder), "--json"]
@@ -481,7 +485,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_goes_on_exactly(whole: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_threads_stop_cleanly_however_often_ctrl_c_is_pressed(tmp_path: Path, text: str) -> None:
+def test_repeated_ctrl_c_stops_thread_replicas_cleanly(tmp_path: Path, text: str) -> None:
     """Replicas that are threads cannot be ended; leaving them behind would end in an abort."""
     folder = tmp_path / "stopped"
     small_run(text, steps=3000).save(tmp_path / "run.toml")

@@ -11,7 +11,7 @@ from thinwire.lm import watch
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list the open files of a process")
-def test_many_open_files_are_warned_of_once_and_the_limit_is_raised(monkeypatch, tmp_path):
+def test_many_open_files_warn_once_and_raise_the_limit(monkeypatch, tmp_path):
     """gloo keeps each connection of a stranger, and ends the process at the limit."""
     limits, said = [(64, 100)], []
     monkeypatch.setattr(watch.resource, "getrlimit", lambda _: limits[-1])

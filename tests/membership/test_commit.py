@@ -65,7 +65,7 @@ def answers(protocol, votes, members):
 
 
 @pytest.mark.parametrize("votes", [v for size in (2, 3) for v in product((True, False), repeat=size)])
-def test_there_is_one_outcome_and_yes_needs_all(votes):
+def test_every_execution_has_one_outcome_and_commit_needs_all_votes(votes):
     outcome, _ = keys_of("q", len(votes))
     said = set()
     for vote_store, members in explore(ballot, votes):
@@ -76,7 +76,7 @@ def test_there_is_one_outcome_and_yes_needs_all(votes):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_deaths_and_timeouts_all_yes_is_yes(size):
+def test_all_yes_votes_commit_without_deaths_and_timeouts(size):
     votes = (True,) * size
     ends = [m for _, m in explore(ballot, votes, faults=False) if len(answers(ballot, votes, m)) and all(m)]
     assert ends and all(answers(ballot, votes, members) == {True} for members in ends)
@@ -91,7 +91,7 @@ def forgetful(question, rank, size, yes):
     return bool((yield Settle(outcome, YES)) == YES)
 
 
-def test_the_search_finds_a_protocol_that_forks():
+def test_the_search_finds_a_protocol_with_two_outcomes():
     states = explore(forgetful, (True, True))
     assert any(len(answers(forgetful, (True, True), members)) > 1 for _, members in states)
 
@@ -124,7 +124,7 @@ class Dict:
         return self.written.get(key)
 
 
-def test_the_steps_are_carried_out():
+def test_the_protocol_steps_are_carried_out_on_a_store():
     vote_store = Dict()
     assert carry_out(ballot("q", 0, 2, True), vote_store, 7.0) is False  # nobody else came
     assert vote_store.done == ["put", "all", ("wait", 7.0), "all", "settle"]

@@ -61,7 +61,7 @@ def together(names: list[str], body: Callable[[str], Any]) -> dict[str, Any]:
     return results
 
 
-def test_views_votes_and_a_member_that_goes(hub: Hub, tmp_path: Path) -> None:
+def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub, tmp_path: Path) -> None:
     """Ranks are the view's own, though a hub has names in the order of numbers; who closes in an exchange fails it by name."""
     names = ["replica-10", "replica-2", "replica-3"]
 
@@ -89,7 +89,7 @@ def test_views_votes_and_a_member_that_goes(hub: Hub, tmp_path: Path) -> None:
     )
 
 
-def test_one_that_is_revoked_is_out_and_says_why(hub: Hub, tmp_path: Path) -> None:
+def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, tmp_path: Path) -> None:
     """The others go on without it."""
     there = threading.Event()
 
@@ -115,7 +115,7 @@ def test_one_that_is_revoked_is_out_and_says_why(hub: Hub, tmp_path: Path) -> No
     assert isinstance(results["oslo"], DisagreementError) and "oslo is revoked" in str(results["oslo"])
 
 
-def test_runs_at_one_hub_do_not_touch_each_other(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_at_one_hub_are_separate(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their members, settings, votes and ends are their own, also of one that is in both; a member begins so many at most."""
     runs = {"red": ["bergen", "oslo"], "blue": ["lima", "oslo"]}
     tokens, listed = {name: hub.invite() for name in ("bergen", "lima", "oslo")}, list[list[Any]]()
@@ -160,7 +160,7 @@ def test_runs_at_one_hub_do_not_touch_each_other(hub: Hub, tmp_path: Path, capsy
     state.close()
 
 
-def test_a_hub_of_fixed_groups_says_how_to_start_another(tmp_path: Path) -> None:
+def test_a_hub_of_fixed_groups_refuses_elastic_members_with_advice(tmp_path: Path) -> None:
     with (
         Hub(tmp_path / "hub") as hub,
         closing(member(hub, "oslo", tmp_path)) as membership,
@@ -194,7 +194,7 @@ class KilledHub:
         self.begin()
 
 
-def test_a_hub_that_is_killed_knows_who_is_in_the_run_and_that_it_ended(tmp_path: Path) -> None:
+def test_a_killed_hub_keeps_the_members_and_the_end_of_a_run(tmp_path: Path) -> None:
     """Who is back first waits for those who are not yet, and is not the whole run; who comes after the end hears of it."""
     names, hub = ["bergen", "lima", "oslo"], KilledHub(tmp_path / "hub")
     all_there, begun_again = threading.Barrier(3), threading.Event()
@@ -239,7 +239,7 @@ def test_a_hub_that_is_killed_knows_who_is_in_the_run_and_that_it_ended(tmp_path
         hub.end()
 
 
-def test_who_began_anew_while_the_hub_was_away_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_member_restarted_during_a_hub_outage_is_not_waited_for_as_before(tmp_path: Path) -> None:
     """Its life of before does not count any more; those of the others do."""
 
     def here(incarnation: str) -> bool:

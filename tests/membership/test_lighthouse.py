@@ -105,7 +105,7 @@ def stage(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_back_and_a_third(stage):
+def test_a_killed_replica_returns_and_a_third_joins(stage):
     """kill -9 costs the others a group; a replica that comes back, and one that never was there, are members soon."""
     stage.start("a", "b")
     stage.until_members("ab", of="a")
@@ -123,7 +123,7 @@ def test_killed_and_back_and_a_third(stage):
 
 
 @pytest.mark.slow
-def test_frozen_and_thawed(stage):
+def test_a_frozen_replica_rejoins_after_it_thaws(stage):
     stage.start("a", "b", "c")
     stage.until_members("abc", of="a")
     stage.signal("b", signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_frozen_and_thawed(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 4.0])
-def test_the_lighthouse_is_killed_and_comes_back(stage, seconds):
+def test_replicas_keep_their_group_over_a_lighthouse_restart(stage, seconds):
     """Replicas keep their group, come back by themselves, and nobody is left out."""
     stage.start("a", "b", "c")
     stage.until_members("abc", of="c")
@@ -154,7 +154,7 @@ def test_the_lighthouse_is_killed_and_comes_back(stage, seconds):
 
 
 @pytest.mark.slow
-def test_a_frozen_lighthouse_hangs_nobody(stage):
+def test_a_frozen_lighthouse_blocks_no_replica(stage):
     stage.start("a", "b")
     stage.until_members("ab", of="a")
     stage.lighthouse.send_signal(signal.SIGSTOP)
@@ -196,14 +196,14 @@ def meet(address, *replicas, seconds=600.0):
     return results
 
 
-def test_another_run_is_refused(lighthouse):
+def test_a_replica_of_another_run_is_refused(lighthouse):
     same = {"facts": {"run": "this"}}
     results = meet(lighthouse.address, ("a", same), ("b", {"facts": {"run": "that"}}), ("c", same))
     assert isinstance(results[1], DisagreementError) and "run: that there, this at 'a'" in str(results[1])
     assert results[0] == results[2] == ["a", "c"]
 
 
-def test_two_with_one_name(lighthouse):
+def test_two_replicas_with_one_name_are_refused(lighthouse):
     results = meet(lighthouse.address, ("a", {}), ("b", {}), ("b", {}), ("c", {}))
     refused = [result for result in results if isinstance(result, DisagreementError)]
     assert len(refused) == 1 and "has the name 'b'" in str(refused[0])
@@ -244,7 +244,7 @@ def rebuild(address, times):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists what a process has open")
-def test_rebuilt_groups_leave_nothing_open(lighthouse, no_collector):
+def test_rebuilt_groups_close_their_files_and_threads(lighthouse, no_collector):
     """No file and no thread, at once: not when Python's collector comes by."""
     rebuild(lighthouse.address, 1)
     before, end = opened(), time.monotonic() + LIMIT
@@ -256,12 +256,12 @@ def test_rebuilt_groups_leave_nothing_open(lighthouse, no_collector):
         time.sleep(0.05)
 
 
-def test_too_few(lighthouse):
+def test_too_few_replicas_are_an_error(lighthouse):
     (told,) = meet(lighthouse.address, ("a", {}), seconds=3.0)
     assert isinstance(told, LinkError) and "1 of at least 2 members came (a)" in str(told)
 
 
-def test_no_lighthouse_is_said_with_what_to_do():
+def test_an_absent_lighthouse_is_reported_with_advice():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -275,13 +275,13 @@ def test_no_lighthouse_is_said_with_what_to_do():
     assert pauses and set(pauses) == {DEADLINES.heartbeat_interval}  # never longer: all are back at about the same time
 
 
-def test_something_else_at_the_port():
+def test_another_server_at_the_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         (told,) = meet(f"127.0.0.1:{listener.getsockname()[1]}", ("a", {}), seconds=2.0)
     assert isinstance(told, LinkError) and "does not answer as a lighthouse" in str(told)
 
 
-def test_a_lighthouse_for_another_run_is_told(lighthouse):
+def test_a_lighthouse_with_another_heartbeat_timeout_is_reported(lighthouse):
     said = []
     timeouts = Timeouts(heartbeat_timeout=10.0)
     observe = lambda kind, fields: said.append(fields.get("reason", ""))  # noqa: E731
@@ -289,7 +289,7 @@ def test_a_lighthouse_for_another_run_is_told(lighthouse):
     assert sum("--heartbeat-timeout 10" in text for text in said) == 1
 
 
-def test_a_port_that_is_taken(lighthouse):
+def test_a_port_in_use_is_reported(lighthouse):
     with pytest.raises(LinkError, match="and a free port"):
         Lighthouse("127.0.0.1", lighthouse.port)
     with pytest.raises(LinkError, match="an address of this machine"):
@@ -299,12 +299,12 @@ def test_a_port_that_is_taken(lighthouse):
 @pytest.mark.parametrize(
     "address", ["", ":", "host:", "host:x", "host:0", "host:65536", "host:029510", "host:99999999999"]
 )
-def test_addresses_that_cannot_be(address):
+def test_invalid_addresses_are_refused(address):
     with pytest.raises(ConfigurationError, match="HOST:PORT is needed"):
         LighthouseRendezvous(address)
 
 
-def test_the_verb_says_where_it_is_who_comes_and_ends_when_asked(tmp_path):
+def test_the_lighthouse_command_prints_its_address_and_members_and_stops_on_request(tmp_path):
     """It makes the run secret, needs no torch, and tells who joins, who leaves and who is refused."""
     command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0", "--secret", str(tmp_path / "secret")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -330,6 +330,6 @@ def test_the_verb_says_where_it_is_who_comes_and_ends_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--port", "65536"], ["--port", "-1"], ["--heartbeat-timeout", "0"]])
-def test_the_verb_refuses(arguments):
+def test_the_lighthouse_command_refuses_invalid_options(arguments):
     with pytest.raises(ConfigurationError):
         verb.main(arguments)

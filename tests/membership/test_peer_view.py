@@ -22,7 +22,7 @@ def drawn_view(dice):
     )
 
 
-def test_views_merge_in_any_order_and_any_number_of_times():
+def test_peer_views_merge_in_any_order_and_any_number_of_times():
     dice = random.Random(1)
     for _ in range(300):
         a, b, c = (drawn_view(dice) for _ in range(3))
@@ -36,19 +36,19 @@ def test_views_merge_in_any_order_and_any_number_of_times():
             assert entry.counter == max(one.counter for one in known)
 
 
-def test_who_joins_again_is_there_even_if_its_old_leave_comes_later():
+def test_a_rejoined_peer_stays_when_its_old_leave_arrives_late():
     view = PeerView.of(range(3)).with_entry(1, PeerEntry(4, 3, joined=True))
     assert view.with_entry(1, PeerEntry(9, 2, joined=False)).entries[1] == PeerEntry(9, 3, joined=True)
     assert 1 not in view.with_entry(1, PeerEntry(4, 4, joined=False)).order(5, 50)
 
 
-def test_silent_peers_are_no_candidates_but_oneself_is():
+def test_silent_peers_are_no_candidates_but_the_peer_itself_is():
     view = PeerView.of(range(4), active=10).with_entry(2, PeerEntry(60, 1, joined=True))
     assert set(view.order(60, 50)) == {0, 1, 2, 3}
     assert set(view.order(61, 50)) == {2} and set(view.order(61, 50, own=3)) == {2, 3}
 
 
-def test_every_peer_is_sampled_alike_and_a_few_unknown_peers_move_the_sample_little():
+def test_peers_are_sampled_uniformly_and_few_unknown_peers_change_a_sample_little():
     """100 peers, samples of 10, 2000 rounds: 200 each, with the spread of a binomial (13.4), and shares of the specification."""
     view = PeerView.of(range(100))
     samples = [view.order(k, 5000)[:10] for k in range(2000)]
@@ -86,7 +86,7 @@ def test_another_process_draws_the_same_sample():
         lambda b: b"",
     ],
 )
-def test_a_view_that_is_no_view_is_refused(damage):
+def test_a_malformed_peer_view_is_refused(damage):
     written = PeerView.of(range(4)).write()
     assert PeerView.read(written, 4) == PeerView.of(range(4))
     with pytest.raises(PacketError):

@@ -36,7 +36,7 @@ def ask(registry: MemberRegistry, requester: Requester, do: str, **fields: Any) 
     return asyncio.run(registry.answer(requester, {"do": do, "members": [], **fields}))
 
 
-def test_who_is_called_together():
+def test_a_quorum_is_a_majority_that_waits_for_live_members():
     calling = {"a": 0.0, "b": 9.0, "c": 9.5}
     assert quorum(calling, "abc", set(), 9.5, 10.0) == {"a", "b", "c"}
     assert quorum(calling, "abcd", set(), 9.9, 10.0) == set()  # d is heard and does not call: the first waits for it
@@ -46,7 +46,7 @@ def test_who_is_called_together():
     assert quorum(calling, "ab", {"c"}, 9.5, 10.0) == {"a", "b"}
 
 
-def test_what_is_written_is_looked_up_and_forgotten(monkeypatch):
+def test_keys_are_put_looked_up_and_forgotten(monkeypatch):
     registry, a = MemberRegistry(), Requester("a", patient=False)
     assert ask(registry, a, "put", key="group/k", value="1") == {}
     assert ask(registry, a, "look", keys=["group/k"], seconds=0.0) == {"values": ["1"]}
@@ -58,7 +58,7 @@ def test_what_is_written_is_looked_up_and_forgotten(monkeypatch):
     assert "too large" in ask(registry, a, "put", key="group/k", value="123")["error"]
 
 
-def test_a_look_ends_when_all_is_written():
+def test_a_look_returns_once_all_its_keys_are_written():
     async def play() -> list[dict[str, Any]]:
         registry = MemberRegistry()
         looks = [
@@ -77,7 +77,7 @@ def test_a_look_ends_when_all_is_written():
     assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]
 
 
-def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
+def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
     lines, lost, now = list[str](), list[tuple[str, str]](), [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module, "MOST_MEMBERS", 3)
@@ -121,7 +121,7 @@ def test_who_is_there_is_said_once_and_who_calls_is_answered(monkeypatch):
         registry.hear(Requester("b", "a-2"))
 
 
-def test_a_caller_that_is_frozen_is_out_once_and_is_called_when_it_is_back(monkeypatch):
+def test_a_frozen_caller_leaves_once_and_is_in_a_view_after_its_return(monkeypatch):
     lines, now = list[str](), [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     registry, a, b = MemberRegistry(5.0, lines.append), Requester("a"), Requester("b")
@@ -163,7 +163,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("back", ["late", "anew", "never"])
-def test_after_a_restart_no_view_is_without_one_that_may_be_on_its_way_back(monkeypatch, back):
+def test_after_a_restart_a_view_waits_for_members_that_may_return(monkeypatch, back):
     """Two of three are more than half, and wait for the third as long as it counts as alive; also when it began anew."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
@@ -198,7 +198,7 @@ def test_after_a_restart_no_view_is_without_one_that_may_be_on_its_way_back(monk
     asyncio.run(play())
 
 
-def test_what_is_kept_is_known_again(monkeypatch):
+def test_a_restarted_registry_reads_what_it_kept(monkeypatch):
     now, disk, lines, a, b = [100.0], Disk(), list[str](), Requester("a"), Requester("b")
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     registry, note = MemberRegistry(5.0), f"end/{'0' * 32}"

@@ -90,7 +90,7 @@ class Ticks(threading.Event):
         return len(self.waits) > self.count
 
 
-def test_heartbeats_go_on_over_another_connection_and_three_that_fail_are_told() -> None:
+def test_heartbeats_reconnect_and_three_failures_are_reported() -> None:
     """After the first failure the next is tried at once; keys that are not used are deleted at most 256 at a time."""
     gone, beat, forget = LinkError("gone"), ("beat", {}), "forget"
     lines = [
@@ -112,14 +112,14 @@ def test_heartbeats_go_on_over_another_connection_and_three_that_fail_are_told()
     assert [line.closed for line in lines] == [0, 0, 0, 0, 0, 1]
 
 
-def test_no_heartbeat_before_the_server_was_found() -> None:
+def test_no_heartbeat_is_sent_before_the_server_is_found() -> None:
     replica = Linked()
     replica._left = Ticks(3)
     replica._beat()
     assert not replica.looked
 
 
-def test_a_call_hears_those_of_this_version_and_goes_on_at_a_server_that_is_back() -> None:
+def test_a_call_keeps_members_of_its_version_and_continues_at_a_restarted_server() -> None:
     own, other = Presence("oslo", "oslo-1", 1), Presence("lima", "lima-1", 1)
     odd = [["lima", "lima-2", other.to_json()], ["rome", "rome-1", "{}"]]
     present = [["oslo", "oslo-1", own.to_json()], ["lima", "lima-1", other.to_json()], *odd]
@@ -152,7 +152,7 @@ def test_a_call_hears_those_of_this_version_and_goes_on_at_a_server_that_is_back
     assert all(told.startswith(reason) for (told, _), reason in zip(replica.told, reasons, strict=True))
 
 
-def test_a_call_ends_when_its_time_is_over_or_its_replica_has_left() -> None:
+def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:
     own, line = Presence("oslo", "oslo-1", 1), Line({"present": []})
     replica = Linked(line)
     with pytest.raises(LinkError, match="no other replica called"):
@@ -170,7 +170,7 @@ def test_a_call_ends_when_its_time_is_over_or_its_replica_has_left() -> None:
 
 
 @pytest.mark.parametrize(("there", "told"), [(2.5, False), (10.0, False), (2.4, True), (10.1, True)])
-def test_a_server_with_another_timeout_is_told(there: float, told: bool) -> None:
+def test_a_server_with_another_heartbeat_timeout_is_reported(there: float, told: bool) -> None:
     replica = Linked()
     replica._compare(there)
     reason = (
@@ -179,7 +179,7 @@ def test_a_server_with_another_timeout_is_told(there: float, told: bool) -> None
     assert replica.told == ([(reason, 0.0)] if told else [])
 
 
-def test_a_server_that_is_back_is_found_within_a_heartbeat_interval() -> None:
+def test_a_returned_server_is_found_within_a_heartbeat_interval() -> None:
     """However long it was away: one that came back much later than the others would count as dead, and lose what it trained."""
     replica = Lost()
     with pytest.raises(LinkError, match=r"the hub does not answer\..*Look for it"):

@@ -57,7 +57,7 @@ def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_at_any_phase(phase, nth):
+def test_others_go_on_when_a_replica_is_killed_at_any_phase(phase, nth):
     """The others go on; nobody who was there learns two answers."""
     cluster = SimulatedCluster()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
@@ -71,7 +71,7 @@ def test_killed_at_any_phase(phase, nth):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_frozen_at_any_phase_and_thawed(phase):
+def test_a_replica_frozen_at_any_phase_learns_the_outcome_when_it_thaws(phase):
     """As killed for the others; and when it wakes it hears what was decided, and is a member again."""
     cluster = SimulatedCluster()
 
@@ -103,7 +103,7 @@ def test_frozen_at_any_phase_and_thawed(phase):
 
 
 @pytest.mark.parametrize("all_ballots", [True, False])
-def test_a_member_that_dies_after_its_ballot(all_ballots):
+def test_the_ballot_of_a_member_that_dies_counts(all_ballots):
     """Its ballot counts: with all ballots there, the others find yes at the deadline, though nobody proposed it."""
     cluster = SimulatedCluster()
     cluster.at("b", "all", lambda: cluster.kill("b"))  # it has put its ballot, and looks at the others'
@@ -118,7 +118,7 @@ def test_a_member_that_dies_after_its_ballot(all_ballots):
     assert isinstance(results["b"], Killed) and results["a"] is results["c"] is all_ballots
 
 
-def test_a_ballot_that_comes_too_late_changes_nothing():
+def test_a_late_ballot_changes_no_outcome():
     cluster = SimulatedCluster()
 
     def run(name):
@@ -132,7 +132,7 @@ def test_a_ballot_that_comes_too_late_changes_nothing():
     assert results == {"a": (False, False, 20.0), "c": (False, False, 20.0), "b": (False, False, 0.0)}
 
 
-def test_a_cut_link_costs_the_younger_of_the_two_until_it_heals():
+def test_a_cut_link_excludes_the_younger_member_until_it_heals():
     cluster = SimulatedCluster()
 
     def ready(number):
@@ -162,7 +162,7 @@ def test_a_cut_link_costs_the_younger_of_the_two_until_it_heals():
 
 
 @pytest.mark.parametrize("seconds", [2.0, 8.0])
-def test_a_slow_link_is_waited_for(seconds):
+def test_a_slow_link_excludes_nobody(seconds):
     cluster = SimulatedCluster()
     cluster.slow("a", "b", seconds)
     results, logs = play(cluster, "abc")
@@ -184,7 +184,7 @@ def test_a_damaged_message_fails_one_round_for_all(nth):
         assert list(logs["a"].decided.values()).count(False) == 1
 
 
-def test_one_that_comes_back_is_a_member_again():
+def test_a_restarted_replica_becomes_a_member_again():
     cluster = SimulatedCluster()
     cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
     logs = {name: Log() for name in ("a", "b", "c", "again")}
@@ -205,7 +205,7 @@ def test_one_that_comes_back_is_a_member_again():
     assert logs["again"].members[-1] == ("a", "b", "c") and logs["a"].rebuilt <= 4
 
 
-def test_no_time_passes_between_a_death_and_the_return():
+def test_a_killed_replica_returns_in_the_same_virtual_instant():
     """However late its thread comes to run again: else the others would be done before it is back."""
     cluster = SimulatedCluster()
     cluster.at("b", "put", lambda: cluster.kill("b"))
@@ -246,7 +246,7 @@ def test_a_third_joins_and_one_leaves():
     assert logs["a"].members[0] == ("a", "b") and logs["b"].members[-1] == ("b", "c")
 
 
-def test_the_lighthouse_restarts():
+def test_a_lighthouse_restart_keeps_the_group_and_its_rounds():
     """What is in the air is undecided or dropped; the group is kept, nobody is left out, and rounds go on."""
     cluster = SimulatedCluster()
 
@@ -270,7 +270,7 @@ class Later(ThreadRendezvous):
             self.sleep(4.0)
 
 
-def test_the_grace_begins_when_a_lighthouse_that_was_away_is_found():
+def test_the_grace_begins_when_a_returned_lighthouse_is_found():
     """It was away for longer than any grace, and no round is held without the one that finds it last."""
     cluster = SimulatedCluster()
 
@@ -289,7 +289,7 @@ def test_the_grace_begins_when_a_lighthouse_that_was_away_is_found():
     assert cluster.time.now > 60.0 and all(set(log.members) == {("a", "b", "c")} for log in logs.values())
 
 
-def test_who_alone_was_told_a_view_waits_no_longer_than_the_others_are_away():
+def test_a_replica_told_a_view_alone_waits_only_while_the_others_are_away():
     """The lighthouse tells b the third view, and is gone for a second before it tells a and c. They part from the group in which b waits for
     their packets, so that it comes within a grace that is far shorter than the wait for a packet."""
     cluster, told = SimulatedCluster(), []
@@ -321,7 +321,7 @@ def test_who_alone_was_told_a_view_waits_no_longer_than_the_others_are_away():
     assert cluster.time.now < Timeouts().transfer
 
 
-def test_a_lighthouse_that_stays_away_is_said_and_not_waited_for():
+def test_a_lighthouse_that_stays_away_is_an_error_within_its_timeout():
     cluster = SimulatedCluster()
     cluster.lighthouse.stop()
     told = []
@@ -334,7 +334,7 @@ def test_a_lighthouse_that_stays_away_is_said_and_not_waited_for():
 
 @pytest.mark.parametrize(("late", "members"), [(9.0, "abc"), (12.0, "ab")])
 @pytest.mark.parametrize("newcomer", [False, True])
-def test_a_late_one_is_waited_for_within_the_grace_and_not_beyond(late, members, newcomer):
+def test_a_late_member_is_waited_for_within_the_grace_only(late, members, newcomer):
     """Also where a newcomer has called for long: it takes nobody's grace."""
     cluster = SimulatedCluster()
     timeouts = Timeouts(grace=10.0)
@@ -354,7 +354,7 @@ def test_a_late_one_is_waited_for_within_the_grace_and_not_beyond(late, members,
     assert results["a"] == results["b"] == members + "d" * newcomer
 
 
-def test_a_dead_one_is_not_waited_for():
+def test_a_dead_member_is_not_waited_for():
     """It accepts no connections, although the lighthouse still lists it."""
     cluster = SimulatedCluster()
 
@@ -370,7 +370,7 @@ def test_a_dead_one_is_not_waited_for():
     assert results["a"] == pytest.approx(2.0 + JOIN + 0.1)
 
 
-def test_fewer_than_the_minimum_are_no_view():
+def test_fewer_members_than_the_minimum_form_no_view():
     cluster = SimulatedCluster()
 
     def run(name):
@@ -381,7 +381,7 @@ def test_fewer_than_the_minimum_are_no_view():
     assert cluster.play({name: run for name in "ab"}) == {"a": "told", "b": "told"}
 
 
-def test_alone_only_if_asked():
+def test_a_replica_is_alone_in_a_view_only_where_allowed():
     cluster = SimulatedCluster()
 
     def run(name):
@@ -402,7 +402,7 @@ def two_names(cluster):
     return cluster.play({name: run for name in ("a", "b", "b2", "c")})
 
 
-def test_two_replicas_with_one_name_are_told():
+def test_two_replicas_with_one_name_are_refused():
     results = two_names(SimulatedCluster())
     refused = [error for error in results.values() if isinstance(error, DisagreementError)]
     assert len(refused) == 1 and "has the name 'b'" in str(refused[0]) and "its own name" in str(refused[0])
@@ -423,7 +423,7 @@ def test_another_run_or_version_is_refused_by_name(what):
     assert isinstance(results["b"], DisagreementError) and f"{what}: that there" in str(results["b"])
 
 
-def test_two_newcomers_that_differ_both_say_so_at_once_and_neither_is_ended():
+def test_two_unlike_newcomers_warn_at_once_and_neither_is_refused():
     """Nobody else is there, so nobody can tell which of them is wrong: the next that comes decides."""
     cluster, told, ended = SimulatedCluster(), {}, {}
 
@@ -449,7 +449,7 @@ def test_two_newcomers_that_differ_both_say_so_at_once_and_neither_is_ended():
     assert finished(results["b"]) and finished(results["c"])
 
 
-def test_a_newcomer_that_differs_from_more_is_ended_before_there_is_a_group():
+def test_a_newcomer_that_differs_from_a_majority_is_refused_before_a_group_exists():
     """Two that are alike are more than one, and no more than two."""
     runs = {"a": "that", "b": "this", "c": "this", "d": "that"}
 
@@ -466,7 +466,7 @@ def test_a_newcomer_that_differs_from_more_is_ended_before_there_is_a_group():
 
 
 @pytest.mark.parametrize("secret", [b"", bytes(32)], ids=["open", "secret"])
-def test_one_that_holds_a_group_ends_a_newcomer_only_where_all_hold_a_secret(secret):
+def test_a_group_refuses_an_unlike_newcomer_only_where_all_hold_the_secret(secret):
     cluster = SimulatedCluster()
 
     def run(name):
@@ -487,7 +487,7 @@ def test_one_that_holds_a_group_ends_a_newcomer_only_where_all_hold_a_secret(sec
     }
 
 
-def test_one_whose_status_is_refused_is_left_out_and_named_once():
+def test_a_member_with_a_refused_status_is_excluded_and_named_once():
     cluster, told = SimulatedCluster(), []
     facts = {"protocols": str(PROTOCOLS)}
 
@@ -520,7 +520,7 @@ def test_one_whose_status_is_refused_is_left_out_and_named_once():
     assert sorted(one for one in told if one[1] == said) == [("a", said, 0.0), ("c", said, 0.0)]
 
 
-def test_statuses_are_told_to_all_in_rank_order():
+def test_all_members_get_the_statuses_in_rank_order():
     cluster = SimulatedCluster()
 
     def run(name):
@@ -532,7 +532,7 @@ def test_statuses_are_told_to_all_in_rank_order():
     assert results == {name: (rank, told) for rank, name in enumerate("abc")}
 
 
-def test_bytes_go_into_the_ledger_through_a_kept_group():
+def test_a_kept_group_counts_bytes_in_the_ledger():
     ledgers = {name: Ledger() for name in "ab"}
     cluster = SimulatedCluster()
 
@@ -553,7 +553,7 @@ def test_bytes_go_into_the_ledger_through_a_kept_group():
         assert ledger.sent("view") == 8 + 16  # the hello of a new group, once
 
 
-def test_undecided_is_a_link_error_and_a_no_is_always_known():
+def test_an_undecided_vote_is_a_link_error_and_a_no_is_known():
     cluster = SimulatedCluster()
 
     def run(name):
@@ -572,12 +572,12 @@ def test_undecided_is_a_link_error_and_a_no_is_always_known():
 
 
 @pytest.mark.parametrize("settings", [{"least": 0}, {"least": True}, {"least": 2.5}, {"facts": {"run": object()}}])
-def test_memberships_that_cannot_be(settings):
+def test_invalid_memberships_are_refused(settings):
     with pytest.raises(ConfigurationError):
         SimulatedCluster().membership("a", **settings)
 
 
-def test_the_same_faults_give_the_same_end():
+def test_the_same_faults_give_the_same_result():
     def once():
         cluster = SimulatedCluster()
         cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
@@ -589,7 +589,7 @@ def test_the_same_faults_give_the_same_end():
     assert once() == once()
 
 
-def test_all_wait_for_ever_is_an_error_not_a_hang():
+def test_a_deadlock_of_all_replicas_is_an_error():
     cluster = SimulatedCluster()
 
     def run(name):
@@ -599,7 +599,7 @@ def test_all_wait_for_ever_is_an_error_not_a_hang():
     assert isinstance(cluster.play({"a": run})["a"], RuntimeError)
 
 
-def test_wrong_sizes_are_refused_as_on_other_carriers():
+def test_wrong_message_sizes_are_refused():
     cluster = SimulatedCluster()
 
     def run(name):

@@ -46,7 +46,7 @@ def test_a_member_votes_for_itself_alone():
     assert keys.read([OUTCOME]) is None and keys.read(BALLOTS) is None
 
 
-def test_yes_needs_all_ballots_and_stands_until_nobody_can_ask():
+def test_a_commit_needs_all_ballots_and_is_kept_while_members_may_ask():
     keys = SharedKeys()
     keys.put(A, BALLOTS[0], "1", VIEW)
     keys.put(B, BALLOTS[1], "1", VIEW)
@@ -63,7 +63,7 @@ def test_yes_needs_all_ballots_and_stands_until_nobody_can_ask():
     assert keys.settle(B, OUTCOME, "yes", VIEW) == "no"
 
 
-def test_one_writes_so_much_and_never_over_another(monkeypatch):
+def test_a_member_writes_within_its_limit_and_never_over_another(monkeypatch):
     keys = SharedKeys()
     monkeypatch.setattr(module, "_MOST_OF_ONE", 20)
     monkeypatch.setattr(module, "_MOST_WRITTEN", 30)
@@ -85,7 +85,7 @@ def test_one_writes_so_much_and_never_over_another(monkeypatch):
         keys.put(A, "group/2", "1234567", [])  # 7 bytes are written still
 
 
-def test_how_much_there_is_room_for():
+def test_keys_values_and_totals_have_limits():
     """A key of 256 bytes, a value of 64 KiB, half a MiB of one member, 64 MiB of all."""
     keys, most = SharedKeys(), 1 << 16
     longest = "group/" + "k" * 250

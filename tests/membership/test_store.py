@@ -28,7 +28,7 @@ class Answers:
         self.closed = True
 
 
-def test_a_vote_store_asks_for_what_it_says() -> None:
+def test_a_vote_store_sends_the_documented_requests() -> None:
     channel = Answers(
         {}, {"values": ["1", "1"]}, {"values": None}, {"value": "no"}, {"values": ["yes"]}, {"values": None}
     )
@@ -50,7 +50,7 @@ def test_a_vote_store_asks_for_what_it_says() -> None:
     ]
 
 
-def test_addresses_are_waited_for_until_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_addresses_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     found = {"values": ["YQ=="]}

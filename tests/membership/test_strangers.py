@@ -105,7 +105,7 @@ BOTH = {"b": (["b", "c"], True), "c": (["b", "c"], True)}
 
 
 @closed
-def test_who_does_not_hold_the_secret_is_not_heard(lit):
+def test_a_stranger_without_the_secret_is_refused_and_logged_once(lit):
     """However old it says it is; it is named once, and by what it did."""
     lighthouse, secret, told = lit
 
@@ -133,7 +133,7 @@ def test_who_does_not_hold_the_secret_is_not_heard(lit):
 
 @pytest.mark.leaves(files="socket:", why="torchft's runtime has a pair for signals, once in a process")
 @closed
-def test_a_grpc_call_of_a_stranger_as_of_torchft(lit):
+def test_a_strangers_grpc_call_is_refused(lit):
     coordination = pytest.importorskip("torchft.coordination", reason="torchft is not installed: thinwire[rivals]")
     lighthouse, secret, told = lit
 
@@ -146,7 +146,7 @@ def test_a_grpc_call_of_a_stranger_as_of_torchft(lit):
     assert sum("another protocol" in line for line in told) == 1
 
 
-def test_without_a_secret_one_stranger_ends_nobody(lit):
+def test_an_unlike_stranger_ends_no_member_without_a_secret(lit):
     """With one, neither does a member with other facts."""
     lighthouse, secret, _ = lit
     done = threading.Event()
@@ -170,7 +170,7 @@ def test_without_a_secret_one_stranger_ends_nobody(lit):
 
 
 @closed
-def test_what_a_member_said_is_no_use_to_another(lit):
+def test_replayed_messages_are_refused(lit):
     """An introduction is good for one connection, and a message for one place in it."""
     lighthouse, secret, told = lit
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -198,7 +198,7 @@ def introduce(port, secret):
         Channel("127.0.0.1", port, "b", LIFE, secret)
 
 
-def test_sizes_are_bounded(lit):
+def test_message_sizes_are_bounded(lit):
     lighthouse, secret, _ = lit
     line, _ = raw(lighthouse)
     line.sendall(FRAME.pack(3 << 20, bytes(32)))
@@ -219,7 +219,7 @@ def test_sizes_are_bounded(lit):
 
 
 @closed
-def test_a_replica_s_oldest_connection_makes_room_for_a_fifth(lit):
+def test_a_fifth_connection_closes_the_oldest_of_its_replica(lit):
     lighthouse, secret, told = lit
     lines = [channel(lighthouse, secret) for _ in range(5)]
     lines[4].ask("beat")  # answered after it was taken in
@@ -232,7 +232,7 @@ def test_a_replica_s_oldest_connection_makes_room_for_a_fifth(lit):
 
 
 @closed
-def test_many_silent_strangers_keep_nobody_out(lit):
+def test_silent_connections_keep_no_member_out(lit):
     lighthouse, secret, _ = lit
     with ExitStack() as lines:
         for _ in range(100):
@@ -244,7 +244,7 @@ def test_many_silent_strangers_keep_nobody_out(lit):
 
 
 @closed
-def test_a_lighthouse_without_the_secret_is_not_believed(lit):
+def test_a_lighthouse_without_the_secret_is_refused(lit):
     _, secret, _ = lit
     with socket.create_server(("127.0.0.1", 0)) as false:
 
@@ -264,7 +264,7 @@ def test_a_lighthouse_without_the_secret_is_not_believed(lit):
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("change", [{"facts": {"run": "mine"}}, {"name": "b"}])
-def test_declared_seniority_ends_nobody_who_was_a_member(early, change):
+def test_a_newcomer_that_claims_seniority_ends_no_member(early, change):
     """In a time of its own: other facts, or another's name, from the beginning or later."""
     cluster = SimulatedCluster()
     facts = {"protocols": str(Protocols(0, 10**9 - 1, "9.0"))}
@@ -294,7 +294,7 @@ def test_declared_seniority_ends_nobody_who_was_a_member(early, change):
     assert results == {"a": ["a", "b", "c"], "b": ["a", "b", "c"], "c": ["a", "b", "c"], "stranger": "over"}
 
 
-def test_a_newcomer_with_other_facts_is_told_by_those_who_hold_a_group(lit):
+def test_a_newcomer_with_other_facts_is_refused_by_the_group(lit):
     lighthouse, secret, _ = lit
     refused = []
 
@@ -309,7 +309,7 @@ def test_a_newcomer_with_other_facts_is_told_by_those_who_hold_a_group(lit):
     assert rounds(lighthouse, secret, attack) == BOTH and refused
 
 
-def test_a_secret_is_made_once_and_kept_from_others(tmp_path):
+def test_a_secret_is_made_once_and_readable_by_its_owner_only(tmp_path):
     path = tmp_path / "secret"
     with pytest.raises(ConfigurationError, match="thinwire lighthouse --secret FILE"):
         secret_in(path)

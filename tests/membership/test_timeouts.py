@@ -25,7 +25,7 @@ links = st.builds(Link, st.floats(1e3, 1e12), st.floats(0, 2))
 
 
 @given(plans, st.none() | links)
-def test_they_are_in_order(plan, link):
+def test_timeouts_are_in_ascending_order(plan, link):
     """A lost heartbeat kills nobody, a vote outlasts a transfer, a view outlasts all that happens within it."""
     d = Timeouts.of(**plan, link=link)
     assert 2 * d.heartbeat_interval < d.heartbeat_timeout and d.transfer < d.vote
@@ -54,7 +54,7 @@ def test_more_slack_is_more_grace(plan, link, more):
     assert Timeouts.of(**longer, link=link).grace >= Timeouts.of(**plan, link=link).grace
 
 
-def test_without_a_link_it_is_the_floor():
+def test_without_a_link_timeouts_are_the_floor():
     d = Timeouts.of(every=1, delay=0, step_seconds=1e-3, nbytes=0)
     assert (d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote) == (5.0, 2.0, 10.0, 10.0, 15.0)
 
@@ -64,7 +64,7 @@ def figures(*plan, grace=None):
     return d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote, d.view
 
 
-def test_figures_as_the_docstring_has_them():
+def test_timeouts_match_the_docstrings_figures():
     link = Link.parse("10mbit,100ms")  # 12.5 MB are 10 s in the air, and 0.1; rtt 0.2, queue 0.8388608
     assert Timeouts.of(1, 0, 1.0, 0).heartbeat_interval == 1.0
     due = (3 * 2.0388608, 20 - 10.1 - 2, 10.5165824, 4 * 10.3, 4 * 10.3 + 5)
@@ -79,7 +79,7 @@ def test_figures_as_the_docstring_has_them():
 @pytest.mark.parametrize(
     "change", [{"grace": 0}, {"view": float("inf")}, {"vote": 1.0}, {"heartbeat_timeout": 1.5}, {"connect": True}]
 )
-def test_one_place_to_override_and_it_refuses_nonsense(change):
+def test_overrides_apply_and_invalid_ones_are_refused(change):
     assert replace(Timeouts(), grace=3).grace == 3
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         replace(Timeouts(), **change)
@@ -88,12 +88,12 @@ def test_one_place_to_override_and_it_refuses_nonsense(change):
 @pytest.mark.parametrize(
     "change", [{"every": -1}, {"step_seconds": float("nan")}, {"nbytes": -1}, {"delay": float("inf")}]
 )
-def test_plans_that_cannot_be(change):
+def test_invalid_plans_are_refused(change):
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         Timeouts.of(**{"every": 1, "delay": 0, "step_seconds": 1.0, "nbytes": 1} | change)
 
 
-def test_a_grace_in_words():
+def test_a_grace_is_printed_in_words():
     said = [grace_seconds(text, 0.5) for text in ("5s", "1.5 s", "500ms", "20 steps", "1 step")]
     assert said == [5.0, 1.5, 0.5, 10.0, 0.5]
     for text in ("", "5", "0s", "-1s", "5 h", "s"):

@@ -28,19 +28,19 @@ def names(verdict):
     return [p.name for p in verdict.members]
 
 
-def test_members_are_in_the_order_of_their_names():
+def test_members_are_sorted_by_name():
     verdict = judge([present("c"), present("a"), present("b")])
     assert names(verdict) == ["a", "b", "c"] and not verdict.left_out
 
 
-def test_every_view_has_an_id_of_its_own():
+def test_every_view_has_a_unique_id():
     here = [present("a"), present("b")]
     assert judge(here).id == judge(here[::-1]).id
     again = [replace(p, calls=p.calls + 1) for p in here]
     assert len({judge(here).id, judge(again).id, judge([here[0], again[1]]).id, judge(here[:1]).id}) == 4
 
 
-def test_of_two_with_one_name_the_elder_stays():
+def test_of_two_presences_with_one_name_the_elder_stays():
     verdict = judge([present("a", "new"), present("a", "old", views=3), present("b")])
     assert [(p.name, p.incarnation) for p in verdict.members] == [("a", "old"), ("b", "incarnation-of-b")]
     assert verdict.left_out[0].reason == "another replica has the name 'a'" and not verdict.left_out[0].foreign
@@ -48,7 +48,7 @@ def test_of_two_with_one_name_the_elder_stays():
     assert verdict.left_out[0].reason == "the replica at oslo:29400 has the name 'a'"
 
 
-def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing():
+def test_differing_facts_are_named_with_both_values_and_exclude_by_majority():
     here = [
         present("a", facts={"run": "x"}),
         present("b", facts={"run": "y"}, views=10**9),
@@ -61,7 +61,7 @@ def test_other_facts_are_named_with_both_values_and_however_old_decide_nothing()
     assert judge(here, {}).left_out[0].reason == "run: y there, absent here"
 
 
-def test_the_members_speak_one_protocol_which_most_of_a_group_speak():
+def test_a_view_takes_the_protocol_of_the_groups_majority():
     """Also seen by one that speaks several; a number that one alone claims to speak decides nothing."""
 
     def of(name, oldest, newest, holds=""):
@@ -87,7 +87,7 @@ def test_the_members_speak_one_protocol_which_most_of_a_group_speak():
     ) == ["u"]
 
 
-def test_a_broken_link_costs_one_member():
+def test_a_broken_link_excludes_one_member():
     far = {"unreachable": ["incarnation-of-b"]}
     assert names(judge([present("a", **far), present("b"), present("c")])) == ["a", "c"]
     assert names(judge([present("a", **far), present("b", views=1), present("c")])) == ["b", "c"]
@@ -102,12 +102,12 @@ def test_a_broken_link_costs_one_member():
     assert names(judge([present("a", unreachable=["somebody who is not here"])])) == ["a"]
 
 
-def test_nobody_is_no_member():
+def test_a_replica_without_a_presence_is_no_member():
     assert judge([]).members == ()
 
 
 @given(st.integers(0, 10**9))
-def test_the_order_of_presences_changes_nothing(seed):
+def test_views_ignore_the_order_of_presences(seed):
     draw = random.Random(seed)
     incarnations = [f"incarnation-{i}" for i in range(5)]
     here = [
@@ -129,7 +129,7 @@ def test_the_order_of_presences_changes_nothing(seed):
     assert len(told) == 1
 
 
-def test_it_survives_the_wire():
+def test_presences_survive_serialisation():
     there = present(
         "a",
         facts={"run": "x"},
@@ -142,13 +142,13 @@ def test_it_survives_the_wire():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a/b", "a\n", None, 3])
-def test_names_that_cannot_be(name):
+def test_invalid_names_are_refused(name):
     with pytest.raises(ConfigurationError, match="was given to a replica"):
         present(name, "incarnation")
 
 
 @pytest.mark.parametrize("status", [{"x": float("nan")}, {"x": object()}, {"x": "y" * LIMIT}, {"x": b"bytes"}])
-def test_statuses_that_cannot_travel(status):
+def test_statuses_that_cannot_be_serialised_are_refused(status):
     with pytest.raises(ConfigurationError):
         present("a", status=status).to_json()
 
@@ -162,13 +162,13 @@ def test_statuses_that_cannot_travel(status):
         {"status": {"x": "y" * LIMIT}},
     ],
 )  # fmt: skip
-def test_what_no_replica_would_say(change):
+def test_malformed_presences_are_refused(change):
     said = json.loads(present("a").to_json()) | change
     with pytest.raises(PacketError, match="a presence cannot be read"):
         Presence.from_json(json.dumps(said))
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "[" * 100_000, '{"name": NaN}', "\0"])
-def test_what_is_no_json(text):
+def test_bytes_that_are_not_json_are_refused(text):
     with pytest.raises(PacketError):
         Presence.from_json(text)

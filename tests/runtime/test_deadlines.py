@@ -30,7 +30,7 @@ def played(trace: RateTrace, choose=None, steps: int = 400):
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.15])
-def test_a_rate_that_falls_and_comes_back(delay):
+def test_levels_follow_a_rate_that_falls_and_recovers(delay):
     """0.4 s for a round: all levels fit, then one of a ninth alone, then all again."""
     trace = RateTrace((0.0, 12.0, 26.0), (1e6, 40e3, 1e6), delay)
     ours, full, known = played(trace), played(trace, fixed(0)), played(trace, oracle(trace))
@@ -43,13 +43,13 @@ def test_a_rate_that_falls_and_comes_back(delay):
     assert levels[0] == 0 and 2 in levels and levels[-1] == 0, "it goes down, and up again"
 
 
-def test_where_all_arrive_in_time_nothing_is_coarser():
+def test_levels_stay_finest_while_rounds_arrive_in_time():
     for delay in (0.0, 0.3):
         assert set(played(RateTrace((0.0,), (2e6,), delay)).levels.values()) == {0}
     assert set(played(RateTrace((0.0,), (1.0,)), steps=60).levels.values()) == {0, 2}, "nothing arrives: the coarsest"
 
 
-def test_a_round_waits_for_those_before_it():
+def test_a_round_waits_for_the_rounds_before_it():
     known = Deadlines()
     known.landed(1000, 1.0)
     assert known.share(0.0, 1000, 1.0) == pytest.approx(0.9)
@@ -57,7 +57,7 @@ def test_a_round_waits_for_those_before_it():
     assert known.share(0.0, 1000, 1.0) == pytest.approx(0.4) and known.share(2.0, 1000, 3.0) == pytest.approx(0.9)
 
 
-def test_time_that_does_not_depend_on_bytes_is_told_apart():
+def test_the_estimate_separates_delay_from_rate():
     known = Deadlines()
     for nbytes, seconds in ((8000, 1.0), (1000, 0.3)):  # 0.2 s, and 1 s for 10,000 bytes
         known.landed(nbytes, seconds)
@@ -77,7 +77,7 @@ def test_time_that_does_not_depend_on_bytes_is_told_apart():
     assert known.share(0.0, 1000, 0.2 / 0.9) == pytest.approx(0.5), "all eight had 0.1 s"
 
 
-def test_what_takes_no_time_at_all():
+def test_a_round_that_takes_no_time_is_estimated():
     known = Deadlines()
     known.landed(1000, 0.0)
     assert known.share(1.0, 1000, 1.0) == 1.0 and known.share(1.0, 1000, 0.9) == 0.0
@@ -86,7 +86,7 @@ def test_what_takes_no_time_at_all():
 # ---- on the wire
 
 
-def test_what_no_level_makes_is_refused():
+def test_truncated_payloads_and_unknown_levels_are_refused():
     x = torch.linspace(-1, 1, 100)
     payload = torch.empty(LEVELS.nbytes(100), dtype=torch.uint8)
     for level, share in enumerate((1.0, 0.8, 0.0)):
@@ -106,12 +106,12 @@ def test_what_no_level_makes_is_refused():
 
 
 @pytest.mark.parametrize("codecs", [(), (E3M0(),), (E3M0(), Int(8)), (E3M0(), "Sign()"), (E3M0(), LEVELS)])
-def test_levels_that_are_none(codecs):
+def test_invalid_levels_are_refused(codecs):
     with pytest.raises(tw.ConfigurationError, match="Levelled"):
         Levelled(codecs)
 
 
-def test_what_levels_say_of_themselves():
+def test_levels_declare_the_properties_of_their_codecs():
     drawn = Levelled((Int(8, 8, "fp32", "stochastic"), Int(4, 8, "fp32", "stochastic")))
     assert LEVELS.claims == {"contractive", "refuses"} and drawn.claims == {"odd", "unbiased", "refuses"}
     assert LEVELS.grain == 512 and Levelled((Cast("bf16"), TopK(0.1))).grain is None
@@ -145,7 +145,7 @@ class Slow(WrappedGroup):
 @pytest.mark.parametrize(
     "exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(tw.pieces.feedback.Feedback())], ids=str
 )
-def test_who_is_late_sends_less_and_all_agree(exchange):
+def test_a_late_replica_sends_less_and_all_replicas_agree(exchange):
     """Replica 1 alone has a slow link, and a level of its own; its feedback keeps what that loses."""
     codec = Levelled((Int(8), E3M0(8), Sign(block=64)))
     strategy = tw.streaming_sign(every=4, delay=2, fragments=2, codec=codec, exchange=exchange)

@@ -19,7 +19,7 @@ from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd
 
 
 @pytest.mark.parametrize("recipe", [tw.streaming_diloco, tw.streaming_sign])
-def test_bits_on_disk_are_those_in_memory(recipe: Any) -> None:
+def test_state_on_disk_has_the_bits_of_state_in_memory(recipe: Any) -> None:
     """After every step, of all that is saved, also where a round is refused; and after a state was loaded."""
     strategy = recipe(every=4, delay=1, partition=BySize(3))
 
@@ -59,7 +59,7 @@ def resident_nbytes(tensor: Tensor) -> int:
     raise AssertionError("the tensor is in no mapping")
 
 
-def test_two_fragments_are_in_memory() -> None:
+def test_only_two_fragments_are_in_memory() -> None:
     """And all values are there after a checkpoint was read, which touches them all."""
     strategy = dataclasses.replace(tw.streaming_sign(every=6, delay=1, partition=BySize(6)), anchors="disk")
 
@@ -85,7 +85,7 @@ def test_two_fragments_are_in_memory() -> None:
     tw.run_threads(1, replica, timeout=600.0)
 
 
-def test_who_waits_for_the_disk_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_disk_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = DiskTensors([torch.arange(4_000_000.0)])  # more than the kernel reads ahead
     disk._map.flush()
     disk._map.madvise(PAGEOUT)  # a file system that is itself in memory keeps them
@@ -97,7 +97,7 @@ def test_who_waits_for_the_disk_is_told_once(monkeypatch: pytest.MonkeyPatch) ->
     assert "departure, which waits for the rest" in told["message"] and told["step"] >= 4
 
 
-def test_where_all_fragments_are_needed_at_once_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_on_disk_is_refused_where_all_fragments_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in (tw.data_parallel(), tw.recipes.eager_diloco(), tw.recipes.qsr()):
         with pytest.raises(tw.ConfigurationError, match=r"anchors='disk': .* choose anchors='host'"):
             dataclasses.replace(other, anchors="disk")

@@ -22,7 +22,7 @@ from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weigh
 
 
 @pytest.mark.parametrize("name", ["streaming_diloco", "data_parallel"])
-def test_a_strategy_chooses_in_a_fixed_group(name):
+def test_the_strategy_selects_the_driver_of_a_fixed_group(name):
     (group,) = tw.ThreadGroup.create(1)
     model = toy()
     with tw.Replica(METHODS[name], model, adamw(model), group) as replica:
@@ -32,7 +32,7 @@ def test_a_strategy_chooses_in_a_fixed_group(name):
         inner_step(model, replica.optimizer, *batch(0, 0, 1))
 
 
-def test_a_membership_chooses_too():
+def test_a_membership_selects_the_elastic_driver():
     cluster = SimulatedCluster()
 
     def play(name):
@@ -86,7 +86,7 @@ class Alone:
         self.heard.append("close")
 
 
-def test_another_driver_fits_behind_the_face(monkeypatch, tmp_path):
+def test_a_new_driver_needs_no_change_in_replica(monkeypatch, tmp_path):
     def choose(
         training: Training, fragments: list[tw.pieces.partition.Fragment], group: object, site: object
     ) -> Driver:

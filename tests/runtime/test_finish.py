@@ -24,7 +24,7 @@ def ends_on_time(strategy: tw.Strategy, fragments: int, least: int = 9) -> int:
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in DELTAS])
 @pytest.mark.parametrize("over", [0, 1])
-def test_nothing_trained_no_round(name, over):
+def test_no_round_departs_without_a_step_trained(name, over):
     """Of every fragment: a round carries steps that none before it has carried, and in the end all are carried or thrown away."""
     strategy = METHODS[name]
     count = len(strategy.partition.fragments(toy()))
@@ -38,7 +38,7 @@ def test_nothing_trained_no_round(name, over):
 
 
 @pytest.mark.parametrize("name", ["diloco", "sparse_loco", "local_sgd"])
-def test_right_after_a_round_nothing_moves(name):
+def test_finish_right_after_a_round_moves_no_weight(name):
     """The anchors after the last scheduled round are the model, bit for bit; and a replica that was resumed there ends so too."""
     strategy = dataclasses.replace(METHODS[name], schedule=tw.pieces.schedule.Every(3))
     whole = journey(strategy, 2, steps=9)
@@ -66,7 +66,7 @@ def test_right_after_a_round_nothing_moves(name):
         assert rounds == [3] and same_bits(ended, one.final)
 
 
-def test_one_step_is_exchanged():
+def test_finish_exchanges_a_single_step():
     first, second = journey(tw.diloco(every=9), 2, steps=1)
     assert same_bits(first.final, second.final)
     torch.testing.assert_close(first.final, (first.weights[0] + second.weights[0]) / 2, rtol=1e-6, atol=1e-6)
@@ -86,7 +86,7 @@ def test_the_last_round_is_a_plain_average(outer):
             assert same_bits(one.final_agreed[key], one.agreed[-1][key])
 
 
-def test_a_piece_of_ones_own_ends_as_it_says():
+def test_a_user_outer_step_without_last_ends_with_a_usual_round():
     """Without `last` the last round is as all others are."""
     for piece, moved in ((Scaled(2.0), 2.0), (ThenHalf(2.0), 0.5)):
         (one,) = journey(tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=piece), 1, steps=4)
@@ -109,7 +109,7 @@ class ThenHalf(Scaled):
 
 
 @pytest.mark.parametrize("merge", [tw.pieces.merge.Eager(), tw.pieces.merge.Reset()], ids=str)
-def test_a_round_dropped_at_the_very_end_departs_again(merge):
+def test_a_round_dropped_at_the_end_is_sent_again(merge):
     """A whole period in the air and nothing trained since: what would be lost travels once more; all stay finite and equal."""
 
     def before_step(replica, step):

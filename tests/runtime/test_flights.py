@@ -16,7 +16,7 @@ from thinwire.types import State
 
 
 @pytest.mark.parametrize("strategy", [tw.streaming_diloco(every=4, fragments=2, delay=1), tw.data_parallel()])
-def test_no_seconds_pass_by_a_clock_that_stands_still(strategy: tw.Strategy) -> None:
+def test_seconds_are_counted_by_the_given_clock(strategy: tw.Strategy) -> None:
     def replica(group: tw.Group) -> list[dict[str, Any]]:
         heard: list[dict[str, Any]] = []
         model = toy()
@@ -39,7 +39,7 @@ def test_no_seconds_pass_by_a_clock_that_stands_still(strategy: tw.Strategy) -> 
         assert {fields[name] for fields in heard for name in ("begin", "end") if name in fields} == {1000.0}
 
 
-def test_rounds_before_the_end_are_scheduled() -> None:
+def test_rounds_before_finish_are_reported_as_scheduled() -> None:
     """Also of gradients, which depart before their step."""
     one, _ = journey(tw.data_parallel(), 2, steps=3)
     assert [event["scheduled"] for event in one.heard("wire")] == [True] * 3
@@ -51,7 +51,7 @@ class Endless(tw.pieces.outer.Outer):
         return anchor + math.inf, state
 
 
-def test_why_a_round_was_refused():
+def test_a_refused_round_reports_its_cause():
     """By whose delta; or by nobody's, where the outer step makes too much of a finite one."""
 
     def poison(replica, step):

@@ -20,7 +20,7 @@ from thinwire.testing.toy import toy
 from thinwire.version import Protocols
 
 
-def test_all_begin_with_the_weights_of_replica_0():
+def test_all_replicas_begin_with_the_weights_of_replica_0():
     def replica(group: tw.ThreadGroup) -> tuple[bytes, bytes]:
         own = [torch.tensor([1.0, 2.0]), torch.tensor([3.0 + group.rank])]
         alike, differed = agree_on_weights(group, own, "start")
@@ -32,7 +32,7 @@ def test_all_begin_with_the_weights_of_replica_0():
     assert first == second and first[0] == first[1] and len(first[0]) == 16
 
 
-def test_all_go_on_from_one_step_and_one_state():
+def test_resumed_replicas_need_equal_steps_and_states():
     def replica(group: tw.ThreadGroup) -> None:
         agree_on_resume(group, 5, bytes(16))
         with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 6 with other anchors"):
@@ -62,7 +62,7 @@ def test_releases_that_speak_one_protocol_train_together(last: Protocols, served
             assert "they 2 to 3 (Thinwire 0.2.0), 2 to 4 (Thinwire 0.3.0). Nothing was trained. Install one rel" in told
 
 
-def test_no_more_fragments_than_a_packet_can_name(monkeypatch):
+def test_more_fragments_than_a_packet_can_name_are_refused(monkeypatch):
     monkeypatch.setattr(handshake, "MOST", 2)
     fragments = tw.pieces.partition.BySize(3).fragments(toy())
     (alone,) = tw.ThreadGroup.create(1)
@@ -72,14 +72,14 @@ def test_no_more_fragments_than_a_packet_can_name(monkeypatch):
     alone.close()
 
 
-def test_weights_that_all_start_from_are_finite():
+def test_nonfinite_first_weights_are_refused():
     fragments = tw.pieces.partition.BySize(2).fragments(toy())
     check_start(fragments, [torch.zeros(2), torch.ones(2)])
     with pytest.raises(tw.ModelError, match=f"fragment '{fragments[1].name}' of replica 0 holds NaN"):
         check_start(fragments, [torch.zeros(2), torch.tensor([0.0, torch.inf])])
 
 
-def test_a_peer_that_left_because_it_had_finished_is_named_with_its_step():
+def test_a_peer_that_finished_early_is_named_with_its_step():
     gone = [tw.LinkError("has left") for _ in range(3)]
     gone[0].peer, gone[1].peer = 0, 1
 

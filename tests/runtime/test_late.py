@@ -52,7 +52,7 @@ def plain_co2(replicas, every, rounds, lr, momentum, gap, clip):
 @pytest.mark.parametrize("gap", [0.0, 1.0])
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_papers_recursion(replicas, gap, clip):
+def test_late_rounds_follow_the_papers_recursion(replicas, gap, clip):
     outer = tw.pieces.outer.HeavyBall(0.9, 0.4, gap, clip)
     journeys = journey(
         tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), outer=outer, merge=tw.pieces.merge.Reset()),
@@ -68,7 +68,7 @@ def test_the_papers_recursion(replicas, gap, clip):
     assert same_bits(journeys[0].weights[5], journeys[-1].weights[5]), "every round begins at the same point"
 
 
-def test_clip_clips():
+def test_the_clip_bounds_every_momentum_element():
     """Every element of the outer momentum, always; and without the clip some would be larger."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 3),
@@ -85,7 +85,7 @@ def test_clip_clips():
     assert max(float(at["0.outer.momentum"].abs().max()) for at in journey(free, 2)[0].agreed) > 0.04
 
 
-def test_on_time_it_is_slow_mo():
+def test_without_delay_it_is_slow_mo():
     """No delay, Λ = 1, no clip: DiLoCo with heavy-ball momentum (torch's SGD), within rounding."""
     journeys = journey(
         tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=tw.pieces.outer.HeavyBall(0.8, 0.5)), 2, steps=9
@@ -105,7 +105,7 @@ def test_on_time_it_is_slow_mo():
             torch.testing.assert_close(journeys[0].weights[step - 1], weights(anchor), rtol=1e-5, atol=1e-6)
 
 
-def test_energy_is_the_same_however_it_is_summed():
+def test_energy_does_not_depend_on_the_order_of_summation():
     x = torch.randn((1 << 21) + 12345, generator=torch.Generator().manual_seed(0))
     assert energy(x) == pytest.approx(float(x.double().square().sum()), rel=1e-12)
     assert energy(x) == energy(x.clone()) and energy(torch.empty(0)) == 0.0
@@ -140,7 +140,7 @@ def settled(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_stability_map(seed):
+def test_stability_matches_the_papers_map(seed):
     """Mild momentum needs neither device; β = 0.8 explodes without, each one holds it; long rounds with a large rate explode with the
     penalty alone, and the clip bounds them; where both hold, the penalty settles nearer."""
 
@@ -163,7 +163,7 @@ def test_the_stability_map(seed):
 # ---- time
 
 
-def test_exchange_time_is_hidden():
+def test_exchange_time_is_hidden_behind_inner_steps():
     """Simulated: a round costs the longer of its inner steps and its flight, not their sum; DiLoCo's costs the sum."""
     late = tw.Strategy(
         schedule=tw.pieces.schedule.Every(10, 10), outer=tw.pieces.outer.HeavyBall(), merge=tw.pieces.merge.Reset()
@@ -178,7 +178,7 @@ def test_exchange_time_is_hidden():
 
 
 @pytest.mark.parametrize("name", ["co2", "a whole period late, in fragments"])
-def test_a_result_does_not_know_the_link(name):
+def test_the_link_changes_no_bit_of_the_result(name):
     """Over an emulated link of 20 ms as over none, bit for bit."""
     plan = Plan(METHODS[name], steps=9)
 
@@ -197,7 +197,7 @@ def test_a_result_does_not_know_the_link(name):
 
 
 @pytest.mark.parametrize("bad", [4, 9])
-def test_a_dropped_round_departs_again(bad):
+def test_a_dropped_late_round_is_sent_again(bad):
     """One replica's gradient is NaN once. Nobody's other progress is lost: it lands with the next round, and all stay finite."""
 
     def before_step(replica, step):
@@ -229,7 +229,7 @@ class Once(tw.pieces.outer.Outer):
         return (anchor * torch.inf if len(self.heard) == 1 else anchor - delta), state
 
 
-def test_what_was_in_the_air_is_added():
+def test_deltas_in_flight_are_added_to_a_refused_round():
     """The first round cannot land: nothing moves, every period begins at the first weights, and the second carries both deltas."""
     outer = Once()
     (one,) = journey(
@@ -277,6 +277,6 @@ def test_what_was_in_the_air_is_added():
         (lambda: tw.Strategy(merge=0.5), "a Merge is needed"),
     ],
 )
-def test_what_cannot_work_is_refused(make, message):
+def test_unsupported_late_settings_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()

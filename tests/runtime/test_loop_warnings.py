@@ -45,7 +45,7 @@ def test_unequal_numbers_of_steps_are_named(name):
     assert min(counts) in said and any(min(counts) < number <= max(counts) for number in said)
 
 
-def test_whoever_leaves_for_another_reason_is_not_accused():
+def test_a_failing_replica_is_not_blamed_for_unequal_steps():
     """A replica that fails says why; the others' link error stays one, whatever has been counted."""
 
     def replica(group):
@@ -86,7 +86,7 @@ def heard_by(action):
     return [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
 
 
-def test_running_statistics_are_warned_of_once():
+def test_running_statistics_warn_once():
     def action():
         (group,) = tw.ThreadGroup.create(1)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -98,7 +98,7 @@ def test_running_statistics_are_warned_of_once():
     assert "2 layers keep running statistics (1, ...)" in said and "GroupNorm" in said
 
 
-def test_rows_that_a_codec_moves_though_nobody_touched_them_are_warned_of():
+def test_a_codec_that_moves_untouched_rows_warns():
     """And the warning is true: such rows move under signs, and under no codec that has a zero."""
 
     def action(codec):
@@ -121,7 +121,7 @@ def test_rows_that_a_codec_moves_though_nobody_touched_them_are_warned_of():
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_replica_that_nobody_ends_is_warned_of(steps):
+def test_a_replica_that_is_never_finished_warns(steps):
     def action():
         (group,) = tw.ThreadGroup.create(1)
         model = toy()
@@ -136,7 +136,7 @@ def test_a_replica_that_nobody_ends_is_warned_of(steps):
     assert "neither finished nor closed" in said and "with Replica" in said
 
 
-def test_an_optimizer_that_is_never_stepped_is_warned_of():
+def test_an_optimizer_that_is_never_stepped_warns():
     def action():
         (group,) = tw.ThreadGroup.create(1)
         model = toy()
@@ -147,7 +147,7 @@ def test_an_optimizer_that_is_never_stepped_is_warned_of():
     assert "taken none; give the one that the loop steps" in said
 
 
-def test_a_sound_loop_hears_nothing():
+def test_a_correct_loop_gets_no_warning():
     def action():
         (group,) = tw.ThreadGroup.create(1)
         assert torch.isfinite(weights(train(group, tw.local_sgd(every=2), 3))).all()

@@ -23,7 +23,7 @@ def loss_of(model, x, y):
     return ((model(x) - y) ** 2).mean()
 
 
-def test_gradient_accumulation():
+def test_gradient_accumulation_counts_one_inner_step():
     """Only `optimizer.step` counts: four micro-batches are one inner step, and the result is that of the mean loss."""
 
     def replica(group, micro):
@@ -44,7 +44,7 @@ def test_gradient_accumulation():
     torch.testing.assert_close(once[0], four[0], rtol=1e-3, atol=1e-4)
 
 
-def test_closures():
+def test_a_step_with_a_closure_is_one_inner_step():
     """`step(closure)` is one inner step, however often LBFGS calls it; SGD with a closure is SGD without."""
 
     def replica(group, optimizer, closed):
@@ -76,7 +76,7 @@ def test_closures():
     assert same_bits(*quasi_newton) and not same_bits(quasi_newton[0], without[0])
 
 
-def test_a_closure_with_gradients_is_refused():
+def test_a_closure_is_refused_with_exchanged_gradients():
     """It would compute new gradients after the exchange; replicas would silently train apart."""
 
     def replica(group):
@@ -92,7 +92,7 @@ def test_a_closure_with_gradients_is_refused():
     tw.run_threads(2, replica)
 
 
-def test_learning_rate_scheduler():
+def test_learning_rate_schedulers_work_unchanged():
     """Schedulers wrap `step`; each step is counted once, and the rate is the scheduler's."""
 
     def replica(group):
@@ -110,7 +110,7 @@ def test_learning_rate_scheduler():
     assert same_bits(a, b) and lr < 0.003 and not same_bits(a, plain)
 
 
-def test_parameter_groups():
+def test_parameter_groups_keep_their_settings():
     """Any number of groups, with settings of their own: what one of them holds still, stays."""
 
     def grouped(model):
@@ -131,7 +131,7 @@ def test_parameter_groups():
             index += p.numel()
 
 
-def test_compiled():
+def test_a_compiled_model_trains_as_the_plain_one():
     """A compiled model trains as the plain one (eager backend; a graph may add gradients in another order), and ends in equal anchors."""
     compiled = journey(STREAM, 2, steps=6, model=lambda: torch.compile(toy(), backend="eager"))
     plain = journey(STREAM, 2, steps=6)
@@ -152,7 +152,7 @@ class WithBatchNorm(nn.Module):
 
 
 @pytest.mark.parametrize("buffers", ["mean", "local"])
-def test_buffers(buffers):
+def test_buffers_are_averaged_at_finish_unless_local(buffers):
     """Running statistics are each replica's own until it finishes; then the mean over all, unless they stay local."""
 
     def replica(group):
@@ -166,7 +166,7 @@ def test_buffers(buffers):
     assert same_bits(a, b) and same_bits(mean_a, mean_b) == (buffers == "mean") and count == 7
 
 
-def test_tied_and_frozen():
+def test_tied_weights_travel_once_and_frozen_ones_stay():
     """Tied weights stay one tensor and travel once; frozen ones, and those that were never trained, stay as they are."""
 
     class Tied(Toy):
@@ -188,7 +188,7 @@ def test_tied_and_frozen():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions(dtype):
+def test_anchors_are_fp32_for_models_of_other_precisions(dtype):
     """Anchors are fp32 whatever the model is; finishing leaves them in the model, rounded to its dtype, equal on all replicas."""
 
     def replica(group):
@@ -207,7 +207,7 @@ def test_other_precisions(dtype):
 
 
 @pytest.mark.parametrize("name", each(METHODS))
-def test_anchored_and_export(name):
+def test_anchored_gives_the_anchors_and_restores_the_weights(name):
     """Within `anchored` the model is the anchors, on all replicas alike; after, it is the replica's own, bit for bit, also after an error."""
 
     def replica(group):
@@ -237,7 +237,7 @@ def test_anchored_and_export(name):
         assert same_bits(a, b)
 
 
-def test_looking_changes_nothing():
+def test_evaluation_export_and_state_change_no_training():
     """Evaluation, export and state at every step leave training as it is."""
 
     def look(replica, step):
@@ -252,7 +252,7 @@ def test_looking_changes_nothing():
 
 
 @pytest.mark.parametrize("name", each(METHODS))
-def test_stop_together(name):
+def test_all_replicas_stop_at_the_same_step(name):
     """One replica asks; all stop at the same step, within a period and a delay, and finish together."""
 
     def ask(replica, step):
@@ -266,7 +266,7 @@ def test_stop_together(name):
     assert all(same_bits(one.final, journeys[0].final) for one in journeys)
 
 
-def test_after_the_end_the_optimizer_is_free():
+def test_finish_detaches_the_optimizer():
     """Leaving detaches: no hook is left, the group is still the caller's, and finishing twice is finishing once."""
 
     def replica(group):
@@ -288,7 +288,7 @@ def test_after_the_end_the_optimizer_is_free():
     assert same_bits(*tw.run_threads(2, replica))
 
 
-def test_an_error_in_the_loop_is_the_users():
+def test_an_error_in_the_loop_propagates_unchanged():
     """Nothing is landed or sent on the way out, and the error comes through as it is."""
 
     def replica(group):
@@ -302,7 +302,7 @@ def test_an_error_in_the_loop_is_the_users():
     tw.run_threads(2, replica)
 
 
-def test_exchange_gradients_early():
+def test_early_exchange_of_gradients_precedes_clipping():
     """Called before clipping, gradients are the mean there, the clip sees the same norm everywhere, and `step` exchanges nothing more."""
 
     def replica(group):
@@ -322,7 +322,7 @@ def test_exchange_gradients_early():
     assert norms_a == norms_b and same_bits(a, b)
 
 
-def test_events():
+def test_every_departure_has_flight_and_landing_events():
     """Every departure flies and lands, in that order; a replica reports the bytes that it sends."""
     for name, strategy in METHODS.items():
         one = journey(strategy, 2)[0]
@@ -338,7 +338,7 @@ def test_events():
             assert e["begin"] <= e["end"]
 
 
-def test_different_weights_start_from_replica_zeros():
+def test_unequal_weights_start_from_replica_zeros_with_one_warning():
     """They are told so, once; equal weights are not, and send no weights."""
     journeys = tw.run_threads(2, lambda group: start_with(group, seed=group.rank))
     for begun, warnings in journeys:
@@ -367,7 +367,7 @@ def test_export_of_a_compiled_model_loads_into_the_plain_one():
     toy().load_state_dict(exported)
 
 
-def test_skipping_an_update_with_gradients_exchanged():
+def test_an_update_can_be_skipped_with_exchanged_gradients():
     """`Replica` promises: a loop that wants to skip an update calls `step` with gradients set to None. All replicas do here."""
 
     def skip(replica, step):
@@ -378,7 +378,7 @@ def test_skipping_an_update_with_gradients_exchanged():
     assert same_bits(one.weights[3], one.weights[2])
 
 
-def test_buffers_recover_from_nan():
+def test_buffers_recover_from_nan_values():
     def replica(group):
         model, optimizer, attached = attach(group, tw.local_sgd(every=2), fill(WithBatchNorm()))
         with attached:

@@ -55,7 +55,7 @@ def trained(buffers: str, strategy: tw.Strategy | None = None, average: bool = F
 
 @pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.streaming_diloco(every=3, delay=1), tw.data_parallel()])
 @pytest.mark.filterwarnings("ignore:.*running statistics")
-def test_the_mean_is_that_of_what_each_had(strategy: tw.Strategy) -> None:
+def test_buffers_are_averaged_over_replicas_and_nothing_else_changes(strategy: tw.Strategy) -> None:
     """And nothing else changes: parameters are the same bits with either policy, and so are buffers that are alike."""
     local, mean = trained("local", strategy), trained("mean", strategy)
     for name in local[0]:
@@ -69,7 +69,7 @@ def test_the_mean_is_that_of_what_each_had(strategy: tw.Strategy) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*running statistics")
-def test_the_mean_of_averages_is_the_average_of_means() -> None:
+def test_averaged_weights_in_buffers_become_one_mean() -> None:
     """With data-parallel training all averages are alike; of deltas they differ, and become one."""
     local, mean = trained("local", average=True), trained("mean", average=True)
     name = "ema.0|weight"
@@ -79,7 +79,7 @@ def test_the_mean_of_averages_is_the_average_of_means() -> None:
     assert torch.equal(alike[0][name], alike[1][name])
 
 
-def test_another_word_is_refused() -> None:
+def test_an_unknown_buffer_policy_is_refused() -> None:
     (group,) = tw.ThreadGroup.create(1)
     model = Net()
     with pytest.raises(tw.ConfigurationError, match=r"buffers='median': 'mean' or 'local'"):

@@ -21,7 +21,7 @@ def with_gradients(sparse: bool) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("alike", [True, False])
-def test_gradients_are_clipped_sparse_or_not(sparse: bool, alike: bool) -> None:
+def test_dense_and_sparse_gradients_are_clipped(sparse: bool, alike: bool) -> None:
     given = with_gradients(sparse)
     assert has_sparse(given) is sparse and not has_sparse(given[:1])
     assert clip(given, 5.0, alike) == 5.0 and gradient(given[1])[1].tolist() == pytest.approx([3.0, 4.0], rel=1e-6)
@@ -30,7 +30,7 @@ def test_gradients_are_clipped_sparse_or_not(sparse: bool, alike: bool) -> None:
     assert has_sparse(given) is sparse
 
 
-def test_a_mean_takes_the_place_of_a_gradient_in_its_form() -> None:
+def test_a_mean_replaces_a_gradient_in_its_own_layout() -> None:
     mean = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 6.0])
     for sparse in (True, False):
         unused, table = with_gradients(sparse)
@@ -41,7 +41,7 @@ def test_a_mean_takes_the_place_of_a_gradient_in_its_form() -> None:
         assert unused.grad is not None and unused.grad.tolist() == [1.0, 1.0]
 
 
-def test_what_is_not_finite_becomes_zero_and_statistics_begin_anew() -> None:
+def test_nonfinite_state_becomes_zero_and_statistics_are_reset() -> None:
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(8, 2)).sum().backward()

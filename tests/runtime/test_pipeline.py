@@ -9,19 +9,19 @@ from thinwire.runtime.pipeline import WEIGHTS, StepTimer, or_flags
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 
-def test_seconds_a_step_are_those_since_the_departure_before() -> None:
+def test_seconds_per_step_are_measured_since_the_last_departure() -> None:
     timer = StepTimer()
     told = [timer.departs(step, seconds) for step, seconds in ((2, 5.0), (4, 6.0), (4, 7.0), (3, 9.0), (13, 14.0))]
     assert told == [0.0, 0.5, 0.0, 0.0, 0.5]
 
 
-def test_what_one_rank_has_seen_counts_for_all() -> None:
+def test_a_ranks_finding_counts_for_its_whole_site() -> None:
     flags = [(0, 4, 1), (0, 0, 2), (8, 0, 0)]
     assert tw.run_threads(3, lambda site: or_flags(site, flags[site.rank], WEIGHTS), timeout=600.0) == [(8, 4, 3)] * 3
     assert or_flags(None, (0, 4), WEIGHTS) == (0, 4)
 
 
-def test_closing_does_not_wait_for_a_round_in_the_air() -> None:
+def test_close_does_not_wait_for_a_round_in_flight() -> None:
     """The other replica has not sent its part, and waits until this one has closed."""
     closed = threading.Event()
 

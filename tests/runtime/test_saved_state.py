@@ -28,7 +28,7 @@ def test_a_checkpoint_without_its_anchor_is_refused() -> None:
         restore([one], tensors, {"rounds": [3, 3], "since": [2, 2]}, strategy.outer)
 
 
-def test_every_memory_of_every_method_is_saved_and_read_back() -> None:
+def test_all_state_of_every_method_is_saved_and_loaded() -> None:
     names = set()
     for strategy in METHODS.values():
         one, other = (

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_each_replica_in_a_folder_of_its_own(name, tmp_path):
+def test_distributed_checkpoints_in_separate_folders_resume_bit_for_bit(name, tmp_path):
     """Bit for bit, with rounds in the air; a process group is not needed."""
 
     def replica(group):
@@ -34,7 +34,7 @@ def test_each_replica_in_a_folder_of_its_own(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_folder_for_two_processes(tmp_path):
+def test_two_processes_share_one_distributed_checkpoint(tmp_path):
     """Under torchrun: the keys tell the replicas apart."""
     program = ROOT / "tests" / "support" / "dcp_processes.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -49,7 +49,7 @@ def test_one_folder_for_two_processes(tmp_path):
     assert {key.split(".")[1] for key in keys if key.startswith("replica.")} == {"replica-0", "replica-1"}
 
 
-def test_what_is_refused(tmp_path):
+def test_unfit_distributed_checkpoints_are_refused(tmp_path):
     (group,) = tw.ThreadGroup.create(1)
     loop = Loop(STRATEGIES["streaming"], group)
     assert isinstance(loop.replica, Stateful)

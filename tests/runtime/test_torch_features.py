@@ -201,7 +201,7 @@ if torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_law_11(name):
+def test_law_11_one_replica_with_average_is_the_bare_loop(name):
     """One replica with Average: the bare loop's weights, bit for bit."""
     bare = FEATURES[name](lambda model, optimizer: nullcontext(), 0)
     (group,) = tw.ThreadGroup.create(1)
@@ -210,7 +210,7 @@ def test_law_11(name):
 
 
 @pytest.mark.parametrize("name", sorted(FEATURES.keys() - {OWN, COMPILED}))
-def test_two_replicas_end_equal(name):
+def test_each_feature_leaves_two_replicas_equal(name):
     strategy = tw.streaming_diloco(every=4, fragments=2, delay=1)
 
     def replica(group):
@@ -221,7 +221,7 @@ def test_two_replicas_end_equal(name):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_with_a_scaler(fused):
+def test_exchanged_gradients_work_with_a_grad_scaler(fused):
     """A step that one replica skips, it takes at its next batch, from the same weights; a fused one that is unscaled is refused on all."""
 
     def replica(group):
@@ -233,7 +233,7 @@ def test_gradients_with_a_scaler(fused):
     assert same_bits(*tw.run_threads(2, replica, timeout=600.0))
 
 
-def test_unequal_numbers_of_steps_name_the_scaler():
+def test_an_error_of_unequal_steps_names_the_scaler():
     """A loop over batches, of which one replica skips one."""
 
     def replica(group):
@@ -251,7 +251,7 @@ def test_unequal_numbers_of_steps_name_the_scaler():
         tw.run_threads(2, replica, timeout=600.0)
 
 
-def test_a_loaded_state_is_that_of_all_optimizers(tmp_path):
+def test_several_optimizers_are_saved_and_loaded_as_one(tmp_path):
     """Several optimizers are saved and loaded as one, and go on bit for bit."""
     from thinwire import checkpoint
 
@@ -289,7 +289,7 @@ def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
     return model, made, tw.Replica(strategy, model, made, group)
 
 
-def test_a_group_that_is_added_later_is_refused():
+def test_a_parameter_group_added_later_is_refused():
     model, optimizer, replica = attached()
     inner_step(model, optimizer, *batch(0, 0, 1))
     before = weights(model)
@@ -300,7 +300,7 @@ def test_a_group_that_is_added_later_is_refused():
     replica.close()
 
 
-def test_what_is_unfrozen_later_is_refused():
+def test_parameters_unfrozen_later_are_refused():
     model, optimizer, replica = attached(optimizer=lambda model: torch.optim.AdamW(model.parameters()))
     inner_step(model, optimizer, *batch(0, 0, 1))
     model.frozen.requires_grad_(True)
@@ -309,7 +309,7 @@ def test_what_is_unfrozen_later_is_refused():
     replica.close()
 
 
-def test_what_is_no_part_of_the_model_is_refused():
+def test_parameters_outside_the_model_are_refused():
     def beside(model):
         return torch.optim.AdamW([*trained(model), nn.Parameter(torch.ones(3, 2))])
 

@@ -35,7 +35,7 @@ def mean_of_all(weighed: bool) -> list[float]:
     return tw.run_threads(2, train)
 
 
-def test_the_mean_of_means_is_biased_and_the_mean_over_tokens_is_not():
+def test_weighing_by_tokens_removes_the_bias_of_equal_weights():
     tokens = [value for of_step in VALUES for value in of_step]
     assert mean_of_all(weighed=True) == [sum(tokens) / len(tokens)] * 2
     assert mean_of_all(weighed=False) == [(1.0 + 6.0) / 2] * 2 != [sum(tokens) / len(tokens)] * 2
@@ -57,7 +57,7 @@ def step(replica: tw.Replica, rank: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_a_resume_with_rounds_in_the_air(strategy):
+def test_a_weighted_run_resumes_bit_for_bit_with_rounds_in_flight(strategy):
     """Laws 1 and 6: equal anchors, and as never stopped, bit for bit."""
 
     def made(group: tw.ThreadGroup) -> tw.Replica:
@@ -90,7 +90,7 @@ def test_a_resume_with_rounds_in_the_air(strategy):
     assert all(same_bits(a, b) for a, b in zip(first, second)) and same_bits(first[0], first[1])
 
 
-def test_what_is_refused():
+def test_unsupported_weighing_is_refused():
     def train(group: tw.ThreadGroup, strategy: tw.Strategy, tokens: float | None) -> None:
         model = nn.Linear(2, 1)
         tw.Replica(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1), group, tokens=tokens)
@@ -111,7 +111,7 @@ def test_what_is_refused():
         tw.run_threads(2, unlike)
 
 
-def test_numbers_that_are_none():
+def test_invalid_token_counts_are_refused():
     assert [tokens_of_step(tokens) for tokens in (0.5, 1, 1e12)] == [0.5, 1.0, 1e12]
     for wrong in (True, 0, -1.0, 1e12 + 1, math.nan, "8"):
         with pytest.raises(tw.ConfigurationError, match="the number of tokens per inner step is needed"):
@@ -130,7 +130,7 @@ def test_numbers_that_are_none():
     assert tw.run_threads(2, lambda group: replica(group, 0.5)) == [3.0 * 2 / 3.5, 0.5 * 2 / 3.5]
 
 
-def test_what_a_delta_counts_is_taken_back_for_the_own_feedback():
+def test_a_deltas_weight_is_divided_out_for_its_feedback():
     values, seen = torch.tensor([1.0, -3.0]), []
     update = SimpleNamespace(
         signal=lambda begin, end: values[begin:end], settle=lambda begin, mean, sent: seen.append(sent())

@@ -50,7 +50,7 @@ GARBLED = {
 
 
 @pytest.mark.parametrize("kind", GARBLED)
-def test_a_man_in_the_middle(kind, hub, tmp_path):
+def test_bytes_changed_by_a_man_in_the_middle_end_the_connection_only(kind, hub, tmp_path):
     """Whatever he does to a connection ends it; the next one goes on where it was, and what arrives is what was sent."""
     failures: list[BaseException] = []
     with Proxy(hub.invite()) as proxy:
@@ -95,7 +95,7 @@ SAID = {  # by a member with a right key, as the first frame after its welcome
 
 
 @pytest.mark.parametrize("kind", SAID)
-def test_what_a_member_must_not_say(kind, hub, audit, tmp_path):
+def test_forbidden_frames_end_a_members_stream_with_a_reason(kind, hub, audit, tmp_path):
     """It ends its stream with the reason, and stands in the audit log."""
     what, rank, body, sequence, why = SAID[kind]
     liar = admitted(hub.invite(), "a-liar", tmp_path)
@@ -109,7 +109,7 @@ def test_what_a_member_must_not_say(kind, hub, audit, tmp_path):
     assert "a-liar.member.thinwire" in audit.wait("refused frames of 127.0.0.1:", why)
 
 
-def test_a_member_of_another_version(hub, audit, tmp_path):
+def test_a_member_of_another_version_is_refused_by_name(hub, audit, tmp_path):
     """It is refused at its first frame, by name and with what to do, beside members whose rounds go on."""
     run_secure(hub, 2, rounds, tmp_path / "keys")
     (one, other) = (admitted(hub.invite(), name, tmp_path) for name in ("bergen", "oslo"))
@@ -134,7 +134,7 @@ def test_a_member_of_another_version(hub, audit, tmp_path):
     run_secure(hub, 2, rounds, tmp_path / "keys", run="after")
 
 
-def test_an_invitation_to_a_run_is_for_no_other(tmp_path, audit):
+def test_an_invitation_to_a_run_is_refused_by_other_runs(tmp_path, audit):
     """Neither for a fixed group nor for an elastic run, also after the hub has begun again; others may join any."""
     with Hub(tmp_path / "hub", say=audit) as hub:
         oslo = admitted(hub.invite(runs=["red", "pink"]), "oslo", tmp_path)
@@ -164,7 +164,7 @@ def test_an_invitation_to_a_run_is_for_no_other(tmp_path, audit):
     audit.wait("oslo was invited to pink, red", nth=4)
 
 
-def test_who_is_away_for_long_is_gone(tmp_path, audit):
+def test_a_dead_member_is_reported_after_patience(tmp_path, audit):
     """One is killed in an exchange: the other is told its name as soon as the hub has lost patience, long before a time-out."""
     with Hub(tmp_path / "hub", patience=0.2, say=audit) as hub:
         oslo = admitted(hub.invite(), "oslo", tmp_path)
@@ -195,7 +195,7 @@ def test_who_is_away_for_long_is_gone(tmp_path, audit):
             )
 
 
-def test_frames_that_are_too_long(hub, tmp_path):
+def test_oversized_frames_are_refused(hub, tmp_path):
     """gRPC refuses a declared length before it makes room."""
     with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as member:
         stream = member.hello(1)
@@ -209,7 +209,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def test_a_member_that_floods(tmp_path):
+def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
     """It sends what nobody reads, until the hub ends it; the memory of the hub has a bound, and another group trains on."""
     hub = HubProcess(tmp_path / "hub")
     try:
@@ -245,7 +245,7 @@ def test_a_member_that_floods(tmp_path):
         hub.close()
 
 
-def test_one_that_is_revoked_is_out(hub, audit, tmp_path):
+def test_a_revoked_member_is_disconnected_at_once(hub, audit, tmp_path):
     """At once, while it waits; the other is told, and neither its certificate nor its key helps it any more."""
     joined = {"bergen": threading.Event(), "oslo": threading.Event()}
     told: dict[str, str] = {}
@@ -274,7 +274,7 @@ def test_one_that_is_revoked_is_out(hub, audit, tmp_path):
     audit.wait("refused to admit", "oslo is revoked")
 
 
-def test_certificates_are_renewed_on_the_way(tmp_path, audit):
+def test_certificates_are_renewed_during_training(tmp_path, audit):
     """They hold for a few seconds, and the rounds take more: nothing is lost."""
     with Hub(tmp_path / "hub", lifetime=timedelta(seconds=4), say=audit) as hub:
 
@@ -292,7 +292,7 @@ def test_certificates_are_renewed_on_the_way(tmp_path, audit):
         run_secure(hub, 2, renewed, tmp_path / "keys")
 
 
-def test_a_process_started_again_ends_the_group_of_before(hub, audit, tmp_path):
+def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
     """The others are told at once, and meet it anew."""
     with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
         with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
@@ -308,7 +308,7 @@ def test_a_process_started_again_ends_the_group_of_before(hub, audit, tmp_path):
                 assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
 
 
-def test_half_open_connections(tmp_path):
+def test_half_open_connections_hold_bounded_files(tmp_path):
     """Hundreds that say nothing, or a little now and then: rounds go on, and the hub's open files have a bound."""
     hub = HubProcess(tmp_path / "hub")
     opened: list[socket.socket] = []

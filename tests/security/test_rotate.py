@@ -17,7 +17,7 @@ from thinwire.comm.secure.invitations import rotate
 from thinwire.errors import ConfigurationError, LinkError
 
 
-def test_members_train_on_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):
+def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):
     """Neither half of it ends a connection for good; afterwards the old authority and its tokens open nothing."""
     keys, folder, token = tmp_path / "keys", tmp_path / "hub", hub.invite(3)
     admit(str(token), "away", keys)

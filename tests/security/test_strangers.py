@@ -37,7 +37,7 @@ def signed(authority: Authority, name: str, lifetime: timedelta, trusted: bytes)
 
 
 @pytest.mark.parametrize("kind", ["no certificate", "a foreign authority", "expired", "no TLS"])
-def test_who_has_no_right_certificate(kind, hub, audit, tmp_path):
+def test_a_machine_without_a_valid_certificate_is_refused(kind, hub, audit, tmp_path):
     """Refused in the handshake, beside a group whose rounds go on."""
     token, own = hub.invite(), Authority(tmp_path / "hub")
     foreign = Authority(private_folder(tmp_path / "foreign"))
@@ -64,7 +64,7 @@ def test_who_has_no_right_certificate(kind, hub, audit, tmp_path):
     assert sum("refused" in line for line in audit.said) == 1
 
 
-def test_a_foreign_key_for_a_members_name(hub, audit, tmp_path):
+def test_another_key_for_a_members_name_is_refused(hub, audit, tmp_path):
     """Not by a token, which is not used up, nor by a certificate of another name."""
     admit(str(hub.invite()), "oslo", tmp_path / "a")
     token = str(hub.invite())
@@ -81,14 +81,14 @@ def test_a_foreign_key_for_a_members_name(hub, audit, tmp_path):
     audit.wait("refused 127.0.0.1:", "oslo.member.thinwire", "belongs to another key")
 
 
-def test_a_certificate_of_the_hub_is_no_members(hub, tmp_path):
+def test_hub_and_member_certificates_are_not_interchangeable(hub, tmp_path):
     """And a member's key cannot be the hub's: the names differ, and what they are for."""
     own = Authority(tmp_path / "hub")
     refused(hub.invite(), own.hub_credentials(timedelta(hours=1), own.pem))
 
 
 @pytest.mark.parametrize("kind", ["used up", "expired", "another name", "wrong secret"])
-def test_a_token_that_does_not_hold(kind, hub, audit, tmp_path):
+def test_invalid_tokens_are_refused(kind, hub, audit, tmp_path):
     token = hub.invite(1, name="oslo" if kind == "another name" else None)
     if kind == "used up":
         admit(str(token), "lima", tmp_path / "a")
@@ -102,7 +102,7 @@ def test_a_token_that_does_not_hold(kind, hub, audit, tmp_path):
     audit.wait("refused to admit 127.0.0.1:", why)
 
 
-def test_a_used_token_lets_its_member_come_again(hub, tmp_path):
+def test_a_used_token_readmits_only_its_own_member(hub, tmp_path):
     """Who joined before the answer arrived asks again, with the same key; nobody else can."""
     token = str(hub.invite())
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_a_used_token_lets_its_member_come_again(hub, tmp_path):
     assert set(files.values()) == {0o600} and "authority.key" in files
 
 
-def test_another_hub_in_between_hears_nothing(hub, audit, tmp_path):
+def test_an_impostor_hub_gets_no_token_secret(hub, audit, tmp_path):
     """A token says by which authority the hub is known: the secret is not told to another."""
     heard: list[str] = []
     with Hub(tmp_path / "other", say=heard.append) as other:
@@ -132,13 +132,13 @@ def test_another_hub_in_between_hears_nothing(hub, audit, tmp_path):
 @pytest.mark.parametrize(
     "name", ["../oslo", "Oslo", "os lo", "oslo\x1b[31m", "", "a" * 64, "-oslo", "oslo/..", "оslo", "hub.thinwire"]
 )
-def test_names_that_are_none(name, hub, audit, tmp_path):
+def test_invalid_member_names_are_refused(name, hub, audit, tmp_path):
     with pytest.raises(ConfigurationError, match="small letters, digits and hyphens"):
         join(str(hub.invite()), name, 1, tmp_path / "keys")
     assert not audit.said
 
 
-def test_only_tls_13(tmp_path):
+def test_connections_older_than_tls_13_are_refused(tmp_path):
     """The command speaks nothing older, even to who has a right key."""
     hub = HubProcess(tmp_path / "hub")
     try:

@@ -28,7 +28,7 @@ FORGERIES = [
 ]
 
 
-def test_a_member_that_votes_for_others(tmp_path, audit):
+def test_a_vote_in_anothers_name_is_refused(tmp_path, audit):
     with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0), say=audit) as hub:
         enrolments = {name: Enrolment(hub.invite(), name, tmp_path / "keys") for name in PROCESSES}
         thread = LoopThread.shared()

@@ -37,7 +37,7 @@ def published(run: Path) -> torch.Tensor:
     return (flat + 1e-3).bfloat16()
 
 
-def test_a_follower_receives_and_does_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_follower_can_only_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, keys = tmp_path / "run", tmp_path / "keys"
     due = published(run)
     with Hub(tmp_path / "hub", published=PublishedFolder(run)) as hub:

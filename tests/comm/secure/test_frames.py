@@ -19,7 +19,7 @@ from thinwire.errors import ConfigurationError, LinkError, PacketError
 ALL = range(15)
 
 
-def test_frames_come_out_as_they_went_in():
+def test_frames_survive_serialisation():
     pull = Pull(7, 3, 1 << 40, 1 << 20)
     raw = frames.head(frames.PULL, 5, 9) + frames.packed(frames.PULL, *pull)
     frame = frames.opened(raw, 9, [frames.PULL])
@@ -32,7 +32,7 @@ def test_frames_come_out_as_they_went_in():
 
 
 @given(st.binary(max_size=200), st.integers(0, 14))
-def test_any_bytes_are_a_frame_or_refused(raw, kind):
+def test_arbitrary_bytes_are_a_frame_or_refused(raw, kind):
     tracemalloc.start()
     try:
         for given_bytes in (raw, bytes([kind, frames.VERSION]) + raw):
@@ -52,31 +52,31 @@ def test_any_bytes_are_a_frame_or_refused(raw, kind):
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_a_request_or_refused(raw):
+def test_arbitrary_bytes_are_a_request_or_refused(raw):
     for read in (opened_join, opened_request):
         with pytest.raises((PacketError, ConfigurationError, LinkError)):
             read(raw)
 
 
 @given(st.text(max_size=200))
-def test_any_text_is_a_token_or_refused(text):
+def test_arbitrary_text_is_a_token_or_refused(text):
     for given_text in (text, "tw1." + text):
         with pytest.raises(ConfigurationError, match="join token of"):
             Token.read(given_text)
 
 
-def test_a_token_hides_its_secret():
+def test_a_token_prints_without_its_secret():
     token = Token("hub.example", 1, 2, bytes(32), bytes(8), b"\x07" * 16)
     assert Token.read(f" {token}\n") == token and "7" not in repr(token) and str(token)[4:] not in repr(token)
 
 
 @given(st.text())
-def test_a_line_of_the_log_is_one_plain_line(text):
+def test_an_audit_log_entry_is_one_plain_line(text):
     line = plain(text)
     assert line.isascii() and line.isprintable() and len(line) <= 10 * 300
 
 
-def test_strangers_cannot_fill_the_log(tmp_path):
+def test_strangers_cannot_fill_the_audit_log(tmp_path):
     log = AuditLog(tmp_path / "audit.txt")
     for number in range(5000):
         log.stranger("refused", f"192.0.2.{number % 250}\x1b[2J", "x" * 1000)
@@ -84,7 +84,7 @@ def test_strangers_cannot_fill_the_log(tmp_path):
     assert len(lines) == 50 and all(len(line) < 500 and line.isprintable() for line in lines)
 
 
-def test_names_are_in_the_order_of_their_numbers():
+def test_names_are_sorted_by_their_numbers():
     names = ["replica-10", "replica-2", "oslo", "lima-2", "lima-10", "replica-2-a", "2", "10"]
     assert sorted(names, key=natural) == [
         "2",

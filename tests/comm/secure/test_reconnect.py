@@ -25,7 +25,7 @@ NBYTES = 4_000_000
 
 
 @pytest.mark.parametrize("cuts", [1, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_link_that_is_cut_and_mended(tmp_path, cuts):
+def test_a_repeatedly_cut_link_loses_no_message(tmp_path, cuts):
     """Of three replicas one loses its link again and again, in the middle of what it sends."""
     rounds = cuts + 1
     with Hub(tmp_path / "hub") as hub, Proxy(hub.invite(3)) as proxy:
@@ -68,7 +68,7 @@ def test_a_link_that_is_cut_and_mended(tmp_path, cuts):
         assert payload < uploaded[0] < payload + cuts * BUDGET_NBYTES
 
 
-def test_connections_that_were_forgotten_on_the_way(tmp_path):
+def test_connections_dropped_silently_by_a_router_are_replaced(tmp_path):
     """No end hears that a router drops what it does not know. The control stream notices by its own bound, and all goes on."""
     said, changed, failures = list[str](), threading.Condition(), list[BaseException]()
 
@@ -119,7 +119,7 @@ def test_connections_that_were_forgotten_on_the_way(tmp_path):
         assert not failures, failures
 
 
-def test_a_packet_for_all_goes_up_once(tmp_path):
+def test_a_broadcast_packet_is_uploaded_once(tmp_path):
     with Hub(tmp_path / "hub") as hub:
 
         def share(group):
@@ -150,7 +150,7 @@ def trained(group):
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_hub_that_is_killed_and_started_again(tmp_path, kills):
+def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
     """The real command, killed in the middle of transfers: the model is the one of threads."""
     hub = HubProcess(tmp_path / "hub")
     rounds, ready = 4 * kills, threading.Barrier(3)
@@ -193,7 +193,7 @@ def test_a_hub_that_is_killed_and_started_again(tmp_path, kills):
     assert ended == tw.run_threads(2, trained)
 
 
-def test_a_replica_that_says_nothing_ends_the_group_by_its_timeout(tmp_path):
+def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):
     """With its name and what there is to do; who waits for another message is told at once."""
 
     def replica(group):
@@ -221,7 +221,7 @@ def test_a_replica_that_says_nothing_ends_the_group_by_its_timeout(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_many_faults_at_random(tmp_path, seed):
+def test_random_cuts_and_hub_restarts_lose_no_message(tmp_path, seed):
     """Messages of all sizes under a few tags from three replicas, while links are cut and the hub stops and starts again."""
     size, messages, faults = 3, 150, 25
     draw = random.Random(seed)

@@ -29,7 +29,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_kill_loses_nothing(tmp_path):
+def test_a_killed_hub_keeps_its_state(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=600)
     assert done.returncode == -signal.SIGKILL
     state = HubState(tmp_path)
@@ -41,7 +41,7 @@ def test_a_kill_loses_nothing(tmp_path):
     state.close()
 
 
-def test_a_token_is_used_as_often_as_it_says(tmp_path):
+def test_concurrent_uses_of_a_token_stop_at_its_limit(tmp_path):
     """By forty at once, over several connections, as two processes would have."""
     states = [HubState(tmp_path) for _ in range(4)]
     number, secret = states[0].invite(7, 1000.0, None)
@@ -68,7 +68,7 @@ def test_a_token_is_used_as_often_as_it_says(tmp_path):
         state.close()
 
 
-def test_secrets_are_not_kept(tmp_path):
+def test_only_hashes_of_token_secrets_are_stored(tmp_path):
     """Only their hash is: a thief of the file cannot join by an invitation that is still open."""
     state = HubState(tmp_path)
     _, secret = state.invite(1, 1000.0, None)
@@ -77,7 +77,7 @@ def test_secrets_are_not_kept(tmp_path):
     assert (tmp_path / "hub.sqlite").stat().st_mode & 0o777 == 0o600
 
 
-def test_files_are_written_whole_for_their_owner_alone(tmp_path, monkeypatch):
+def test_files_are_written_atomically_and_readable_by_their_owner_only(tmp_path, monkeypatch):
     write_private(tmp_path / "key", b"old")
 
     def full(*_: object) -> None:
@@ -90,13 +90,13 @@ def test_files_are_written_whole_for_their_owner_alone(tmp_path, monkeypatch):
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_authority_is_made_once(tmp_path):
+def test_an_authority_is_created_once(tmp_path):
     """Also when the first try was killed before its certificate was there."""
     write_private(tmp_path / "authority.key", b"half")
     assert Authority(tmp_path).fingerprint == Authority(tmp_path).fingerprint
 
 
-def test_there_is_a_hub_to_invite_to(tmp_path):
+def test_invalid_hub_folders_invitations_and_ports_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no hub"):
         invite(tmp_path / "none")
     with Hub(tmp_path / "hub") as hub:

@@ -9,7 +9,7 @@ import pytest
 from thinwire.membership.testing.clock import VirtualTime
 
 
-def test_actions_and_waits_come_at_their_times():
+def test_actions_and_waits_end_at_their_virtual_times():
     time, seen = VirtualTime(), []
     with time:
         time.enter("a")
@@ -26,7 +26,7 @@ def test_actions_and_waits_come_at_their_times():
         assert not time._waits
 
 
-def test_time_stands_still_while_anybody_is_busy():
+def test_virtual_time_stops_while_a_thread_is_busy():
     """a and c wait while b is busy; then c sees what happens at its time, although others wait for later."""
     time, seen, flag = VirtualTime(), [], []
 

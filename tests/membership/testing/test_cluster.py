@@ -12,7 +12,7 @@ from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import Presence
 
 
-def test_messages_arrive_as_their_link_lets_them():
+def test_messages_arrive_after_their_links_delay_damage_and_cuts():
     """A bit of the second is wrong; a link that is cut keeps what comes, in order, until it is healed."""
     cluster, seen, message = SimulatedCluster(), [], torch.zeros(5, dtype=torch.uint8)
 
@@ -38,7 +38,7 @@ def test_messages_arrive_as_their_link_lets_them():
         assert seen[1:] == [(3.0, wrong), (3.0, whole)]
 
 
-def test_faults_come_when_a_replica_is_at_its_nth_operation():
+def test_a_fault_strikes_at_a_replicas_nth_operation():
     cluster, seen = SimulatedCluster(), []
     cluster.at("a", "put", lambda: seen.append("second"), nth=2)
     cluster.at("a", "put", lambda: cluster.kill("a"), nth=3)
@@ -67,7 +67,7 @@ def names(present):
     return [one.name for one in present]
 
 
-def test_who_is_silent_counts_until_its_timeout():
+def test_a_silent_replica_counts_as_alive_until_its_timeout():
     cluster = SimulatedCluster(heartbeat_timeout=5.0)
     lighthouse, time = cluster.lighthouse, cluster.time
     with time:
@@ -86,7 +86,7 @@ def test_who_is_silent_counts_until_its_timeout():
         assert lighthouse._silent["b-2"] == 8.0 and lighthouse._names == {"a": "a-1"}
 
 
-def test_three_of_five_wait_for_half_a_second():
+def test_a_majority_waits_half_a_second_for_the_others():
     cluster = SimulatedCluster()
     lighthouse, time = cluster.lighthouse, cluster.time
 
@@ -101,7 +101,7 @@ def test_three_of_five_wait_for_half_a_second():
     assert results == dict.fromkeys("abc", (["a", "b", "c"], 0.5))
 
 
-def test_a_lighthouse_that_is_killed_forgets_all():
+def test_a_killed_simulated_lighthouse_loses_its_state():
     cluster = SimulatedCluster()
     lighthouse, time = cluster.lighthouse, cluster.time
     store = SimulatedVoteStore(lighthouse, cluster, "a")
