@@ -3,9 +3,9 @@
     python benchmarks/codecs.py            # about five minutes
     python benchmarks/codecs.py --quick    # half a minute, up to 16 MiB
 
-For each codec and size, in turns: `copy_` of the input, encoding, decoding onto a sum with a weight that is not one. Time
-is that of the thread on its core; caches and memory are shared, so what else the machine does falls on all three. A ratio is
-the median over turns of copy / other, its quartiles beside it.
+For each codec and size it takes turns: `copy_` of the input, encoding, decoding onto a sum with a weight that is not one. Times
+are of the thread on its core. Caches and memory are shared, so other load of the machine affects all three. A ratio is
+the median over turns of copy / other, with its quartiles.
 Then the same codec by the reference (plain torch, eager). Goal from 16 MiB on: 0.6 of the copy for formats with a scale
 per block, signs and casts, 0.2 for the largest of a tensor. Measured.
 """
@@ -64,7 +64,7 @@ def measure(codec: Codec, nbytes: int, turns: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(SEED)
     x, out = torch.randn(numel, generator=generator), torch.zeros(numel)
     payload, key = torch.empty(codec.nbytes(numel), dtype=torch.uint8), Key(SEED)
-    again = max(1, (1 << 16) // nbytes)  # a clock cannot see 1 KiB
+    again = max(1, (1 << 16) // nbytes)  # a clock is too coarse for 1 KiB
 
     def encode() -> None:
         codec.encode(x, payload, key)
@@ -93,7 +93,7 @@ def measure(codec: Codec, nbytes: int, turns: int) -> dict[str, Any]:
 
 
 def _seconds(work: Work, again: int) -> float:
-    """This thread's own on a core, so without those in which others had it."""
+    """Seconds of this thread on a core, without those in which other threads had the core."""
     began = time.thread_time()
     for _ in range(again):
         work()

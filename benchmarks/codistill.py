@@ -11,8 +11,8 @@ and first weights in all of them:
 - alone, larger batch: λ = 0, and as many sequences more as talking costs: its probe set is run forward twice and backward once, so two
   windows cost 2.67 sequences. Equal compute and not equal text.
 
-Broken off, it goes on where it was with the same --out.
---quick: one seed and few steps, thrown away: whether all run, nothing about their loss.
+An interrupted run continues with the same --out.
+--quick: one seed and few steps, whose results are deleted: it shows that all run, and nothing about their loss.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> Run:
     command = ["train", "--strategy", strategy, "--models", *MODELS, "--replicas", len(MODELS), "--carrier", "threads"]
     command += ["--batch", batch, "--sequence", SEQUENCE, "--steps", steps, "--eval-every", steps, "--eval-batches", 32]
     if not (out / "summary.json").exists():
-        shutil.rmtree(out, ignore_errors=True)  # broken off
+        shutil.rmtree(out, ignore_errors=True)  # an interrupted run
         train(command, seed, out)
     record = RunRecord.load(out)
     commit = str(record.replicas[0].start["machine"]["commit"])
@@ -106,14 +106,14 @@ def main() -> None:
             setting |= {"trained at": sorted({run.commit for runs in found.values() for run in runs})}
             setting |= {"seconds of this process": round(time.monotonic() - began)}
             result = about | {"benchmark": "codistill", "word": "measured", "setting": setting, "rows": rows}
-            written = save("codistill", result, into)  # after every run: what is broken off has what was done
+            written = save("codistill", result, into)  # after every run, so that an interruption keeps these
         for row in rows:
             print(f"{row['model']:<6} {row['arm']:<20} {row['eval_loss']:.4f} ± {row['eval_loss_spread'] or 0:.4f}")
         print(f"written: {written}")
 
 
 def rows_of(arm: str, runs: list[Run], alone: list[Run], steps: int) -> list[dict]:
-    """A row of each model: its losses, and the differences to itself alone, seed by seed."""
+    """A row for each model: its losses, and the differences from the same model alone, seed by seed."""
     rows = list[dict]()
     for number, model in enumerate(MODELS):
         losses = [run.losses[number] for run in runs]

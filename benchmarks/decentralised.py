@@ -13,7 +13,7 @@ busiest replica. The mean at the end is not counted.
 *Simulated*: seconds of an inner step of a model of 10⁸ parameters, 1 s of computing included; 2,100 steps in virtual time. Uplinks have
 1 Gbit/s and carry one message at a time, a path takes 50 ms. Then the same, and the path between the replicas 0 and 1 has 20 Mbit/s.
 
-Broken off, it goes on where it was with the same --into. `make tables` writes docs/gossip.md and its picture from the result.
+An interrupted run continues with the same --into. `make tables` writes docs/gossip.md and its picture from the result.
 --cut: d_psgd among eight on a ring that is cut in two for a third of the rounds and healed: how far replicas are apart within the halves, and
 the halves from each other, relative to the mean's norm. Into results/cut.json.
 --quick: 30 steps of two methods and 8 replicas, one seed, kept apart.
@@ -88,7 +88,7 @@ METHODS: dict[tuple[str, str], Callable[[], Any]] = {
     ("a2cid2", "ring"): lambda: a2cid2(every=EVERY),
     ("a2cid2, 4 bits", "ring"): lambda: a2cid2(every=EVERY, codec=tw.codecs.E3M0()),
 }  # fmt: skip
-LARGE = [  # what is tried among 32, most telling first
+LARGE = [  # the pairs that are run among 32, the most informative first
     ("streaming_sign (default)", "all"),
     ("d_psgd", "ring"),
     ("d_psgd", "one-peer exp."),
@@ -147,7 +147,7 @@ def backward(model: nn.Module, windows: Tensor) -> float:
 
 
 class Told:
-    """What all replicas held after each round of `EVERY` steps."""
+    """The weights of all replicas after each round of `EVERY` steps."""
 
     def __init__(self) -> None:
         self.weights: dict[tuple[int, int], tuple[Tensor, float]] = {}

@@ -60,7 +60,7 @@ def run(space: Namespaces, bridge: Bridge, method: str, window: float, megabits:
         processes = [start(place) for place in range(3)]
 
         def rest(seconds: float, done: Callable[[], bool] = lambda: False) -> bool:
-            """Start again what ends by itself, meanwhile."""
+            """Meanwhile, restart processes that end by themselves."""
             until = time.monotonic() + seconds
             while time.monotonic() < until and not done():
                 for place, process in enumerate(processes):
@@ -98,7 +98,7 @@ def _all_in(written: list[Line]) -> bool:
 
 
 def row(method: str, written: list[Line], part: Part) -> dict[str, Any]:
-    """What the window says."""
+    """The figures of the window."""
     window, rest = written[0], [line for line in written[1:] if line["kind"] != "start"]
     inside = [line for line in rest if window["begin"] <= line["at"] <= window["end"]]
     still, inner, wall, dropped = [], 0.0, 0.0, 0
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def _median(several: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure over the repeats that had it."""
+    """The median of each figure over the repeats that have it."""
     good = [one for one in several if "problem" not in one]
     if not good:
         return several[0]

@@ -29,7 +29,7 @@ from thinwire.pieces.partition import Sequential
 
 @dataclass(frozen=True)
 class Part:
-    """What one replica is to do. `timeout` is torchft's, for everything; Thinwire's timeouts follow from the rest."""
+    """The settings of one replica. `timeout` is torchft's, for everything; Thinwire's timeouts follow from the rest."""
 
     method: str  # thinwire, torchft
     name: str
@@ -71,7 +71,7 @@ def thinwire(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer,
 
 
 def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> object:
-    """As its own tests set it up, with the returner's state handed over by its default transport."""
+    """Set up torchft as its own tests do, with its default transport for the state of a returning replica."""
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
@@ -102,7 +102,7 @@ def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, 
 
         fragment.perform_sync = sync  # type: ignore[method-assign]
     diloco.__enter__()
-    return store, manager, diloco  # which end when nobody holds them
+    return store, manager, diloco  # these end when no variable refers to them
 
 
 def main(part: Part) -> None:

@@ -57,7 +57,7 @@ def deltas(run: Run, steps: int) -> list[Tensor]:
 
 
 def signals(codec: Codec, run: list[Tensor]) -> list[Tensor]:
-    """What is encoded: the deltas, with what a sparse codec held back."""
+    """The values to encode: the deltas, plus the feedback of a sparse codec."""
     if not codec.sparse:
         return run
     feedback, found = tw.pieces.feedback.Feedback(eta=0.95, beta=0.95), []

@@ -41,14 +41,14 @@ from router import Router
 from thinwire.comm import Link
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
-LONGEST = 2.6  # seconds of an ideal round; what takes longer is left out
+LONGEST = 2.6  # seconds of an ideal round; longer cases are left out
 LIMIT_SECONDS = 240.0  # for all cases of one group size
 EXCHANGES = ("Direct()", "TwoShot()")  # of these `Fastest` chooses
 DENSE, FOUR_BITS = "Identity()", "E3M0()"
 
 
 def cases(link: Link, size: int, sizes: list[int], rounds: int) -> list[Case]:
-    """What is measured between `size` replicas, small packets first."""
+    """The cases that are measured between `size` replicas, small packets first."""
     rate, found = link.bits_per_second, []
     for nbytes in sizes:
         seconds = 2 * link.delay_seconds + (size - 1) * 8 * nbytes / rate

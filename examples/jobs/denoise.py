@@ -48,7 +48,7 @@ def optimizer(model):
 
 
 def evaluate(model):
-    """What is left of the noise: 1 is all of it."""
+    """The share of the noise that is left: 1 is all of it."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         noisy, clean = collate([signal() for _ in range(256)])

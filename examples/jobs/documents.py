@@ -12,7 +12,7 @@ VOCABULARY, WIDTH, HEADS, CAPACITY = 32, 48, 3, 256
 
 
 def corpus(count=600):
-    """Each document counts on in a step of its own. A few are long, most are short."""
+    """Each document counts upwards in its own steps. A few are long, most are short."""
     generator = torch.Generator().manual_seed(7)
     lengths = (4 + torch.empty(count).log_normal_(2.5, 1.0, generator=generator)).long().clamp(max=CAPACITY)
     first, step = torch.randint(0, VOCABULARY, (2, count), generator=generator)
@@ -42,7 +42,7 @@ def model():
 
 
 def batches(share):
-    """One packed batch after the other; a resume, and an elastic run, go on where the data ledger says."""
+    """One packed batch after the other; resumed and elastic runs continue at the place in the data ledger."""
     documents = corpus()
     for rows in share.packed([len(one) - 1 for one in documents], CAPACITY, WIDTH):
         some = [documents[row] for row in rows]
@@ -53,6 +53,6 @@ def batches(share):
 
 
 def loss(model, batch):
-    """A sum and its tokens: a mean of means would weigh a token more, the fewer are beside it."""
+    """The sum of losses and the number of tokens: a mean of means would give more weight to tokens of small batches."""
     inputs, targets, places, document = batch
     return functional.cross_entropy(model(inputs, places, document), targets, reduction="sum"), len(targets)

@@ -3,9 +3,9 @@
 thinwire train --job examples/workloads/agents.py --steps 100
 thinwire compare --job examples/workloads/agents.py --steps 100
 
-What it tries: on-policy data, which change with the weights: a replica acts with its own, and learns from what it was paid (REINFORCE with
-a baseline). Who hears whom is learned too, as a choice of one link an agent (the budget); messages are bounded: eight numbers in [-1, 1].
-Everything drawn is in the batch, as uniform noise, so that a resume acts as the run would have.
+It tests on-policy data, which change with the weights: a replica acts with its own weights, and learns from its rewards (REINFORCE with
+a baseline). The agents also learn which one to hear: each chooses one link (the budget). A message is eight numbers in [-1, 1].
+All random draws are in the batch, as uniform noise, so that a resumed run acts as the uninterrupted one.
 """
 
 import torch
@@ -24,7 +24,7 @@ class Team(nn.Module):
         self.act = nn.Sequential(nn.Linear(WIDTH + MESSAGE, WIDTH), nn.Tanh(), nn.Linear(WIDTH, ACTIONS))
 
     def forward(self, seen, noise=None):
-        """Logits of who is heard [AGENTS, AGENTS] and of what is done [batch, AGENTS, ACTIONS]; `noise` explores links."""
+        """Logits of links [AGENTS, AGENTS] and of actions [batch, AGENTS, ACTIONS]; `noise` explores links."""
         links = self.links.masked_fill(torch.eye(AGENTS, dtype=torch.bool, device=seen.device), -1e9)
         scores = links.expand(len(seen), -1, -1) if noise is None else links + gumbel(noise)
         heard = scores.argmax(-1)  # the budget: one link each
@@ -43,20 +43,20 @@ def model():
 
 
 def batches(share):
-    """What the world shows, and the noise with which is explored."""
+    """Observations, and the noise of exploration."""
     while True:
         shown = torch.randint(ACTIONS, (BATCH, AGENTS))
         yield shown, torch.rand(BATCH, AGENTS, AGENTS), torch.rand(BATCH, AGENTS, ACTIONS)
 
 
 def paid(shown, done):
-    """Half of it for what each has done itself, half for the whole team."""
+    """The reward: half for an agent's own action, half for the whole team's."""
     right = (done == shown[:, ORDER.to(shown.device)]).float()
     return right + right.mean(1, keepdim=True)
 
 
 def loss(model, batch):
-    """Minus what was paid beyond the mean, times the logarithm of how likely both choices were; and some entropy."""
+    """−(reward − mean) times the log probability of both choices, minus a share of the entropy."""
     shown, for_links, for_actions = batch
     links, heard, logits = model(shown, for_links)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def optimizer(model):
 
 
 def evaluate(model):
-    """How often an agent does the wrong thing, when each does what it thinks best; and how many links are wrong."""
+    """The share of wrong actions if each agent takes its most likely one, and the share of wrong links."""
     shown = torch.randint(ACTIONS, (512, AGENTS), generator=torch.Generator().manual_seed(1)).to(model.links.device)
     links, _, logits = model(shown)
     order = ORDER.to(shown.device)

@@ -3,8 +3,8 @@
 thinwire train --job examples/workloads/behaviour.py --steps 200
 thinwire compare --job examples/workloads/behaviour.py --steps 200
 
-What it tries: a data recipe, and a loss for each field. Few words of a text are behaviour, so the one mean loss hides how well they are
-learned: `evaluate` names both fields. Texts are made: topics have words, and topic and length say how many views and likes come.
+It tests a data recipe, and a loss for each field. Few words of a text are behaviour, so one mean loss hides how well they are
+learned; `evaluate` reports both fields. Texts are synthetic: topics have words, and topic and length determine views and likes.
 """
 
 import torch
@@ -65,7 +65,7 @@ def fields(model, text):
     """The loss of content and that of behaviour, each a mean over its own words."""
     losses = cross_entropy(model(text[:, :-1]).transpose(1, 2), text[:, 1:], reduction="none")
     content, behaviour = losses[:, : LENGTH - 1], losses[:, LENGTH - 1 :]
-    told = (text[:, :LENGTH][:, :-1] != END).float()  # filling is no content
+    told = (text[:, :LENGTH][:, :-1] != END).float()  # padding is not content
     return (content * told).sum() / told.sum(), behaviour.mean()
 
 

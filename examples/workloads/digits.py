@@ -3,7 +3,7 @@
 thinwire train --job examples/workloads/digits.py --steps 120
 thinwire compare --job examples/workloads/digits.py --steps 120
 
-What it tries: running statistics, which are no parameters, and differ between replicas (--buffers mean | local).
+It tests running statistics, which are not parameters, and differ between replicas (--buffers mean | local).
 """
 
 import torch
@@ -65,7 +65,7 @@ def optimizer(model):
 
 
 def evaluate(model):
-    """On digits of the contrasts of all replicas."""
+    """Evaluate on digits with the contrasts of all replicas."""
     generator = torch.Generator().manual_seed(1)
     parts = [draw(200, 2.0 - faint, 0.2 + 0.2 * faint, generator) for faint in (0.0, 0.5, 1.0)]
     images, digits = (torch.cat(one).to(next(model.parameters()).device) for one in zip(*parts))

@@ -3,8 +3,8 @@
 thinwire train --job examples/workloads/experts.py --steps 200
 thinwire compare --job examples/workloads/experts.py --steps 200
 
-What it tries: sparse gradients with an optimizer for them, beside AdamW for the rest, of one loss; experts that few samples reach; and
-whether rows that nobody has touched stay where they were.
+It tests sparse gradients with an optimizer for them, beside AdamW for the rest, of one loss; experts that few samples reach; and
+whether rows that no sample reads keep their values.
 """
 
 import torch
@@ -17,7 +17,7 @@ PLACES = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(5))  # ro
 
 
 def taste(generator):
-    """Of each user, and of each item: what is to be found out."""
+    """The true factors of each user and of each item, which the model learns."""
     users = torch.nn.functional.normalize(torch.randn(USERS, 3, generator=generator), dim=1)
     return users, torch.nn.functional.normalize(torch.randn(ITEMS, 3, generator=generator), dim=1)
 

@@ -3,7 +3,7 @@
 thinwire train --job examples/workloads/graph.py --steps 150
 thinwire compare --job examples/workloads/graph.py --steps 150
 
-What it tries: shares that are unlike (non-IID: a replica trains on some classes alone), and batches whose time goes into gathering rows
+It tests shares that differ (non-IID: a replica trains on some classes only), and batches that take their time to gather rows
 from a memory-mapped store, which all replicas of a machine share without a copy (unified tensors: docs/zoo.md).
 """
 
@@ -34,7 +34,7 @@ def graph():
 
 
 def store():
-    """The features, read only, from a file that whoever comes first writes; a single node's features tell little of its class."""
+    """The features, read only, from a file that the first process writes; a single node's features show little of its class."""
     path = Path(tempfile.gettempdir()) / f"thinwire-graph-{os.getuid()}-{NODES}x{FEATURES}.float32"
     if not path.exists():
         generator = torch.Generator().manual_seed(2)
@@ -42,7 +42,7 @@ def store():
         features = 0.2 * center[KIND] + torch.randn(NODES, FEATURES, generator=generator)
         draft = path.with_suffix(f".{os.getpid()}-{torch.randint(1 << 30, (1,)).item()}")
         features.numpy().tofile(draft)
-        draft.replace(path)  # whole, or not there
+        draft.replace(path)  # readers see the whole file or none
     return np.memmap(path, np.float32, "r", shape=(NODES, FEATURES))
 
 
@@ -104,7 +104,7 @@ def optimizer(model):
 
 
 def evaluate(model):
-    """On nodes of all classes that no replica has trained on."""
+    """Evaluate on nodes of all classes on which no replica has trained."""
     nodes, here = HELD_OUT.nonzero()[:, 0], next(model.parameters()).device
     told = neighbourhood(store(), nodes, torch.Generator().manual_seed(1))
     said, kind = model(*(one.to(here) for one in told)), KIND[nodes].to(here)

@@ -3,8 +3,8 @@
 thinwire train --job examples/workloads/onsets.py --steps 200
 thinwire compare --job examples/workloads/onsets.py --steps 200
 
-What it tries: a target that is drawn anew for every batch, and an average of the weights that is evaluated in their place. All that is
-drawn is in the batch, so that it follows from the share alone.
+It tests a target that is drawn anew for every batch, and an average of the weights that is evaluated in their place. All random
+draws are in the batch, so that they follow from the share alone.
 """
 
 import math
@@ -61,7 +61,7 @@ def model():
 def batches(share):
     while True:
         sound, onsets, kind = sounds(BATCH)
-        told = torch.rand(BATCH) >= DROPPED  # else nothing is told: for guidance
+        told = torch.rand(BATCH) >= DROPPED  # otherwise without onsets and class, for guidance
         onsets, kind = onsets * told[:, None], torch.where(told, kind, CLASSES)
         yield sound, onsets, kind, torch.randint(LEVELS, (BATCH,)), torch.randn(BATCH, LENGTH)
 
@@ -72,7 +72,7 @@ def mixed(sound, noise, level):
 
 
 def loss(model, batch):
-    """The square error of the noise that is in it."""
+    """The squared error of the predicted noise."""
     sound, onsets, kind, level, noise = batch
     if torch.is_grad_enabled():
         model.ema.update(model.denoiser)
@@ -97,7 +97,7 @@ def sampled(denoise, onsets, kind, noise, steps=12):
 
 
 def evaluate(model):
-    """Of sounds that are sampled with the averaged weights: 1 − correlation with the true ones. And what is left of the noise, by both."""
+    """1 − correlation of sounds that the averaged weights sample with the true ones; and the noise that both weights leave."""
     generator, here = torch.Generator().manual_seed(1), next(model.parameters()).device
     sound, onsets, kind = (one.to(here) for one in sounds(128, generator))
     noise = torch.randn(128, LENGTH, generator=generator).to(here)

@@ -3,8 +3,8 @@
 thinwire train --job examples/workloads/speech.py --steps 150
 thinwire compare --job examples/workloads/speech.py --steps 150
 
-What it tries: two models and two optimizers, and a loss for each. The generator's loss looks through the discriminator and does not
-train it. Speech is made: a voice with a moving pitch and three formants, whose upper partials follow from the lower ones.
+It tests two models and two optimizers, and a loss for each. The generator's loss passes through the discriminator and does not
+train it. Speech is synthetic: a voice with a moving pitch and three formants, whose upper partials follow from the lower ones.
 """
 
 import math
@@ -75,7 +75,7 @@ class Generator(nn.Module):
 
 
 class Both(nn.Module):
-    """What is trained: both models are parameters of one module."""
+    """Both models, as parameters of one module."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ def narrow(amplitude, phase):
 
 
 def wrapped(difference):
-    """Of angles: the way round that is shorter."""
+    """The difference of angles, the shorter way round."""
     return (difference - 2 * math.pi * (difference / (2 * math.pi)).round()).abs()
 
 

@@ -1,4 +1,4 @@
-"""The version of the code, and the range of protocols by which replicas know whether they can work together."""
+"""The version of the code, and the range of protocols from which replicas find whether they can work together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STATED = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9}) \(Thinwire ([A-Za-z0-9.+_-]{
 
 @dataclass(frozen=True)
 class Protocols:
-    """The protocols that one release speaks: `newest`, and all down to `oldest`.
+    """The protocols of one release: all from `oldest` to `newest`.
 
-    A protocol is what all replicas of a run must do alike: the formats of what they send, and the arithmetic that gives all the same
-    bits. Replicas of unlike releases train together if one protocol is in the ranges of all.
+    A protocol is what all replicas of a run must share: the formats of their messages, and the arithmetic that gives all replicas
+    the same bits. Replicas of different releases train together if one protocol is in the ranges of all.
 
     >>> before, after = Protocols(1, 1, "0.1.0"), Protocols(1, 2, "0.2.0")
     >>> str(after), Protocols.parse(str(after)) == after, common([before, after]), common([before, Protocols(2, 2, "0.3.0")])
@@ -34,17 +34,17 @@ class Protocols:
 
     @classmethod
     def parse(cls, text: str) -> Protocols | None:
-        """Read what another replica states; None if it cannot be read."""
+        """Parse the range that another replica sent; None if it cannot be parsed."""
         match = _STATED.fullmatch(text)
         return cls(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def common(stated: Collection[Protocols | None]) -> bool:
-    """Whether one protocol is in all ranges. Two ranges at a time decide that: what overlaps in pairs has a number in common."""
+    """Whether one protocol is in all ranges. It is enough to compare pairs: ranges that overlap in pairs have a number in common."""
     known = [one for one in stated if one]
     return len(known) == len(stated) and max(one.oldest for one in known) <= min(one.newest for one in known)
 
 
 # A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,
-# unless replicas of the release before read what it sends, and compute the same bits.
+# unless replicas of the previous release read its messages and compute the same bits.
 PROTOCOLS = Protocols(oldest=1, newest=1, release=__version__)

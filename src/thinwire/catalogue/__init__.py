@@ -1,8 +1,8 @@
-"""The table of pieces, a row each. Adding a piece is one file and one row here.
+"""The table of pieces, with one row for each. To add a piece, write one file and add one row here.
 
-The names that text may hold, the table in docs/pieces.md and the rows that the laws are tried on follow from it.
-A piece whose arguments all have defaults is tried as it is made without any, with the `claims` that it declares; others, and
-further forms, have rows in tests/support/pieces.py.
+The parser's names, the table in docs/pieces.md and the pieces that the laws test follow from it. A piece whose arguments all have
+defaults is tested with these defaults and the `claims` that it declares. Other pieces, and further settings of a piece, have rows in
+tests/support/pieces.py.
 """
 
 # ruff: noqa: I001  # by kind, not by module
@@ -35,26 +35,26 @@ from thinwire.pieces.schedule import Every as Every
 from thinwire.pieces.schedule import Quadratic as Quadratic
 from thinwire.pieces.schedule import Staggered as Staggered
 
-# Which parameters travel together.
+# Which parameters form a fragment.
 from thinwire.pieces.partition import BySize as BySize
 from thinwire.pieces.partition import Sequential as Sequential
 from thinwire.pieces.partition import Strided as Strided
 from thinwire.pieces.partition import Whole as Whole
 
-# The codec over time.
+# How the codec changes over time.
 from thinwire.pieces.policy import Constant as Constant
 from thinwire.pieces.policy import DenseUntil as DenseUntil
 from thinwire.pieces.policy import DensityWarmup as DensityWarmup
 from thinwire.pieces.lgreco import LGreCo as LGreCo
 
-# Before the codec, and behind it.
+# What changes deltas before the codec and estimates after it.
 from thinwire.pieces.transforms import Clip as Clip
 from thinwire.pieces.transforms import Moments as Moments
 from thinwire.pieces.transforms import Momentum as Momentum
 from thinwire.pieces.transforms import Settled as Settled
 from thinwire.pieces.transforms import Signs as Signs
 
-# What a codec held back.
+# What keeps the errors of the codec for the next delta.
 from thinwire.pieces.feedback import Feedback as Feedback
 
 # How packets become one estimate.
@@ -66,7 +66,7 @@ from thinwire.exchange.hierarchy import Hierarchy as Hierarchy
 from thinwire.exchange.star import Star as Star
 from thinwire.exchange.two_shot import TwoShot as TwoShot
 
-# Who talks to whom, where not all talk to all.
+# Which replicas exchange with which, if not all exchange with all.
 from thinwire.topology.fixed import Complete as Complete
 from thinwire.topology.fixed import Ring as Ring
 from thinwire.topology.fixed import Mesh as Mesh
@@ -82,7 +82,7 @@ from thinwire.topology.drawn import BarabasiAlbert as BarabasiAlbert
 from thinwire.topology.fixed import Listed as Listed
 from thinwire.topology.fixed import Cut as Cut
 
-# What a replica makes of what its neighbours say.
+# How a replica combines its neighbours' vectors with its own.
 from thinwire.pieces.gossip import NoLoCo as NoLoCo
 from thinwire.pieces.gossip import AdaptThenCombine as AdaptThenCombine
 from thinwire.pieces.gossip import CombineThenAdapt as CombineThenAdapt
@@ -94,7 +94,7 @@ from thinwire.pieces.mgs import MGS as MGS
 from thinwire.pieces.trust import Bristle as Bristle
 from thinwire.pieces.trust import SybilWall as SybilWall
 
-# What is made of what all have sent.
+# How the deltas of all replicas are aggregated.
 from thinwire.pieces.aggregate import Mean as Mean
 from thinwire.pieces.aggregate import MeanOverSenders as MeanOverSenders
 from thinwire.pieces.robust import Median as Median
@@ -119,30 +119,30 @@ from thinwire.pieces.outer import DelayedNesterov as DelayedNesterov
 from thinwire.pieces.outer import HeavyBall as HeavyBall
 from thinwire.pieces.outer import Nesterov as Nesterov
 
-# What a delta counts that comes when it comes.
+# The weight of a delta that arrives late.
 from thinwire.pieces.staleness import Alike as Alike
 from thinwire.pieces.staleness import ByTokens as ByTokens
 from thinwire.pieces.staleness import HeLoCo as HeLoCo
 
-# How the anchor reaches a replica.
+# How a replica receives the anchor.
 from thinwire.pieces.merge import Eager as Eager
 from thinwire.pieces.merge import Keep as Keep
 from thinwire.pieces.merge import Mix as Mix
 from thinwire.pieces.merge import Reset as Reset
 
-# The inner optimizer, where a method is one with it.
+# Inner optimizers that belong to a method.
 from thinwire.pieces.inner_optimizers import AdamW as AdamW
 from thinwire.pieces.inner_optimizers import Muon as Muon
 from thinwire.pieces.inner_optimizers import SAM as SAM
 from thinwire.pieces.inner_optimizers import SGD as SGD
 
-# What is not let into a packet, and what packets may tell.
+# Limits on the norm of deltas, and on what packets reveal.
 from thinwire.pieces.guard import Guard as Guard
 from thinwire.pieces.privacy import Privacy as Privacy
 
-# What is exchanged, and the whole.
+# What replicas exchange, and the whole strategy.
 from thinwire.strategy import Deltas as Deltas
 from thinwire.strategy import Gradients as Gradients
 from thinwire.strategy import Strategy as Strategy
 
-from thinwire.catalogue import parsing as parsing  # below the rows, which it reads
+from thinwire.catalogue import parsing as parsing  # below the rows, because it reads them

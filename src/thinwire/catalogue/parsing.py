@@ -1,4 +1,4 @@
-"""Compositions as text: what `repr` prints of a strategy, a codec or any other piece is read back, and nothing is executed."""
+"""Parses compositions: text that `repr` prints of a strategy, a codec or any other piece. Executes nothing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PIECES: dict[str, Callable[..., Any]] = {
 }
 
 
-LONGEST = 10_000  # characters of a composition that is read back
+LONGEST = 10_000  # most characters of a composition that is parsed
 
 
 def pieces_of(room: str) -> list[str]:
-    """The names of the pieces in thinwire.`room`, such as codecs or pieces.partition."""
+    """The names of the pieces in the package or module thinwire.`room`, such as codecs or pieces.partition."""
     return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The question whether the nearest of the `known` names was meant; empty where none is near."""
+    """A question whether the user meant the nearest of the `known` names; empty if none is near."""
     lower = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), lower, n=1)
     return f" (did you mean {lower[near[0]]}?)" if near else ""
@@ -39,19 +39,19 @@ def parse(
     *,
     own_files: bool = False,
 ) -> Any:
-    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`: calls of `names` with literals,
-    nothing else. With `own_files`, `my_file.py:Mine(3)` too: that file is imported, so give it for text that the user wrote.
+    """Make the value that `text` describes, such as `E3M0(block=64)` or `E3M0`. The text may only call `names` with literals. With
+    `own_files`, `my_file.py:Mine(3)` is allowed too: that file is imported, so set it only for text that the user wrote.
 
-    Raises `ConfigurationError` with the text and what can be written there: of `names` those that are `offered`, or all.
+    The message of an error lists the `offered` names, or all `names`.
 
     Args:
-        text: what `repr` of a piece prints; defaults may be left out.
+        text: the `repr` of a piece; defaults may be left out.
         names: the functions that the text may call, by name.
         offered: the names that an error message lists; empty: all.
         own_files: whether to import the user's own Python files that `text` names.
 
     Raises:
-        ConfigurationError: the text is no such call; the message says what can be written.
+        ConfigurationError: the text is not such a call; the message says what can be written.
 
     >>> parse('E3M0(block=64)')
     E3M0(block=64, scale='exponent', rounding='nearest')
@@ -105,7 +105,7 @@ def _check_arguments(
     """Raise `ConfigurationError` if `function` does not take these arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a class that is written in C may have none
+    except ValueError:  # a class that is written in C may have no signature
         return
     try:
         signature.bind(*given, **keywords)

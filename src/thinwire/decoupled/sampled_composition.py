@@ -9,12 +9,12 @@ from thinwire.decoupled.sampled_rules import SampleRules
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.outer import Nesterov
 
-HELLO = 30.0  # seconds between two signs of life; over gloo a silence of the group's timeout ends the group
+HELLO = 30.0  # seconds between two heartbeats; over gloo a silence as long as the group's timeout ends the group
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleComposition:
-    """The size of the sample that trains in a round, its inner steps, and the outer step; a frozen value.
+    """A frozen value: the size of the sample that trains in a round, its inner steps, and the outer step.
 
     Args:
         every: H, inner steps of a participant in a round.
@@ -24,7 +24,7 @@ class SampleComposition:
         outer_momentum: μ, its momentum, in [0, 1).
         ping_timeout: seconds after which another replica is asked instead of one that does not answer.
         patience: seconds for which an aggregator waits for models.
-        seed: of the replicas to whom one says that it is there.
+        seed: draws the replicas to which heartbeats go.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -48,7 +48,7 @@ class SampleComposition:
                 f"every={self.every}, ping_timeout={self.ping_timeout}, patience={self.patience}: at least 1 inner step, and times above 0, "
                 "are needed."
             )
-        assert self.rules and self.outer  # which refuse what cannot work
+        assert self.rules and self.outer  # these raise for settings that cannot work
 
     @cached_property
     def rules(self) -> SampleRules:

@@ -1,10 +1,10 @@
-"""A replica that trains when it is in the sample of a round (Plexus): what happens around its inner steps.
+"""Drives a replica that trains when it is in the sample of a round (Plexus), before and after its inner steps.
 
     the model of a round arrives:   a, v ← the message;   θ ← a
     after H inner steps:            Δ = a − θ,   (a, v) ← outer step on Δ,   which go to the aggregators
 
-The outer step is linear, so the mean of the participants' (a, v) is the outer step on the mean of their Δ: momentum travels with the model,
-and an aggregator takes a mean and needs to know nothing of either.
+The outer step is linear, so the mean of the participants' (a, v) is the outer step on the mean of their Δ. Momentum travels with the model,
+and an aggregator only takes a mean.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class PlexusReplica(Attached):
         self.step += 1
         if self.step - self._since == self.strategy.every:
             self._depart(self._stop_requested)
-        while not self._host.work.empty():  # a newer round: what is trained from an older one counts no more
+        while not self._host.work.empty():  # a newer round: training from an older one no longer counts
             self._next()
         self.seconds += self._clock() - began
 
     def _depart(self, stop: bool) -> None:
-        """Take the outer step, and give the result to the aggregators."""
+        """Take the outer step, and send the result to the aggregators."""
         one, taken = self._one, self.step - self._since
         if not one.finite():
             self._warn("this round gave NaN or infinity in the weights; the model goes on as it came")
@@ -131,7 +131,7 @@ class PlexusReplica(Attached):
 
     @torch.no_grad()
     def _next(self) -> None:
-        """Wait for work, and begin it. Raises `LinkError` if there will be none."""
+        """Wait for work, and begin it. Raises `LinkError` if none can come."""
         work = self._host.work.get()
         if isinstance(work, PeerError):
             self._host.work.put(work)
@@ -151,7 +151,7 @@ class PlexusReplica(Attached):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what was trained as the run's last round, and take the model in which it ends."""
+        """Send the trained model of the run's last round, and take the final model."""
         while not self.stopping:
             if self._training:
                 self._depart(True)
@@ -165,7 +165,7 @@ class PlexusReplica(Attached):
             self._host.wait()
         self._host.close()
 
-    # ---- what is agreed
+    # ---- the agreed model
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -187,7 +187,7 @@ class PlexusReplica(Attached):
         return {"model": self._model()}, {"step": self.step, "round": self._round}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Refused: no replica knows which of them has the newest model. Raises `CheckpointError`."""
+        """Always raises `CheckpointError`: no replica knows which of them has the newest model."""
         raise CheckpointError(
             "a run of plexus cannot be resumed, because no replica knows who had its newest model; begin a new run from an exported model."
         )

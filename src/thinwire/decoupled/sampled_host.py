@@ -1,7 +1,7 @@
-"""A peer's thread: messages and timers go to the protocol (sampled_peer.py), what it wants sent goes out, and work goes to the training thread.
+"""Runs a peer's thread. It gives messages and timers to the protocol (sampled_peer.py), sends its messages, and gives work to the training thread.
 
-A replica leaves in two steps: it says that it has the end, and goes when all others have said so or are lost. So nobody takes the end from
-another that still has to ask for it.
+A replica leaves in two steps: it announces that it has the final model, and it goes when all others have announced so or are lost. So the
+final model stays available to each replica that still has to ask for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HAS_END, _GOES = 0, 1  # the round of a BYE
 
 
 class PeerHost:
-    """Runs `peer` in `group`. `work` has what the training thread is to do; `tell(message)` is called with warnings, on this thread."""
+    """Runs `peer` in `group`. `work` holds the work of the training thread; `tell(message)` is called with warnings, on this thread."""
 
     def __init__(
         self, group: Group, wire: SampleMessages, peer: SampledPeer, clock: Callable[[], float],
@@ -52,15 +52,15 @@ class PeerHost:
         self._thread.start()
 
     def trained(self, round_: int, step: int, model: Tensor, stop: bool) -> None:
-        """Give the model that was trained from that of `round_` to the protocol."""
+        """Give the protocol the model that was trained from the model of `round_`."""
         self._events.put(lambda: self._peer.trained(round_, step, model, stop))
 
     def wait(self) -> None:
-        """Wait until all others have the end, or are lost."""
+        """Wait until all others have the final model, or are lost."""
         self._thread.join()
 
     def close(self) -> None:
-        """End its threads, whatever others need."""
+        """End its threads at once, even if others still need this replica."""
         self._events.put(None)
         if self._thread.is_alive():
             self._thread.join()
@@ -70,7 +70,7 @@ class PeerHost:
     # ---- on the threads of the carrier
 
     def _deliver(self, other: int, heard: Tensor | PeerError) -> bool:
-        """Queue what came from `other`; return whether it was its last message."""
+        """Queue a message from `other`; return whether it was its last one."""
         if isinstance(heard, PeerError):
             self._lose(other, heard)
             return True
@@ -135,7 +135,7 @@ class PeerHost:
             self._senders[to].send(self._wire.write(message))
 
     def _over(self) -> bool:
-        """Whether nobody needs this replica any more; says on the way there what the others need to know."""
+        """Whether no other replica needs this one any more. Sends the messages of leaving when they are due."""
         own = self._group.rank
         if self._done and own not in self._ended:
             self._ended.add(own)

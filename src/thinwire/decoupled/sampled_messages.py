@@ -1,4 +1,4 @@
-"""The messages between peers that train in samples (Plexus): packets (packet.py) that are named by round and sender.
+"""The messages between peers that train in samples (Plexus): packets (packet.py) with the round and the sender in their header.
 
 The payload is a fixed-size record (the notes), then the sample, then the sender's view, then the model; `part` is the kind.
 
@@ -12,7 +12,7 @@ The payload is a fixed-size record (the notes), then the sample, then the sender
 | ASK           | send me the FINAL                                                                 | notes                |
 | BYE           | the sender's last message                                                         | notes                |
 
-Lengths are compared with what the group's size and the model allow before anything is made from them.
+Lengths are compared with the group's size and the model before anything is allocated.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class Kind(IntEnum):
 WITH_MODEL = (Kind.TRAINED, Kind.MEAN, Kind.FINAL)
 _NOTES = struct.Struct("<IIIII")  # counter, known, step, peers of the sample, bytes of the view
 _PEER = struct.Struct("<H")
-_MOST = 1 << 31  # rounds, and changes of a peer
+_MOST = 1 << 31  # most rounds, and most changes of a peer
 _CODEC = identity(Identity())
 
 
 @dataclass(frozen=True)
 class PeerMessage:
-    """What one peer says to another.
+    """A message from one peer to another.
 
-    kind       one of the words above
+    kind       one of the kinds above
     sender     its number
-    round      the round that it is about; with PING and PONG the round whose sample is asked for
+    round      the round of the message; with PING and PONG the round whose sample is drawn
     counter    how often the sender has joined or left
     known      the newest round whose model the sender knows to exist
     step       with a model: inner steps of the run in it
     stop       with a model: the run ends after it
     sample     with a model: the participants of `round`
-    view       with a model: what the sender knows of all peers
+    view       with a model: the sender's view of all peers
     model      the weights and the momentum that belongs to them
     """
 
@@ -90,7 +90,7 @@ class SampleMessages:
         self.size, self.numel = size, numel
 
     def nbytes(self, kind: int, sample: int, peers: int) -> int:
-        """Bytes of a message with a sample and a view of so many peers, header included."""
+        """Bytes of a message with a sample and a view of so many peers, including the header."""
         small = HEADER_NBYTES + _NOTES.size
         if kind not in WITH_MODEL:
             return small

@@ -1,10 +1,10 @@
-"""A peer that trains in samples, without I/O: messages, timers and losses go in; messages, timers and work come out (MoDeST, Plexus).
+"""A peer that trains in samples, without I/O (MoDeST, Plexus). Inputs: messages, timers and lost peers; outputs: messages, timers and work.
 
     a participant of round k     trains from the model of round k, and sends its own to the first of the order for k + 1 that answer
     an aggregator                waits for the sample of round k, takes the mean, and sends it to the first that answer for k + 1
 
-Nobody holds the run. A model that was sent is kept until it is known to be in a mean that has arrived elsewhere, so no single failure
-loses a round. A peer that does not answer a ping is passed over for this sample alone.
+No peer leads the run. A peer keeps a model that it sent until it knows that a mean with it has arrived elsewhere, so no single failure
+loses a round. A peer that does not answer a ping is left out of this sample only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from thinwire.membership.peer_view import PeerEntry, PeerView
 
 
 class SampledPeer:
-    """One peer. `take()` returns what it wants done since the last call.
+    """One peer. `take()` returns the actions that it has ordered since the last call.
 
     Args:
         own: its number.
-        rules: of the run, the same on all.
-        view: what it knows of all peers, itself included.
-        combine: makes the mean of models, which come in the order of their senders.
-        seed: of the peers to whom it says that it is there.
+        rules: the rules of the run, equal on all peers.
+        view: its view of all peers, including itself.
+        combine: computes the mean of models, which are in the order of their senders.
+        seed: draws the peers to which heartbeats go.
         counter: how often it has joined or left.
     """
 
@@ -37,30 +37,30 @@ class SampledPeer:
         seed: int = 0, counter: int = 1,
     ) -> None:  # fmt: skip
         self.own, self.rules, self.view, self.combine, self.counter = own, rules, view, combine, counter
-        self.round = self.known = 0  # whose model it has adopted; whose model is known to have arrived somewhere
-        self.asked: list[tuple[int, int]] = []  # of every whole sample of participants: peers asked, peers found
+        self.round = self.known = 0  # the round whose model it has; the newest round whose model has arrived at a peer
+        self.asked: list[tuple[int, int]] = []  # for every complete sample of participants: peers asked, peers found
         self.final: PeerMessage | None = None
         self._pending = dict[int, PeerEntry]()
         self._suspected, self._lost, self._byes = set[int](), set[int](), set[int]()
         self._samplings, self._serial = dict[int, Sampling](), 0
         self._gatherings = dict[int, Gathering]()
         self._sample: tuple[int, ...] = ()
-        self._mine: PeerMessage | None = None  # the model that it has trained, until it is safe elsewhere
+        self._mine: PeerMessage | None = None  # its trained model, until a mean with it has arrived elsewhere
         self._sent_to, self._attempt = set[int](), 0
         self._random = random.Random(f"{seed}-{own}")
         self._actions, self._to_self = list[Action](), deque[PeerMessage]()
 
     def take(self) -> list[Action]:
-        """What it wants done, in this order; messages to itself are handled here."""
+        """The ordered actions, in this order; messages to itself are handled here."""
         while self._to_self:
             self._handle(self._to_self.popleft())
         actions, self._actions = self._actions, []
         return actions
 
-    # ---- what happens to it
+    # ---- inputs
 
     def start(self, round_: int, step: int, model: Any) -> None:
-        """Begin with a model that all have: nobody has to be asked who the participants of the first round are."""
+        """Begin with a model that all have, so that the participants of the first round are known without pings."""
         self.known = round_
         self._do(Wake(("hello",), self.rules.hello))
         sample = self.view.order(round_, self.rules.window, self.own)[: self.rules.sample]
@@ -68,7 +68,7 @@ class SampledPeer:
             self._adopt(PeerMessage(Kind.MEAN, self.own, round_, step=step, sample=sample, view=self.view, model=model))
 
     def heard(self, message: PeerMessage) -> None:
-        """A message has come, from another peer."""
+        """A message of another peer has arrived."""
         peer, known = message.sender, self.view.entries.get(message.sender)
         self._suspected.discard(peer)
         self.known = max(self.known, message.known)
@@ -114,7 +114,7 @@ class SampledPeer:
             self._seek(Kind.MEAN, about[0], self.rules.sample)
 
     def lost(self, peer: int) -> None:
-        """Nothing can be sent to `peer`, or come from it, any more."""
+        """The connection to `peer` is lost: no message can be sent or received any more."""
         self._lost.add(peer)
         for serial, sampling in list(self._samplings.items()):
             if peer in sampling.waiting:
@@ -129,12 +129,12 @@ class SampledPeer:
         self._ask_for_final()
 
     def join(self) -> None:
-        """Come back: a larger counter than that of any earlier leave."""
+        """Come back, with a larger counter than that of any earlier leave."""
         self._count(True)
         self._advertise(Kind.JOIN, 10 * self.rules.sample)
 
     def leave(self) -> None:
-        """Go, and say so."""
+        """Leave, and announce it."""
         self._count(False)
         self._advertise(Kind.LEAVE, 10 * self.rules.sample)
 
@@ -150,7 +150,7 @@ class SampledPeer:
             self._send(peer, PeerMessage(kind, self.own, self.known))
 
     def _others(self, peers: Sequence[int]) -> list[int]:
-        """Those of `peers` that can still be reached, without this one."""
+        """The reachable ones of `peers`, without this one."""
         return [peer for peer in self._reachable(peers) if peer != self.own]
 
     def _present(self) -> list[int]:
@@ -158,7 +158,7 @@ class SampledPeer:
         return self._others([peer for peer, entry in sorted(self.view.entries.items()) if entry.joined])
 
     def _flush(self) -> None:
-        """Take the joins into the view, after a model has been sent: nobody joins a sample that is being drawn."""
+        """Take joins into the view after a model has been sent, so that no peer joins a sample that is being drawn."""
         for peer, entry in self._pending.items():
             self.view = self.view.with_entry(peer, entry)
         self._pending.clear()
@@ -211,7 +211,7 @@ class SampledPeer:
             self.lost(peer)
 
     def _ask_for_final(self) -> None:
-        """If others have the end of the run, and who was to send it may be among the lost."""
+        """Ask for the final model, if others have it and its sender may be lost."""
         if self.final is None and self._byes and self._lost - self._byes:
             self._send(min(self._byes), PeerMessage(Kind.ASK, self.own))
 
@@ -225,7 +225,7 @@ class SampledPeer:
     # ---- drawing a sample
 
     def _seek(self, kind: Kind, round_: int, wanted: int) -> None:
-        """Ask candidates for `round_` whether they are there, until so many are."""
+        """Ping candidates for `round_` until so many have answered."""
         for serial, other in list(self._samplings.items()):
             if other.kind == kind:
                 del self._samplings[serial]
@@ -272,7 +272,7 @@ class SampledPeer:
         if sampling.kind == Kind.TRAINED:
             self._send_trained(sampling.round, found)
         elif len(found) < min(max(2, self.rules.least(sampling.wanted)), len(self._reachable(order))):
-            self._do(Wake(("watch", sampling.round), self.rules.ping_timeout))  # alone: it is the others that go on
+            self._do(Wake(("watch", sampling.round), self.rules.ping_timeout))  # alone: the others continue
         else:
             self.asked.append((len(order) - len(sampling.rest), len(found)))
             self._send_mean(sampling.round, found)
@@ -290,7 +290,7 @@ class SampledPeer:
         mine = self._mine
         self._sent_to.clear()
         if mine is not None and self.known > mine.round:
-            self._mine = None  # the run has gone on, with this model or without it
+            self._mine = None  # the run has continued, with this model or without it
         elif mine is not None:
             self._seek(Kind.TRAINED, mine.round + 1, self.rules.aggregators)
 
@@ -323,14 +323,14 @@ class SampledPeer:
             gathering = self._gatherings[round_] = Gathering(message.sample)
             self._do(Wake(("gather", round_), self.rules.patience))
         if gathering.mean is not None:
-            gathering.models.setdefault(peer, None)  # too late for the mean; it hears when that has arrived
+            gathering.models.setdefault(peer, None)  # too late for the mean; told when the mean has arrived
             return
         gathering.models.setdefault(peer, message.model)
         gathering.step, gathering.stop = max(gathering.step, message.step), gathering.stop or message.stop
         self._check(round_)
 
     def _check(self, round_: int) -> None:
-        """Take the mean if nobody is waited for."""
+        """Take the mean if no further model is awaited."""
         one = self._gatherings[round_]
         expected = [p for p in one.sample if p not in one.models and p not in self._lost]
         if one.mean is None and one.models and (len(one.models) >= self.rules.needed(len(one.sample)) or not expected):
@@ -363,7 +363,7 @@ class SampledPeer:
             self._safe(round_)
 
     def _gathering_of(self, round_: int) -> Gathering | None:
-        """What made the model of `round_`, if it is here and the run may still need it."""
+        """The aggregation that made the model of `round_`, if it is here and the run may still need it."""
         one = self._gatherings.get(round_ - 1)
         return one if one is not None and one.mean is not None and self.known <= round_ else None
 
@@ -384,7 +384,7 @@ class SampledPeer:
             self._safe(round_ - 1)
 
     def _safe(self, round_: int) -> None:
-        """The mean of `round_` has arrived elsewhere: a replica that sent its model need not keep it."""
+        """Tell the participants of `round_` that the mean has arrived elsewhere, so that they need not keep their models."""
         one = self._gatherings[round_]
         one.delivered, self.known = True, max(self.known, round_ + 1)
         for peer in one.models:

@@ -1,4 +1,4 @@
-"""How samples are drawn, what a peer that trains in samples wants done, and what it remembers of a sample and of an aggregation."""
+"""The rules of sampling, the actions that a peer orders, and its records of a sample and of an aggregation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class SampleRules:
 
     sample         s, participants of a round
     aggregators    a, to which each of them sends its model
-    fraction       sf, share of the models that a mean needs
+    fraction       sf, the share of the models that a mean needs
     window         Δk, rounds after which a silent peer is no candidate
     resend         time after which a ping is sent once more
     ping_timeout   time after which the next candidate is asked instead
     patience       time for which an aggregator waits for models
-    hello          time between two messages that say that a peer is there
+    hello          time between two heartbeats of a peer
     """
 
     sample: int = 10
@@ -45,11 +45,11 @@ class SampleRules:
             )
 
     def needed(self, sample: int) -> int:
-        """The number of models, from a sample of so many, with which an aggregator does not wait for others."""
+        """The number of models, from a sample of so many, that an aggregator awaits."""
         return max(1, math.floor(sample * self.fraction))
 
     def least(self, sample: int) -> int:
-        """The number with which it goes on when its patience ends: 3, or half of a smaller sample."""
+        """The number of models that are enough when its patience ends: 3, or half of a smaller sample."""
         return min(3, max(1, sample // 2))
 
 
@@ -71,7 +71,7 @@ class Wake:
 
 @dataclass(frozen=True)
 class Train:
-    """Train from this model, and call `trained` with the round; whatever was trained before is stale."""
+    """Train from this model, and call `trained` with the round; earlier training is stale."""
 
     message: PeerMessage
 

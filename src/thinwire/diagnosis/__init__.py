@@ -1,4 +1,4 @@
-"""What is wrong, and where: from what each replica wrote down of its rounds. Pure: records in, findings out."""
+"""Finds what is wrong, and where, from each replica's records of its rounds. Pure: records in, findings out."""
 
 from thinwire.diagnosis.findings import Finding, Side, Syndrome
 from thinwire.diagnosis.hang import Seen, stuck

@@ -1,4 +1,4 @@
-"""From the ways that are bad to what they have in common: a sender, a receiver, a replica, or nothing but themselves."""
+"""Finds what bad ways have in common: a sender, a receiver, a replica, or nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.diagnosis.measure import Cell
 
 @dataclass(frozen=True)
 class Cause:
-    """`cells` are the bad ways that it explains."""
+    """A cause; `cells` are the bad ways that it explains."""
 
     side: Side
     who: tuple[str, ...]
@@ -20,7 +20,7 @@ class Cause:
 
 
 def attribute(bad: Collection[Cell], names: Sequence[str], perhaps: Collection[Cell] = ()) -> list[Cause]:
-    """The causes of the `bad` ways between `names`; `perhaps` are those that may be bad, too.
+    """The causes of the `bad` ways between the replicas `names`; `perhaps` are further ways that may be bad.
 
     >>> [cause.side.value for cause in attribute([("a", "b"), ("a", "c"), ("a", "d")], "abcd")]
     ['sender side']
@@ -41,9 +41,9 @@ def attribute(bad: Collection[Cell], names: Sequence[str], perhaps: Collection[C
             side = Side.REPLICA if sends and receives else Side.SENDER if sends else Side.RECEIVER
             cells = (out if sends else []) + (into if receives else [])
             causes.append(Cause(side, (name,), tuple(cells)))
-            # What comes back over a side that is full (acknowledgements) delays the other direction, too.
+            # Acknowledgements return over a side that is full, so the other direction is delayed too.
             explained |= {cell for cell in {*bad, *perhaps} if name in cell}
-    young = set(perhaps) - set(bad) - explained  # they may still make a row or a column of it
+    young = set(perhaps) - set(bad) - explained  # they may still complete a row or a column
     left = {c for c in set(bad) - explained if not any(c[0] == p[0] or c[1] == p[1] for p in young)}
     return causes + _links(left, Side.LINK)
 

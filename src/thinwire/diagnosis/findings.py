@@ -1,4 +1,4 @@
-"""What a diagnosis says: a syndrome, a culprit, and the figures that led there."""
+"""The findings of a diagnosis: a syndrome, its cause, and the figures that show it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Syndrome(StrEnum):
 
 
 class Side(StrEnum):
-    """Where the cause is. A `WAY` leads from one replica to another, and two replicas cannot tell where on it the cause is.
+    """Where the cause is. A `WAY` leads from one replica to another; records of two replicas do not tell where on it the cause is.
 
     >>> str(Side.SENDER)
     'sender side'
@@ -44,10 +44,10 @@ class Finding:
         who: the replica; or the sender and the receiver of a link or way.
         both: whether the link is slow, or silent, in both directions.
         first, last: number of the first and the last round in which it was so, counted from the first that was recorded.
-        seconds: seconds of a message, or of an inner step; of a hang, the seconds in which nothing has come.
-        usual: seconds that it usually takes.
-        detail: a sentence with the figures.
-        began: of a hang, when its round began: seconds since the replica that waits opened its log.
+        seconds: seconds of a message, or of an inner step; of a hang, the seconds in which nothing has arrived.
+        usual: seconds that the message or the inner step usually takes.
+        detail: a phrase with the figures.
+        began: of a hang, when its round began, in seconds since the waiting replica opened its log.
 
     >>> print(Finding(Syndrome.SLOW_LINK, Side.SENDER, ("2",), detail="in 6 of the last 8 rounds"))
     communication slow: the sender side of replica 2; in 6 of the last 8 rounds
@@ -66,12 +66,12 @@ class Finding:
 
     @property
     def suspect(self) -> str | None:
-        """The one replica without which this would be over, if it is one."""
+        """The replica that causes this, if it is only one."""
         return self.who[0] if self.side in (Side.REPLICA, Side.SENDER, Side.RECEIVER) else None
 
     @property
     def cause(self) -> tuple[Any, ...]:
-        """What makes two findings the same."""
+        """Syndrome, side and replicas, which are equal in two findings of the same cause."""
         return self.syndrome, self.side, self.who
 
     @property
@@ -98,7 +98,7 @@ class Finding:
         return f"{self.syndrome}: {self.culprit}" + (f"; {self.detail}" if self.detail else "")
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """The finding as values for JSON."""
         return asdict(self) | {"suspect": self.suspect, "culprit": self.culprit, "advice": self.advice}
 
 

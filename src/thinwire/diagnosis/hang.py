@@ -1,7 +1,7 @@
-"""Hangs: rounds that were begun and do not end, and which replica or link holds them up.
+"""Finds hangs: rounds that began and do not end, and the replica or link that holds them up.
 
 Rounds have numbers, so no clock is needed. At the first round that has not ended everywhere, either a replica never began it, and
-the others wait for it; or all began it, and the missing messages tell between which replicas.
+the others wait for it; or all began it, and the missing messages show between which replicas it hangs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from thinwire.diagnosis.attribute import attribute
 from thinwire.diagnosis.findings import Finding, Side, Syndrome
 from thinwire.diagnosis.records import Record
 
-LEAST_SECONDS = 5.0  # seconds, at least, and
-TIMES = 5.0  # so many times what a round takes, before one in the air is taken for stuck
+LEAST_SECONDS = 5.0  # a round in flight hangs after at least so many seconds, and
+TIMES = 5.0  # after so many times the seconds that a round takes
 
 Key = tuple[int, int]  # fragment and round
 
@@ -25,7 +25,7 @@ class Seen:
     """What is known of one replica's rounds. A round is named by its fragment and its number.
 
     Args:
-        name: of the replica.
+        name: name of the replica.
         began: seconds, on the replica's own clock, at which it began each round, in order.
         over: seconds at which each round ended.
         failed: its records of rounds that failed.
@@ -44,7 +44,7 @@ class Seen:
     ended: bool = False
 
     def waits(self, key: Key) -> float | None:
-        """How long nothing has ended here while this round was in the air; None: it is over, was never begun, or failed and
+        """Seconds in which no round has ended here while this one was in flight. None if it ended or never began, or if it failed and
         later ones did not.
         """
         if key not in self.began or key in self.over:
@@ -56,7 +56,7 @@ class Seen:
 
 
 def stuck(replicas: Sequence[Seen]) -> list[Finding]:
-    """What holds up the first round that has not ended everywhere; nothing if the round is young.
+    """Find what holds up the first round that has not ended everywhere; nothing if the round began only lately.
 
     Args:
         replicas: what is known of each.
@@ -91,7 +91,7 @@ def _blame(
         came = f"{len(names) - len(absent)} of {len(names)} replicas began it"
         return [finding(Syndrome.HUNG_REPLICA, Side.REPLICA, (name,), f"{came}, this one did not") for name in absent]
     dark = sorted(seen.name for seen in replicas if seen.waits(key) is not None and key not in seen.failed)
-    # What a connection that broke left undone was not due yet: it says who left, and nothing of links.
+    # Messages that a broken connection left unsent were not due yet: they show which replica left, not which link is slow.
     waits = {seen.name: seen.waits(key) or 0.0 for seen in replicas}
     cells = _missing([record for record in failed if waits[record.name] > 2 * usual])
     lone = [name for name in dark if not cells or all(name in cell for cell in cells)]
@@ -111,7 +111,7 @@ def _blame(
 
 
 def _missing(failed: Sequence[Record]) -> set[tuple[str, str]]:
-    """The ways on which messages of the first stage that did not end are missing: later stages wait for it."""
+    """The ways on which messages of the first unfinished stage are missing. Later stages wait for this one."""
     came = [(flow.stage, (flow.peer, record.name), flow) for record in failed for flow in record.received]
     left = [(flow.stage, (record.name, flow.peer), flow) for record in failed for flow in record.sent]
     short = [(stage, cell) for stage, cell, flow in came + left if flow.there < flow.parts]

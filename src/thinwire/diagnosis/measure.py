@@ -1,10 +1,10 @@
-"""How long messages took, from the records of both ends, without a clock that both share.
+"""Measures how long messages took, from the records of both ends, without a shared clock.
 
-With t the sender's clock when a message left, t' the receiver's when it was there and when it was asked for:
+t is the sender's clock when a message left, t' the receiver's when it had arrived and when it was asked for:
 
-    A  = t'(there) − t(left)         the way, and the difference of the clocks
+    A  = t'(there) − t(left)         seconds of the way, plus the difference of the clocks
     x  = A − usual A + min(0, the same of the other direction)
-    y  = t'(there) − t'(asked for)   the way at most, if the receiver asked late
+    y  = t'(there) − t'(asked for)   at most the seconds of the way, if the receiver asked late
 
 The difference of the clocks is in A and in the usual A alike, so x is a difference of durations; a clock that drifts or jumps
 moves the two directions apart, which the second term takes back. So x is what the way took longer than usual, and at most that
@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from thinwire.diagnosis.records import Flow, Record
 
-REMEMBERED = 16  # rounds of a fragment, to know what is usual
-SHORTEST = 1e-3  # seconds: no way is taken to be shorter
+REMEMBERED = 16  # rounds of a fragment from which the usual seconds are taken
+SHORTEST = 1e-3  # seconds: the least that any way is assumed to take
 
 Cell = tuple[str, str]  # sender, receiver
 _Place = tuple[int, int, int]  # fragment, stage, index of the message
@@ -41,7 +41,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """One way in one round: `usual` seconds and at `most` so many more; `least` are sure, because the receiver stood waiting.
+    """One way in one round. It took its `usual` seconds and at `most` so many more. `least` of these are certain, because the receiver waited.
 
     spread   of the usual: the median of absolute deviations
     """
@@ -53,7 +53,7 @@ class Reading:
 
 
 def stamps(records: Iterable[Record]) -> dict[Cell, list[Stamp]]:
-    """The timed messages of one round, by way: those of which both ends have a record."""
+    """The timed messages of one round of which both ends have a record, by way."""
     by_name = {record.name: record for record in records}
     found: dict[Cell, list[Stamp]] = {}
     for receiver in by_name.values():
@@ -78,7 +78,7 @@ def _stamps(record: Record, left: Flow, came: Flow) -> list[Stamp]:
 
 
 class Usual:
-    """What is usual on every way."""
+    """The usual seconds of every way."""
 
     def __init__(self, known: int) -> None:
         self.known = known
@@ -89,7 +89,7 @@ class Usual:
             self._past[cell, stamp.place].append(stamp.apparent)
 
     def read(self, found: Mapping[Cell, Sequence[Stamp]]) -> dict[Cell, Reading]:
-        """The ways of which it is known what is usual."""
+        """Read the ways whose usual seconds are known."""
         return {cell: reading for cell, seen in found.items() if (reading := self._read(cell, seen, found)) is not None}
 
     def _read(self, cell: Cell, seen: Sequence[Stamp], found: Mapping[Cell, Sequence[Stamp]]) -> Reading | None:

@@ -1,6 +1,6 @@
-"""What a replica writes down of one round: durations by its own clock, and nothing of anybody else's.
+"""The record that a replica keeps of one round, with durations by its own clock only.
 
-Of a long flow only the messages 0, 1, 2, 4, 8, ... are timed, so that a record stays small; both ends choose the same ones.
+Only the messages 0, 1, 2, 4, 8, ... of a flow are timed, so that a record stays small; both ends time the same messages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from thinwire.errors import PacketError
 
-RESOLUTION = 0.01  # seconds: shorter waits may be a thread's for its turn
-MOST_FLOWS = 4096  # in a record that is read
+RESOLUTION = 0.01  # seconds: in shorter waits a thread may only have waited to be scheduled
+MOST_FLOWS = 4096  # most flows in a record that is read
 
 
 def timed(index: int) -> bool:
@@ -22,9 +22,9 @@ def timed(index: int) -> bool:
 
 
 def recorded(number: int) -> bool:
-    """Whether round `number` of a fragment is written down: the first 1024, then every 2nd to 2048, every 4th to 4096, ...
+    """Whether round `number` of a fragment is recorded: each of the first 1024, then every 2nd up to 2048, every 4th up to 4096, ...
 
-    So the records of a run grow with the logarithm of its length. A round that fails is written down in any case.
+    So the number of records grows with the logarithm of a run's length. A round that fails is always recorded.
 
     >>> [recorded(number) for number in (0, 1023, 1024, 1025, 4096, 4100)]
     [True, True, True, False, True, False]
@@ -34,17 +34,17 @@ def recorded(number: int) -> bool:
 
 @dataclass(frozen=True)
 class Flow:
-    """The messages between this replica and one peer in one stage of a round, one way.
+    """The messages between this replica and one peer in one stage of a round, in one direction.
 
     Args:
         peer: name of the other replica.
         stage: number of the stage.
-        nbytes: bytes of all messages that left, or were due.
-        parts: number of messages that left, or were due.
-        there: number of messages that have arrived; of a flow that was sent, those that could be handed over.
-        begin: seconds, on the clock of the record, at which the first left, or was asked for.
-        at: seconds at which each timed message left, or was seen to have arrived, by its number.
-        waited: numbers of the timed messages for which the replica waited; the others may have come before it looked for them.
+        nbytes: bytes of all messages that were sent, or were due.
+        parts: number of messages that were sent, or were due.
+        there: number of messages that have arrived; in a flow to a peer, the number that the carrier has taken.
+        begin: seconds, on the clock of the record, at which the first was sent, or was asked for.
+        at: seconds at which each timed message was sent, or was seen to have arrived, by its number.
+        waited: numbers of the timed messages for which the replica waited; the others may have arrived before it looked for them.
 
     >>> Flow("1", stage=0, nbytes=1000, parts=1, there=1, begin=0.0, at={0: 0.5}).facts()
     ['1', 0, 1000, 1, 1, 0.0, [[0, 0.5, 0]]]
@@ -66,7 +66,7 @@ class Flow:
 
     @classmethod
     def of(cls, facts: Sequence[Any]) -> Flow:
-        """Raises `ValueError`, `TypeError`."""
+        """Read the values that `facts` returned. Raises `ValueError`, `TypeError`."""
         peer, stage, nbytes, parts, there, begin, times = facts
         if len(times) > 64:
             raise ValueError("too many times")
@@ -82,11 +82,11 @@ class Record:
     """One round as one replica saw it.
 
     Args:
-        name: of the replica.
+        name: name of the replica.
         fragment: number of the fragment.
         round: number of the fragment's round.
-        own_seconds: seconds of an inner step since the departure before, without what it waited for; 0: unknown.
-        over: whether all that was due has come; if not, the round failed here.
+        own_seconds: seconds of an inner step since the previous departure, without waits; 0: unknown.
+        over: whether all that was due has arrived; if not, the round failed here.
         sent: its flows to others.
         received: its flows from others.
         scheduled: whether it departed alone, by the schedule; if not, it departed together with others when training ended or resumed.
@@ -106,12 +106,12 @@ class Record:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What the records of one round have in common."""
+        """Fragment and round, which are equal in all records of one round."""
         return self.fragment, self.round
 
     @property
     def group(self) -> set[str]:
-        """The replicas that took part, as far as this replica's messages tell."""
+        """The replicas that took part, as far as this replica's messages show."""
         return {self.name} | {flow.peer for flow in self.sent + self.received}
 
     def facts(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Record:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Record:
-        """What `facts` said. It may come from a peer, or from a damaged file: raises `PacketError` where it is no record."""
+        """Read a record from a peer or a file. Raises `PacketError` if `facts` are not a record."""
         try:
             if len(facts["sent"]) + len(facts["received"]) > MOST_FLOWS:
                 raise ValueError("too many flows")

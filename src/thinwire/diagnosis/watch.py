@@ -1,22 +1,22 @@
-"""Slow replicas and links, found round after round from the records of all replicas.
+"""Finds slow replicas and links, round after round, from the records of all replicas.
 
-A way is *hot* in a round if three things hold: its ratio (the time it took over the time it usually takes) is more than `ratio`
-times the median of all ways; its robust score is more than `score`; and it is longer by `seconds` and by an inner step at least,
-because a busy machine alone delays a thread so long. It is *cold* if it surely is not hot; otherwise the round does not tell. A
-way is reported if it was hot in `rounds` rounds or more, and in two thirds of the last 2 × `rounds` that told, which span
-`lasting` seconds at least. Then
+A way is *hot* in a round if three things hold. Its ratio (the time it took over the time it usually takes) is more than `ratio`
+times the median of all ways. Its robust score is more than `score`. And it takes longer than usual by at least `seconds` and at
+least an inner step, because a busy machine alone may delay a thread so long. It is *cold* if it is certainly not hot; otherwise
+the round does not tell. A way is reported if it was hot in `rounds` rounds or more, and in two thirds of the last 2 × `rounds`
+rounds that tell, and if these span at least `lasting` seconds. The report names
 
-    all ways out of a replica, but one at most    its sender side
-    all ways into it, but one at most             its receiver side
+    all ways out of a replica, or all but one     its sender side
+    all ways into it, or all but one              its receiver side
     both                                          the replica's connections
     one way                                       that link
 
-A replica is slow by itself if its own seconds an inner step (without its waits for others) stand out in the same manner, and so
-does their median over those rounds. So a replica that waits for others is never blamed. Rounds that depart together, when training
-ends or resumes, are skipped: they share the link, and take longer.
+A replica is slow by itself if its own seconds per inner step (without its waits for others) stand out in the same manner, and
+their median over those rounds does too. So a replica that waits for others is never reported. Rounds that depart together, when
+training ends or resumes, are skipped, because they share the link and take longer.
 
 Source: C4D (arXiv 2406.04594). *Differs*: ways are compared with their own past, not with each other, because links are not alike.
-A message that the receiver saw late, because it looked at others before, does not count against its sender.
+A message that the receiver noticed late, because it read others first, does not count against its sender.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from thinwire.diagnosis.measure import Cell, Reading, Usual, stamps
 from thinwire.diagnosis.records import Record
 from thinwire.errors import ConfigurationError
 
-MAD = 1.4826  # the deviation of a normal variable over the median of its absolute deviations
-FLOOR = 0.1  # of the ratios' deviation: no link is steadier
-LATEST = 5  # readings of a way, for the matrix
-STEP = 1e-3  # seconds: a smaller difference between inner steps is chance
+MAD = 1.4826  # standard deviation of a normal variable over its median absolute deviation
+FLOOR = 0.1  # least deviation of the ratios: no link is steadier
+LATEST = 5  # readings of a way that the matrix shows
+STEP = 1e-3  # seconds: smaller differences between inner steps are chance
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a finding is reported. The top of this file has the tests.
+    """When a finding is reported. The top of this file states the conditions.
 
     Args:
         ratio: factor by which something must be slower than usual.
@@ -75,7 +75,7 @@ class Rules:
 
 
 class _Told(NamedTuple):
-    """What one round told of a way, or of a replica."""
+    """What one round shows of a way, or of a replica."""
 
     round: int
     at: float
@@ -85,11 +85,11 @@ class _Told(NamedTuple):
 
 
 class _Past(deque[_Told]):
-    """The last rounds that told, of one way or one replica."""
+    """The last rounds that tell whether one way, or one replica, is slow."""
 
     @property
     def slow(self) -> bool:
-        """Of late: two of the last three."""
+        """Whether two of the last three rounds were hot."""
         return sum(told.hot for told in list(self)[-3:]) >= 2
 
     @property
@@ -98,7 +98,7 @@ class _Past(deque[_Told]):
 
 
 class _Lasting(NamedTuple):
-    """What is so in two thirds of the last rounds: the first and the last, and what it took there (medians)."""
+    """What is hot in two thirds of the last rounds: the first and the last hot round, and medians of their seconds."""
 
     first: int
     last: int
@@ -108,7 +108,7 @@ class _Lasting(NamedTuple):
 
     @classmethod
     def of(cls, told: Sequence[_Told], rules: Rules) -> _Lasting | None:
-        """None, if it was not so in two thirds of what was `told`, or not for long enough."""
+        """Return None if less than two thirds of the rounds `told` were hot, or not for long enough."""
         hot = [one for one in told if one.hot]
         rounds, all_rounds = (sorted({one.round for one in ones}) for ones in (hot, told))
         at = [one.at for one in hot]
@@ -120,7 +120,7 @@ class _Lasting(NamedTuple):
 
 
 class Watch:
-    """Finds slow links and slow replicas, round after round. What it remembers does not grow with the run.
+    """Finds slow links and slow replicas, round after round. Its memory does not grow with the run.
 
     Args:
         rules: when a finding is reported; None: the defaults.
@@ -132,21 +132,23 @@ class Watch:
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules, self.count = rules or Rules(), 0
-        self.latest: dict[Cell, deque[Reading]] = defaultdict(lambda: deque(maxlen=LATEST))  # of every way, that told
+        self.latest: dict[Cell, deque[Reading]] = defaultdict(
+            lambda: deque(maxlen=LATEST)
+        )  # the last readings of every way
         self._usual = Usual(self.rules.known)
         self._ways: dict[Cell, _Past] = defaultdict(self._past)
         self._own: dict[str, _Past] = defaultdict(self._past)
-        self._began: dict[str, float] = {}  # when the last round did, on each replica's clock
-        self._now = 0.0  # seconds since the first round, by most clocks
+        self._began: dict[str, float] = {}  # when the last round began, on each replica's clock
+        self._now = 0.0  # seconds since the first round, by the median of the clocks
         self._steps: deque[float] = deque(
             maxlen=2 * self.rules.rounds
-        )  # seconds of an inner step, of the usual replica
+        )  # seconds of an inner step: the median of the replicas
 
     def _past(self) -> _Past:
         return _Past(maxlen=2 * self.rules.rounds)
 
     def add(self, records: Sequence[Record]) -> list[Finding]:
-        """Take the records of one round (those there are); what has been so for long enough by now."""
+        """Take the records of one round, as many as there are. Returns what has been slow for long enough."""
         names = sorted({name for record in records for name in record.group})
         records = [record for record in records if record.scheduled]
         self._pass_time(records)
@@ -167,7 +169,7 @@ class Watch:
         return self._slow_replicas(names) + self._slow_ways(names)
 
     def forget(self, name: str) -> None:
-        """`name` has left."""
+        """Forget replica `name`, which has left."""
         self._own.pop(name, None)
         for cell in [cell for cell in self._ways if name in cell]:
             del self._ways[cell]
@@ -179,7 +181,7 @@ class Watch:
         self._began |= began
 
     def _judge(self, readings: Mapping[Cell, Reading], replicas: int) -> tuple[set[Cell], set[Cell]]:
-        """The hot and the cold ones."""
+        """The hot and the cold ways."""
         rules = self.rules
         least = max([rules.seconds, *([median(self._steps)] if self._steps else [])])
         sure = [1 + max(0.0, reading.least) / reading.usual for reading in readings.values()]

@@ -148,7 +148,7 @@ class Gossip(Exchange):
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
-        return self.begins(torch.zeros(numel), Key(sender=rank), size)  # only the number of elements matters here
+        return self.begins(torch.zeros(numel), Key(sender=rank), size)  # the values do not matter, only their number
 
     def begins(self, x: Tensor, key: Key, size: int) -> State:
         """The rule's first state of a fragment with the weights `x`."""
@@ -172,7 +172,7 @@ class Gossip(Exchange):
         return _Departure(round_, steps)
 
     def _expected(self, round_: Round, step: int) -> _Step:
-        """Stand ready to receive what the neighbours send in gossip step `step` of the round."""
+        """Prepare to receive the neighbours' messages of gossip step `step` of the round."""
         key, rank, size = round_.key, round_.rank, round_.size
         weights = self._weights(key, size, step)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
@@ -243,7 +243,7 @@ def _vectors(step: _Step) -> list[_Said]:
 
 
 def _send_each(step: _Step, rule: Judging, state: State, round_: Round) -> None:
-    """Send the first vector to all targets, and of the others to each target its own."""
+    """Send the first vector to all targets, and to each target its own other vectors."""
     first, *others = _vectors(step)
     first.send(round_.signal, round_.key)
     for one in others:
@@ -252,8 +252,8 @@ def _send_each(step: _Step, rule: Judging, state: State, round_: Round) -> None:
 
 
 def _arrive_each(departure: _Departure, sources: Sequence[int], settle: Settle) -> Arrival:
-    """Hand over what each of `sources` sent, one after another, first all of the first vector. Nothing is handed over of one that refused: it
-    counts for nothing in this round, and its refusal is no refusal of the round.
+    """Pass on the vectors of `sources`, one source after another, the first vectors of all first. A source that refused is left out: it does
+    not count in this round, and its refusal does not refuse the round.
     """
     round_, flags, begin = departure.round, [0] * departure.round.size, 0
     for one in _vectors(departure.steps[0]):
@@ -334,7 +334,7 @@ def _shifted(signal: Signal, first: int, begin: int, end: int) -> Tensor:
 
 
 def _others(row: np.ndarray, rank: int) -> list[int]:
-    """The ranks with a share in `row`, except `rank`."""
+    """The ranks with a nonzero weight in `row`, except `rank`."""
     return [int(other) for other in np.flatnonzero(row) if other != rank]
 
 

@@ -1,4 +1,4 @@
-"""What a peer knows of all others, where no registry keeps it: views that merge, and samples that follow from a view alone (Plexus)."""
+"""The view that a peer has of all others, without a registry. Views merge, and samples follow from a view alone (Plexus)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ENTRY = struct.Struct("<IIIB")
 
 
 class PeerEntry(NamedTuple):
-    """What is known of a peer.
+    """An entry of a view, for one peer.
 
     Args:
-        active: the newest round in which somebody heard of it.
-        counter: how often it has joined or left; the peer alone counts.
+        active: the newest round in which another peer received a message of it.
+        counter: how often it has joined or left; only the peer itself raises it.
         joined: whether its newest change was to join.
 
     >>> PeerEntry(active=3, counter=2, joined=False).merged(PeerEntry(active=5, counter=1, joined=True))
@@ -34,15 +34,15 @@ class PeerEntry(NamedTuple):
     joined: bool
 
     def merged(self, other: PeerEntry) -> PeerEntry:
-        """The newer round, and the change with the larger counter. A leave wins over a join of the same counter, which no honest peer sends."""
+        """Take the newer round, and the change with the larger counter. A leave beats a join with the same counter, which no honest peer sends."""
         counter, away = max((self.counter, not self.joined), (other.counter, not other.joined))
         return PeerEntry(max(self.active, other.active), counter, not away)
 
 
 @dataclass(frozen=True)
 class PeerView:
-    """An entry for each peer, by its number. A frozen value: a view that was sent never changes. `merged` is commutative, associative and
-    idempotent, so views become equal in whatever order they meet.
+    """An entry for each peer, by its number. A view is frozen, so one that was sent never changes. `merged` is commutative, associative and
+    idempotent, so views become equal in any order of merging.
 
     >>> view = PeerView.of(range(4)).with_entry(2, PeerEntry(0, 2, joined=False))
     >>> view.order(round_=7, window=50), PeerView.read(view.write()) == view
@@ -53,11 +53,11 @@ class PeerView:
 
     @classmethod
     def of(cls, peers: Iterable[int], active: int = 0) -> PeerView:
-        """All `peers`, which have joined before the first round, and were heard in the round `active`."""
+        """The view in which all `peers` joined before the first round and were active in the round `active`."""
         return cls({peer: PeerEntry(active, 1, joined=True) for peer in peers})
 
     def merged(self, other: PeerView) -> PeerView:
-        """What both know together."""
+        """The view that has the newest entries of both."""
         if other.entries == self.entries:
             return self
         both = dict(self.entries)
@@ -77,9 +77,9 @@ class PeerView:
         return self if known is None else self.with_entry(peer, known._replace(active=round_))
 
     def order(self, round_: int, window: int, own: int = -1) -> tuple[int, ...]:
-        """The candidates of a round, in the order in which they are asked: the same for all that have the same view, in any process.
+        """The candidates of a round, in the order in which they are asked. Peers with equal views have equal orders.
 
-        Left out are those that have left, and those of whom nobody has heard in the `window` rounds before; `own` is never silent.
+        It leaves out peers that have left, and peers that were not active in the previous `window` rounds; `own` always counts as active.
         """
         there = [
             peer
@@ -95,7 +95,7 @@ class PeerView:
 
     @classmethod
     def nbytes(cls, peers: int) -> int:
-        """Bytes of a view of so many peers."""
+        """Bytes of a view of `peers` peers."""
         return _COUNT.size + peers * _ENTRY.size
 
     @classmethod
@@ -119,5 +119,5 @@ class PeerView:
 
 @lru_cache(maxsize=1 << 16)
 def _place(peer: int, round_: int) -> bytes:
-    """MD5 of "peer-round", as the authors' code has it; it spreads the load and protects nothing."""
+    """MD5 of "peer-round", as in the authors' code. It spreads the load, and is not a protection."""
     return hashlib.md5(f"{peer}-{round_}".encode(), usedforsecurity=False).digest()

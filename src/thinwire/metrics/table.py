@@ -1,4 +1,4 @@
-"""The one table of metrics: each row a name, and how it follows from the events of a run (records/events.py)."""
+"""The table of all metrics. Each row has a name, and how the value follows from the events of a run (records/events.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from thinwire.records.sessions import finite, number
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of one replica. A gauge is what its last event said; a counter is the sum since the run began, of all sessions: work
-    that was done again after a restart counts twice.
+    """A number of one replica. A gauge is the value of the last event. A counter is the sum over all sessions of the run, so work
+    that is done again after a restart counts twice.
     """
 
     name: str
@@ -58,13 +58,13 @@ METRICS = (
 
 
 class MetricValues:
-    """What the metrics of one replica are, event after event."""
+    """The metrics of one replica, updated event after event."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
 
     def take(self, event: Event) -> Mapping[str, float]:
-        """The metrics that `event` changes, as they are after it."""
+        """Take `event`, and return the new values of the metrics that it changes."""
         changed = {}
         for metric in _BY_EVENT.get(event["event"], ()):
             value = _read(metric, event)
@@ -77,7 +77,7 @@ class MetricValues:
 def _read(metric: Metric, event: Mapping[str, Any]) -> float:
     try:
         return metric.value(dict(event))
-    except TypeError:  # a foreign line
+    except TypeError:  # a line that is not of this format
         return float("nan")
 
 

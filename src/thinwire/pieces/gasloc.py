@@ -23,8 +23,8 @@ class GASLoC(GossipRule):
 
         u_i = x_i + η·(θ_i − x_i),   x_i ← u_i − α·(u_i − [u]_i) + γ·(u_i − u_i of the round before)
 
-    The mean over all replicas takes the steps of `Nesterov(η, γ)`. Says: u, 4 bytes per parameter, half of `NoLoCo`. Conserves Σx where u is as
-    it was and nothing is trained. *Differs*: α·Λ is α·(1 − W), with the weights of the round. Written after a summary by others.
+    The mean over all replicas takes the steps of `Nesterov(η, γ)`. Sends u, 4 bytes per parameter, half of `NoLoCo`. Conserves Σx if u has not
+    changed and nothing is trained. *Differs*: α·Λ is α·(1 − W), with the weights of the round. Written after a summary by others.
 
     Args:
         lr: η, the outer learning rate, above 0.

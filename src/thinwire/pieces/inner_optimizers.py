@@ -1,4 +1,4 @@
-"""Inner optimizers that belong to a method: how each is made, and which others may replace it."""
+"""Inner optimizers that belong to a method: they make the optimizer, and check which others may replace it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Inner(Protocol):
     def lr_factor(self) -> float: ...
 
     def make(self, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-        """Make the optimizer of `model`'s trainable parameters, with the rate lr · lr_factor. In a steady state weights shrink by
-        lr · `weight_decay` in a step."""
+        """Make the optimizer of `model`'s trainable parameters, with the rate lr · lr_factor. In a steady state a step shrinks the
+        weights by lr · `weight_decay`."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `ConfigurationError` unless a replica may train with `optimizer` if the strategy names this one."""
@@ -103,7 +103,7 @@ class Muon:
     """torch.optim.Muon for the matrices in the layers and AdamW for the rest (embeddings, head, vectors), as one optimizer.
 
     Source: Muon (Jordan et al., 2024), with the update's RMS matched to AdamW's (Liu et al., arXiv 2502.16982), so that learning rate
-    and weight decay are AdamW's. MuLoCo (arXiv 2505.23725) is DiLoCo with it. Needs whole matrices: not sharded ones.
+    and weight decay are AdamW's. MuLoCo (arXiv 2505.23725) is DiLoCo with it. Needs whole matrices, not sharded ones.
 
     Args:
         momentum: of Muon, in [0, 1).
@@ -159,8 +159,8 @@ class SAM:
 
         ĝ = ∇f(θ + radius·g / ‖g‖),   g = ∇f(θ),   the same batch twice, ‖·‖ over all parameters of the replica
 
-    Twice the computing of an inner step. The perturbation never stays in the weights, and buffers, such as running statistics, are updated
-    once. Without a gradient, or with one that is not finite, weights are not perturbed. Needs whole parameters: not sharded ones.
+    An inner step takes twice the computing. The perturbation never stays in the weights, and buffers, such as running statistics, are updated
+    once. Without a gradient, or with one that is not finite, weights are not perturbed. Needs whole parameters, not sharded ones.
 
     Args:
         inner: the optimizer that steps along ĝ.
@@ -204,8 +204,8 @@ class SAM:
 
 
 class UnfusedSGD(torch.optim.SGD):
-    """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, whose state it has, with every product and sum rounded
-    separately. torch's rounds a product and its sum once or twice, depending on the processor, so replicas with equal gradients drift apart.
+    """v ← momentum·v + g + weight_decay·θ;  θ ← θ − lr·v: torch.optim.SGD, with its state, but every product and sum is rounded
+    separately. torch rounds a product and its sum once or twice, depending on the processor, so replicas with equal gradients drift apart.
     """
 
     @torch.no_grad()
@@ -265,7 +265,7 @@ class Both(torch.optim.Optimizer):
 
 
 class SharpnessAware(Both):
-    """`SAM` for a loop: `step(closure)` calls the closure twice, at θ and at the worst point nearby; or `perturbed` around the second backward.
+    """`SAM` for a loop. `step(closure)` calls the closure twice, at θ and at the worst point nearby; or put `perturbed` around the second backward.
 
     Args:
         optimizer: steps along the second gradient; this optimizer shares its groups and state.
@@ -291,7 +291,7 @@ class SharpnessAware(Both):
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:
-        """A context in which the weights are θ + radius·g / ‖g‖, and all gradients are gone; call backward once more, on the same batch."""
+        """A context in which the weights are θ + radius·g / ‖g‖ and all gradients are cleared. Call backward once more in it, on the same batch."""
         with torch.no_grad():
             held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             before = [p.detach().clone() for p in held]
@@ -313,8 +313,8 @@ class SharpnessAware(Both):
         self._ready = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """With a closure, which sets all gradients to zero, and computes the loss and the gradients. Raises `ModelError` without, unless
-        the gradients are those of `perturbed`.
+        """Step with a closure that sets all gradients to zero and computes the loss and the gradients. Raises `ModelError` without a closure,
+        unless the gradients are those of `perturbed`.
         """
         loss = None
         if closure is not None:
@@ -337,7 +337,7 @@ def at_the_worst_point(optimizer: torch.optim.Optimizer, backward: Callable[[], 
 
     Args:
         optimizer: the inner optimizer; if it is `SharpnessAware`, the gradients are those at the worst point nearby.
-        backward: computes gradients and returns the loss; called twice then, on the same batch.
+        backward: computes gradients and returns the loss; with `SharpnessAware` it is called twice, on the same batch.
 
     >>> at_the_worst_point(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda: 0.5)
     0.5

@@ -21,8 +21,8 @@ class MGS(GossipRule):
 
         [v]_i = Σ_j (W_Q ··· W_1)_ij·v_j          Q = steps; on a fixed graph W^Q, and λ becomes λ^Q
 
-    Where the graph changes from round to round, it changes from gossip step to gossip step: log₂ M steps on `OnePeerExponential` are the mean
-    of all. Says: what `rule` says, and in the later steps the means so far, `steps` times the bytes and the delays. Conserves what it does.
+    If the graph changes from round to round, it changes from gossip step to gossip step: log₂ M steps on `OnePeerExponential` are the mean
+    of all. Sends what `rule` sends, and in later steps the means so far, with `steps` times the bytes and delays. Conserves what `rule` conserves.
 
     Args:
         rule: `AdaptThenCombine`, `CombineThenAdapt` or `PushSum`.

@@ -13,7 +13,7 @@ Anchors = Literal["host", "device", "disk"]
 
 
 def check_anchors(anchors: str, schedule: Schedule | Adaptive, merge: Merge, deltas: bool) -> None:
-    """Raise `ConfigurationError` unless `anchors` is a place, and fits the other pieces. `deltas`: whether agreed deltas are exchanged."""
+    """Raise `ConfigurationError` unless `anchors` is a known place and fits the other pieces. `deltas`: whether replicas agree on deltas."""
     if anchors not in get_args(Anchors):
         raise ConfigurationError(f"anchors={anchors!r}: 'host', 'device' or 'disk' is needed.")
     reason = ""

@@ -1,10 +1,10 @@
-"""Rules of gossip that trust no neighbour: each replica weighs its neighbours' weights by what it sees for itself.
+"""Rules of gossip that trust no neighbour: each replica judges its neighbours' weights by its own data and memory.
 
     x_i ← (θ_i + Σ_j w_ij·θ_j) / (1 + Σ_j w_ij),   w_ij ≥ 0
 
-The sum runs over the neighbours of the round. A replica's own weight is 1. A neighbour whose weights are not finite has the weight 0. Nothing
-is conserved: the weights of two neighbours for each other are not equal. At the end all replicas take the median of each coordinate, not the
-mean.
+The sum runs over the neighbours of the round. A replica's own weight is 1. A neighbour whose parameters are not finite has the weight 0.
+Nothing is conserved, because the weights of two neighbours for each other are not equal. At the end all replicas take the median of each
+coordinate, not the mean.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Heard:
     """What a replica knows when a round lands.
 
     Args:
-        key: of its own packet.
+        key: the key of its own packet.
         size: number of replicas.
         own: its own weights at the departure, flat fp32.
-        weights: those of each neighbour of the round, by rank; of finite ones only.
-        records: what these neighbours said of other replicas, by the rank of the neighbour; empty if the rule sends no records.
-        losses: gives the losses of such weights on each of the replica's validation batches.
+        weights: the weights of each neighbour of the round, by rank; only those that are finite.
+        records: these neighbours' records of other replicas, by the rank of the neighbour; empty if the rule sends no records.
+        losses: computes the losses of given weights on each of the replica's validation batches.
 
     >>> Heard(Key(sender=1), 2, torch.zeros(1), {}, {}, lambda weights: [0.0]).size
     2
@@ -61,7 +61,7 @@ class Heard:
 
 @runtime_checkable
 class Judging(GossipRule, Protocol):
-    """A rule that gets the weights of each neighbour by themselves, and computes w_ij from them when a round lands."""
+    """A rule that receives the weights of each neighbour separately, and computes w_ij from them when a round lands."""
 
     sends_weights: ClassVar[bool] = True
 
@@ -75,14 +75,14 @@ class Judging(GossipRule, Protocol):
         return Median()
 
     def weights(self, topology: Topology, size: int, number: int, fragment: int, seed: int) -> Weights:
-        return outgoing(topology.edges(size, number, fragment, seed))  # says only who is a neighbour
+        return outgoing(topology.edges(size, number, fragment, seed))  # only shows which replicas are neighbours
 
     def begins(self, x: Tensor, key: Key, size: int) -> State:
-        """The first state of replica `key.sender` of `size`, which all begin with weights `x`; flat, in fp32, on the CPU."""
+        """The first state of replica `key.sender` of `size`, flat, in fp32, on the CPU. All replicas begin with the weights `x`."""
         return {}
 
     def tells(self, state: State, to: int, key: Key) -> Tensor:
-        """The second vector, for neighbour `to` only; only for a rule with two `vectors`."""
+        """The second vector, which goes to neighbour `to` only; called only for a rule with two `vectors`."""
         return torch.empty(0)
 
     @abstractmethod
@@ -116,7 +116,7 @@ def weighed(own: Tensor, others: Mapping[int, Tensor], weights: Mapping[int, flo
 
 
 def trust(own: Sequence[float], theirs: Sequence[float]) -> float:
-    """Bristle's weight of a peer from the qualities, in [0, 1], of the own and of the peer's model on each of several validation sets.
+    """Bristle's weight of a peer, from the qualities in [0, 1] of the own and the peer's model on each of several validation sets.
 
         d_c = 10·|u_c − v_c|;   s_c = d_c^(3 + u_c) if v_c > u_c, else −d_c^(4 + u_c);   certainty = max(0, mean v − std v)
         w = certainty · max(0, 10·sigmoid(Σ_c s_c / 100) − 4)
@@ -144,10 +144,10 @@ class Bristle(Judging):
 
     A neighbour as good as the replica has the weight ½; one with 0.41 nats more on each of four batches has 0. *Differs*: the paper weighs each
     column of a classifier's output layer by F1 per class, on frozen features. Here the quality is the ratio of perplexities, whose
-    half stands for F1; a neighbour has one weight, by the paper's formula for classes that a replica does not know. All neighbours are
-    tried, not a draw by distance.
+    half stands for F1. A neighbour has one weight, by the paper's formula for classes that a replica does not know. All neighbours are
+    evaluated; the paper draws some of them by distance.
 
-    Says: θ, 4 bytes per parameter. Cost: (1 + neighbours) · batches forward passes in a round, on the main thread. Conserves nothing.
+    Sends θ, 4 bytes per parameter. Costs (1 + neighbours) · batches forward passes in a round, on the main thread. Conserves nothing.
 
     >>> Bristle()
     Bristle()
@@ -161,7 +161,7 @@ class Bristle(Judging):
 
 
 def qualities(own: Sequence[float], theirs: Sequence[float]) -> tuple[list[float], list[float]]:
-    """u and v from the own and a neighbour's losses: ½ is as good as the own model, 1 half of its perplexity or less.
+    """u and v from the own and a neighbour's losses: ½ means as good as the own model, 1 means half of its perplexity or less.
 
     >>> qualities([2.0, 2.0, 2.0], [2.0, 0.0, math.nan])
     ([0.5, 0.5, 0.5], [0.5, 1.0, 0.0])
@@ -176,7 +176,7 @@ def qualities(own: Sequence[float], theirs: Sequence[float]) -> tuple[list[float
 
 
 def sketch(x: Tensor, width: int, stream: int) -> Tensor:
-    """A random projection of flat `x` to `width` numbers that keeps inner products: without bias, and cosines to about 1/√width.
+    """A random projection of flat `x` to `width` numbers. It keeps inner products without bias, and cosines with an error of about 1/√width.
 
     Each value gets a random sign, each run of `width` values is rotated by a random number of places, and the runs are added up. A vector of
     at most `width` values is returned as it is.
@@ -208,21 +208,21 @@ def sketch(x: Tensor, width: int, stream: int) -> Tensor:
 class SybilWall(Judging):
     """Neighbours that resemble each other, or somebody's neighbours far away, count less (Werthenbach, Pouwelse, arXiv 2306.15044).
 
-        h_j: what neighbour j has moved since the start;   w_i· = FoolsGold's weights of all h that replica i knows, of its neighbours only
+        h_j = neighbour j's weights − the common start;   w_i· = FoolsGold's weights from all h that replica i knows, for its neighbours only
 
-    With its weights each replica sends each neighbour one record of a third replica, drawn with a chance ∝ λ·exp(−λ·(distance − 1)); so Sybils of
-    one liar that have different neighbours meet in somebody's memory. *Only if the replicas' data differ*: on similar data honest replicas
-    resemble each other and lose all weight, and a lone liar keeps its weight. A record is hearsay: a liar can forge it.
+    With its weights each replica sends each neighbour one record of a third replica, drawn with a chance ∝ λ·exp(−λ·(distance − 1)). So a replica
+    can compare Sybils of one liar that have different neighbours. *Only if the replicas' data differ*: on similar data honest replicas
+    resemble each other and lose all weight, and a lone liar keeps its weight. A liar can forge a record.
 
     *Differs*: h begins at the common start, not at 0; and it is a random projection to `width` numbers (`sketch`). The weights that are
     applied add up to 1, as in the paper; in the released code they do not since a later change.
 
-    Says: θ, 4 bytes per parameter, and a record of 4·`width` + 12 bytes. State: 4·`width` bytes for each replica of the group. Conserves nothing.
+    Sends θ, 4 bytes per parameter, and a record of 4·`width` + 12 bytes. State: 4·`width` bytes for each replica of the group. Conserves nothing.
 
     Args:
         width: numbers of a sketch, a multiple of 64 from 64 to 65,536; cosines have an error of about 1/√width.
         reach: how many hops away from its replica a record counts; 1: no records are sent, which is FoolsGold among neighbours.
-        rate: λ, above 0; the larger, the more likely are records of near replicas.
+        rate: λ, above 0; with a larger rate, records of near replicas are more likely.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -299,7 +299,7 @@ class SybilWall(Judging):
         return dict(zip(neighbours, foolsgold(products, len(neighbours)))), after
 
     def _hear(self, after: State, heard: Heard, source: int, record: Tensor) -> None:
-        """Remember the record that neighbour `source` sent, if it is sound and new."""
+        """Keep the record that neighbour `source` sent, if it is valid and new."""
         if not bool(torch.isfinite(record).all()):
             return
         about, number, distance = record[:_ABOUT].tolist()
@@ -317,6 +317,6 @@ class SybilWall(Judging):
 
 
 def _remember(state: State, rank: int, moved: Tensor, number: float, distance: float, source: int) -> None:
-    """Overwrite, in place, what `state` knows of replica `rank`."""
+    """Overwrite the record of replica `rank` in `state`, in place."""
     state["histories"].view(state["distance"].numel(), -1)[rank] = moved
     state["round"][rank], state["distance"][rank], state["source"][rank] = number, distance, source

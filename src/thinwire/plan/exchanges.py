@@ -1,14 +1,14 @@
-"""How packets best travel over measured links: each to all, in shards, over one center, or around a ring. *Predicted*.
+"""Predicts how packets travel fastest over measured links: each to all, in shards, over one center, or around a ring.
 
 The closed forms of TPI-LLM (arXiv 2410.00531, §3.2) with the rates and delays of every replica, for packets of n bytes and M replicas:
 
     each to all    τ + 8·n·(M−1) / rate
     in shards      2·τ + 8·n·2·(M−1)/M / rate
-    over a center  2·τ + 8·n·(M−1) / (center's downlink) + 8·n·(M−1) / (center's uplink), or a replica's own link where that takes longer
+    over a center  2·τ + 8·n·(M−1) / (center's downlink) + 8·n·(M−1) / (center's uplink), or a replica's own link if that takes longer
     a ring         2·(M−1)·τ + 8·n·2·(M−1)/M / rate of its slowest hop
 
-A ring sends what shards send, with a delay for each of its steps, and is no exchange of Thinwire: it would be faster only where two
-replicas that are not neighbours have a slow link. gloo's own ring waits a round trip at each step: twice the delays.
+A ring sends as much as shards, with a delay for each of its steps, and Thinwire has no such exchange. It would be faster only if two
+replicas that are not neighbours have a slow link. gloo's own ring waits for a round trip at each step, which is twice the delays.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ways(links: Links, nbytes: float) -> list[Route]:
 
 
 def star_seconds(links: Links, nbytes: float, center: int) -> float:
-    """All send `nbytes` to `center`, which sends as much to all."""
+    """Seconds if all send `nbytes` to `center`, which sends as much to all."""
     others = [place for place in range(len(links)) if place != center]
     count, up, down = len(others), np.array(links.up), np.array(links.down)
     to = min(links.rates[others, center].min(), up[others].min(), down[center] / count)
@@ -67,7 +67,7 @@ def star_seconds(links: Links, nbytes: float, center: int) -> float:
 
 
 def ring_seconds(links: Links, nbytes: float) -> float:
-    """Each sends a share of 1/M to the next, 2·(M−1) times, in the order of the names."""
+    """Seconds if each sends a share of 1/M to the next, 2·(M−1) times, in the order of the names."""
     hops = list(pairwise([*range(len(links)), 0]))
     steps = 2 * (len(links) - 1)
     rate = min(min(links.rates[a, b], links.up[a], links.down[b]) for a, b in hops)
@@ -97,7 +97,7 @@ def _accepts(setting: Setting, exchange: Exchange) -> bool:
 
 
 def sentence(setting: Setting, links: Links) -> str:
-    """What takes how long, which is the fastest, and what to do; "" for fewer than three replicas."""
+    """Text on the seconds of each, the fastest, and what to do; "" for fewer than three replicas."""
     found = fitting(setting, links)
     if not found:
         return ""

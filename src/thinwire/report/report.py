@@ -1,4 +1,4 @@
-"""`RUN/report.html`: one page that shows one run, or several side by side, and needs nothing but a browser."""
+"""Writes `RUN/report.html`: one page that shows one run, or several side by side, and needs only a browser."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def write_report(
 ) -> Path:
     """Write a self-contained HTML page on the runs in `folders` to `out`, and return `out`. `beside` makes further sections.
 
-    Runs that are still going are shown as far as they are. The page is about 5 MB, most of it Plotly; the number of
-    bars and points is bounded. Raises `DataError` for a folder that holds no run.
+    A run that has not ended is shown up to its last event. The page has about 5 MB, most of it Plotly; the number of
+    bars and points is bounded. Raises `DataError` if a folder holds no run.
 
     >>> write_report(["runs/streaming", "runs/ddp"], "comparison.html")   # doctest: +SKIP
     """
     if not folders:
         raise ConfigurationError("No run folder was given; a report needs at least one. Give the folder of a run.")
     records = [RunRecord.load(folder) for folder in folders]
-    trained = any(record.summary.provenance != "simulated" for record in records)  # else there is no loss
+    trained = any(record.summary.provenance != "simulated" for record in records)  # a simulated run has no loss
     charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
     sections = beside(records)
     charts |= {section.name: section.chart for section in sections}
@@ -95,7 +95,7 @@ def write_report(
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         draft.write_text(page(f"Thinwire: {title}", body, charts), encoding="utf-8")
-        draft.replace(out)  # never half a page
+        draft.replace(out)  # nobody reads an unfinished page
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise DataError(
@@ -287,7 +287,7 @@ def _wire(record: RunRecord, several: bool) -> str:
 
 
 def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
-    """Why bytes that were counted are not those that were foreseen, as far as the events tell."""
+    """Why counted and predicted bytes differ, as far as the events show."""
     why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
     refused = max(sum(replica.refused.values()) for replica in record.replicas)
     if any(replica.nbytes_sent < replica.foreseen for replica in record.replicas):
@@ -334,7 +334,7 @@ def _machine(records: Sequence[RunRecord]) -> str:
 
 
 def _compared(title: str, records: Sequence[RunRecord], flat: Sequence[Mapping[str, str]]) -> str:
-    """A row a key, a column a run; rows in which runs differ are marked."""
+    """A table with a row for each key and a column for each run; rows in which runs differ are marked."""
     rows = []
     for key in dict.fromkeys(key for one in flat for key in one):
         values = [one.get(key, NOTHING) for one in flat]

@@ -1,4 +1,4 @@
-"""One screen for all replicas of a run that is somewhere else, from the endpoint that `--log prometheus` opens there."""
+"""One screen for all replicas of a run on another machine, from the endpoint that `--log prometheus` opens there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from thinwire.records.printable import printable
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.progress import SILENT_SECONDS
 
-LONGEST = 16 << 20  # bytes of a page
-MISSED = 5  # looks in a row
-RECENT = 30  # looks over which speeds are taken
+LONGEST = 16 << 20  # most bytes of a page
+MISSED = 5  # reads without an answer in a row, after which the run has ended
+RECENT = 30  # reads over which speeds are taken
 TIMEOUT_SECONDS = 10.0
 _COLUMNS = ("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "evaluation")
 _LEFT = ("replica", "state")
@@ -31,10 +31,10 @@ _LEFT = ("replica", "state")
 
 @dataclass
 class _Seen:
-    """One replica: the last looks at its metrics, each with when it was."""
+    """One replica: the last samples of its metrics, each with its time."""
 
     looks: deque[tuple[float, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    moved: float = math.nan  # when it was last seen to have changed
+    moved: float = math.nan  # when a metric was last seen to change
 
     def take(self, at: float, values: dict[str, float]) -> None:
         if not self.looks or self.looks[-1][1] != values:
@@ -51,7 +51,7 @@ class _Seen:
 
 
 class ScrapedTop:
-    """The run behind `address`, HOST:PORT or http://HOST:PORT/metrics. Raises `ConfigurationError`, `DataError` where nobody answers."""
+    """The run at `address`, HOST:PORT or http://HOST:PORT/metrics. Raises `ConfigurationError`, and `DataError` without an answer."""
 
     def __init__(self, address: str) -> None:
         if find_spec("prometheus_client") is None:
@@ -68,11 +68,11 @@ class ScrapedTop:
 
     @property
     def over(self) -> bool:
-        """Whether nobody answers any more: an endpoint ends with its run."""
+        """Whether the endpoint no longer answers; it ends with its run."""
         return self._missed >= MISSED
 
     def read(self, now: float) -> None:
-        """Look once. Raises `DataError` where nobody has answered yet."""
+        """Read the metrics once. Raises `DataError` if the endpoint has never answered."""
         parser: Any = importlib.import_module("prometheus_client.parser")
         values: dict[str, dict[str, float]] = {}
         try:
@@ -82,7 +82,7 @@ class ScrapedTop:
                     if sample.name != name and "replica" in sample.labels and len(values) < 1024:
                         self._run = sample.labels.get("run", "")
                         values.setdefault(sample.labels["replica"], {})[name] = float(sample.value)
-        except Exception as error:  # whatever HTTP, or a page of something else, raises
+        except Exception as error:  # any error of HTTP, or of parsing a foreign page
             if self._seen:
                 self._missed += 1
                 return

@@ -1,7 +1,7 @@
-"""Curves and dots as one SVG: for a paper, a README, or wherever a page with a script is too much. The standard library draws it.
+"""Draws curves and dots as one SVG, to show in a paper, a README, or another place without scripts. Needs the standard library only.
 
-It reads the `ChartState` that the report page draws too: scatter lines and markers, linear or logarithmic axes. In a browser
-it takes the colours of light or dark; what knows of no such thing, a converter to PNG for one, draws it light.
+It reads the `ChartState` that the report page draws too: scatter lines and markers, linear or logarithmic axes. A browser
+shows it in light or dark colours; other programs, such as a converter to PNG, show it in light ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thinwire.report.charts import ChartState, Json
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 18, 45, 52  # margins in pixels
 LINE_HEIGHT = 17
-DOT = 8  # pixels across, where a trace does not say
+DOT = 8  # diameter in pixels, if a trace gives none
 STYLE = (
     ".ground{fill:#fff}.ink{fill:#1d2530}.soft{fill:#5b6776}.grid{stroke:#e2e6ea}.dot{stroke:#fff}"
     "@media (prefers-color-scheme:dark){.ground{fill:#171c23}.ink{fill:#e4e8ee}.soft{fill:#98a4b3}.grid{stroke:#2b333d}.dot{stroke:#171c23}}"
@@ -29,7 +29,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class _Axis:
-    """What a layout says of one axis, and the values it must hold."""
+    """The layout of one axis, and the range of values that it shows."""
 
     given: Json
     low: float
@@ -37,8 +37,8 @@ class _Axis:
 
     @classmethod
     def of(cls, given: Json, values: Sequence[float], dots: bool) -> _Axis:
-        """From the layout's own range, or the values'; dots keep some distance from the edges."""
-        if given.get("range"):  # of a logarithmic axis Plotly's range is in powers of ten
+        """Take the range from the layout, or from the values; dots keep some distance from the edges."""
+        if given.get("range"):  # Plotly gives the range of a logarithmic axis in powers of ten
             low, high = given["range"]
             return cls(given, *((10**low, 10**high) if given.get("type") == "log" else (low, high)))
         low, high = (min(values), max(values)) if values else (1.0, 2.0)
@@ -53,7 +53,7 @@ class _Axis:
         return str(self.given["title"]["text"])
 
     def scale(self, begin: float, end: float) -> Scale:
-        """From values to pixels."""
+        """Converts values to pixels."""
         measure = math.log10 if self.given.get("type") == "log" else float
         first, span = measure(self.low), (measure(self.high) - measure(self.low)) or 1.0
         return lambda value: begin + (end - begin) * (measure(value) - first) / span
@@ -105,7 +105,7 @@ def drawing(view: ChartState, title: str, remark: str = "", width: int = 820, he
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """1, 10, 100, … within the range; with 2 and 5 too where that leaves few."""
+    """1, 10, 100, … within the range; also multiples of 2 and 5 if these are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1,) if len(powers) > 5 else (1, 2, 5)
     values = [digit * 10.0**power for power in powers for digit in digits]
@@ -113,7 +113,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _steps(low: float, high: float) -> list[float]:
-    """Round values within the range, at most ten or so."""
+    """Round values within the range, about ten at most."""
     span = (high - low) or 1.0
     unit = 10.0 ** math.floor(math.log10(span))
     unit *= next(factor for factor in (0.1, 0.2, 0.5, 1.0) if span / (unit * factor) <= 10)
@@ -182,7 +182,7 @@ def _dot(x: float, y: float, paint: str, size: float, text: str = "", ring: str 
 
 
 def _open(trace: dict[str, Any]) -> str:
-    """How a marker is painted that is a ring; nothing for a dot."""
+    """The attributes of a marker that is a ring; empty for a dot."""
     ring = trace.get("marker", {}).get("symbol") == "circle-open"
     return f'fill="none" stroke="{_paint(trace)}" stroke-width="2"' if ring else ""
 

@@ -1,7 +1,7 @@
-"""The timeline: what every replica computed, what was in the air meanwhile, and where it had to wait.
+"""Draws the timeline: what every replica computed, which rounds were in flight meanwhile, and where it waited.
 
-Every replica has a row for its own time (inner steps, stalls, outer steps, pauses) and as many below it as it had
-flights in the air at once. Bars beyond a budget are joined with their neighbours, except in the window that is shown
+Every replica has a row for its own time (inner steps, stalls, outer steps, pauses), and below it as many rows as it had
+flights at once. Bars beyond a budget are joined with their neighbours, except in the window that is shown
 first.
 """
 
@@ -20,16 +20,16 @@ from thinwire.records.sessions import Span
 from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.report.charts import Chart, ChartState, Json, colour, typical_window
 
-BARS = 6000  # on one timeline
-ROWS = 8  # replicas drawn
-LANES = 4  # rows for the flights of one replica
+BARS = 6000  # most bars of one timeline
+ROWS = 8  # most replicas on one timeline
+LANES = 4  # most rows for the flights of one replica
 
 COMPUTE, STALL, OUTER, PAUSE, LOST, AWAY = "#8ba6bf", "#d0564a", "#7d5bb5", "#b9b4a8", "#8a8a8a55", "#d0564a66"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar to be drawn in `row`; `count` events are joined in it."""
+    """One bar in `row`, in which `count` events are joined."""
 
     row: int
     begin: float
@@ -41,7 +41,7 @@ class Bar:
 
 
 def timeline_chart(record: RunRecord) -> Chart:
-    """Rows of bars over time; first shown is `typical_window`."""
+    """Rows of bars over time. The chart first shows `typical_window`."""
     window = typical_window(record)
     drawn = record.replicas[:ROWS]
     kinds: dict[str, list[Bar]] = {name: [] for name in _STYLES}
@@ -113,7 +113,7 @@ def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int], window: tuple[
 
 
 def _step_bars(replica: ReplicaRecord, row: int, window: tuple[float, float]) -> list[Bar]:
-    """Inner steps; beyond `BARS`, those outside `window` are joined here already, as there may be millions."""
+    """The bars of inner steps. If there are more than `BARS`, those outside `window` are joined here, because there may be millions."""
     if not len(replica.step):
         return []
     begin, end = replica.begin, replica.seconds
@@ -143,7 +143,7 @@ def _flight_text(flight: Flight) -> str:
 
 
 def _lanes(flights: Sequence[Flight]) -> list[int]:
-    """A row for every flight, so that those in the air together lie below each other; the last row takes what is left."""
+    """A row for every flight, such that simultaneous flights are in different rows; the last row takes the remaining ones."""
     free: list[float] = []
     rows = []
     for flight in flights:
@@ -157,7 +157,7 @@ def _lanes(flights: Sequence[Flight]) -> list[int]:
 
 
 def joined(bars: Sequence[Bar], window: tuple[float, float], most: int) -> list[Bar]:
-    """At most about `most` bars: those outside `window` joined over ever wider gaps until they are few enough."""
+    """At most about `most` bars. Those outside `window` are joined over wider and wider gaps until they are few enough."""
     if len(bars) <= most:
         return list(bars)
     inside: list[Bar] = []

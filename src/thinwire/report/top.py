@@ -24,8 +24,8 @@ from thinwire.report.diagnosis import Diagnosis, diagnose
 from thinwire.report.progress import SILENT_SECONDS
 from thinwire.report.replica_progress import ReplicaProgress
 
-DIAGNOSED_SECONDS = 10.0  # between two diagnoses, which read all of the logs
-CLOCK_SECONDS = 0.1  # a smaller difference of clocks is not worth a line
+DIAGNOSED_SECONDS = 10.0  # between two diagnoses, because each reads all logs
+CLOCK_SECONDS = 0.1  # smaller differences of clocks are not shown
 _COLUMNS = (
     *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "packets", "link", "refused"),
     "checkpoint",
@@ -35,15 +35,15 @@ _LEFT = ("replica", "state", "in the air", "checkpoint")
 
 @dataclass
 class _Watched:
-    """One replica, by its log."""
+    """One replica, as its log shows it."""
 
     tail: Tail
     progress: ReplicaProgress = field(default_factory=ReplicaProgress)
     start: Event | None = None
-    opened: float = math.nan  # its log, seconds since 1970
-    heard: float = -math.inf  # its last event
-    waits: str = ""  # for what, since its last step
-    saved: tuple[int, float] | None = None  # the last checkpoint: step, when
+    opened: float = math.nan  # when its log was opened, in seconds since 1970
+    heard: float = -math.inf  # when its last event was, in seconds since 1970
+    waits: str = ""  # what it has waited for since its last step
+    saved: tuple[int, float] | None = None  # the step and the time of the last checkpoint
     evaluated: tuple[int, float] | None = None
 
     @property
@@ -51,7 +51,7 @@ class _Watched:
         return self.tail.path.stem
 
     def read(self) -> list[RoundSeen]:
-        """Take what is new; the rounds among it."""
+        """Take the new events, and return the rounds among them."""
         rounds = []
         for event in self.tail.read():
             kind = event["event"]
@@ -73,7 +73,7 @@ class _Watched:
         return rounds
 
     def lives(self) -> bool:
-        """Whether a process writes its log."""
+        """Whether a process is writing its log."""
         try:
             return not self.progress.ended and being_written(self.tail.path)
         except OSError:
@@ -81,7 +81,7 @@ class _Watched:
 
 
 class Top:
-    """The run in `folder`, or the one of its folders that was written last. Raises `DataError` where there is none.
+    """The run in `folder`, or else in the subfolder that was written last. Raises `DataError` if there is none.
 
     >>> console.print(Top(folder).picture(time.time()))   # doctest: +SKIP
     """
@@ -95,7 +95,7 @@ class Top:
         self._diagnosed = -math.inf
 
     def read(self, now: float) -> None:
-        """Take what is new in the logs; `now`: seconds since 1970."""
+        """Take the new events of the logs; `now`: seconds since 1970."""
         rounds = []
         for path in sorted(self.folder.glob("events/*.jsonl")):
             rounds += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
@@ -107,17 +107,17 @@ class Top:
             self._diagnosed = now
             try:
                 self._diagnosis = diagnose(self.folder)
-            except DataError:  # nothing but names of their own, or nothing yet
+            except DataError:  # nothing that can be diagnosed, or not yet
                 self._diagnosis = None
             self._clocks = offsets_of({name: split(read_events(one.tail.path)) for name, one in self._watched.items()})
 
     @property
     def over(self) -> bool:
-        """Whether no replica lives."""
+        """Whether no process of a replica runs any more."""
         return bool(self._watched) and not any(one.lives() for one in self._watched.values())
 
     def facts(self, now: float) -> dict[str, Any]:
-        """What the screen shows, for JSON."""
+        """The contents of the screen, for JSON."""
         return {
             "run": str(self.folder), "step": self._step, "steps": self._steps, "seconds_left": _finite(self._seconds_left()),
             "replicas": [
@@ -154,7 +154,7 @@ class Top:
 
     @property
     def _step(self) -> int:
-        """The slowest replica's step; in an elastic run the farthest one's."""
+        """The step of the slowest replica; in an elastic run, of the fastest."""
         return (max if self._circle else min)((one.progress.step for one in self._all), default=0)
 
     def _seconds_left(self) -> float:
@@ -179,7 +179,7 @@ class Top:
         return "trains" if one.progress.recent else "starts"
 
     def _ahead(self, one: _Watched) -> float:
-        """Seconds by which its clock is ahead of the first replica's, as far as messages tell."""
+        """Seconds by which its clock is ahead of the first replica's, as far as messages show; 0 within the error."""
         clock = self._clocks.get(one.name)
         return clock.seconds if clock and abs(clock.seconds) > clock.error else 0.0
 
@@ -211,7 +211,7 @@ class Top:
         return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part)]
 
     def _found(self) -> list[Text]:
-        """What a diagnosis says, and the way that is slow most."""
+        """The lines of the diagnosis, and the slowest way."""
         if self._diagnosis is None:
             return []
         lines = self._diagnosis.lines()

@@ -1,4 +1,4 @@
-"""Tensors in a memory-mapped file, whose memory can be given back and fetched again."""
+"""Tensors in a memory-mapped file, whose memory can be released and read again."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from thinwire.errors import ConfigurationError
 
-_ALIGNED = 64  # bytes, as the allocator of torch has it
+_ALIGNED = 64  # bytes, as in torch's allocator
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class DiskTensors:
-    """Copies of `tensors` in a memory-mapped file without a name, in the folder for temporary files; it goes with its last tensor.
+    """Copies of `tensors` in a nameless memory-mapped file in the folder for temporary files. The file is deleted with its last tensor.
 
-    They are read and written like others: the kernel fetches a page when it is touched. Its cache may keep more pages than the process
-    has mapped, as long as nobody else needs the memory.
+    They are read and written like other tensors: the kernel reads a page when it is touched. Its cache may keep more pages than the process
+    has mapped, as long as no other process needs the memory.
 
     Raises:
         ConfigurationError: the folder cannot hold them.
@@ -39,7 +39,7 @@ class DiskTensors:
         self.nbytes = max(1, places[-1])
         try:
             with tempfile.TemporaryFile(prefix="thinwire-") as file:
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk is an error here, and a crash later
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # without it, a full disk would crash later
                 self._map = mmap.mmap(file.fileno(), self.nbytes)
         except OSError as error:
             raise ConfigurationError(
@@ -55,11 +55,11 @@ class DiskTensors:
         return flat.view(tensor.shape).copy_(tensor)
 
     def read(self) -> None:
-        """Bring all pages into memory; waits for the disk, and for another thread. The kernel's own MADV_WILLNEED reads 8 MB at most."""
+        """Read all pages into memory; waits for the disk, and for another thread. The kernel's own MADV_WILLNEED reads 8 MB at most."""
         torch.frombuffer(self._map, dtype=torch.uint8)[:: mmap.PAGESIZE].max()
 
     def release(self) -> None:
-        """Give the memory back. The values stay in the file."""
+        """Release the memory. The values stay in the file."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def unread_nbytes(self) -> int:
@@ -67,5 +67,5 @@ class DiskTensors:
         pages = np.zeros(-(-self.nbytes // mmap.PAGESIZE), dtype=np.uint8)
         begin = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         if _LIBC.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(self.nbytes), ctypes.c_void_p(pages.ctypes.data)):
-            return 0  # the kernel does not say
+            return 0  # the kernel does not report it
         return mmap.PAGESIZE * int((pages & 1 == 0).sum())

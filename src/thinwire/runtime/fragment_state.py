@@ -37,7 +37,7 @@ class FragmentState:
     index: int
     anchor: Tensor  # flat fp32; the next anchor is written to another buffer, after which this one may be reused
     state: State
-    feedback: State  # errors of the codec, kept for the next delta; on the CPU
+    feedback: State  # errors of the codec, for the next delta; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
     exchange: State = field(default_factory=dict)  # the exchange's state; on the CPU
     aggregate: State = field(
@@ -90,11 +90,11 @@ class FragmentState:
 
     @torch.no_grad()
     def guarded(self, guard: Guard, delta: Tensor, periods: float) -> tuple[float, Judged] | None:
-        """Let `guard` judge `delta`, which was trained for so many `periods`. If the guard clips, scale down `delta`, move the parameters back
-        accordingly, and return the earlier norm and the judgement.
+        """Let `guard` judge `delta`, which was trained for so many `periods`. If the guard clips, scale `delta` down, move the parameters back by
+        the difference, and return the earlier norm and the judgement.
         """
         norm = norm_of(delta)
-        if not math.isfinite(norm):  # it is refused later
+        if not math.isfinite(norm):  # a later check refuses it
             return None
         judged = guard.judged(norm, periods, self.guard)
         self.guard = judged.state
@@ -119,8 +119,8 @@ class FragmentState:
         number: int | None = None,
         codec: Codec | None = None,
     ) -> RoundUpdate:
-        """Begin the round in which `delta` departs after inner step `step`: the next one, or `number` again; with the codec that is due, or
-        `codec`. It is in flight until it is committed or discarded. See `RoundUpdate`.
+        """Begin the round in which `delta` departs after inner step `step`. Its number is the next one or `number`, and its codec the one that is
+        due or `codec`. It is in flight until it is committed or discarded. See `RoundUpdate`.
         """
         number = self.rounds if number is None else number
         self.flight = RoundUpdate(
@@ -235,7 +235,7 @@ class RoundUpdate:
     ) -> None:
         self.of, self.delta = of, delta
         self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or of.codec
-        self.trained, self.share = 0.0, 1.0  # tokens at its departure, if they are counted; the factor of the delta
+        self.trained, self.share = 0.0, 1.0  # tokens at the departure, if they are counted; the factor of the delta
         self.anchor = given
         self.outer: State = {}
         self.feedback: State = {}

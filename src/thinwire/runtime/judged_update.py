@@ -1,4 +1,4 @@
-"""A gossip round of a rule that judges each neighbour (pieces/trust.py): it keeps what each has sent until the main thread lands it."""
+"""A gossip round of a rule that judges each neighbour (pieces/trust.py). It keeps each neighbour's values until the main thread lands it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class JudgedUpdate(RoundUpdate):
         return self.delta[begin:end]
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
-        """Take the values that one neighbour sent; their places follow from `Gossip`."""
+        """Take the values that one neighbour sent; `Gossip` defines their places."""
         self._heard[begin : begin + mean.numel()] = mean
 
     def finish(self) -> bool:
         return True
 
     def close(self) -> None:
-        """What was heard is needed until `commit`."""
+        """Keep the received values, because `commit` needs them."""
 
     def judge(self, losses: Callable[[Tensor], Sequence[float]]) -> dict[int, float]:
-        """Compute the next anchor and state. `losses` are those of given weights. Returns the weight of each neighbour that counts."""
+        """Compute the next anchor and state. `losses` computes the losses of given weights. Returns the weight of each neighbour that counts."""
         vectors, begin = list[dict[int, Tensor]](), 0
         for numel in self._numels:
             rows = self._heard[begin : begin + numel * len(self._sources)].view(len(self._sources), numel)

@@ -1,6 +1,6 @@
-"""Outer state on disk: which fragments of it are in memory.
+"""Chooses which fragments of outer state on disk are in memory.
 
-The idea is TPI-LLM's sliding window (arXiv 2410.00531), which has it for the weights of an inference.
+The idea is TPI-LLM's sliding window (arXiv 2410.00531), which holds the weights of a model in inference.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from thinwire.runtime.driver import Training
 
 
 class Window:
-    """The fragments of a `training` that are in memory: those in flight, and those that depart next, from as many inner steps before as
-    lie between two departures. A thread of its own reads them.
+    """Keeps two kinds of fragments of a `training` in memory: those in flight, and those that depart within as many inner steps as
+    lie between two departures. A separate thread reads them.
     """
 
     def __init__(self, training: Training) -> None:
@@ -22,7 +22,7 @@ class Window:
         self._thread = ThreadPoolExecutor(1, "thinwire-disk")
 
     def slide(self) -> None:
-        """Have the fragments that depart soon read, and release those that neither depart soon nor are in flight."""
+        """Order the fragments that depart soon to be read, and release those that neither depart soon nor are in flight."""
         training, soon = self._training, set[int]()
         for later in range(training.step + 1, training.step + self._ahead + 1):
             soon.update(training.calendar.departs(later))
@@ -34,7 +34,7 @@ class Window:
         self._soon = soon
 
     def departs(self, index: int) -> None:
-        """Warn, the first time, if the disk has not brought fragment `index` before its departure."""
+        """Warn, the first time, if fragment `index` has not been read before its departure."""
         disk = self._training.fragments[index].disk
         unread = disk.unread_nbytes() if disk and not self._said else 0
         if disk and unread:

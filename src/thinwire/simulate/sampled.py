@@ -1,7 +1,7 @@
-"""Peers that train in samples and come and go, in virtual time: the protocol itself (decoupled/sampled_peer.py), on a network of events.
+"""Simulates peers that train in samples and come and go, in virtual time. Runs the real protocol (decoupled/sampled_peer.py).
 
-A peer that is away receives and sends nothing. It leaves without a message, and says that it has joined when it is back. What is learned is
-small: each peer pulls the model towards a point of its own, and the best model is the mean of all points.
+A peer that is away receives and sends nothing. It leaves without a message, and announces that it has joined when it is back. The model is
+small: each peer pulls it towards a point of its own, and the best model is the mean of all points.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from thinwire.rng import derive
 
 Point = NDArray[np.float64]
 DIMENSIONS, PULL = 16, 0.5
-LATENCY, TRAINING, SETTLED = 0.05, (0.5, 1.5), 5.0  # seconds; of training from, to; until then nobody is away
+LATENCY, TRAINING, SETTLED = 0.05, (0.5, 1.5), 5.0  # seconds: of a message; of training; until a peer may leave
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What became of a run.
+    """The result of a run.
 
     Args:
         rounds: number of rounds that were held.
         seconds: virtual time that they took, in seconds.
-        asked: number of peers asked for a sample of participants, in the mean.
-        found: number of participants of a round, in the mean.
+        asked: mean number of peers asked for a sample of participants.
+        found: mean number of participants of a round.
         fewest, most: number of rounds in which a peer took part.
-        pings: number of pings a round, also for aggregators.
-        apart: distance of the last model from the best one, as a share of that of the first.
+        pings: number of pings per round, including those for aggregators.
+        apart: distance of the last model from the best one, as a share of the first model's distance.
 
     >>> Sampled(10, 20.0, asked=20.0, found=10.0, fewest=0, most=3, pings=25.0, apart=0.1).asked
     20.0
@@ -56,14 +56,14 @@ class Sampled:
 
 
 class Network:
-    """Peers, the messages between them, and their clocks, in one order that follows from the seed.
+    """Runs peers, the messages between them, and their clocks, in one order that follows from the seed.
 
     Args:
         peers: the number of peers.
-        rules: of the run.
-        offline: share of the peers that is away at any time, 0 to 1.
-        away: for how long, in the mean, in seconds.
-        seed: of all that is drawn.
+        rules: the rules of the run.
+        offline: mean share of the peers that are away, 0 to 1.
+        away: mean duration of an absence in seconds.
+        seed: seed of all random draws.
         drops: called with the number of a peer and a message from or to it; True: the message is lost.
 
     Raises:
@@ -103,7 +103,7 @@ class Network:
                 self._later(self._session(True), partial(self._toggle, peer))
 
     def run(self, rounds: int, seconds: float = 1e6) -> Sampled:
-        """Go on until so many rounds were held, or for so long."""
+        """Continue until so many rounds were held, or for so many seconds."""
         while self._events and self.seconds < seconds and (self.newest is None or self.newest.round <= rounds):
             self.seconds, _, event = heapq.heappop(self._events)
             event()

@@ -1,10 +1,10 @@
-"""Attacks for tests of robust rules, by replicas that lie about their deltas: `thinwire compare --attack ALIE --liars 2`.
+"""Attacks that test robust rules: replicas lie about their deltas. `thinwire compare --attack ALIE --liars 2`.
 
-The last `liars` ranks lie about their deltas only: they train, take the agreed anchors, forward others' packets, and own their
-shards honestly. If an attack needs the honest replicas' deltas of the same round (μ and σ below are over those, by coordinates), these are
-sent to the liars beside the round, in fp32, with the ledger's purpose "spying": liars know everything, as the papers assume.
+The last `liars` ranks lie about their deltas only. They train, take the agreed anchors, forward others' packets, and own their
+shards honestly. Some attacks need the honest replicas' deltas of the same round; μ and σ below are over these, by coordinate. Then the
+honest replicas send them to the liars in fp32, with the ledger's purpose "spying": liars know everything, as the papers assume.
 
-An attack is a frozen value, but no piece of a strategy, so `thinwire train` cannot use one.
+An attack is a frozen value, but not a piece of a strategy, so `thinwire train` cannot use one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class Scene:
-    """What a liar knows: its own signal, those of all honest replicas [honest, numel] (if it spies), what it had to say in the fragment's
-    first round, the round's key and how many replicas there are and lie.
+    """What a liar knows: its own signal; if it spies, those of all honest replicas [honest, numel]; its signal in the fragment's
+    first round; the round's key; and the numbers of replicas and of liars.
     """
 
     own: Tensor
@@ -46,21 +46,21 @@ class Scene:
 
 
 class Attack:
-    """The values that a liar sends instead of its signal."""
+    """Computes the values that a liar sends instead of its signal."""
 
     spies: ClassVar[bool] = False
     flips_labels: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False  # what it had to say in the first round
-    sybils: ClassVar[bool] = False  # all liars say what the first of them says
+    remembers: ClassVar[bool] = False  # needs its signal of the first round
+    sybils: ClassVar[bool] = False  # all liars send what the first of them sends
 
     def says(self, scene: Scene) -> Tensor:
-        """Flat, fp32."""
+        """The values to send, flat, in fp32."""
         return scene.own
 
 
 @dataclass(frozen=True)
 class SignFlip(Attack):
-    """−own delta: training backwards. (byzfl's is −μ: `IPM(1.0)`.)"""
+    """Send −(own delta), which is training backwards. (byzfl's is −μ: `IPM(1.0)`.)"""
 
     def says(self, scene: Scene) -> Tensor:
         return -scene.own
@@ -68,7 +68,7 @@ class SignFlip(Attack):
 
 @dataclass(frozen=True)
 class IPM(Attack):
-    """−ε·μ: inner product manipulation (Xie et al., arXiv 1903.03936). Small ones, 0.1, hide; large ones, 2, turn the mean round.
+    """−ε·μ: inner product manipulation (Xie et al., arXiv 1903.03936). A small ε, 0.1, hides; a large one, 2, reverses the mean.
 
     Args:
         eps: ε, more than 0.
@@ -86,10 +86,10 @@ class IPM(Attack):
 class ALIE(Attack):
     """μ − z·σ: a little is enough (Baruch et al., arXiv 1902.06156), σ over n − 1.
 
-    Without `z` it is the largest that hides among enough honest ones: Φ⁻¹((M − f − s)/(M − f)), s = ⌊M/2 + 1⌋ − f. byzfl's form is z = −1.5.
+    Without `z` it is the largest that hides among enough honest deltas: Φ⁻¹((M − f − s)/(M − f)), s = ⌊M/2 + 1⌋ − f. byzfl's form is z = −1.5.
 
     Args:
-        z: in standard deviations; None: by M and f.
+        z: in standard deviations; None: computed from M and f.
     """
 
     z: float | None = None
@@ -115,7 +115,7 @@ def hidden(size: int, liars: int) -> float:
 
 @dataclass(frozen=True)
 class Gaussian(Attack):
-    """Noise N(0, σ²), in each round and of each liar its own.
+    """Noise N(0, σ²), drawn anew for each round and each liar.
 
     Args:
         sigma: σ, in the unit of a delta.
@@ -129,8 +129,8 @@ class Gaussian(Attack):
 
 @dataclass(frozen=True)
 class Mimic(Attack):
-    """What honest replica `rank` says: data that few have count for more (Karimireddy et al., arXiv 2006.09365). *Differs*: whom to copy is given,
-    as in byzfl, not found by the principal direction of the deltas.
+    """The delta of honest replica `rank`, so that this replica's rare data count for more (Karimireddy et al., arXiv 2006.09365). *Differs*:
+    the user names the replica to copy, as in byzfl; the paper finds it by the principal direction of the deltas.
 
     Args:
         rank: of an honest replica.
@@ -146,7 +146,7 @@ class Mimic(Attack):
 
 @dataclass(frozen=True)
 class NotFinite(Attack):
-    """NaN, or infinity, everywhere.
+    """NaN, or infinity, in every coordinate.
 
     Args:
         value: such as 'nan' or 'inf'.
@@ -160,8 +160,8 @@ class NotFinite(Attack):
 
 @dataclass(frozen=True)
 class Dissensus(Attack):
-    """x − ε·Σ_honest (x_j − x) / f from the first honest replica's x on: away from where the honest agree (He et al., arXiv 2202.01545; theirs is for
-    each edge of a graph, this is a complete one).
+    """x − ε·Σ_honest (x_j − x) / f, where x is the first honest replica's: away from the honest replicas' agreement (He et al., arXiv 2202.01545;
+    theirs is for each edge of a graph, and this graph is complete).
 
     Args:
         eps: ε, more than 0.
@@ -187,14 +187,14 @@ class Replay(Attack):
 
 @dataclass(frozen=True)
 class LabelFlip(Attack):
-    """Honest code on wrong targets: of a vocabulary of V, token t is given as V − 1 − t to a liar's own training."""
+    """A liar trains honestly on wrong targets: with a vocabulary of V tokens, target t becomes V − 1 − t."""
 
     flips_labels: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Switch(Attack):
-    """Honest for `every` rounds of a fragment, then a liar for as many.
+    """Be honest for `every` rounds of a fragment, then lie for as many.
 
     Args:
         then: the attack.
@@ -218,7 +218,7 @@ class Switch(Attack):
 
 @dataclass(frozen=True)
 class Sybils(Attack):
-    """One liar under several names: all say what the first of them says, who does `then` (Douceur, 2002).
+    """One liar under several names: all send what the first of them sends, which does `then` (Douceur, 2002).
 
     Args:
         then: the attack.
@@ -251,7 +251,7 @@ ATTACKS: dict[str, type[Attack]] = {
 
 
 def attack_of(text: str) -> Attack:
-    """The attack that `text` names, in letters of any case: alie, 'IPM(0.1)', 'Switch(ALIE(), 3)'. Raises `ConfigurationError`."""
+    """Parse an attack, in letters of any case: alie, 'IPM(0.1)', 'Switch(ALIE(), 3)'. Raises `ConfigurationError`."""
     by_lower: dict[str, Any] = {name.lower(): kind for name, kind in ATTACKS.items()}
     plain = by_lower.get(text.strip().replace("_", "").replace("-", "").lower())
     made = plain() if plain else parse(text, ATTACKS)
@@ -262,11 +262,11 @@ def attack_of(text: str) -> Attack:
 
 @dataclass(frozen=True)
 class Attacked(Exchange):
-    """`exchange`, in which the last `liars` ranks say what `attack` has them say.
+    """An exchange like `exchange`, in which the last `liars` ranks send what `attack` computes.
 
     Args:
         exchange: how packets travel.
-        attack: what liars say.
+        attack: computes what liars send.
         liars: how many lie, 1 or more; one replica at least is honest.
 
     Raises:
@@ -353,20 +353,20 @@ def lies(rank: int, size: int, liars: int) -> bool:
 
 
 def spied(round_: Round, liars: int, signal: Signal) -> Tensor:
-    """Send the own `signal` to the liars; for one of them, all honest ones' [honest, numel]."""
+    """Send this replica's `signal` to the liars. On a liar, returns the signals of all honest replicas [honest, numel]."""
     honest = range(round_.size - liars)
     return _told(round_, MOST_STAGES - 3, honest, range(len(honest), round_.size), signal)
 
 
 def alike(round_: Round, said: Tensor, liars: int) -> Tensor:
-    """What the first liar says: its own `said`, which it tells the other liars."""
+    """The values `said` of the first liar, which sends them to the other liars."""
     first = round_.size - liars
     told = _told(round_, MOST_STAGES - 5, [first], range(first + 1, round_.size), lambda begin, end: said[begin:end])
     return told[0] if len(told) else said
 
 
 def _told(round_: Round, number: int, who: Sequence[int], to: Sequence[int], signal: Signal) -> Tensor:
-    """Send `signal` in stage `number` where this replica is one of `who`; what these said [who, numel] where it is one of `to`."""
+    """Send `signal` in stage `number` if this replica is one of `who`. If it is one of `to`, returns their signals [who, numel]."""
     stage, messages = Stage(round_, Identity(), number, purpose="spying"), cut(Identity(), 0, round_.numel)
     if round_.rank in who:
         for index, message in enumerate(messages):

@@ -1,7 +1,7 @@
-"""Liars among neighbours: `thinwire compare --strategies bristle d_psgd --attack SignFlip --liars 2`.
+"""Attacks on gossip by liars among the neighbours: `thinwire compare --strategies bristle d_psgd --attack SignFlip --liars 2`.
 
-As in `testing/attacks.py` the last `liars` ranks lie about their deltas; in gossip these travel as weights, so a liar sends x − (what it says of
-its delta) in place of its weights θ = x − delta, with its own x. It lies to all its neighbours alike, and keeps its honest weights.
+As in `testing/attacks.py`, the last `liars` ranks lie about their deltas. In gossip replicas send weights, so a liar sends x − (false delta)
+in place of its weights θ = x − delta, with its own x. It sends the same to all its neighbours, and keeps its honest weights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class AttackedGossip(Gossip):
-    """Gossip in which the last `liars` ranks say what `attack` has them say.
+    """Gossip in which the last `liars` ranks send what `attack` computes.
 
     Args:
         topology: who sends to whom, in every round.
         rule: which vectors replicas send, and what each does with the means.
-        attack: what liars say.
+        attack: computes the false deltas.
         liars: how many lie, 1 or more; one replica at least is honest.
 
     Raises:
@@ -74,7 +74,7 @@ class AttackedGossip(Gossip):
 
 
 def attacked(exchange: Exchange, attack: Attack, liars: int) -> Exchange:
-    """`exchange` with liars. Raises `ConfigurationError`."""
+    """Add liars to `exchange`. Raises `ConfigurationError`."""
     if isinstance(exchange, Gossip):
         return AttackedGossip(exchange.topology, exchange.rule, attack, liars)
     return Attacked(exchange, attack, liars)
@@ -87,5 +87,5 @@ def _moved(round_: Round, signal: Signal, begin: int, end: int) -> Tensor:
 
 
 def _told(said: Tensor, signal: Signal, begin: int, end: int) -> Tensor:
-    """The lie, and behind it the rule's other vectors."""
+    """The false weights, followed by the rule's other vectors."""
     return said[begin:end] if end <= said.numel() else signal(begin, end)

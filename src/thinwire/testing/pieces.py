@@ -1,4 +1,4 @@
-"""Laws of pieces that are no codec and no exchange; and those of all pieces."""
+"""Tests the laws of all pieces, and of pieces that are neither codecs nor exchanges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.types import State
 
 
 def is_a_value(piece: Any) -> None:
-    """A frozen dataclass whose text is its identity: equal pieces print alike, and are one key."""
+    """A piece is a frozen dataclass with its text as identity: equal pieces have the same text and the same hash."""
     frozen = is_dataclass(piece) and not isinstance(piece, type) and type(piece).__dataclass_params__.frozen  # type: ignore[attr-defined]
     law(frozen, f"{piece!r}: an instance of a class under @dataclass(frozen=True) is needed")
     again = replace(piece)
@@ -30,7 +30,7 @@ def is_a_value(piece: Any) -> None:
 
 
 def walk(outer: Outer, anchor: Tensor, deltas: Tensor) -> Tensor:
-    """The anchor after each of `deltas`; nothing is changed in place."""
+    """The anchor after each of `deltas`. Fails if a step changes its inputs in place."""
     state = outer.init(anchor)
     for delta in deltas:
         before = {name: kept.clone() for name, kept in state.items()}
@@ -48,7 +48,7 @@ def walk(outer: Outer, anchor: Tensor, deltas: Tensor) -> Tensor:
 
 
 def outer_keeps_its_word(outer: Outer) -> None:
-    """Pure, `linear` where it says so, and the end of a training keeps its state."""
+    """An outer step is pure, linear if it claims `linear`, and keeps its state at the end of training."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(100, generator=generator)
     deltas = torch.randn(2, 6, 100, generator=generator)
@@ -62,7 +62,7 @@ def outer_keeps_its_word(outer: Outer) -> None:
 
 
 def outer_by_ranges(outer: Outer) -> None:
-    """An `elementwise` one gives the same bits range by range."""
+    """An `elementwise` outer step has the same bits if it is applied range by range."""
     if not outer.elementwise:
         return
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Laws 1, 3, 5, 6 and 7 of a whole strategy, on a toy model in threads."""
+"""Tests laws 1, 3, 5, 6 and 7 of a whole strategy, on a toy model in threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPLICAS = 3
 
 
 def all_agree(journeys: Sequence[Journey]) -> None:
-    """Law 1: anchors and outer state are the same bits on all replicas, after every step and in the end."""
+    """Law 1: anchors and outer state have the same bits on all replicas, after every step and at the end."""
     first = journeys[0]
     for other in journeys[1:]:
         for step, (a, b) in enumerate(zip(first.agreed, other.agreed, strict=True), 1):
@@ -52,7 +52,7 @@ def all_agree(journeys: Sequence[Journey]) -> None:
 
 
 def replicas_agree(strategy: Strategy, replicas: int = REPLICAS) -> None:
-    """Law 1, and that training moves the anchors and keeps them finite."""
+    """Law 1; and training moves the anchors and keeps them finite."""
     journeys = journey(strategy, replicas, steps=8)
     all_agree(journeys)
     law(all(torch.isfinite(one.final).all() for one in journeys), "training ends in values that are not finite")
@@ -60,7 +60,7 @@ def replicas_agree(strategy: Strategy, replicas: int = REPLICAS) -> None:
 
 
 def a_refused_round_changes_nothing(strategy: Strategy, replicas: int = REPLICAS) -> None:
-    """Law 3: one gradient that is not finite: the round is dropped on all replicas, all stay finite, and agree."""
+    """Law 3: after a gradient that is not finite, all replicas drop the round, stay finite, and agree."""
 
     def poison(replica: Replica, step: int) -> None:
         if step == 4 and cast(Group, replica.group).rank == replicas - 1:
@@ -73,7 +73,7 @@ def a_refused_round_changes_nothing(strategy: Strategy, replicas: int = REPLICAS
 
 
 def predicted_is_counted(strategy: Strategy, replicas: int = REPLICAS) -> None:
-    """Law 5: bytes that were predicted, told and counted; or no more than were predicted, where the codec `varies`."""
+    """Law 5: predicted, reported and counted bytes are equal; if the codec `varies`, no more are counted than predicted."""
     ledgers = [Ledger() for _ in range(replicas)]
     journeys = journey(strategy, replicas, steps=8, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
     fragments = strategy.partition.fragments(toy())
@@ -88,7 +88,7 @@ def predicted_is_counted(strategy: Strategy, replicas: int = REPLICAS) -> None:
 
 
 def resumed_is_never_stopped(strategy: Strategy, replicas: int = 2, steps: int = 9) -> None:
-    """Law 6: saved after any step, with rounds in the air, and loaded: the same bits to the end."""
+    """Law 6: a run that is saved after any step, with rounds in flight, and loaded has the same bits up to its end."""
     whole = run_threads(replicas, lambda group: whole_run(strategy, group, steps), timeout=600.0)
     for at in range(steps + 1):
 
@@ -102,7 +102,7 @@ def resumed_is_never_stopped(strategy: Strategy, replicas: int = 2, steps: int =
 
 
 def any_order_of_arrival(strategy: Strategy, replicas: int = REPLICAS) -> None:
-    """Law 7: the same bits again, and with messages late and in any order."""
+    """Law 7: a second run has the same bits, and so has a run with late messages in any order."""
     calm = journey(strategy, replicas, steps=8, clock=still)
     for a, b in zip(calm, journey(strategy, replicas, steps=8, clock=still, wrap=lambda group: Shuffled(group, 0))):
         alike = all(same_bits(left, right) for left, right in zip(a.weights, b.weights, strict=True))
@@ -114,11 +114,11 @@ LAWS = (
 )  # fmt: skip
 
 
-# ---- saved and resumed
+# ---- save and resume
 
 
 def frozen(value: Any) -> Any:
-    """As a checkpoint keeps it: tensors copied, facts through JSON."""
+    """A deep copy of `value`."""
     return copy.deepcopy(value)
 
 
@@ -139,7 +139,7 @@ def load(replica: Replica, saved: Saved) -> None:
 
 
 def fingerprint(replica: Replica) -> tuple[list[Tensor], str]:
-    """Weights, anchors, outer state and feedback; and the facts: step, rounds, flights."""
+    """Weights, anchors, outer state and feedback; and the facts (step, rounds, flights) as JSON."""
     return [weights(replica.model), *(t for _, t in sorted(agreed(replica).items())), *held_back(replica)], json.dumps(
         replica.state()[1]
     )
@@ -154,7 +154,7 @@ def held_back(replica: Replica) -> list[Tensor]:
 
 
 def whole_run(strategy: Strategy, group: Group, steps: int) -> tuple[list[Saved], list[Seen], int]:
-    """What was saved after every step (0 too), and what was there; the most fragments that were in the air."""
+    """The checkpoints and fingerprints after every step, 0 included, and the largest number of fragments in flight at once."""
     model = toy()
     optimizer = own(strategy, model)
     saved, seen, most = list[Saved](), list[Seen](), 0
@@ -170,7 +170,7 @@ def whole_run(strategy: Strategy, group: Group, steps: int) -> tuple[list[Saved]
 
 
 def resumed_run(strategy: Strategy, group: Group, saved: Saved, until: int, steps: int) -> list[Seen]:
-    """Fresh objects, loaded, until a step, or to the end of the run; what was there after each step, and after finishing."""
+    """Load `saved` into new objects, and train up to step `until`. Returns the fingerprints after each step, and after the run's end."""
     model = toy(seed=99)
     optimizer = own(strategy, model)
     seen = list[Seen]()

@@ -25,7 +25,7 @@ from thinwire.strategy import Strategy
 
 
 class Toy(nn.Module):
-    """Three layers of odd sizes, something outside them, a scalar, an empty and a frozen parameter."""
+    """Three layers of odd sizes, parameters outside them, a scalar, an empty and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Toy(nn.Module):
 
 
 def fill(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights from a generator of their own: torch's global one is shared by all threads."""
+    """Draw weights from a separate generator, because all threads share torch's global one."""
     generator = torch.Generator().manual_seed(derive(seed, "weights"))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,17 +89,17 @@ def _backward(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All trainable parameters, flat, copied."""
+    """A flat copy of all trainable parameters, in fp32."""
     return torch.cat([p.detach().reshape(-1).float() for p in model.parameters() if p.requires_grad])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit: NaN equals NaN, and 0 is not −0."""
+    """Whether `a` and `b` are equal bit for bit: NaN equals NaN, and 0 is not −0."""
     return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 def validation(model: nn.Module) -> Callable[[], list[float]]:
-    """Losses on two batches that no replica trains on, the same for all."""
+    """The losses on two batches on which no replica trains; these are equal for all replicas."""
 
     def losses() -> list[float]:
         return [float(((model(x) - y) ** 2).mean()) for x, y in (batch(0, -1, number) for number in range(2))]
@@ -107,7 +107,7 @@ def validation(model: nn.Module) -> Callable[[], list[float]]:
     return losses
 
 
-# ---- training it
+# ---- training
 
 
 @dataclass
@@ -126,11 +126,11 @@ class Journey:
         return [e for e in self.events if e["event"] == event]
 
 
-AGREED = ("average", "square", "phase", "exchange.last")  # of filters, and what the next round goes on from
+AGREED = ("average", "square", "phase", "exchange.last")  # the states of filters, and the start of the next round
 
 
 def agreed(replica: Replica) -> dict[str, Tensor]:
-    """Anchors and outer state: what must be equal on all replicas."""
+    """Anchors and outer state, which must be equal on all replicas."""
     tensors, _ = replica.state()
     kept = {
         name: t.clone()
@@ -141,7 +141,7 @@ def agreed(replica: Replica) -> dict[str, Tensor]:
 
 
 def still() -> float:
-    """A clock that stands: a strategy that goes by time does the same each time."""
+    """A clock that stands still, so that a strategy that depends on time repeats itself."""
     return 0.0
 
 
@@ -152,23 +152,25 @@ class Plan:
     strategy: Strategy
     steps: int = 14
     model: Callable[[], nn.Module] = toy
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # the strategy's own, else AdamW
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # None: the strategy's, or AdamW
     wrap: Callable[[Group], Group] = lambda group: group
-    before_step: Callable[[Replica, int], None] = lambda replica, step: None  # gradients are there
+    before_step: Callable[[Replica, int], None] = lambda replica, step: None  # called when gradients are computed
     seed: int = 0
-    data: Callable[[int], int] = lambda rank: rank  # whose batches a replica has
+    data: Callable[[int], int] = lambda rank: rank  # the rank whose batches a replica trains on
     clock: Callable[[], float] = time.monotonic
 
 
 def travel(plan: Plan, group: Group) -> Journey:
-    """One replica's journey."""
+    """Train one replica, and return its journey."""
     journey = Journey()
 
     def observer(event: str, step: int, **fields: Any) -> None:
         if event == "depart":
             prefix = f"{fields['fragment']}.policy."
             known = {name: t for name, t in replica.state()[0].items() if name.startswith(prefix)}
-            fields["known"] = {name.removeprefix(prefix): t.clone() for name, t in known.items()}  # by the policy
+            fields["known"] = {
+                name.removeprefix(prefix): t.clone() for name, t in known.items()
+            }  # the state of the policy
         journey.events.append({"event": event, "step": step, **fields})
 
     model = plan.model()
@@ -196,7 +198,7 @@ def travel(plan: Plan, group: Group) -> Journey:
 
 
 def weighs(strategy: Strategy, departure: dict[str, Any], fragment: Fragment, size: int, rank: int) -> int:
-    """Predicted: the bytes of a departure, from its round and what the policy knew then."""
+    """The predicted bytes of a departure, from its round and the state of the policy at that time."""
     codec = strategy.codec.fitted(fragment.shapes)
     if departure["round"] < max((one.full for one in strategy.filters), default=0):
         codec = in_full(codec)
@@ -211,7 +213,7 @@ def journey(strategy: Strategy, replicas: int, **plan: Any) -> list[Journey]:
 
 
 class Shuffled:
-    """A group whose messages leave late and in any order between peers and tags. No two messages of a round share a tag, so any order is allowed."""
+    """A group whose messages leave late and in any order. No two messages of a round share a tag, so any order is allowed."""
 
     def __init__(self, group: Group, seed: int) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -226,7 +228,9 @@ class Shuffled:
         def carry() -> None:
             for peer in peers:
                 threading.Event().wait(delays[peer])
-                with suppress(*[LinkError] * (purpose == "finish")):  # nobody waits for it: the group may be closed
+                with suppress(
+                    *[LinkError] * (purpose == "finish")
+                ):  # nobody waits for these, so the group may be closed
                     self.group.post(tag, {peer: send[peer]}, {}, purpose)
 
         thread = threading.Thread(target=carry, daemon=True)

@@ -1,4 +1,4 @@
-"""Input for codecs: Gaussians, heavy tails, single outliers, zeros, denormals, huge values, odd sizes; and a packet there and back."""
+"""Input for codecs: Gaussians, heavy tails, single outliers, zeros, denormals, huge values, odd sizes. Encodes and decodes a packet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gaussian(n: int) -> Tensor:
 
 
 def heavy(n: int) -> Tensor:
-    """Student's t with one degree of freedom: some values are millions of times the median."""
+    """Draws of Student's t with one degree of freedom: some values are millions of times the median."""
     return gaussian(n) / gaussian(n).abs().clamp_min(1e-6)
 
 
