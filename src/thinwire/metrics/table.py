@@ -48,7 +48,7 @@ METRICS = (
     Metric(
         "rounds_refused", "refused", "counter", lambda event: 1.0, "rounds with NaN or infinity in somebody's delta"
     ),
-    Metric("deltas_clipped", "clipped", "counter", lambda event: 1.0, "of this replica, out of all proportion"),
+    Metric("deltas_clipped", "clipped", "counter", lambda event: 1.0, "deltas of this replica that the guard clipped"),
     Metric("steps_skipped", "skip", "counter", lambda event: 1.0, "inner steps without an update"),
     Metric("members", "round", "gauge", lambda event: float(len(event["members"])), "in the view of a round (elastic)"),
     Metric("evaluation_loss", "eval", "gauge", _field("loss"), "of the anchors on what is held out"),
