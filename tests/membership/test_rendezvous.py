@@ -289,38 +289,6 @@ def test_the_grace_begins_when_a_returned_lighthouse_is_found():
     assert cluster.time.now > 60.0 and all(set(log.members) == {("a", "b", "c")} for log in logs.values())
 
 
-def test_a_replica_told_a_view_alone_waits_only_while_the_others_are_away():
-    """The lighthouse tells b the third view, and is gone for a second before it tells a and c. They part from the group in which b waits for
-    their packets, so that it comes within a grace that is far shorter than the wait for a packet."""
-    cluster, told = SimulatedCluster(), []
-
-    class Unanswered(ThreadRendezvous):
-        calls = 0
-
-        def call(self, presence, seconds):
-            answer = super().call(presence, seconds)
-            self.calls += 1
-            if self.calls != 3:
-                return answer
-            with cluster.time:
-                cluster.wait(self._name, lambda: bool(told), None)
-            if cluster.lighthouse.up:
-                cluster.lighthouse.stop()
-                cluster.later(1.0, cluster.lighthouse.start)
-            return super().call(presence, seconds)
-
-    def run(name):
-        rendezvous = (ThreadRendezvous if name == "b" else Unanswered)(cluster, name)
-        return hold_rounds(Membership(rendezvous, name, timeouts=Timeouts(grace=3.0)), ROUNDS, logs[name])
-
-    cluster.at("b", "called", lambda: told.append("b"), nth=3)
-    logs = {name: Log() for name in "abc"}
-    results = cluster.play(dict.fromkeys("abc", run))
-    assert all(finished(log) for log in results.values()), results
-    assert all(set(log.members) == {("a", "b", "c")} for log in logs.values()), logs
-    assert cluster.time.now < Timeouts().transfer
-
-
 def test_a_lighthouse_that_stays_away_is_an_error_within_its_timeout():
     cluster = SimulatedCluster()
     cluster.lighthouse.stop()
