@@ -1,10 +1,11 @@
 """Does any model train under Thinwire? Every job in examples/workloads with data-parallel training, streaming deltas and compressed gradients.
 
-    python benchmarks/zoo.py [--seeds 2] [--quick] [--only digits speech] [--out FOLDER] [--into FILE]
+    python benchmarks/zoo.py [--seeds 2] [--link 20mbit,40ms] [--quick] [--only digits speech] [--out FOLDER] [--into FILE]
 
-Equal samples for all methods: two replicas as threads of one process, so no time of a network is in it; the job's own optimizer and its
-own `evaluate`, whose losses stand side by side. Each method with its defaults: nobody tuned them to these models. Figures are of the agreed
-weights at the end. `make zoo` is this; docs/zoo.md says what was found. Broken off, it goes on where it was with the same --out.
+Equal samples for all methods: two replicas as threads of one process, the job's own optimizer and its own `evaluate`, whose losses stand
+side by side. Each method has its defaults: nobody tuned them to these models. Figures are of the agreed weights at the end. No time of a
+network is in them; --link trains seed 0 again over an emulated link, for the share of time in inner steps. `make zoo` runs this without
+--link; docs/zoo.md says what was found. An interrupted run continues with the same --out.
 --quick: one seed and a tenth of the steps, thrown away: whether all run, nothing about their loss.
 """
 
@@ -27,6 +28,7 @@ JOBS = HERE.parent / "examples" / "workloads"
 STEPS = {"digits": 240, "speech": 120, "onsets": 240, "experts": 300, "graph": 120, "behaviour": 200, "agents": 60}
 FINER = "streaming_sign(codec=Sign(block=64))"
 METHODS = ("data_parallel", "streaming_sign", FINER, "streaming_diloco", "qsgd")
+LINKED = ("compute_utilization", "wall_seconds", "eval_losses")
 VARIANTS = {"digits": ("streaming_sign", ("--buffers", "local"))}  # a method with options, beside the others
 
 
@@ -56,6 +58,7 @@ def shown(row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--link", help="train seed 0 of each again over this emulated link, such as 20mbit,40ms")
     parser.add_argument("--quick", action="store_true", help="one seed and a tenth of the steps, thrown away")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="these workloads alone")
     parser.add_argument("--out", type=Path, help="keep the runs here; without, they are thrown away")
@@ -70,9 +73,22 @@ def main() -> None:
             if job in VARIANTS:
                 method, options = VARIANTS[job]
                 found += compared(job, [method], options, STEPS[job] // share, seeds, out / f"{job}-variant")
+            if asked.link:
+                over = compared(job, METHODS, ("--link", asked.link), STEPS[job] // share, 1, out / f"{job}-link")
+                for row, linked in zip(found, over):
+                    row["over link"] = {"link": asked.link, "word": linked["provenance"]} | {
+                        name: linked[name] for name in LINKED
+                    }
             print("\n".join(map(shown, found)), flush=True)
             rows += found
-        setting = {"replicas": 2, "carrier": "threads", "seeds": seeds, "methods": "their defaults", "steps": STEPS}
+        setting = {
+            "link": asked.link,
+            "replicas": 2,
+            "carrier": "threads",
+            "seeds": seeds,
+            "methods": "their defaults",
+            "steps": STEPS,
+        }
         setting["seconds in all"] = round(time.monotonic() - began)
         result = about | {"benchmark": "zoo", "word": "measured", "setting": setting, "rows": rows}
         into = asked.into or (Path(thrown_away) / "zoo.json" if asked.quick or len(asked.only) < len(STEPS) else None)

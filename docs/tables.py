@@ -196,9 +196,31 @@ def zoo(result: Result) -> tuple[list[str], list[list[str]]]:
         spread = "" if row["eval_loss_spread"] is None else f" ± {row['eval_loss_spread']:.4f}"
         rest = ", ".join(f"{what} {value:.4f}" for what, value in others)
         shown, last = "" if row["workload"] == last else row["workload"], row["workload"]
-        cost = [f"{row['bits_per_parameter_per_step']:.3g}", f"{row['wall_seconds']:.1f}", str(row["seeds"])]
+        over = row.get("over link")
+        busy = f"{over['compute_utilization']:.0%}" if over else ""
+        cost = [f"{row['bits_per_parameter_per_step']:.3g}", busy, str(row["seeds"])]
         rows.append([shown, f"`{row['strategy']}`", f"{name} {loss:.4f}{spread}", rest, *cost])
-    return ["workload", "method", "first loss", "other losses", "bits per parameter and step", "seconds", "seeds"], rows
+    link = f"time in inner steps, {result['setting']['link']} (emulated)"
+    return ["workload", "method", "first loss", "other losses", "bits per parameter and step", link, "seeds"], rows
+
+
+def zoo_picture(result: Result) -> str:
+    """Each workload's first loss beside data-parallel training's, against bits: a line a workload."""
+    data = []
+    for index, workload in enumerate(dict.fromkeys(row["workload"] for row in result["rows"])):
+        rows = [row for row in result["rows"] if row["workload"] == workload and "--" not in row["strategy"]]
+        (control,) = (row["eval_loss"] for row in rows if row["strategy"] == "data_parallel")
+        points = sorted((row["bits_per_parameter_per_step"], row["eval_loss"] / control) for row in rows)
+        bits, ratios = zip(*points, strict=True)
+        look = {"line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index), "size": 9}}
+        data.append({"mode": "lines+markers", "x": list(bits), "y": list(ratios), "name": workload, **look})
+    x = {"title": {"text": "bits per parameter and inner step, sent by a replica"}, "type": "log"}
+    y = {"title": {"text": "first loss / data-parallel training's"}, "type": "log"}
+    remark = (
+        f"{result['word'].capitalize()}, {result['date'][:10]}: means of {result['setting']['seeds']} seeds, 2 replicas, equal samples, "
+        "defaults. From the right: data_parallel, qsgd, Sign(block=64), streaming_sign, streaming_diloco"
+    )
+    return drawing(ChartState("", data, {"xaxis": x, "yaxis": y}), "A zoo of workloads", remark)
 
 
 def experts(result: Result) -> tuple[list[str], list[list[str]]]:
@@ -647,6 +669,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
 }
 PICTURES: dict[str, Callable[[Result], str]] = {
     "family": family_picture,
+    "zoo": zoo_picture,
     "decentralised": decentralised_picture,
     "cut": cut_picture,
 }
