@@ -82,3 +82,11 @@ def test_doctor_says_which_delay_a_run_will_take(step: list[float], capsys: Capt
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     (said,) = (finding for finding in found if finding["what"] == "delay")
     assert said["level"] == "ok" and said["says"].startswith("thinwire train takes 3 steps")
+
+
+def test_a_step_of_a_job_is_timed_with_its_own_optimizers(tmp_path: Path, capsys: Capture) -> None:
+    """AdamW refuses the sparse gradients of this job, which has an optimizer for them."""
+    job = Path(__file__).parents[2] / "examples" / "workloads" / "experts.py"
+    short = ["--steps", "2", "--eval-every", "2", "--carrier", "threads", "--link", "20mbit,150ms"]
+    assert main(["train", "--job", str(job), *short, "--out", str(tmp_path / "run")]) == 0
+    assert "delay: " in capsys.readouterr().out

@@ -253,8 +253,7 @@ def measured_step(run: Run, vocabulary: int) -> float:
     """Seconds of one inner step of the run's model on a replica's share of the cores: the fastest of a few, without the first one."""
     threads = torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, loss_of = timed(run, vocabulary, device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizers, loss_of = timed(run, vocabulary, device)
     bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     try:
         torch.set_num_threads(_threads(run))
@@ -265,8 +264,9 @@ def measured_step(run: Run, vocabulary: int) -> float:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                     loss = loss_of(run.data.batch)
                 torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             loss.item()  # wait for the GPU
             taken.append(time.perf_counter() - began)
         return min(taken[1:])

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -78,13 +78,16 @@ def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
         return make_model(run.model, run.data.sequence, run.seed, tokens)
 
 
-def timed(run: Run, tokens: int, device: torch.device) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
-    """The run's model on `device`, and a function from a number of sequences to the loss of such a micro-batch (of arbitrary tokens).
-    `tokens` is the size of the vocabulary."""
+Timed = tuple[Sequence[torch.optim.Optimizer], Callable[[int], torch.Tensor]]
+
+
+def timed(run: Run, tokens: int, device: torch.device) -> Timed:
+    """The optimizers of the run's model on `device`, which are the job's own if it has any, and a function from a number of sequences to the
+    loss of such a micro-batch (of arbitrary tokens). `tokens` is the size of the vocabulary."""
     if run.model.job:
         job = OwnJob(run.model.job, run.seed)
         model = job.make_model().to(device)
-        return model, lambda batch: job.trial(model, batch, device)
+        return job.make_optimizer(model) or _adamw(model), lambda batch: job.trial(model, batch, device)
     model = make_model(run.model, run.data.sequence, run.seed, tokens).to(device)
 
     def loss(batch: int) -> torch.Tensor:
@@ -92,7 +95,11 @@ def timed(run: Run, tokens: int, device: torch.device) -> tuple[nn.Module, Calla
         found: torch.Tensor = model(text, text).loss
         return found
 
-    return model, loss
+    return _adamw(model), loss
+
+
+def _adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [AdamW().make(model, lr=1e-3, weight_decay=0.01)]
 
 
 def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:
@@ -106,12 +113,11 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
     shape = shape_of(run)
     before = 0 if torch.cuda.is_available() else resident_nbytes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, loss = timed(run, shape.vocabulary, device)
-    optimizer = AdamW().make(model, lr=1e-3, weight_decay=0.01)
+    optimizers, loss = timed(run, shape.vocabulary, device)
     bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     most = 1 if run.model.job and "collate" not in functions(run.model.job) else 1024
     steps = list(_steps(loss, device, bf16, seconds, before, memory_nbytes, most))
-    update = _median(optimizer.step, seconds / 4)
+    update = _median(lambda: [optimizer.step() for optimizer in optimizers], seconds / 4)
     best = (
         max(step.batch / step.seconds for step in steps) * run.data.sequence * shape.flops_per_token(run.data.sequence)
     )
