@@ -26,7 +26,7 @@ from thinwire.plan.sharding import FP32, Shards
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host", "disk"]
-FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
+FREED = 0.0  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
 
 
 @dataclass(frozen=True)
