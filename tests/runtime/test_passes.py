@@ -30,7 +30,7 @@ def fragment_of(dtype: torch.dtype, turned: bool) -> tuple[nn.Module, FragmentSt
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, turned: bool) -> None:
     """θ ← anchor' + (θ − (anchor − Δ)), where steps were taken in flight."""
     after: list[list[Tensor]] = []
@@ -46,7 +46,7 @@ def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, tur
                 held.carry_over(departed)
             else:
                 _move(held, ahead, delta)
-        after.append([parameter.detach().float() for parameter in model.parameters()])  # exact, also from bf16
+        after.append([parameter.detach().double() for parameter in model.parameters()])  # exact, from every type
     assert all(same_bits(one, other) for one, other in zip(*after, strict=True))
 
 

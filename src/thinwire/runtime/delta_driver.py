@@ -187,7 +187,7 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     room = torch.empty(_PIECE, device=anchor.device)
     moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor), strict=True)
     for (part, base), (_, change), (_, ahead) in moved:
-        if not part.is_contiguous():
+        if not part.is_contiguous() or part.dtype == torch.float64:
             part.copy_(part.to(base) + (ahead - (base - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
