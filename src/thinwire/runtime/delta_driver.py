@@ -191,6 +191,6 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
             part.copy_(part.to(base) + (ahead - (base - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        for own, before, by, after in zip(*(tensor.split(_PIECE) for tensor in flat)):
+        for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
             piece = torch.sub(before, by, out=room[: own.numel()])
             own.add_(torch.sub(after, piece, out=piece).to(own.device))
