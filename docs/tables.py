@@ -83,6 +83,7 @@ def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
         "model",
         "setting",
         "worst moment",
+        "stage",
         "format",
         "link, each way",
         "codec",
@@ -403,6 +404,18 @@ def memory(result: Result) -> tuple[list[str], list[list[str]]]:
     ], rows
 
 
+def passes(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/passes.py, beside those of an earlier version if they are there."""
+    names, rows = ("read_nbytes", "written_nbytes", "buffers"), []
+    earlier = result.get("before", {}).get("rows", [None] * len(result["rows"]))
+    total = {"stage": "together"} | {name: sum(row[name] for row in result["rows"]) for name in names}
+    totals = {name: sum(row[name] for row in earlier) for name in names} if earlier[0] else None
+    for row, before in zip([*result["rows"], total], [*earlier, totals]):
+        were = [f"{before[name]:.1f} → " if before else "" for name in names]
+        rows.append([row["stage"], *(f"{was}{row[name]:.1f}" for was, name in zip(were, names))])
+    return ["stage", "bytes read", "bytes written", "new buffers"], rows
+
+
 def calibration(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/calibration.py."""
     rows = []
@@ -651,6 +664,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "exchange": exchange,
     "simulate": simulate,
     "memory": memory,
+    "passes": passes,
     "codecs": codecs,
     "family": family,
     "calibration": calibration,

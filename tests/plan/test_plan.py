@@ -293,3 +293,23 @@ def test_a_run_file_with_a_strategy_of_its_own_is_planned_anew(
     said = json.loads(capsys.readouterr().out)
     assert [row["replicas"] for row in said["settings"]] == [1] * len(said["settings"]) and said["refused"] == []
     assert Run.load(Path("plan.toml")).optimizer.lr == 0.003
+
+
+def test_short_host_memory_puts_outer_state_on_disk_and_says_what_the_disk_must_carry(tmp_path: Path) -> None:
+    """Only where no micro-batch fits otherwise; a place that the run names is kept; on a GPU anchors are not limited."""
+    base = Run.of(model="300m", sequence=128)
+    cpu = Machine("laptop", memory_nbytes=24 * 10**9, flops_per_second=3e10, disk_nbytes_per_second=1e6)
+    wide = task("100mbit,20ms", 2, base=base, machines=(cpu,), batch_tokens=256, methods=("streaming_sign",))
+    assert {setting.strategy.anchors for setting in settings(wide)} == {"host"}
+    host = min(setting.memory_nbytes for setting in settings(wide))
+    tight = replace(wide, memory_nbytes=int(0.95 * host))
+    best = settings(tight)[0]
+    assert best.fits and best.run.method.anchors == best.strategy.anchors == "disk"
+    on_disk = sum(nbytes for (place, _), nbytes in best.memory.kept.items() if place == "disk")
+    assert on_disk == 2 * 4 * best.memory.kept["device", "parameters"] // 4  # anchors and feedback
+    (told,) = [one for one in explain.warnings(tight, best) if one.startswith("anchors-on-disk")]
+    assert "2.36 GB are in a file" in told and "the disk does 1.00 MB/s and is too slow" in told
+    named = replace(tight, base=base.changed(anchors="host"))
+    assert {setting.strategy.anchors for setting in settings(named)} == {"host"}
+    best.run.save(tmp_path / "run.toml")
+    assert Run.load(tmp_path / "run.toml").make_strategy().anchors == "disk"

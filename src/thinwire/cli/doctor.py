@@ -219,8 +219,21 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
         raise ConfigurationError(
             f"model={run.model.label!r}: {text_of_nbytes(total)} a replica (predicted{parts}), {here} of them here, and "
             f"{text_of_nbytes(available)} of memory are free; choose a smaller model or --batch, fewer replicas on this machine, or shards "
-            "(thinwire docs machines)."
+            f"(thinwire docs machines).{_advice(run, model, strategy, available // here)}"
         )
+
+
+def _advice(run: Run, model: nn.Module, strategy: Strategy, available: int) -> str:
+    """What to do if host memory is too short for the outer state, and the rest fits into the `available` bytes of a replica."""
+    if run.make_method() or strategy.anchors != "host":
+        return ""
+    try:
+        strategy = run.changed(anchors="disk").make_strategy()
+    except ConfigurationError:
+        return ""
+    cut = strategy.partition.fragments(model)
+    total, _ = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut], BASE_NBYTES)
+    return f" With --anchors disk a replica takes {text_of_nbytes(total)}, which fits." if total <= available else ""
 
 
 def predicted_nbytes(

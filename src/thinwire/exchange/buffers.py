@@ -52,6 +52,11 @@ class Buffers:
                 if whole is not None:
                     self._free.setdefault(whole.numel(), []).append(whole)
 
+    def clear(self) -> None:
+        """Free the buffers that are not lent."""
+        with self._lock:
+            self._free.clear()
+
     def swap(self, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
         """Take back the buffers in `old` that are not in `new`."""
         kept = {_place(tensor) for tensor in new}

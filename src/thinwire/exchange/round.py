@@ -44,8 +44,9 @@ class SendContext:
         self.declared: dict[int, tuple[object, Transfer]] = {}  # each fragment's declaration to a hub
 
     def close(self, wait: bool = False) -> None:
-        """End the sending thread, and `wait` for its end. The group stays open."""
+        """End the sending thread, `wait` for its end, and free the buffers. The group stays open."""
         self.send_queue.close(wait)
+        self.buffers.clear()
 
 
 class Outgoing:

@@ -88,6 +88,8 @@ class Feedback:
         """z, the values to encode for `delta`. Here and in `settle`, delta and state may also be the same range of each."""
         if self.kappa:
             z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
+        elif self.alpha == 1 and self.eta:  # the same bits in one pass
+            return torch.add(delta, state["residual"], alpha=self.eta, out=out)
         else:
             z = torch.mul(delta, self.alpha, out=out)
         return z.add_(state["residual"], alpha=self.eta) if self.eta else z
@@ -103,5 +105,9 @@ class Feedback:
         else:
             own = sent
         if self.eta:
-            torch.mul(state["residual"], self.beta, out=after["residual"]).add_(delta).sub_(own)
+            residual = after["residual"]
+            if self.beta == 1:
+                torch.add(state["residual"], delta, out=residual).sub_(own)
+            else:
+                torch.mul(state["residual"], self.beta, out=residual).add_(delta).sub_(own)
         return mean

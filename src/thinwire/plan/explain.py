@@ -9,7 +9,7 @@ from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
 from thinwire.plan.setting import Setting, Task
 from thinwire.plan.sharding import FP32, Shards, traffic
-from thinwire.records.units import text_of_rate, text_of_seconds, text_of_share
+from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.simulate.pipeline import pipeline_seconds
 
 FEW = 5  # of one kind are named
@@ -103,11 +103,28 @@ def warnings(task: Task, best: Setting) -> list[str]:
         said.append(
             f"unequal-machines: all wait for {slow} in every round; the fastest idles {100 - 100 * min(rates) / max(rates):.0f} % (predicted)"
         )
+    if best.strategy.anchors == "disk":
+        said.append(_on_disk(task, best))
     if best.memory_nbytes > 0.9 * best.memory_limit:
         said.append("memory-is-tight: within a tenth of the limit, which is how far predictions may be off")
     named = [warning.partition(":")[0] for warning in said]
     kept = [warning for i, warning in enumerate(said) if named[:i].count(named[i]) < FEW]
     return kept + [f"{name}: and {n - FEW} more" for name, n in Counter(named).items() if n > FEW]
+
+
+def _on_disk(task: Task, best: Setting) -> str:
+    """What lies on disk, and the traffic of the disk beside what the slowest one was measured to do."""
+    file = sum(nbytes for (place, _), nbytes in best.memory.kept.items() if place == "disk")
+    period = best.strategy.schedule.every * best.step_seconds / best.pace.utilization
+    needed = 2 * file / period  # every fragment is read and written once in a period
+    measured = [task.machine(place).disk_nbytes_per_second for place in best.places]
+    slowest = min((rate for rate in measured if rate), default=None)
+    carries = f"the disk does {text_of_nbytes(slowest)}/s" if slowest else "the disk was not measured"
+    late = " and is too slow, so departures will wait" if slowest and slowest < needed else ""
+    return (
+        f"anchors-on-disk: host memory does not hold them; {text_of_nbytes(file)} are in a file, read and written once every "
+        f"{text_of_seconds(period)}: {text_of_nbytes(needed)}/s; {carries}{late} (predicted)"
+    )
 
 
 def few(names: Sequence[str]) -> str:

@@ -27,6 +27,9 @@ from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host", "disk"]
 FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
+MOST_FREED = (
+    256 << 20
+)  # bytes: it keeps only pieces of up to 32 MiB, and the next step takes those of a large model again
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Memory:
 
     def process_nbytes(self, base: int) -> int:
         """Most resident bytes of a process on a CPU. `base` are its resident bytes without a model."""
-        return base + round((1 + FREED) * self.peak() - FREED * sum(self.in_memory().values()))
+        peak = self.peak()
+        return base + peak + min(MOST_FREED, round(FREED * (peak - sum(self.in_memory().values()))))
 
     def in_memory(self) -> dict[str, int]:
         """The `kept` bytes that are not on disk, by purpose."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -120,6 +121,17 @@ class _Search:
         self._alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
         self._joining: dict[tuple[str, str, int], bool] = {}
         self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
+        self._on_disk: dict[str, Candidate | None] = {}
+
+    def on_disk(self, candidate: Candidate) -> Candidate | None:
+        """The candidate with its anchors and outer state on disk; None: its method does not allow it, or its run names another place."""
+        if (key := repr(candidate.strategy)) not in self._on_disk:
+            self._on_disk[key] = None
+            if candidate.run.method.anchors is None and candidate.strategy.anchors == "host":
+                with suppress(ConfigurationError):
+                    run = candidate.run.changed(anchors="disk")
+                    self._on_disk[key] = Candidate(run, run.make_strategy(), candidate.shapes)
+        return self._on_disk[key]
 
     def candidates(self, replicas: int) -> list[Candidate]:
         """The candidates that so many replicas can run; one replica alone has only its outer step."""
@@ -248,6 +260,10 @@ class _Group:
         search, strategy = self.search, candidate.strategy
         batch, warnings = search.batch(candidate, self.size)
         micro, accumulate, memory = self._micro_batch(candidate, batch)
+        on_disk = None if self.gpu or self._needed(memory) <= self.limit else search.on_disk(candidate)
+        if on_disk:  # host memory is short even for the smallest micro-batch
+            candidate, strategy = on_disk, on_disk.strategy
+            micro, accumulate, memory = self._micro_batch(candidate, batch)
         step = self._inner_seconds(micro, accumulate)
         traffic = self._traffic_of(candidate)
         loss, density = search.expected(candidate, self.size)
@@ -261,8 +277,9 @@ class _Group:
         )  # fmt: skip
 
     def has_room_for(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether one of the candidates fits the memory."""
-        return any(self._needed(self._memory(c, self.task.ranks, 1)) <= self.limit for c in candidates)
+        """Whether one of the candidates fits the memory, in host memory or on disk."""
+        ways = [*candidates, *([] if self.gpu else filter(None, map(self.search.on_disk, candidates)))]
+        return any(self._needed(self._memory(c, self.task.ranks, 1)) <= self.limit for c in ways)
 
     def sequence_seconds(self) -> float:
         """Seconds for one sequence, in the best of a few micro-batches."""

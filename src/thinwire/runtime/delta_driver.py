@@ -25,6 +25,8 @@ from thinwire.runtime.recovery import start_again
 from thinwire.runtime.weighing import tokens_of_step
 from thinwire.runtime.window import Window
 
+_PIECE = 1 << 15  # values that a landing moves at a time, so that they stay in the cache
+
 
 class DeltaDriver(Driver):
     """Every replica takes the same inner steps and takes part in every round. See `Driver`, `Flights`."""
@@ -66,12 +68,15 @@ class DeltaDriver(Driver):
             trained = fragment.since < training.step
             if fragment.flight and not (trained and strategy.merge.whole_period):  # otherwise its departure lands it
                 self._land(fragment, fragment.flight)
+        flying: list[FragmentState] = []
         for fragment in training.fragments:
             if fragment.since < training.step:
                 self._depart(fragment, strategy.outer.last)
-        for fragment in training.fragments:
-            if fragment.flight:
-                self._land(fragment, fragment.flight)
+                flying.append(fragment)
+            if self._window and len(flying) > 1:  # not all of what is on disk is to be in memory
+                self._land_last(flying.pop(0))
+        for fragment in flying:
+            self._land_last(fragment)
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -141,14 +146,13 @@ class DeltaDriver(Driver):
         left_out = self._group.rank in update.refused_by
         if update.good:
             kept = merge.keeps_flight and update.departed < training.step and not left_out
-            departed = fragment.anchor - update.delta if kept else None
+            if kept and update.anchor is not None:
+                _move(fragment, update.anchor, update.delta)
             if left_out:  # before the merge, which would hide values that are not finite
                 start_again(training, self._site)
             update.commit()
             fragment.counted = update.trained
-            if departed is not None:
-                fragment.carry_over(departed)
-            elif not merge.whole_period:
+            if not kept and not merge.whole_period:
                 for part, values in fragment.slices(fragment.anchor):
                     merge.into(part, values.to(part.device))
             fragment.since = training.step if merge.forgets else fragment.since
@@ -158,6 +162,11 @@ class DeltaDriver(Driver):
             if left_out:
                 start_again(training, self._site)
         landed()
+
+    def _land_last(self, fragment: FragmentState) -> None:
+        assert fragment.flight is not None
+        self._land(fragment, fragment.flight)
+        fragment.rest()
 
     def _turn_over(self, fragment: FragmentState, delta: Tensor) -> None:
         """If a round takes a whole period: land the previous one, and let the parameters begin the next (see `Eager`, `Reset`)."""
@@ -169,3 +178,19 @@ class DeltaDriver(Driver):
             elif fragment.since == DROPPED and bool(torch.isfinite(fragment.own).all()):  # it departs again
                 delta.add_(fragment.own)
         fragment.begin_next(delta, self.training.strategy, 1 / self._group.size, self._flights.buffers)
+
+
+def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
+    """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
+    no buffers of the fragment's size.
+    """
+    room = torch.empty(_PIECE, device=anchor.device)
+    moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor), strict=True)
+    for (part, base), (_, change), (_, ahead) in moved:
+        if not part.is_contiguous() or part.dtype == torch.float64:
+            part.copy_(part.to(base) + (ahead - (base - change)))
+            continue
+        flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
+        for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
+            piece = torch.sub(before, by, out=room[: own.numel()])
+            own.add_(torch.sub(after, piece, out=piece).to(own.device))

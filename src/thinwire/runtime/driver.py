@@ -114,6 +114,14 @@ class Training:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:
             fragment.load_into_parameters(fragment.anchor)
+            fragment.rest()
+
+    def at_anchors(self) -> bool:
+        """Whether every parameter has the bits of its anchor."""
+        at = all(_same_bits(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
+        for fragment in self.fragments:
+            fragment.rest()
+        return at
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state that every driver saves: tensors of all fragments, and values for JSON."""
@@ -175,7 +183,11 @@ class Driver(Protocol):
 
     def anchors(self) -> Sequence[Tensor]:
         """Copies of the agreed weights, flat and in fp32, one for each fragment."""
-        return [fragment.anchor.clone() for fragment in self.training.fragments]
+        copies = []
+        for fragment in self.training.fragments:
+            copies.append(fragment.anchor.clone())
+            fragment.rest()
+        return copies
 
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the agreed weights, if these may differ."""
@@ -192,8 +204,15 @@ class Driver(Protocol):
 def anchored(driver: Driver) -> Iterator[None]:
     """A context in which the model holds the agreed weights; afterwards the replica's own again, bit for bit."""
     training = driver.training
-    own = [(part, part.clone()) for part in training.weights()]
     reshard(training.model)
+    if training.at_anchors():  # after `finish`; copies of the parameters would be the most memory of the run
+        try:
+            yield
+        finally:
+            reshard(training.model)
+            training.load_anchors()
+        return
+    own = [(part, part.clone()) for part in training.weights()]
     driver.load_anchors()
     try:
         yield
@@ -201,3 +220,9 @@ def anchored(driver: Driver) -> Iterator[None]:
         reshard(training.model)
         for part, kept in own:
             part.copy_(kept)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

@@ -155,6 +155,12 @@ class FragmentState:
         self.anchor, *others = self.disk.tensors
         self.state = dict(zip(self.state, others))
         self.feedback = dict(zip(self.feedback, others[len(self.state) :]))
+        self.rest()
+
+    def rest(self) -> None:
+        """Release the memory of what is on disk, unless it is in flight."""
+        if self.disk and not self.flight:
+            self.disk.release()
 
     def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
         """If a round takes a whole period: set the parameters at which the next inner steps start, before `delta` departs."""

@@ -1,0 +1,84 @@
+"""A landing moves the parameters as its equation says, bit for bit, and makes no buffer of a fragment's size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import thinwire as tw
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.partition import Whole
+from thinwire.runtime.delta_driver import _PIECE, _move
+from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.testing.toy import same_bits
+
+ROWS = 3 * _PIECE // 1024 + 1  # more than three pieces, the last one shorter
+
+
+def fragment_of(dtype: torch.dtype, turned: bool) -> tuple[nn.Module, FragmentState]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, ROWS, bias=False), nn.Linear(7, 3)).to(dtype)
+    if turned:  # a parameter whose values do not lie in the order of its rows
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    (fragment,) = Whole().fragments(model)
+    return model, hold(tw.streaming_sign(partition=Whole()), fragment, 0, 0, 1)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, turned: bool) -> None:
+    """θ ← anchor' + (θ − (anchor − Δ)), where steps were taken in flight."""
+    after: list[list[Tensor]] = []
+    for way in ("equation", "landing"):
+        model, held = fragment_of(dtype, turned)
+        delta, ahead = torch.randn_like(held.anchor), torch.randn_like(held.anchor)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape).to(dtype))
+            if way == "equation":
+                departed = held.anchor - delta
+                held.anchor = ahead
+                held.carry_over(departed)
+            else:
+                _move(held, ahead, delta)
+        after.append([parameter.detach().double() for parameter in model.parameters()])  # exact, from every type
+    assert all(same_bits(one, other) for one, other in zip(*after, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """The largest new tensor of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(returned.alias_info for returned in func._schema.returns):  # neither a view nor in place
+            self.numel = max([self.numel, *(one.numel() for one in tree_leaves(result) if isinstance(one, Tensor))])
+        return result
+
+
+def test_a_landing_makes_no_buffer_of_a_fragments_size() -> None:
+    _, held = fragment_of(torch.float32, turned=False)
+    delta, ahead = torch.randn_like(held.anchor), torch.randn_like(held.anchor)
+    with Largest() as largest, torch.no_grad():
+        _move(held, ahead, delta)
+    assert 0 < largest.numel <= _PIECE < held.anchor.numel()
+
+
+def test_feedback_has_the_same_bits_with_factors_of_one() -> None:
+    """A factor of 1 is left out; z and the residual have the bits that the equations give."""
+    delta, residual, own = torch.randn(3, 1001)
+    feedback, state = Feedback(), {"residual": residual}
+    assert (feedback.alpha, feedback.beta, feedback.eta) == (1, 1, 1)
+    z = feedback.signal(delta, state, torch.empty(1001))
+    assert same_bits(z, (delta * 1.0).add_(residual, alpha=1.0))
+    after = {"residual": torch.empty(1001)}
+    feedback.settle(delta, own, torch.zeros(1001), state, after)
+    assert same_bits(after["residual"], (residual * 1.0).add_(delta).sub_(own))
