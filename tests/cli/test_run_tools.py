@@ -1,4 +1,4 @@
-"""Verbs around a run, on one that was trained by `thinwire train`: checkpoints, sample, export, resume with another number."""
+"""Verbs on a trained run: checkpoints, resume with another number of replicas, sample, export and top."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A run of six steps of two replicas with checkpoints of steps 2, 4 and 6, rounds in the air at each; not to be changed."""
+    """A run of two replicas with checkpoints of steps 2, 4 and 6, each with a round in flight. Tests must not change it."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
     options = ["--steps", "6", "--every", "2", "--delay", "1", "--fragments", "1", "--checkpoint-every", "2"]
@@ -54,7 +54,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """What a verb says: its JSON, and the text for people."""
+    """The JSON output of a verb, and its text output."""
     capsys.readouterr()
     assert main([*map(str, arguments), "--json"]) == 0
     said = capsys.readouterr()
@@ -71,7 +71,7 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    assert "a resume starts at step 6" in told(capsys, "checkpoints", run)[1]  # sizes are right
+    assert "a resume starts at step 6" in told(capsys, "checkpoints", run)[1]  # without --verify only sizes are checked
     found, text = told(capsys, "checkpoints", run, "--verify")
     assert not found["checkpoints"][2]["whole"] and "a resume starts at step 4" in text
     assert found["checkpoints"][2]["problems"] == [
@@ -81,7 +81,7 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     assert told(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
     found, _ = told(
         capsys, "checkpoints", run, "--prune", "1"
-    )  # what is newer than the newest whole one may be in the making
+    )  # a set newer than the newest whole one may still be written
     assert [one["step"] for one in found["checkpoints"]] == [4, 6] and len(found["deleted"]) == 1
     assert sorted(path.name for path in (run / "checkpoints/replica-1").iterdir()) == ["step-00000004", "step-00000006"]
     shutil.rmtree(run / "checkpoints/replica-0")
@@ -90,8 +90,8 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     assert main(["checkpoints", "nothing"]) == 2
 
 
-def test_a_manifest_that_was_changed_is_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own hash covers facts and notes, which no file's hash does."""
+def test_a_changed_manifest_is_reported_as_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifest's hash covers its facts and notes, which the hashes of the files do not."""
     manifest = run / "checkpoints/replica-0/step-00000006/manifest.json"
     said = json.loads(manifest.read_text())
     said["facts"]["rounds"][0] += 1
@@ -113,7 +113,7 @@ def same(a: dict[str, Any], b: dict[str, Any], without: str = "") -> bool:
     return all(torch.equal(a[name], b[name]) for name in names) and set(names) <= a.keys()
 
 
-def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed_with_more_and_then_fewer_replicas(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["resume", run, "--replicas", 3, "--steps", 8, "--keep", 9]
     summary, text = told(capsys, *asked)
     assert (
@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pyte
         model_before, inner_before, outer_before, before = parts(run / "checkpoints-1", rank % 2, 6)
         assert before.manifest["facts"]["flights"] and not made.manifest["facts"]["flights"]
         assert same(outer, outer_before, "0.delta") or rank == 2
-        if rank < 2:  # all of its own is as it was
+        if rank < 2:  # an old replica keeps its own state
             assert same(model, model_before) and same(inner, inner_before)
         else:
             anchors = [value for name, value in outer.items() if name.endswith(".anchor")]
@@ -143,8 +143,10 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pyte
     assert summary["tokens"] == (2 * 6 + 3 * 2 + 1) * 16 and (run / "checkpoints-2/replica-2.jsonl").is_file()
 
 
-def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused, and left as it was: a set that is not whole, a changed setting, a method that remembers by replica."""
+def test_a_resume_with_another_number_of_replicas_is_refused_without_a_whole_set(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also refused: a changed setting and a method with a state per replica. The run folder stays unchanged."""
     for path in (run / "checkpoints/replica-1").iterdir():
         (path / "inner.safetensors").unlink()
     before = sorted(path.name for path in run.iterdir())
@@ -160,14 +162,14 @@ def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.Captu
         assert says in capsys.readouterr().err
 
 
-def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sampled; exported, and loaded by transformers, with equal logits; trained further as a Hugging Face model; exported again."""
+def test_a_trained_model_is_sampled_exported_and_trained_further(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers loads the export with equal logits, and a run trains it further as a Hugging Face model."""
     asked = ["sample", run, "line 7", "--tokens", 12, "--seed", 3]
     said, _ = told(capsys, *asked)
     assert said["text"].startswith("line 7") and 0 < said["tokens"] <= 12 and said["step"] is None
     assert told(capsys, *asked)[0] == said != told(capsys, *asked[:-1], 4)[0]
     assert main([*map(str, asked)]) == 0 and said["text"].split("\n")[0] in capsys.readouterr().out
-    assert told(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # from nothing
+    assert told(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # without a prompt
 
     told(capsys, "export", run, "--out", "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained("hf")
@@ -202,7 +204,7 @@ def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[st
     transformers.AutoModelForCausalLM.from_pretrained("again")
 
 
-def test_a_run_that_goes_on_gives_the_weights_that_all_agree_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_is_sampled_from_the_agreed_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "model.safetensors").unlink()
     found = trained_model(run)
     assert found.step == 6
@@ -215,8 +217,8 @@ def test_a_run_that_goes_on_gives_the_weights_that_all_agree_on(run: Path, capsy
     assert "holds no model.safetensors yet" in capsys.readouterr().err
 
 
-def test_all_replicas_are_on_one_screen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that has ended; one whose replicas were killed; one that goes on, with one replica that is dead."""
+def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run, a run whose replicas were killed, and a running one with a dead replica."""
     facts, text = told(capsys, "top", run.parent)
     assert [(one["name"], one["state"], one["checkpoint"]) for one in facts["replicas"]] == [
         ("replica-0", "ended", 6), ("replica-1", "ended", 6)
@@ -224,7 +226,7 @@ def test_all_replicas_are_on_one_screen(run: Path, capsys: pytest.CaptureFixture
     assert facts["step"] == facts["steps"] == 6 and "step 6/6 · 0 of 2 live · evaluation" in text
     assert all(one["nbytes"] > 0 and one["loss"] > 0 for one in facts["replicas"])
     logs = [run / f"events/replica-{n}.jsonl" for n in range(2)]
-    for log in logs:  # as if killed: without its end
+    for log in logs:  # as if killed: without the last event
         log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-1]))
     assert {one["state"] for one in told(capsys, "top", run)[0]["replicas"]} == {"dead"}
     with EventLog(logs[1]) as going:

@@ -101,7 +101,7 @@ def test_a_piece_is_added_by_one_file_and_one_row(tmp_path: Path) -> None:
     assert int(count) >= 15 and where.startswith(str(tmp_path))
     tried = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *TESTS)
     for test in (
-        "test_claims[Mine(spare=1)]",
+        "test_codecs_keep_the_claims_of_their_rows[Mine(spare=1)]",
         "test_the_text_of_a_piece_parses_to_an_equal_piece",
         "test_what_is_public",
     ):
