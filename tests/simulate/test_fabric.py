@@ -81,7 +81,7 @@ def test_splitting_takes_as_long_as_spraying(pattern, flows, failed):
     assert took["ecmp"] >= ideal * (1 - 1e-12) and took["round-robin"] >= ideal * (1 - 1e-12)
 
 
-def test_with_a_failed_spine_the_others_take_its_share():
+def test_working_spines_take_the_share_of_a_failed_one():
     """n·F / (s − 1) for each host and leaf."""
     one = Fabric(leaves=2, spines=4, failed=1, bits_per_second=8.0)
     assert most_loaded(one, route(one, "split", "ring", 7)) == Fraction(7, 3)

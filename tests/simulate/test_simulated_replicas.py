@@ -432,7 +432,7 @@ def test_invalid_scenarios_are_refused(make, says):
 
 
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(), tw.exchange.AllReduce()])
-def test_a_round_on_an_idle_link_takes_what_the_exchange_predicts(exchange):
+def test_a_round_on_an_idle_link_takes_the_time_that_the_exchange_predicts(exchange):
     """Bytes over the rate, and one delay for each of its 1 or 2 hops."""
     link = Link(8e6, 0.3)
     strategy = tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange)

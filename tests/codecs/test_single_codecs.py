@@ -340,7 +340,7 @@ def test_the_sum_of_linear_packets_encodes_the_mean(codec):
 
 
 def test_the_linear_form_of_one_replica_is_its_packet():
-    """So the two forms are the same codec. This holds for one iteration."""
+    """With one iteration both forms are the same codec."""
     x, codec = gaussian(900), tw.codecs.LowRank(3, 1, shapes=((25, 30), (150,)))
     estimate, _ = laws.summed(codec, [x], Key(1))
     torch.testing.assert_close(estimate, roundtrip(codec, x, Key(1)), rtol=1e-5, atol=1e-6)

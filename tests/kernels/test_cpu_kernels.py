@@ -241,7 +241,7 @@ def fresh() -> list[CPUDispatcher]:
 
 
 @pytest.fixture
-def anew(monkeypatch):
+def fresh_kernels(monkeypatch):
     for name in MODULES:
         monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
         monkeypatch.setattr(kernels, name, getattr(kernels, name))
@@ -262,28 +262,28 @@ def anew(monkeypatch):
     ],
     ids=str,
 )
-def test_a_warmed_up_codec_compiles_nothing_when_used(codec, anew):
+def test_a_warmed_up_codec_compiles_nothing_when_used(codec, fresh_kernels):
     """`warm_up` compiles only the functions that the codec needs."""
     warm_up(codec)
-    before = [len(function.signatures) for function in anew]
-    assert 0 < sum(before) < len(anew)
+    before = [len(function.signatures) for function in fresh_kernels]
+    assert 0 < sum(before) < len(fresh_kernels)
     for n in (1, 1000, 200_001):
         payload = torch.empty(codec.nbytes(n), dtype=torch.uint8)
         codec.encode(gaussian(n), payload, Key())
         codec.decode_add(payload, gaussian(n), Key(), 0.5)
-    assert [len(function.signatures) for function in anew] == before
+    assert [len(function.signatures) for function in fresh_kernels] == before
 
 
-def test_a_replica_compiles_nothing_while_it_trains(anew):
+def test_a_replica_compiles_nothing_while_it_trains(fresh_kernels):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (group,) = tw.ThreadGroup.create(1)
     with tw.Replica(tw.diloco(every=1, codec=tw.codecs.E2M1()), model, optimizer, group):
-        before = [len(function.signatures) for function in anew]
+        before = [len(function.signatures) for function in fresh_kernels]
         for _ in range(2):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-        assert [len(function.signatures) for function in anew] == before and sum(before) > 0
+        assert [len(function.signatures) for function in fresh_kernels] == before and sum(before) > 0
 
 
 def test_functions_compile_without_a_cache_folder(monkeypatch):
