@@ -21,7 +21,7 @@ SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
 STEPS = 4
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
     """The JSON output of a verb, and its text output."""
     capsys.readouterr()
     assert main([*map(str, arguments), "--json"]) == 0
@@ -47,7 +47,7 @@ def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
     for size in ("nano", "tiny"):
         both = ["--text", *map(str, texts.values())]
         assert main(["train", "--model", size, "--steps", str(STEPS), *SMALL, *both, "--out", f"seed-{size}"]) == 0
-    said, _ = told(capsys, "branch", "seed-nano", "--domain", "sums", "--text", texts["sums"], "--out", "e")
+    said, _ = output_of(capsys, "branch", "seed-nano", "--domain", "sums", "--text", texts["sums"], "--out", "e")
     per_token = dict.fromkeys(SIZES, 0) | {n: _at_16(n) for n in ("nano", "tiny")}
     (sums,) = said["experts"]
     assert (sums["tokens"], sums["flops"]) == (STEPS * 2 * 16, STEPS * 2 * 16 * per_token["nano"])
@@ -56,7 +56,7 @@ def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
 
     # An expert of another size takes as many steps as the same compute allows, and changes no file of the first.
     before, budget = files(Path("e/sums")), sums["flops"]
-    said, _ = told(
+    said, _ = output_of(
         *(capsys, "branch", "seed-tiny", "--domain", "words", "--text", texts["words"], "--out", "e", "--flops", budget)
     )
     words = next(one for one in said["experts"] if one["domain"] == "words")
@@ -65,28 +65,32 @@ def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
     assert files(Path("e/sums")) == before
     assert words["parent"] == Ensemble.read(Path("e")).experts[1].parent != sums["parent"]
 
-    rows = {row["text"]: row for row in told(capsys, "evaluate", "e", "--text", *texts.values())[0]["texts"]}
+    rows = {row["text"]: row for row in output_of(capsys, "evaluate", "e", "--text", *texts.values())[0]["texts"]}
     for name in texts:
         losses = rows[f"{name}.txt"]["losses"]
         assert list(losses) == ["mixture", "sums", "words"]  # experts of different shapes have no mean of weights
         assert losses["mixture"] <= min(losses["sums"], losses["words"]) + math.log(2) / 16 + 1e-6
-    alone = told(capsys, "evaluate", "e/sums")[0]["texts"][0]  # an expert is a run, which keeps the path of its text
+    alone = output_of(capsys, "evaluate", "e/sums")[0]["texts"][
+        0
+    ]  # an expert is a run, which keeps the path of its text
     assert alone["losses"]["loss"] == pytest.approx(rows["sums.txt"]["losses"]["sums"], abs=1e-6)
-    cached = told(capsys, "evaluate", "e", "--text", texts["sums"], "--prior", texts["words"])[0]["texts"][0]
+    cached = output_of(capsys, "evaluate", "e", "--text", texts["sums"], "--prior", texts["words"])[0]["texts"][0]
     assert cached["prior"] != {"sums": 0.5, "words": 0.5} and sum(cached["prior"].values()) == pytest.approx(1)
-    said, advice = told(capsys, "sample", "e", "1 + 1", "--tokens", 3)
+    said, advice = output_of(capsys, "sample", "e", "1 + 1", "--tokens", 3)
     assert said["text"].startswith("1 + 1") and "posterior over experts at the end: sums" in advice
     longer = "1 + 1 = 2\n" * 120  # longer than the context
-    assert told(capsys, "sample", "e", longer, "--tokens", 1, "--prior", texts["words"])[0]["text"].startswith(longer)
+    assert output_of(capsys, "sample", "e", longer, "--tokens", 1, "--prior", texts["words"])[0]["text"].startswith(
+        longer
+    )
     assert main(["export", "e"]) == 2 and "only equal ones have a mean" in capsys.readouterr().err
 
     # `branch --trained` enters a finished run as an expert without training.
-    told(capsys, "branch", "e/sums", "--domain", "sums", "--out", "same", "--trained")
-    told(capsys, "branch", "seed-nano", "--domain", "seed", "--out", "same", "--trained")
-    told(capsys, "export", "same", "--to", "safetensors", "--out", "mean")
+    output_of(capsys, "branch", "e/sums", "--domain", "sums", "--out", "same", "--trained")
+    output_of(capsys, "branch", "seed-nano", "--domain", "seed", "--out", "same", "--trained")
+    output_of(capsys, "export", "same", "--to", "safetensors", "--out", "mean")
     first, second, mean = (load_file(f"{folder}/model.safetensors") for folder in ("same/seed", "same/sums", "mean"))
     assert all(torch.allclose(mean[name], (first[name] + second[name]) / 2, atol=1e-6) for name in mean)
-    assert "mean of weights" in told(capsys, "evaluate", "same", "--text", texts["sums"])[0]["texts"][0]["losses"]
+    assert "mean of weights" in output_of(capsys, "evaluate", "same", "--text", texts["sums"])[0]["texts"][0]["losses"]
 
     _refused(texts, capsys)
 

@@ -33,7 +33,7 @@ def text(tmp_path, monkeypatch):
     return file
 
 
-def ask(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
+def findings_of(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
     """The exit code, and the findings by their subject."""
     code = doctor.main([*arguments, "--json"])
     answer = json.loads(capsys.readouterr().out)
@@ -48,7 +48,7 @@ def saved(tmp_path, text, **settings) -> str:
 
 
 def test_the_doctor_finds_no_problem_on_this_machine(capsys, tmp_path):
-    code, found = ask(capsys, "--runs", str(tmp_path / "not" / "yet"))
+    code, found = findings_of(capsys, "--runs", str(tmp_path / "not" / "yet"))
     assert code == 0
     assert torch.__version__ in found["thinwire"]["says"]
     assert "measured" in found["gloo round trip"]["says"]
@@ -83,14 +83,14 @@ def test_the_kernel_accepts_the_firewall_rules(capsys):
 
 def test_every_finding_that_is_not_ok_has_advice(capsys, tmp_path, text):
     file = saved(tmp_path, text, steps=10**6, replicas=1000, link="1kbit", delay=1)
-    _, found = ask(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
+    _, found = findings_of(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
     poor = {what for what, finding in found.items() if finding["level"] != "ok"}
     assert {"replicas", "text", "link", "delay", "rank 0"} <= poor
     assert all(found[what]["do"] for what in poor)
 
 
 def test_a_valid_run_has_no_problem(capsys, tmp_path, text):
-    code, found = ask(capsys, saved(tmp_path, text, replicas=1, strategy="streaming_diloco"))
+    code, found = findings_of(capsys, saved(tmp_path, text, replicas=1, strategy="streaming_diloco"))
     assert code == 0
     assert "measured" in found["inner step"]["says"]
     assert "predicted" in found["memory of a replica"]["says"] and "predicted" in found["link"]["says"]
@@ -110,7 +110,7 @@ def test_each_broken_setting_or_file_is_a_problem(capsys, tmp_path, text, break_
     file = tmp_path / "run.toml"
     saved(tmp_path, text)
     break_it(file, text)
-    code, found = ask(capsys, str(file), "--step-seconds", "1")
+    code, found = findings_of(capsys, str(file), "--step-seconds", "1")
     assert code == 1
     assert found[what]["level"] == "problem" and says in found[what]["says"]
 
@@ -119,13 +119,13 @@ def test_a_port_in_use_is_a_problem(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, found = ask(capsys, "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
+        code, found = findings_of(capsys, "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
         assert code == 1 and "cannot be used" in found["rank 0"]["says"]
 
 
 def test_a_model_that_does_not_fit_is_a_problem_and_is_not_measured(capsys, tmp_path, text, monkeypatch):
     monkeypatch.setattr(machine, "memory", lambda: (1 << 20, 1 << 20))
-    code, found = ask(capsys, saved(tmp_path, text))
+    code, found = findings_of(capsys, saved(tmp_path, text))
     assert code == 1
     assert found["memory of a replica"]["level"] == "problem" and "inner step" not in found
 

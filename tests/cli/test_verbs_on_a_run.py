@@ -53,7 +53,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
     """The JSON output of a verb, and its text output."""
     capsys.readouterr()
     assert main([*map(str, arguments), "--json"]) == 0
@@ -62,7 +62,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[s
 
 
 def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, text = told(capsys, "checkpoints", run)
+    found, text = output_of(capsys, "checkpoints", run)
     assert [(one["step"], one["whole"], one["replicas"]) for one in found["checkpoints"]] == [
         (step, True, ["replica-0", "replica-1"]) for step in (2, 4, 6)
     ]
@@ -71,15 +71,17 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    assert "a resume starts at step 6" in told(capsys, "checkpoints", run)[1]  # without --verify only sizes are checked
-    found, text = told(capsys, "checkpoints", run, "--verify")
+    assert (
+        "a resume starts at step 6" in output_of(capsys, "checkpoints", run)[1]
+    )  # without --verify only sizes are checked
+    found, text = output_of(capsys, "checkpoints", run, "--verify")
     assert not found["checkpoints"][2]["whole"] and "a resume starts at step 4" in text
     assert found["checkpoints"][2]["problems"] == [
         "replica-1: is damaged: outer.safetensors is not what was written (size or checksum)."
     ]
     shutil.rmtree(run / "checkpoints/replica-0/step-00000002")
-    assert told(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
-    found, _ = told(
+    assert output_of(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
+    found, _ = output_of(
         capsys, "checkpoints", run, "--prune", "1"
     )  # a set newer than the newest whole one may still be written
     assert [one["step"] for one in found["checkpoints"]] == [4, 6] and len(found["deleted"]) == 1
@@ -96,7 +98,7 @@ def test_a_changed_manifest_is_reported_as_damage(run: Path, capsys: pytest.Capt
     said = json.loads(manifest.read_text())
     said["facts"]["rounds"][0] += 1
     manifest.write_text(json.dumps(said))
-    found, _ = told(capsys, "checkpoints", run)
+    found, _ = output_of(capsys, "checkpoints", run)
     assert found["checkpoints"][2]["problems"] == [
         "replica-0: is damaged: manifest.json is not what was written (checksum)."
     ]
@@ -115,7 +117,7 @@ def same(a: dict[str, Any], b: dict[str, Any], without: str = "") -> bool:
 
 def test_a_run_is_resumed_with_more_and_then_fewer_replicas(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["resume", run, "--replicas", 3, "--steps", 8, "--keep", 9]
-    summary, text = told(capsys, *asked)
+    summary, text = output_of(capsys, *asked)
     assert (
         "from 2 to 3 replicas at step 6: at the agreed weights begin replica 2 with the inner moments of replica 0"
         in text
@@ -137,7 +139,7 @@ def test_a_run_is_resumed_with_more_and_then_fewer_replicas(run: Path, capsys: p
             stream = torch.Generator().manual_seed(derive(0, "random state", 2, 6) % 2**63)
             assert same(inner, inner_before, "random") and torch.equal(inner["random"], stream.get_state())
             assert all(torch.equal(outer[name], outer_before[name]) for name in outer if "feedback" not in name)
-    summary, text = told(capsys, "resume", run, "--replicas", 1, "--steps", 9)
+    summary, text = output_of(capsys, "resume", run, "--replicas", 1, "--steps", 9)
     assert "from 3 to 1 replicas at step 8: replica 1, 2 leaves" in text
     assert summary["status"] == "finished" and summary["replicas"] == 1
     assert summary["tokens"] == (2 * 6 + 3 * 2 + 1) * 16 and (run / "checkpoints-2/replica-2.jsonl").is_file()
@@ -165,13 +167,13 @@ def test_a_resume_with_another_number_of_replicas_is_refused_without_a_whole_set
 def test_a_trained_model_is_sampled_exported_and_trained_further(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """transformers loads the export with equal logits, and a run trains it further as a Hugging Face model."""
     asked = ["sample", run, "line 7", "--tokens", 12, "--seed", 3]
-    said, _ = told(capsys, *asked)
+    said, _ = output_of(capsys, *asked)
     assert said["text"].startswith("line 7") and 0 < said["tokens"] <= 12 and said["step"] is None
-    assert told(capsys, *asked)[0] == said != told(capsys, *asked[:-1], 4)[0]
+    assert output_of(capsys, *asked)[0] == said != output_of(capsys, *asked[:-1], 4)[0]
     assert main([*map(str, asked)]) == 0 and said["text"].split("\n")[0] in capsys.readouterr().out
-    assert told(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # without a prompt
+    assert output_of(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # without a prompt
 
-    told(capsys, "export", run, "--out", "hf")
+    output_of(capsys, "export", run, "--out", "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained("hf")
     spoken = transformers.AutoTokenizer.from_pretrained("hf")
     text = "thin wires é\x01 carry\n 42"
@@ -182,10 +184,10 @@ def test_a_trained_model_is_sampled_exported_and_trained_further(run: Path, caps
         assert torch.allclose(loaded(input_ids=tokens).logits, own(tokens).logits, atol=1e-4)
     assert main(["export", str(run), "--out", "hf"]) == 2 and "is there already" in capsys.readouterr().err
 
-    told(capsys, "export", run, "--to", "safetensors", "--out", "plain")
+    output_of(capsys, "export", run, "--to", "safetensors", "--out", "plain")
     assert Path("plain/model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     fresh = {name: torch.zeros_like(value) for name, value in own.state_dict().items()}
-    told(capsys, "export", run, "--to", "dcp")
+    output_of(capsys, "export", run, "--to", "dcp")
     dcp.load({"model": fresh}, checkpoint_id=run / "exported-dcp", no_dist=True)  # by torch's own reader
     assert all(torch.equal(value, fresh[name]) for name, value in own.state_dict().items())
     more = [
@@ -197,10 +199,10 @@ def test_a_trained_model_is_sampled_exported_and_trained_further(run: Path, caps
         "--checkpoint-every",
         "1",
     ]
-    told(capsys, "train", "--model", "hf:hf", *more, "--out", "further")
-    said, _ = told(capsys, "sample", "further", "line", "--tokens", 3)
+    output_of(capsys, "train", "--model", "hf:hf", *more, "--out", "further")
+    said, _ = output_of(capsys, "sample", "further", "line", "--tokens", 3)
     assert said["text"].startswith("line")
-    told(capsys, "export", "further", "--out", "again")
+    output_of(capsys, "export", "further", "--out", "again")
     transformers.AutoModelForCausalLM.from_pretrained("again")
 
 
@@ -211,7 +213,7 @@ def test_an_unfinished_run_is_sampled_from_the_agreed_weights(run: Path, capsys:
     outer = load_file(run / "checkpoints/replica-1/step-00000006/outer.safetensors")
     anchors = torch.cat([value for name, value in outer.items() if name.endswith(".anchor")])
     assert torch.equal(torch.cat([p.detach().flatten() for p in found.model.parameters()]).sort()[0], anchors.sort()[0])
-    assert "this is the model of step 6" in told(capsys, "sample", run, "a", "--tokens", 2)[1]
+    assert "this is the model of step 6" in output_of(capsys, "sample", run, "a", "--tokens", 2)[1]
     shutil.rmtree(run / "checkpoints")
     assert main(["export", str(run)]) == 2
     assert "holds no model.safetensors yet" in capsys.readouterr().err
@@ -219,7 +221,7 @@ def test_an_unfinished_run_is_sampled_from_the_agreed_weights(run: Path, capsys:
 
 def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A finished run, a run whose replicas were killed, and a running one with a dead replica."""
-    facts, text = told(capsys, "top", run.parent)
+    facts, text = output_of(capsys, "top", run.parent)
     assert [(one["name"], one["state"], one["checkpoint"]) for one in facts["replicas"]] == [
         ("replica-0", "ended", 6), ("replica-1", "ended", 6)
     ]  # fmt: skip
@@ -228,7 +230,7 @@ def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFi
     logs = [run / f"events/replica-{n}.jsonl" for n in range(2)]
     for log in logs:  # as if killed: without the last event
         log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-1]))
-    assert {one["state"] for one in told(capsys, "top", run)[0]["replicas"]} == {"dead"}
+    assert {one["state"] for one in output_of(capsys, "top", run)[0]["replicas"]} == {"dead"}
     with EventLog(logs[1]) as going:
         start = next(event for event in read_events(logs[0]) if event["event"] == "start")
         going.emit(
@@ -237,11 +239,11 @@ def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFi
             **{n: v for n, v in start.items() if n not in ("event", "seconds", "step")} | {"wall_time": time.time()},
         )
         going.emit("step", 7, loss=2.0, lr=0.1, grad_norm=1.0, tokens=16, begin=0.0, compute_seconds=0.5)
-        facts, text = told(capsys, "top", run)
+        facts, text = output_of(capsys, "top", run)
         assert [one["state"] for one in facts["replicas"]] == ["dead", "trains"]
         assert "1 of 2 live" in text and "32 tokens/s" in text and facts["seconds_left"] is not None
         going.emit("retry", 7, reason="the lighthouse is silent")
-        assert told(capsys, "top", run)[0]["replicas"][1]["state"] == "waits: the lighthouse is silent"
+        assert output_of(capsys, "top", run)[0]["replicas"][1]["state"] == "waits: the lighthouse is silent"
         top = Top(run)
         top.read(time.time())
         assert top.facts(time.time() + 3600)["replicas"][1]["state"].startswith("silent for 1 h") and not top.over

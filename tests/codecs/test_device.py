@@ -17,7 +17,7 @@ SEEN: list[tuple[Tensor, Tensor]] = []
 
 
 @dataclass(frozen=True)
-class Watched(Codec):
+class RecordingCodec(Codec):
     """A codec that records the tensors that it gets."""
 
     any_device: bool = True
@@ -36,19 +36,19 @@ class Watched(Codec):
 
 def test_only_the_payload_is_copied_if_the_codec_runs_anywhere() -> None:
     here, there, payload = torch.zeros(4), torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.uint8)
-    for codec, due in ((Watched(), 4), (Watched(used=3), 3), (Watched(any_device=False), 4)):
+    for codec, due in ((RecordingCodec(), 4), (RecordingCodec(used=3), 3), (RecordingCodec(any_device=False), 4)):
         SEEN.clear()
         assert encode_from(here, codec, payload, Key()) == due
         ((_, written),) = SEEN
         assert written is payload, "on one device nothing is copied"
     SEEN.clear()
     with pytest.raises(NotImplementedError, match="meta"):  # a meta tensor cannot be copied: here the payload
-        encode_from(there, Watched(), payload, Key())
+        encode_from(there, RecordingCodec(), payload, Key())
     ((encoded, written),) = SEEN
     assert encoded is there and written.device == there.device and written.shape == payload.shape
     SEEN.clear()
     with pytest.raises(NotImplementedError, match="meta"):  # here the values
-        encode_from(there, Watched(any_device=False), payload, Key())
+        encode_from(there, RecordingCodec(any_device=False), payload, Key())
     assert not SEEN
 
 

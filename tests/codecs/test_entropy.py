@@ -31,7 +31,7 @@ SOURCES = {
 }
 
 
-def bits(symbols: np.ndarray) -> float:
+def entropy_bits(symbols: np.ndarray) -> float:
     """The empirical entropy of all symbols in bits."""
     counts = np.unique(symbols, return_counts=True)[1]
     return float(-(counts * np.log2(counts / counts.sum())).sum())
@@ -47,7 +47,7 @@ def test_codes_of_four_bits_come_within_two_percent_of_their_entropy(source):
     x, plain = SOURCES[source](NUMEL), torch.empty(E3M0().nbytes(NUMEL), dtype=torch.uint8)
     E3M0().encode(x, plain, Key())
     codes, scales = plain[: NUMEL // 2].numpy(), plain[NUMEL // 2 :].numpy()
-    due = bits(np.concatenate([codes & 15, codes >> 4])) + bits(scales)
+    due = entropy_bits(np.concatenate([codes & 15, codes >> 4])) + entropy_bits(scales)
     assert 0.9 * due < 8 * len(coded(Entropy(E3M0()), x)) < 1.02 * due
     assert len(coded(Entropy(E3M0()), x)) < 0.93 * len(plain)
 
@@ -84,7 +84,7 @@ def test_repeated_gaps_get_a_better_code_than_rice():
     plain = pack(torch.from_numpy(places), of.width).numpy()
     reader = PayloadReader(places_coded(plain, of))
     assert gaps.max() > 255 and len(reader.data) < 0.85 * rice.nbytes(torch.from_numpy(places), len(places), 5)
-    assert 8 * len(reader.data) < 1.06 * bits(gaps)  # a code has a whole number of bits per symbol
+    assert 8 * len(reader.data) < 1.06 * entropy_bits(gaps)  # a code has a whole number of bits per symbol
     assert np.array_equal(places_decoded(reader, of), plain)
 
 
@@ -123,7 +123,7 @@ def test_a_round_of_several_messages_decodes_to_the_codecs_values():
 # ---- hostile packets
 
 
-def refused(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
+def refusal_of(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
     before, out = torch.ones(numel), torch.ones(numel)
     with pytest.raises(tw.PacketError) as told:
         codec.decode_add(torch.frombuffer(bytearray(payload), dtype=torch.uint8), out, Key())
@@ -131,7 +131,7 @@ def refused(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
     return str(told.value)
 
 
-def framed(data: bytes, **settings) -> bytearray:
+def zstd_frame(data: bytes, **settings) -> bytearray:
     form = zstandard.FORMAT_ZSTD1_MAGICLESS
     made = zstandard.ZstdCompressionParameters.from_level(1, format=form, **settings)
     return bytearray(zstandard.ZstdCompressor(compression_params=made).compress(data))
@@ -144,15 +144,20 @@ def with_length(frame: bytes) -> bytes:
 
 def test_a_frame_of_another_size_is_refused_before_it_is_unpacked():
     due, codec = E3M0().nbytes(4096), Entropy(E3M0())
-    bomb = framed(bytes(1 << 20))  # a megabyte in few bytes, which claims to be a gigabyte
+    bomb = zstd_frame(bytes(1 << 20))  # a megabyte in few bytes, which claims to be a gigabyte
     bomb[:5] = bytes([0xA0]) + struct.pack("<I", 1 << 30)
-    for frame in (bomb, framed(bytes(due + 1)), framed(bytes(due - 1)), framed(bytes(due), write_content_size=False)):
-        assert "were expected" in refused(codec, with_length(frame), 4096)
-    honest = framed(bytes(due))
-    assert "damaged" in refused(codec, with_length(honest[:-1]), 4096)
-    assert "more were expected" in refused(codec, with_length(honest)[:-1], 4096)
-    assert "more were expected" in refused(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
-    assert "no encoder writes" in refused(codec, b"\1\2" + bytes(honest), 4096)
+    for frame in (
+        bomb,
+        zstd_frame(bytes(due + 1)),
+        zstd_frame(bytes(due - 1)),
+        zstd_frame(bytes(due), write_content_size=False),
+    ):
+        assert "were expected" in refusal_of(codec, with_length(frame), 4096)
+    honest = zstd_frame(bytes(due))
+    assert "damaged" in refusal_of(codec, with_length(honest[:-1]), 4096)
+    assert "more were expected" in refusal_of(codec, with_length(honest)[:-1], 4096)
+    assert "more were expected" in refusal_of(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
+    assert "no encoder writes" in refusal_of(codec, b"\1\2" + bytes(honest), 4096)
     out = torch.zeros(4096)
     codec.decode_add(torch.frombuffer(bytearray(with_length(honest) + b"more"), dtype=torch.uint8), out, Key())
     assert not out.any()
@@ -165,7 +170,7 @@ def test_invalid_rice_codes_are_refused(k, byte):
     """Gaps beyond the tensor, codes that end too early, and invalid k."""
     codec, numel = Entropy(TopK(0.5)), 1000
     payload = bytes([1, k]) + bytes([byte]) * (codec.nbytes(numel) - 2)
-    assert "coded indices" in refused(codec, payload, numel)
+    assert "coded indices" in refusal_of(codec, payload, numel)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +180,9 @@ def test_invalid_rice_codes_are_refused(k, byte):
 )
 def test_invalid_frames_of_gaps_are_refused(high):
     codec, numel = Entropy(TopK(0.5)), 1000
-    assert "coded indices" in refused(codec, b"\1\x80" + with_length(framed(high))[2:], numel)
-    assert "were expected" in refused(codec, b"\1\x80" + with_length(framed(bytes(1 << 16)))[2:], numel)
-    assert "coded indices" in refused(codec, b"\1\xff" + with_length(framed(bytes(500)))[2:], numel)
+    assert "coded indices" in refusal_of(codec, b"\1\x80" + with_length(zstd_frame(high))[2:], numel)
+    assert "were expected" in refusal_of(codec, b"\1\x80" + with_length(zstd_frame(bytes(1 << 16)))[2:], numel)
+    assert "coded indices" in refusal_of(codec, b"\1\xff" + with_length(zstd_frame(bytes(500)))[2:], numel)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def student(n: int) -> torch.Tensor:
     return gaussian(n) / gaussian(3, n).square().mean(0).sqrt()
 
 
-def lost(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> float:
+def relative_error(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> float:
     return ((roundtrip(codec, x, key) - x).double().square().sum() / x.double().square().sum()).item()
 
 
@@ -102,7 +102,7 @@ def test_top_k_has_the_least_possible_error(name):
         codec = tw.codecs.TopK(density, tw.codecs.Identity())
         kept = math.ceil(density * MANY)
         best = x.double().square().sort().values[: MANY - kept].sum() / x.double().square().sum()
-        assert lost(codec, x) == pytest.approx(best.item(), rel=1e-6) and best < 1 - density
+        assert relative_error(codec, x) == pytest.approx(best.item(), rel=1e-6) and best < 1 - density
         assert len(encoded(codec, x)) == codec.nbytes(MANY) == 4 * kept + -(-18 * kept // 8)
 
 
@@ -137,8 +137,8 @@ def test_nearly_all_kept_values_fall_in_two_bins_of_the_codebook():
     assert (share[[0, 2]].sum() / share.sum()).item() < 0.01 and (share[1] / share.sum()).item() == pytest.approx(
         0.5, abs=0.02
     )
-    assert lost(tw.codecs.Codebook(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
-    assert lost(tw.codecs.Sign(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
+    assert relative_error(tw.codecs.Codebook(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
+    assert relative_error(tw.codecs.Sign(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
 
 
 def test_a_codebook_of_equal_values_is_exact():
@@ -206,9 +206,9 @@ def test_hadamard_signs_are_equal_for_all_senders_and_new_each_round():
 def test_a_rotation_helps_uniform_grids_on_heavy_tails():
     """It does not help a logarithmic grid (docs/formats.md)."""
     x = student(1 << 16)
-    plain, turned = (lost(codec, x) for codec in (tw.codecs.Int(4), tw.codecs.Hadamard(tw.codecs.Int(4))))
+    plain, turned = (relative_error(codec, x) for codec in (tw.codecs.Int(4), tw.codecs.Hadamard(tw.codecs.Int(4))))
     assert turned < 0.5 * plain
-    plain, turned = (lost(codec, x) for codec in (tw.codecs.E3M0(), tw.codecs.Hadamard(tw.codecs.E3M0())))
+    plain, turned = (relative_error(codec, x) for codec in (tw.codecs.E3M0(), tw.codecs.Hadamard(tw.codecs.E3M0())))
     assert turned > 0.9 * plain
 
 
@@ -224,7 +224,7 @@ def test_a_smooth_matrix_has_few_coefficients():
     side = torch.linspace(0, 3, 128)
     x = (torch.sin(side)[:, None] * torch.cos(2 * side)[None] + side[:, None]).reshape(-1)
     demo = tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)).fitted(((128, 128),))
-    assert lost(demo, x) < 0.001 < 0.5 < lost(tw.codecs.ChunkedTopK(4096, 32), x)
+    assert relative_error(demo, x) < 0.001 < 0.5 < relative_error(tw.codecs.ChunkedTopK(4096, 32), x)
     assert 8 * demo.nbytes(1 << 24) / (1 << 24) == pytest.approx(32 / 4096 * (16 + 12))
 
 
@@ -297,7 +297,7 @@ def test_more_iterations_bring_low_rank_close_to_the_best_error():
     u, v = torch.linalg.qr(gaussian(100, 60))[0], torch.linalg.qr(gaussian(80, 60))[0]
     x = (u * 0.6 ** torch.arange(60)) @ v.T
     best = (torch.linalg.svdvals(x)[4:].square().sum() / x.square().sum()).item()
-    errors = [lost(tw.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
+    errors = [relative_error(tw.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
     assert best <= errors[2] < errors[1] < errors[0] and errors[2] < 1.3 * best
 
 

@@ -232,7 +232,7 @@ def test_the_kernels_depend_on_device_and_layout():
 MODULES = ("numba_support", "cpu_dense", "cpu_sparse", "cpu_block")
 
 
-def fresh() -> list[CPUDispatcher]:
+def import_again() -> list[CPUDispatcher]:
     """Import the modules again, as in a process that has encoded nothing yet, and return their compiled functions."""
     for name in MODULES:
         sys.modules.pop(f"thinwire.kernels.{name}", None)
@@ -246,7 +246,7 @@ def fresh_kernels(monkeypatch):
         monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
         monkeypatch.setattr(kernels, name, getattr(kernels, name))
     kernels._of.cache_clear()
-    yield fresh()
+    yield import_again()
     kernels._of.cache_clear()
 
 

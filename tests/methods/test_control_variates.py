@@ -207,7 +207,7 @@ def test_a_round_that_reached_only_one_replica_is_taken_over():
         tw.ThreadGroup.create(2, 20.0),
     )
 
-    class Deaf:
+    class LosesSecondRound:
         """A group that receives no packet of the second round."""
 
         def __init__(self, group: tw.Group) -> None:
@@ -224,7 +224,7 @@ def test_a_round_that_reached_only_one_replica_is_taken_over():
             self.group.close()
 
     def replica(group: tw.Group) -> Controlled:
-        own = Deaf(first[group.rank]) if group.rank else first[group.rank]
+        own = LosesSecondRound(first[group.rank]) if group.rank else first[group.rank]
         trip = attach(made, own)
         try:
             go_on(made, trip, own, 6)

@@ -92,10 +92,12 @@ def masked(values: Tensor, density: float) -> Tensor:
     return torch.zeros_like(values).index_copy(0, kept, values[kept])
 
 
-def paper_recursion(method: Flasc, size: int = 3, steps: int = 15, deaf: int | None = None, against: str = "s") -> Any:
+def paper_recursion(
+    method: Flasc, size: int = 3, steps: int = 15, left_out: int | None = None, against: str = "s"
+) -> Any:
     """The paper's recursion: the first weights of each round, and p at the end.
 
-    The hub leaves out replica `deaf`. `against="p"` is a common mistake that pulls masked entries back.
+    The hub does not count replica `left_out`. `against="p"` is a common mistake that pulls masked entries back.
     """
     p = nn.Parameter(flat(Factors()))
     adam = torch.optim.AdamW([p], lr=method.outer_lr, weight_decay=0.0)
@@ -103,7 +105,7 @@ def paper_recursion(method: Flasc, size: int = 3, steps: int = 15, deaf: int | N
     for round_ in range(-(-steps // method.every)):
         starts.append(masked(p.detach(), method.down) if round_ else p.detach().clone())
         total, drawn = torch.zeros(NUMEL), [int(name) for name in method.draw([str(r) for r in range(size)], round_)]
-        heard = [rank for rank in drawn if rank != deaf]
+        heard = [rank for rank in drawn if rank != left_out]
         for rank in heard:
             model = Factors()
             load(model, starts[-1])
@@ -205,7 +207,7 @@ def test_a_delta_that_is_not_finite_is_left_out_of_the_mean():
 
     method = METHODS["sparse"]
     found = run(method, poison=poison)
-    assert all(torch.equal(seen["final"], paper_recursion(method, deaf=2)[1]) for seen in found)
+    assert all(torch.equal(seen["final"], paper_recursion(method, left_out=2)[1]) for seen in found)
     assert [fields["by"] for event, fields in found[0]["events"] if event == "refused"] == [[2]] * 5
 
 

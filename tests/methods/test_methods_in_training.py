@@ -50,10 +50,10 @@ def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
         launch.train_threads(run, folder, resume, lambda: None)
     else:
         launch.train_processes(run, folder, resume, lambda: None)
-    return last(folder)
+    return summary_of(folder)
 
 
-def last(folder: Path, rank: int = 0) -> dict[str, Any]:
+def summary_of(folder: Path, rank: int = 0) -> dict[str, Any]:
     """The summary in a replica's last `end` event."""
     events = list(read_events(folder / f"events/replica-{rank}.jsonl"))
     return next(event["summary"] for event in reversed(events) if event["event"] == "end")
@@ -71,7 +71,7 @@ def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(tmp_path: Path, tex
     method = run.make_method()
     assert method
     for rank in (0, 1):
-        end = last(whole, rank)
+        end = summary_of(whole, rank)
         packets = sum(count["nbytes"] for count in end["ledger"]["sent"]["packet"].values())
         periods = range(-(-run.optimizer.steps // method.every))
         assert packets == sum(method.nbytes_per_period(end["parameters"], 2, rank, period) for period in periods) > 0

@@ -19,7 +19,7 @@ SCHEMES = [
 JOBS = 24
 
 
-def train(scheme, jobs, pattern, vectors=None):
+def run_rounds(scheme, jobs, pattern, vectors=None):
     """Run all rounds and check that each job is decoded in time; return the number of late replicas and the decoded sums.
 
     `pattern` [round, replica] marks late replicas. The master waits for those whose lateness the scheme does not allow.
@@ -51,7 +51,7 @@ def test_every_job_is_exact_and_in_time(scheme):
     for seed, p in enumerate((0.02, 0.1, 0.3, 0.3)):
         draws = np.random.default_rng(seed)
         vectors = draws.standard_normal((JOBS, len(scheme.shares), 6)) if seed < 2 else None
-        late, sums = train(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.replicas)) < p, vectors)
+        late, sums = run_rounds(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.replicas)) < p, vectors)
         seen += late
         for job, decoded in sums.items():
             exact = vectors[job].sum(axis=0)
@@ -64,7 +64,7 @@ def test_every_pattern_of_three_replicas_is_decoded_in_time(scheme):
     """All patterns of late replicas in four rounds, with no late replica afterwards."""
     several = [frozenset(one) for size in range(4) for one in combinations(range(3), size)]
     for pattern in product(several, repeat=4):
-        train(scheme, 4, [[replica in late for replica in range(3)] for late in (*pattern, *[()] * scheme.delay)])
+        run_rounds(scheme, 4, [[replica in late for replica in range(3)] for late in (*pattern, *[()] * scheme.delay)])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:9], ids=str)

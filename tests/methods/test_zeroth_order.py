@@ -103,7 +103,7 @@ def test_the_mean_of_value_times_direction_approaches_the_gradient():
 # ---- the loss at shifted weights
 
 
-class Outside(nn.Module):
+class ReadsWeightsOutside(nn.Module):
     """A model that reads a child's weight outside the child's forward, and a tied weight."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Outside(nn.Module):
 LEARNED = Architecture(layers=1, width=8, heads=2, vocabulary=11, context=6, positions="learned", tied=True)
 MODELS = {
     "toy": (toy, lambda m: m(batch(0, 0, 0)[0]).square().mean()),
-    "read outside": (Outside, lambda m: m(torch.arange(7)).square().mean()),
+    "read outside": (ReadsWeightsOutside, lambda m: m(torch.arange(7)).square().mean()),
     "transformer": (lambda: Transformer(LEARNED, 3), lambda m: m(torch.arange(6)[None], torch.arange(6)[None]).loss),
     "half precision": (lambda: toy().to(torch.bfloat16), lambda m: m(batch(0, 0, 0)[0].bfloat16()).square().mean()),
 }
@@ -166,7 +166,7 @@ def test_a_failed_loss_leaves_the_weights_unchanged():
 
 
 def test_a_trial_forward_does_not_update_buffers():
-    model = Outside()
+    model = ReadsWeightsOutside()
     shifted = Shifted(model, list(model.parameters()))
     shifted.loss(lambda j: model(torch.arange(7)).mean(), 0, 1, 0.1)
     assert model.seen.item() == 1
@@ -187,7 +187,7 @@ def test_an_iteration_builds_no_autograd_graph():
     assert all(p.grad is None for p in model.parameters())
 
 
-class Live(TorchDispatchMode):
+class PeakOfBytes(TorchDispatchMode):
     """Measures the peak of bytes of all new tensors, without the model's. Finalizers of storages count the freed bytes."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -218,7 +218,7 @@ def test_an_iteration_allocates_a_few_of_the_largest_layer():
     layer = 512 * 512 * 4
     (group,) = tw.ThreadGroup.create(1)
     tuner = METHOD.attach(model, METHOD.optimizer(model, 0.01), group)
-    with Live(model) as live:
+    with PeakOfBytes(model) as live:
         tuner.iterate(lambda j: model(x).mean())
     assert layer <= live.peak < 5 * layer < 16 * layer
 
@@ -363,7 +363,7 @@ def test_a_late_replica_needs_only_the_log(snapshot):
     assert [e.names for e in seen[0].at_work.log.entries] == [("a", "b")] * 5 + [("a", "b", "late")] * 4
 
 
-class Torn:
+class FailingLink:
     """A group whose link fails in iteration `at`: replica 1's packet reaches replica 2, which applies it, but not replica 0."""
 
     def __init__(self, group: tw.Group, at: int, applied: threading.Event) -> None:
@@ -398,7 +398,7 @@ def test_an_iteration_that_reached_one_replica_is_taken_from_its_log():
     made, seen, applied = Tour(METHOD, names=("a", "b", "c")), {}, threading.Event()
 
     def replica(group: tw.Group) -> None:
-        trip = attach(made, Torn(first[group.rank], 3, applied))
+        trip = attach(made, FailingLink(first[group.rank], 3, applied))
         with pytest.raises(tw.LinkError):
             go_on(made, trip, first[group.rank], 8)
         first[group.rank].close()

@@ -26,7 +26,7 @@ def deltas(rounds: int, n: int = 101) -> torch.Tensor:
     return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
-def walk(
+def run_rounds(
     feedback: tw.pieces.feedback.Feedback, codec: tw.codecs.Codec, signals: torch.Tensor
 ) -> tuple[list, list, dict]:
     """One replica's rounds: the sent values, the estimates and the last state."""
@@ -49,7 +49,7 @@ def walk(
 def test_estimates_and_residual_sum_to_the_deltas(row, codec):
     """Σ estimates + e = Σ deltas with any codec where the row claims `conserves`, and not elsewhere."""
     signals = deltas(30)
-    _, estimates, state = walk(row.piece, codec, signals)
+    _, estimates, state = run_rounds(row.piece, codec, signals)
     total = sum(estimates) + state.get("residual", 0)
     if "conserves" in row.claims:
         torch.testing.assert_close(total, signals.sum(0), rtol=1e-4, atol=1e-4)
@@ -61,7 +61,7 @@ def test_estimates_and_residual_sum_to_the_deltas(row, codec):
 def test_the_residual_decays_by_beta(codec):
     """κ = 0, η = β: e_T = Σ β^(T−t) (s_t − c_t)."""
     signals = deltas(20)
-    sent, _, state = walk(tw.pieces.feedback.Feedback(0, 0.9, 0.9), codec, signals)
+    sent, _, state = run_rounds(tw.pieces.feedback.Feedback(0, 0.9, 0.9), codec, signals)
     due = sum(0.9 ** (19 - t) * (s - c) for t, (s, c) in enumerate(zip(signals.double(), sent)))
     torch.testing.assert_close(state["residual"].double(), due, rtol=1e-4, atol=1e-4)
 
@@ -69,7 +69,7 @@ def test_the_residual_decays_by_beta(codec):
 @feedbacks
 def test_feedback_changes_nothing_with_a_lossless_codec(feedback):
     signals = deltas(10)
-    _, estimates, state = walk(feedback, tw.codecs.Identity(), signals)
+    _, estimates, state = run_rounds(feedback, tw.codecs.Identity(), signals)
     if feedback.alpha == 1:
         torch.testing.assert_close(torch.stack(estimates), signals, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(state.get("residual", torch.zeros(101)), torch.zeros(101), rtol=0, atol=1e-5)
@@ -78,14 +78,16 @@ def test_feedback_changes_nothing_with_a_lossless_codec(feedback):
 def test_a_reference_converges_to_a_constant_delta():
     """EF21 sends differences, so all of a constant delta arrives in time. Without feedback only a tenth arrives."""
     signals = deltas(1).expand(40, 101)
-    _, estimates, _ = walk(tw.pieces.feedback.Feedback(1, 0.0), tw.codecs.TopK(0.1, tw.codecs.Identity()), signals)
+    _, estimates, _ = run_rounds(
+        tw.pieces.feedback.Feedback(1, 0.0), tw.codecs.TopK(0.1, tw.codecs.Identity()), signals
+    )
     torch.testing.assert_close(estimates[-1], signals[0])
 
 
 def test_decayed_feedback_follows_the_listing_of_sparse_loco():
     """E ← βE + Δ; send top-k of E; E ← E − sent (specification, j2)."""
     codec, signals, e = tw.codecs.ChunkedTopK(20, 3), deltas(12), torch.zeros(101)
-    sent, _, state = walk(tw.pieces.feedback.Feedback(0, 0.95, 0.95), codec, signals)
+    sent, _, state = run_rounds(tw.pieces.feedback.Feedback(0, 0.95, 0.95), codec, signals)
     for delta, got in zip(signals, sent):
         e = 0.95 * e + delta
         due = roundtrip(codec, e)

@@ -17,7 +17,7 @@ from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, t
 FAR = 1e4
 
 
-def judged(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float]:
+def scales_of(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float]:
     """The scale of each norm."""
     state, scales = guard.init(), []
     for norm in norms:
@@ -27,18 +27,20 @@ def judged(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float
 
 
 def test_a_norm_is_compared_with_the_norms_before_it():
-    assert judged(Guard(warm_up=3), [1.0, 1.0, 50.0, 1.0, 1.0]) == [1.0] * 5, "what is learned first is not clipped"
-    assert judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.0, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
-    assert judged(Guard(z=0.5, warm_up=2), [1.0, 1.0, 1.25, 1.4])[2:] == [1.0, 0.5], "a strict one"
-    scales = judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.1, 300.0])
+    assert scales_of(Guard(warm_up=3), [1.0, 1.0, 50.0, 1.0, 1.0]) == [1.0] * 5, "what is learned first is not clipped"
+    assert scales_of(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.0, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
+    assert scales_of(Guard(z=0.5, warm_up=2), [1.0, 1.0, 1.25, 1.4])[2:] == [1.0, 0.5], "a strict one"
+    scales = scales_of(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.1, 300.0])
     assert scales[3] == 0.25 and 0 < scales[4] < 1 / 128, "down to the mean, by a power of two"
     falling = [0.9**k for k in range(20)]
-    assert judged(Guard(), [*falling, 10 * falling[-1]])[-1] < 1, "it follows norms that fall"
-    assert judged(Guard(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == [1.0] * 8, "and a warm-up"
+    assert scales_of(Guard(), [*falling, 10 * falling[-1]])[-1] < 1, "it follows norms that fall"
+    assert scales_of(Guard(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == [1.0] * 8, "and a warm-up"
     wild = [1.0, 6.0, 0.5, 3.0, 8.0, 0.2, 5.0, 7.0, 9.0]
-    assert judged(Guard(), wild) == [1.0] * 9, "norms that differ much are let differ"
-    assert judged(Guard(), [1.0] * 5 + [10.0] * 12)[-1] == 1.0, "a lasting change is followed"
-    assert judged(Guard(), [0.0, 0.0, 0.0, 0.0, 5.0]) == [1.0] * 5, "where nothing was trained there is no proportion"
+    assert scales_of(Guard(), wild) == [1.0] * 9, "norms that differ much are let differ"
+    assert scales_of(Guard(), [1.0] * 5 + [10.0] * 12)[-1] == 1.0, "a lasting change is followed"
+    assert scales_of(Guard(), [0.0, 0.0, 0.0, 0.0, 5.0]) == [1.0] * 5, (
+        "where nothing was trained there is no proportion"
+    )
 
 
 def test_the_limit_grows_with_the_number_of_inner_steps():

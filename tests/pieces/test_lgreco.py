@@ -17,7 +17,7 @@ from thinwire.testing.toy import journey, toy, weighs
 from thinwire.testing.values import encoded, roundtrip
 
 
-def drawn(seed, layers=5, options=5):
+def random_table(seed, layers=5, options=5):
     """Errors that fall and sizes that grow with the index of the option. The middle option comes first: it is the default."""
     rng = random.Random(seed)
     scales = [10 ** rng.uniform(-2, 2) for _ in range(layers)]
@@ -43,7 +43,7 @@ def test_the_choice_is_feasible_and_close_to_the_best_of_all_choices(alpha):
     """It is never larger than the uniform choice."""
     gaps = []
     for seed in range(40):
-        errors, sizes = drawn(seed)
+        errors, sizes = random_table(seed)
         uniform = [0] * len(errors)
         most = alpha * cost(errors, uniform)
         choice = choose(errors, sizes, most)
@@ -56,7 +56,7 @@ def test_the_choice_is_feasible_and_close_to_the_best_of_all_choices(alpha):
 
 def test_a_larger_error_budget_never_takes_more_bytes():
     for seed in range(20):
-        errors, sizes = drawn(seed, layers=8)
+        errors, sizes = random_table(seed, layers=8)
         found = [
             cost(sizes, choose(errors, sizes, alpha * cost(errors, [0] * 8)))
             for alpha in (0.3, 0.6, 1.0, 1.5, 3.0, 9.0)
@@ -88,7 +88,7 @@ def test_the_uniform_choice_stays_where_nothing_better_is_feasible(errors, sizes
 
 def test_one_layer_keeps_the_default():
     """No smaller option has as little error."""
-    errors, sizes = drawn(3, layers=1)
+    errors, sizes = random_table(3, layers=1)
     assert choose(errors, sizes, errors[0][0]) == [0]
 
 
@@ -183,7 +183,7 @@ def test_all_replicas_use_the_choices_of_replica_0(strategy):
 
 
 @dataclass(frozen=True)
-class Listening(tw.pieces.lgreco.LGreCo):
+class RecordingLGreCo(tw.pieces.lgreco.LGreCo):
     """L-GreCo that records the signals on which it decides."""
 
     heard: list[torch.Tensor] = field(default_factory=list)
@@ -195,7 +195,7 @@ class Listening(tw.pieces.lgreco.LGreCo):
 
 def test_decisions_use_the_delta_plus_the_residual():
     """With feedback the signal of the second round contains the error of the first round's codec."""
-    policy = Listening(window=1)
+    policy = RecordingLGreCo(window=1)
     journey(
         tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK(0.1)), policy=policy, feedback=tw.pieces.feedback.Feedback()),
         1,

@@ -24,7 +24,7 @@ class Layer(nn.Module):
     pass
 
 
-class Odd(nn.Module):
+class ModelOfParameters(nn.Module):
     """A model of parameters in layers, with one outside the layers and tied ones."""
 
     def __init__(self, specification: Specification, tied: list[int]) -> None:
@@ -56,7 +56,7 @@ parameter = st.tuples(
     st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS), st.booleans() | st.just(True)
 )
 models = st.builds(
-    Odd,
+    ModelOfParameters,
     st.lists(st.lists(parameter, max_size=4), min_size=1, max_size=6),
     st.lists(st.integers(0, 20), max_size=3, unique=True),
 )

@@ -52,7 +52,7 @@ SIZE, LIARS = 11, 2
 each_rule = pytest.mark.parametrize("text", [*PLAIN, *MIXED])
 
 
-def drawn(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
+def random_vectors(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=generator) + torch.randn(size, numel, generator=generator)
 
@@ -83,7 +83,7 @@ def test_inner_products_are_accurate_and_independent_of_the_order():
 def test_the_estimate_is_independent_of_the_order_of_the_replicas(text, seed, order):
     if "Bucketing" in text:  # its buckets are drawn by rank
         return
-    x, rule = drawn(seed), parse(text)
+    x, rule = random_vectors(seed), parse(text)
     torch.testing.assert_close(aggregated(rule, x[list(order)]), aggregated(rule, x), rtol=1e-5, atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_the_estimate_is_independent_of_the_order_of_the_replicas(text, seed, or
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), shift=st.floats(-10, 10), scale=st.sampled_from([0.125, 0.5, 4.0, 1024.0]))
 def test_the_estimate_follows_shifts_and_scales(text, seed, shift, scale):
-    x, rule = drawn(seed), parse(text)
+    x, rule = random_vectors(seed), parse(text)
     due = aggregated(rule, x)
     torch.testing.assert_close(aggregated(rule, x + shift), due + shift, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(aggregated(rule, x * scale), due * scale, rtol=1e-4, atol=1e-4 * scale)
@@ -118,7 +118,7 @@ def test_among_equal_vectors_each_is_its_own_nearest_neighbour():
 
 @pytest.mark.parametrize("text", ["CenteredClipping()", "ARC(TrimmedMean(2), 2)", "Median()"])
 def test_the_estimate_of_clipping_rules_follows_a_scale(text):
-    x, rule = drawn(3), parse(text)
+    x, rule = random_vectors(3), parse(text)
     torch.testing.assert_close(aggregated(rule, x * 64), aggregated(rule, x) * 64, rtol=1e-5, atol=1e-4)
 
 
@@ -131,7 +131,7 @@ def test_the_estimate_of_clipping_rules_follows_a_scale(text):
 )
 def test_tolerated_liars_move_the_estimate_within_a_bound(text, seed, size, alike):
     """The liars send huge values or NaN, alike or in different directions."""
-    rule, x = parse(text), drawn(seed)
+    rule, x = parse(text), random_vectors(seed)
     liars = rule.tolerates(SIZE)
     assert liars >= 2
     honest = x[:-liars].clone()
@@ -147,7 +147,7 @@ def test_tolerated_liars_move_the_estimate_within_a_bound(text, seed, size, alik
 
 
 def test_the_mean_tolerates_no_liar():
-    x = drawn(0)
+    x = random_vectors(0)
     x[-1] = 1e30
     assert (
         float(aggregated(tw.pieces.aggregate.Mean(), x).norm()) > 1e28
@@ -157,20 +157,20 @@ def test_the_mean_tolerates_no_liar():
 
 @pytest.mark.parametrize("text", MEANS)
 def test_rules_for_zero_liars_equal_the_mean(text):
-    x = drawn(5)
+    x = random_vectors(5)
     torch.testing.assert_close(aggregated(parse(text), x), x.mean(0), rtol=1e-5, atol=1e-6)
 
 
 @each_rule
 def test_more_vectors_that_are_not_finite_than_tolerated_leave_no_estimate(text):
-    rule, x = parse(text), drawn(1)
+    rule, x = parse(text), random_vectors(1)
     x[: rule.tolerates(SIZE) + 1, 3] = torch.nan
     assert torch.isnan(aggregated(rule, x)[3])
 
 
 def test_a_vector_that_is_not_finite_counts_as_one_liar():
     """The estimate equals that of the others for one liar fewer."""
-    x = drawn(2)
+    x = random_vectors(2)
     x[4] = torch.nan
     others = torch.cat([x[:4], x[5:]])
     for text, without in (
@@ -222,7 +222,7 @@ def test_invalid_settings_are_refused(text):
 
 def test_krum_and_mda_match_brute_force():
     for seed in range(30):
-        x = drawn(seed, 9, 5)
+        x = random_vectors(seed, 9, 5)
         squared = torch.cdist(x.double(), x.double()).square()
         scores = [squared[i].sort().values[1 : 9 - 2 - 1].sum() for i in range(9)]
         assert same_bits(aggregated(parse("Krum(2)"), x), x[int(torch.stack(scores).argmin())])
@@ -236,7 +236,7 @@ def test_krum_and_mda_match_brute_force():
 
 def test_the_geometric_median_has_the_least_sum_of_distances():
     for seed in range(5):
-        x = drawn(seed).double()
+        x = random_vectors(seed).double()
         found = aggregated(parse("GeometricMedian()"), x.float()).double()
         pulls = (x - found) / (x - found).norm(dim=1, keepdim=True)
         assert float(pulls.sum(0).norm()) < 1e-4

@@ -22,7 +22,7 @@ def signals(rounds: int, n: int = N) -> torch.Tensor:
     return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.3
 
 
-class Line:
+class FilterChain:
     """One replica with filters, feedback and a codec. It records the filters' outputs, the sent values and the estimates."""
 
     def __init__(self, filters, feedback=None, codec=IDENTITY, n=N, size=1):
@@ -54,7 +54,7 @@ class Line:
 @pytest.mark.parametrize("row", FILTERS, ids=str)
 def test_filters_keep_the_claims_of_their_rows(row):
     """A filter that `passes` changes no mean. States keep the names and sizes of `init`. Equal inputs give equal outputs."""
-    a, b = Line([row.piece]), Line([row.piece])
+    a, b = FilterChain([row.piece]), FilterChain([row.piece])
     for s in signals(8):
         assert same_bits(a.round(s), b.round(s))
     due = row.piece.init(N)
@@ -69,7 +69,7 @@ def test_filters_keep_the_claims_of_their_rows(row):
 @pytest.mark.parametrize("row", FILTERS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
 def test_zeros_and_extreme_values_give_finite_estimates(row, value):
-    line = Line([row.piece], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
+    line = FilterChain([row.piece], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
     for _ in range(6):
         estimate = line.round(torch.full((N,), value))
         assert torch.isfinite(estimate).all() or value == 1e30  # its square overflows: the round is refused
@@ -87,7 +87,7 @@ def test_values_that_are_not_finite_stay_so(row, value):
 
 def test_empty_fragments_pass_every_filter():
     for row in FILTERS:
-        assert Line([row.piece], n=0).round(torch.empty(0)).shape == (0,)
+        assert FilterChain([row.piece], n=0).round(torch.empty(0)).shape == (0,)
 
 
 # ---- clipping
@@ -117,8 +117,8 @@ def test_clip_bounds_a_vector_whose_norm_overflows_fp32():
 def test_dgc_with_a_lossless_codec_is_momentum_sgd_only_without_masking():
     """With masking it is plain SGD, because masking clears u at each step."""
     velocity = torch.zeros(N)
-    unmasked = Line([tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback())
-    masked = Line([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback())
+    unmasked = FilterChain([tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback())
+    masked = FilterChain([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback())
     for s in signals(20):
         velocity = 0.9 * velocity + s
         torch.testing.assert_close(unmasked.round(s), velocity, rtol=1e-5, atol=1e-6)
@@ -139,7 +139,7 @@ def test_a_run_with_unmasked_momentum_trains_like_momentum_sgd():
 @pytest.mark.parametrize("clears", ["sent", "nothing"])
 def test_sent_values_and_residual_of_dgc_sum_to_the_momenta(clears):
     """Σ sent + v_T = Σ u_t, with and without masking."""
-    line = Line([tw.pieces.transforms.Momentum(0.9, clears)], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
+    line = FilterChain([tw.pieces.transforms.Momentum(0.9, clears)], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
     for s in signals(40):
         line.round(s)
     torch.testing.assert_close(sum(line.sent) + line.held["residual"], sum(line.said), rtol=1e-4, atol=1e-3)
@@ -150,7 +150,7 @@ def test_dgc_follows_its_listing():
     u, v, line = (
         torch.zeros(N),
         torch.zeros(N),
-        Line(
+        FilterChain(
             [tw.pieces.transforms.Momentum(0.9)],
             tw.pieces.feedback.Feedback(),
             tw.codecs.TopK(0.1, tw.codecs.Identity()),
@@ -169,10 +169,10 @@ def test_dgc_follows_its_listing():
 
 def test_rarely_sent_values_have_the_weights_of_momentum():
     """A coordinate of gradient 1 that is sent every sixth step has the weights Σ m^j of momentum (Eq. 4), not 1 (Eq. 6)."""
-    corrected = Line(
+    corrected = FilterChain(
         [tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2
     )
-    plain = Line([], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2)
+    plain = FilterChain([], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2)
     for line in (corrected, plain):
         for t in range(6):
             line.round(
@@ -188,7 +188,7 @@ def test_vectors_that_are_sent_whole_keep_their_momentum():
     """Vectors beside matrices are sent dense and their momentum is not cleared: they train by momentum SGD."""
     codec = tw.codecs.Each(tw.codecs.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
     line, velocity = (
-        Line([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback(), codec, n=52),
+        FilterChain([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback(), codec, n=52),
         torch.zeros(52),
     )
     for s in signals(10, 52):
@@ -214,7 +214,7 @@ def adam(gradients, freeze, beta1=0.9, beta2=0.999, eps=1e-8):
 @pytest.mark.parametrize("freeze", [1, 7, 100])
 def test_one_bit_adam_with_a_lossless_codec_is_adam_with_frozen_v(freeze):
     """With a freeze after the run it is Adam."""
-    line = Line([tw.pieces.transforms.Moments(freeze=freeze)], tw.pieces.feedback.Feedback())
+    line = FilterChain([tw.pieces.transforms.Moments(freeze=freeze)], tw.pieces.feedback.Feedback())
     for t, (s, due) in enumerate(zip(signals(20), adam(signals(20), freeze))):
         torch.testing.assert_close(line.round(s), due, rtol=1e-4, atol=1e-5)
         assert line.filters[0].dense(line.states[0]) == (t + 1 < freeze)
@@ -222,7 +222,7 @@ def test_one_bit_adam_with_a_lossless_codec_is_adam_with_frozen_v(freeze):
 
 def test_sent_values_and_residual_of_one_bit_adam_sum_to_the_momenta():
     """Σ q + δ = Σ m_i over the rounds after the freeze."""
-    line = Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
+    line = FilterChain([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
     for s in signals(45):
         line.round(s)
     torch.testing.assert_close(sum(line.sent[5:]) + line.held["residual"], sum(line.said[5:]), rtol=1e-4, atol=1e-3)
@@ -235,8 +235,8 @@ def test_coordinates_without_gradients_do_not_move():
     """
     codec, touched = tw.codecs.Sign("l2"), torch.arange(N) % 2 == 0
     line, bare = (
-        Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), codec),
-        Line([], tw.pieces.feedback.Feedback(), codec),
+        FilterChain([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), codec),
+        FilterChain([], tw.pieces.feedback.Feedback(), codec),
     )
     for s in signals(100):
         estimate = line.round(s * touched)
@@ -246,7 +246,7 @@ def test_coordinates_without_gradients_do_not_move():
 
 
 def test_a_coordinate_whose_gradients_begin_after_the_freeze_does_not_move():
-    line = Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
+    line = FilterChain([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
     for t, s in enumerate(signals(30)):
         s = s.clone()
         s[0] = 5.0 if t >= 10 else 0.0
@@ -258,7 +258,7 @@ def test_the_variance_test_freezes_v_once_its_norm_is_steady():
     """For gradients of constant size v's norm approaches its limit as 1 − β₂^t. The test passes where this is within the ratio."""
     beta2, ratio = 0.9, 0.96
     moments = tw.pieces.transforms.Moments(beta2=beta2, freeze=tw.pieces.transforms.Settled(ratio, least=1))
-    line, frozen = Line([moments]), 0
+    line, frozen = FilterChain([moments]), 0
     for t, s in enumerate(signals(200).sign(), 1):
         line.round(s)
         if not moments.dense(line.states[0]):
@@ -271,7 +271,7 @@ def test_the_variance_test_freezes_v_once_its_norm_is_steady():
 
 def test_the_variance_test_waits_for_its_least_rounds():
     moments = tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(0.1, least=50))
-    line = Line([moments])
+    line = FilterChain([moments])
     for t, s in enumerate(signals(60), 1):
         line.round(s)
         assert moments.dense(line.states[0]) == (t < 50)

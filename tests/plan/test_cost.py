@@ -118,7 +118,7 @@ def test_pipeline_seconds_match_a_discrete_event_run(p: int, n: int, c: float, s
     assert pipeline_seconds(p, n, 3.0, c) == pytest.approx(seconds)
 
 
-def wan(count: int, seed: int) -> Links:
+def random_links(count: int, seed: int) -> Links:
     """Links with rates over two decades, different in each direction."""
     draw = Random(seed)
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
@@ -138,7 +138,7 @@ def every_chain(links: Links, places: Sequence[int], nbytes: float) -> dict[tupl
 def test_the_order_of_a_pipeline_is_the_best_of_all_or_a_bound_for_many_sites(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links, places = wan(7, seed), (1, 6, 0, 4, 2)
+    links, places = random_links(7, seed), (1, 6, 0, 4, 2)
     chains = every_chain(links, places, 100_000)
     order, seconds = placement.best_chain(links, places, 100_000)
     assert order is not None and chains[order] == pytest.approx(min(chains.values())) == pytest.approx(seconds)

@@ -14,7 +14,7 @@ from thinwire.plan.fit import Ladder, density, fit, hold_out, intervals
 from thinwire.plan.scaling import FITTED, LAWS, MEASURED, REPLICAS
 
 
-def published() -> Ladder:
+def published_losses() -> Ladder:
     rows = [
         (n, m, loss)
         for n, row in MEASURED.items()
@@ -27,7 +27,7 @@ def published() -> Ladder:
     )
 
 
-def made(noise: float, seed: int = 0, constant: float = 0.0) -> Ladder:
+def noisy_losses(noise: float, seed: int = 0, constant: float = 0.0) -> Ladder:
     random = np.random.default_rng(seed)
     n, m = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e6, 1e9, 8), [1.0, 2.0, 4.0, 8.0]))
     loss = 20 * n**-0.1 * m**0.012 * np.exp(noise * random.standard_normal(len(n))) + constant
@@ -37,7 +37,7 @@ def made(noise: float, seed: int = 0, constant: float = 0.0) -> Ladder:
 def test_exponents_are_fitted_from_noisy_losses_and_intervals_cover_them() -> None:
     covered = 0
     for seed in range(10):
-        ladder = made(noise=0.004, seed=seed)
+        ladder = noisy_losses(noise=0.004, seed=seed)
         law = fit(ladder, ["parameters", "replicas"])
         assert law.exponents[0] == pytest.approx(-0.1, rel=0.01)
         low, high = intervals(ladder, ["parameters", "replicas"], draws=60, seed=seed)["parameters"]
@@ -46,32 +46,32 @@ def test_exponents_are_fitted_from_noisy_losses_and_intervals_cover_them() -> No
 
 
 def test_one_outlier_hardly_moves_the_exponents() -> None:
-    ladder = made(noise=0.001)
+    ladder = noisy_losses(noise=0.001)
     ladder.columns["loss"][5] *= 1.3
     assert fit(ladder, ["parameters", "replicas"]).exponents[0] == pytest.approx(-0.1, rel=0.01)
 
 
 def test_a_constant_term_is_fitted() -> None:
-    law = fit(made(noise=0, constant=1.5).take(range(8)), ["parameters"], "constant")
+    law = fit(noisy_losses(noise=0, constant=1.5).take(range(8)), ["parameters"], "constant")
     assert law.constant == pytest.approx(1.5, rel=1e-3) and law.exponents[0] == pytest.approx(-0.1, rel=1e-3)
     assert law.residual < 1e-5
 
 
 def test_published_losses_give_the_published_joint_laws() -> None:
     """arXiv 2503.09799: A·N^a·M^b with 19.226, −.0985, .0116 (mean residual .0044); A·N^(α+βM) + C (.0025)."""
-    power = fit(published(), ["parameters", "replicas"])
+    power = fit(published_losses(), ["parameters", "replicas"])
     assert power.exponents == pytest.approx((-0.0985, 0.0116), abs=1e-3)
     assert power.coefficient == pytest.approx(19.226, rel=0.03) and power.residual == pytest.approx(0.0044, abs=3e-4)
-    mixed = fit(published(), ["parameters", "replicas"], "mixed")
+    mixed = fit(published_losses(), ["parameters", "replicas"], "mixed")
     assert mixed.residual == pytest.approx(0.0025, abs=2e-4) and mixed.constant > 0.5
-    assert hold_out(published(), ["parameters", "replicas"], "mixed") < hold_out(
-        published(), ["parameters", "replicas"]
+    assert hold_out(published_losses(), ["parameters", "replicas"], "mixed") < hold_out(
+        published_losses(), ["parameters", "replicas"]
     )  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_published_losses_give_the_published_independent_laws(place: int) -> None:
-    ladder = published()
+    ladder = published_losses()
     law = fit(ladder.take(np.flatnonzero(ladder.columns["replicas"] == REPLICAS[place])), ["parameters"])
     assert law.exponents[0] == pytest.approx(LAWS["loss"][REPLICAS[place]].exponent, abs=1.1e-3)
 

@@ -15,7 +15,7 @@ from thinwire.topology import Complete, Listed, OnePeerExponential, RandomPairs,
 from thinwire.topology.base import reached
 
 
-def drawn(size, seed):
+def random_links(size, seed):
     """Random links from 3 to 300 Mbit/s."""
     rng = np.random.default_rng(seed)
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
@@ -23,7 +23,7 @@ def drawn(size, seed):
 
 
 def test_the_graph_of_five_replicas_is_the_best_of_all():
-    links, pairs, best = drawn(5, 1), list(combinations(range(5), 2)), {2: np.inf, 3: np.inf}
+    links, pairs, best = random_links(5, 1), list(combinations(range(5), 2)), {2: np.inf, 3: np.inf}
     for chosen in product((False, True), repeat=len(pairs)):
         graph = Listed(tuple(pair for pair, there in zip(pairs, chosen) if there))
         edges = graph.edges(5)
@@ -41,7 +41,7 @@ def test_the_graph_of_five_replicas_is_the_best_of_all():
 
 def test_the_graph_of_twelve_replicas_is_twice_as_fast_as_a_ring():
     """It leaves out the slow links, and no replica has more neighbours than its budget."""
-    links = drawn(12, 3)
+    links = random_links(12, 3)
     found = within_budget(links, 3, 1e6)
     edges = found.edges(12)
     check_size(found, 12)

@@ -35,7 +35,7 @@ class Clock(threading.local):
     now = 0.0
 
 
-class Booked:
+class VirtualUplinks:
     """A group with simulated uplinks in the virtual time of each replica, so the results do not depend on the machine."""
 
     def __init__(self, group: Group, link: Link, clock: Clock, due: dict[tuple[int, int, int], deque[float]]) -> None:
@@ -65,12 +65,12 @@ class Booked:
         return transfer
 
 
-def found(monkeypatch: pytest.MonkeyPatch, links: list[Link], seconds: float) -> Probe:
+def probe_in_virtual_time(monkeypatch: pytest.MonkeyPatch, links: list[Link], seconds: float) -> Probe:
     clock, due = Clock(), defaultdict[tuple[int, int, int], deque[float]](deque)
     monkeypatch.setattr(probe.time, "perf_counter", lambda: clock.now)
 
     def body(group: Group) -> Probe:
-        return probe_links(Booked(group, links[group.rank], clock, due), f"r{group.rank}", seconds, trips=5)
+        return probe_links(VirtualUplinks(group, links[group.rank], clock, due), f"r{group.rank}", seconds, trips=5)
 
     results = run_threads(len(links), body)
     assert all(result.links == results[0].links for result in results)
@@ -92,7 +92,7 @@ def check(probe: Probe, rate: float, delay: float) -> None:
 
 def test_the_rate_and_the_delay_of_an_uplink_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are exact in virtual time, except that the byte of a round trip takes a little time, too."""
-    probe = found(monkeypatch, UPLINKS, seconds=0.25)
+    probe = probe_in_virtual_time(monkeypatch, UPLINKS, seconds=0.25)
     check(probe, rate=1e-6, delay=1e-5)
     assert len(probe.samples["apart"]) == 2 * TRAINS and len(probe.samples["round_trips"][0]["seconds"]) == 5
 
@@ -110,7 +110,7 @@ def test_an_emulated_uplink_is_recovered_within_five_percent_and_a_millisecond()
 
 def test_an_uplink_is_shared_when_all_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three replicas with 9 Mbit/s each: a link alone has all of it, two together half each."""
-    probe = found(monkeypatch, [Link(9e6)] * 3, seconds=0.15)
+    probe = probe_in_virtual_time(monkeypatch, [Link(9e6)] * 3, seconds=0.15)
     for pair, link in probe.links.alone.items():
         assert link.bits_per_second == pytest.approx(9e6, rel=1e-6)
         assert probe.links.together[pair] == pytest.approx(4.5e6, rel=1e-6)

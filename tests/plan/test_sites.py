@@ -28,7 +28,7 @@ def few_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "DELAY", (5,))
 
 
-def drawn(count: int, seed: int) -> Task:
+def random_task(count: int, seed: int) -> Task:
     """A task with machines over two decades and uplinks, downlinks and links over two and a half."""
     draw = Random(seed)
     up, down = ([10 ** draw.uniform(6.5, 9) for _ in range(count)] for _ in range(2))
@@ -41,7 +41,7 @@ def drawn(count: int, seed: int) -> Task:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_subset_of_the_sites_has_more_useful_tokens(seed: int) -> None:
-    task = drawn(4, seed)
+    task = random_task(4, seed)
     best: dict[tuple[int, ...], float] = {}
     for count in range(1, 5):
         for places in combinations(range(4), count):
@@ -60,7 +60,7 @@ def test_no_subset_of_the_sites_has_more_useful_tokens(seed: int) -> None:
 def test_the_search_of_many_sites_is_within_ten_percent_of_all_subsets(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = drawn(5, 100 + seed)
+    task = random_task(5, 100 + seed)
     best = settings(task)[0].useful_tokens_per_second
     monkeypatch.setattr(sites, "ALL_SUBSETS", 0)
     assert settings(task)[0].useful_tokens_per_second > 0.9 * best

@@ -127,7 +127,7 @@ BY_HAND = {
 }
 
 
-def chosen(plan: TensorParallel) -> dict[str, str]:
+def splits_of(plan: TensorParallel) -> dict[str, str]:
     return {row.pattern: row.split for row in plan.rows if row.split != "whole"}
 
 
@@ -172,7 +172,7 @@ def test_a_split_model_has_the_outputs_and_gradients_of_the_whole_model(family):
 
     for ranks in (1, 2, 4):
         for plan, logits, gradients, kept, exported, called in run_ranks(ranks, run):
-            assert chosen(plan) == dict(line.split() for line in BY_HAND[family].strip().splitlines())
+            assert splits_of(plan) == dict(line.split() for line in BY_HAND[family].strip().splitlines())
             assert kept == plan.kept and plan.numel == sum(p.numel() for p in alone.parameters())
             torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
             for name, parameter in alone.named_parameters():
@@ -192,26 +192,26 @@ def test_indivisible_layers_stay_whole_in_every_block():
         return next(row.why for row in plan.rows if row.pattern.endswith(end))
 
     plan = derive(layers_of(gpt2(63)), 4)
-    assert chosen(plan).keys() == {line.split()[0] for line in BY_HAND["gpt2"].split("\n") if ".h." in line}
+    assert splits_of(plan).keys() == {line.split()[0] for line in BY_HAND["gpt2"].split("\n") if ".h." in line}
     assert why(plan, "wte") == "63 tokens are not divisible by 4 ranks"
     plan = derive(layers_of(llama(kv_heads=2)), 4)
     assert "k_proj: 2 heads are not divisible by 4 ranks" in why(plan, "q_proj")
-    assert not any("self_attn" in name for name in chosen(plan)) and "model.layers.*.mlp.up_proj" in chosen(plan)
+    assert not any("self_attn" in name for name in splits_of(plan)) and "model.layers.*.mlp.up_proj" in splits_of(plan)
     shapes = [
         (f"h.{block}.{name}", shape)
         for block, width in ((0, 8), (1, 6))
         for name, shape in (("a", (4, width)), ("b", (width, 4)))
     ]
     odd = [Layer(name, "linear", shape) for name, shape in shapes]
-    assert not chosen(derive(odd, 4)) and "6 inputs of h.1.b" in derive(odd, 4).rows[0].why
-    assert set(chosen(derive(odd, 2))) == {"h.*.a", "h.*.b"}
+    assert not splits_of(derive(odd, 4)) and "6 inputs of h.1.b" in derive(odd, 4).rows[0].why
+    assert set(splits_of(derive(odd, 2))) == {"h.*.a", "h.*.b"}
     with pytest.raises(tw.ConfigurationError, match="ranks=0: at least 1"):
         derive(odd, 0)
 
 
 def test_ambiguous_layers_are_not_split():
     def pair(*layers: Layer) -> dict[str, str]:
-        return chosen(derive(layers, 2))
+        return splits_of(derive(layers, 2))
 
     up, down = Layer("m.linear_1", "linear", (8, 8)), Layer("m.linear_2", "linear", (8, 8))
     assert pair(up, down) == {"m.linear_1": "outputs", "m.linear_2": "inputs"}  # by order: "linear" contains no "in"

@@ -16,7 +16,7 @@ from thinwire.simulate import fabric
 from thinwire.simulate.fabric import POLICIES, Fabric, Part, expected_most, loads, most_loaded, place, route, seconds
 
 
-def on_each(placed: fabric.Placement, spines: int) -> list[Fraction]:
+def loads_of_spines(placed: fabric.Placement, spines: int) -> list[Fraction]:
     return [sum((share for at, share in placed if at == spine), Fraction(0)) for spine in range(spines)]
 
 
@@ -25,7 +25,7 @@ def test_every_spine_carries_exactly_the_same_load(policy):
     """n / s flows on each spine, in exact fractions, for all n ≤ 64 and s ≤ 16. No part is empty."""
     for flows, spines in product(range(1, 65), range(1, 17)):
         placed = place(policy, flows, spines, Random(flows))
-        assert on_each(placed, spines) == [Fraction(flows, spines)] * spines
+        assert loads_of_spines(placed, spines) == [Fraction(flows, spines)] * spines
         assert all(share > 0 for _, share in placed)
 
 
@@ -118,7 +118,7 @@ def test_the_load_of_ecmp_matches_published_draws(flows, spines, drawn):
     exact = expected_most(flows, spines)
     assert exact == pytest.approx(drawn, abs=0.015)
     random = Random(3)
-    found = [max(on_each(place("ecmp", flows, spines, random), spines)) for _ in range(1500)]
+    found = [max(loads_of_spines(place("ecmp", flows, spines, random), spines)) for _ in range(1500)]
     assert float(sum(found) / len(found)) * spines / flows == pytest.approx(exact, rel=0.02)
 
 
@@ -136,20 +136,20 @@ def test_the_same_seed_gives_the_same_paths():
 # ---- the command
 
 
-def told(capsys, arguments: str = "") -> dict:
+def json_output(capsys, arguments: str = "") -> dict:
     assert main(["simulate", "fabric", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_command_prints_all_policies(capsys):
-    said = told(capsys, "--leaves 4 --spines 4 --hosts 2 --flows 3 --failed 1")
+    said = json_output(capsys, "--leaves 4 --spines 4 --hosts 2 --flows 3 --failed 1")
     rows = {row["policy"]: row for row in said["policies"]}
     assert said["provenance"] == "simulated" and list(rows) == list(POLICIES)
     assert rows["split"]["seconds"] == pytest.approx(rows["spray"]["seconds"], rel=1e-9)
     assert rows["split"]["most_loaded"] == 1 < rows["ecmp"]["most_loaded"] <= rows["ecmp"]["worst_most_loaded"]
     assert rows["split"]["cuts"] == 0 and rows["spray"]["cuts"] is None
-    assert told(capsys, "--leaves 4 --spines 4 --hosts 2 --flows 3 --failed 1") == said
-    assert [row["policy"] for row in told(capsys, "--policy wrap")["policies"]] == ["wrap"]
+    assert json_output(capsys, "--leaves 4 --spines 4 --hosts 2 --flows 3 --failed 1") == said
+    assert [row["policy"] for row in json_output(capsys, "--policy wrap")["policies"]] == ["wrap"]
 
 
 def test_the_table_labels_simulated_and_predicted_figures(capsys, tmp_path):

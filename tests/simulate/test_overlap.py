@@ -88,13 +88,13 @@ def test_memory_traffic_matches_the_formula():
 # ---- the command
 
 
-def told(capsys, arguments: str = "") -> dict:
+def json_output(capsys, arguments: str = "") -> dict:
     assert main(["simulate", "overlap", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_command_prints_all_orders(capsys):
-    said = told(capsys, "--produce-seconds 1 --send-seconds 0.5")
+    said = json_output(capsys, "--produce-seconds 1 --send-seconds 0.5")
     assert said["provenance"] == "simulated"
     assert said["seconds"] == pytest.approx({"serial": 11.5, "same": 11.5, "staggered": 8})
     assert said["predicted"] == {"serial": 11.5, "staggered": 8} and said["hidden_share"]["staggered"] == 1
@@ -102,7 +102,7 @@ def test_the_command_prints_all_orders(capsys):
 
 
 def test_a_link_and_a_size_replace_the_seconds(capsys):
-    assert told(capsys, "--nbytes 64MB --link 100gbit,5us")["send_seconds"] == pytest.approx(645e-6)
+    assert json_output(capsys, "--nbytes 64MB --link 100gbit,5us")["send_seconds"] == pytest.approx(645e-6)
 
 
 def test_the_command_prints_a_table_and_draws_a_figure(capsys, tmp_path):

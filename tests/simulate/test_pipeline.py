@@ -107,20 +107,20 @@ def test_a_step_of_many_micro_batches_is_simulated():
 # ---- the command
 
 
-def told(capsys, arguments: str = "") -> dict:
+def json_output(capsys, arguments: str = "") -> dict:
     assert main(["simulate", "pipeline", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_command_prints_the_simulated_and_predicted_steps(capsys):
-    said = told(capsys, "--stages 8 --micro-batches 32 --forward-seconds 1 --hop-seconds 1")
+    said = json_output(capsys, "--stages 8 --micro-batches 32 --forward-seconds 1 --hop-seconds 1")
     assert said["provenance"] == "simulated" and said["step_seconds"] == 185
     assert said["predicted"] == {"exact": 185, "Pipette": 173, "AMP": 131}
     assert said["compute_utilization"] == pytest.approx(96 / 185)
 
 
 def test_links_between_stages_give_the_hops(capsys):
-    said = told(capsys, "--stages 3 --links 1gbit,20ms 100mbit --activation 1MB --slower 1 2 1")
+    said = json_output(capsys, "--stages 3 --links 1gbit,20ms 100mbit --activation 1MB --slower 1 2 1")
     assert said["hop_seconds"] == pytest.approx([0.028, 0.08]) and said["predicted"] is None
     assert said["busiest_utilization"] > said["compute_utilization"]
 

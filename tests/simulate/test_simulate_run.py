@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 ASKED = "--model nano --steps 60 --every 12 --delay 3 --link 2mbit,30ms --step-seconds 0.2"
 
 
-def told(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
+def json_output(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
     assert main(["simulate", "run", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_summary_has_the_keys_of_a_real_run(capsys):
-    summary = told(capsys, ASKED)
+    summary = json_output(capsys, ASKED)
     keys = "strategy replicas steps tokens parameters eval_loss wire_bytes_sent bits_per_parameter_per_step compute_utilization wall_seconds"
     assert set(keys.split()) | {"stall_seconds", "provenance"} <= set(summary)
     assert summary["provenance"] == "simulated" and summary["eval_loss"] is None
@@ -54,13 +54,13 @@ def test_the_table_labels_simulated_and_predicted_figures(capsys):
 
 def test_options_replace_the_settings_of_a_run_file(capsys, tmp_path):
     Run.of(model="nano", steps=30, link="1mbit", strategy="diloco", every=10).save(tmp_path / "run.toml")
-    summary = told(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")
+    summary = json_output(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")
     assert summary["strategy"] == "diloco(every=10)" and summary["steps"] == 20
 
 
 def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     out = tmp_path / "virtual"
-    summary = told(capsys, f"{ASKED} --replicas 3 --slower 1 2 --failures 4s/10s/1s --seed 3 --out {out}")
+    summary = json_output(capsys, f"{ASKED} --replicas 3 --slower 1 2 --failures 4s/10s/1s --seed 3 --out {out}")
     record = RunRecord.load(out)
     assert record.summary.provenance == "simulated" and record.status == "finished"
     assert record.summary.compute_utilization == pytest.approx(summary["compute_utilization"], abs=1e-6)

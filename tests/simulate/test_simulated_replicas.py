@@ -36,7 +36,7 @@ def sizes_for(strategy: tw.Strategy) -> list[int]:
     return [1000 * fragment.numel for fragment in strategy.partition.fragments(Toy())]
 
 
-class Heard:
+class Recorder:
     """An observer that records all calls."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def test_departures_landings_and_bytes_equal_those_of_real_replicas(name):
     """Fragment, step, bytes and landing step of the same strategy on replicas in threads and in virtual time."""
     strategy = METHODS[name]
     real = journey(strategy, replicas=2, steps=14)[0]
-    heard = Heard()
+    heard = Recorder()
     shapes = [fragment.shapes for fragment in strategy.partition.fragments(Toy())]
     outcome = simulate(strategy, shapes, alike(2), 14, heard, lambda step: 0.01)  # the learning rate of the toy
     left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
@@ -123,7 +123,7 @@ def test_sent_bytes_match_nbytes_per_period(name, more):
 
 @over("name", METHODS)
 def test_events_follow_their_causes(name):
-    strategy, heard = METHODS[name], Heard()
+    strategy, heard = METHODS[name], Recorder()
     speeds = spread(1.0, 0.3, 4, 0, "speeds")
     scenario = alike(4, step_seconds=speeds, jitter=0.2, encode_seconds=1e-6, decode_seconds=2e-6)
     outcome = simulate(strategy, sizes_for(strategy), scenario, 40, heard)
@@ -163,12 +163,14 @@ TROUBLE = {
 }
 
 
-def all_of(outcome: SimulationResult) -> list[Any]:
+def values_of(outcome: SimulationResult) -> list[Any]:
     return [np.asarray(getattr(outcome, field.name)).tolist() for field in dataclasses.fields(outcome)]
 
 
 def test_the_same_seed_gives_the_same_run():
-    first, again, other = (all_of(simulate(STREAM, NUMELS, alike(4, seed=seed, **TROUBLE), 100)) for seed in (1, 1, 2))
+    first, again, other = (
+        values_of(simulate(STREAM, NUMELS, alike(4, seed=seed, **TROUBLE), 100)) for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -186,7 +188,7 @@ def test_more_rate_never_takes_longer(trouble):
 # ---- against the slow simulator
 
 
-def drawn_scenario(draw: random.Random) -> Scenario:
+def random_scenario(draw: random.Random) -> Scenario:
     replicas = draw.choice([1, 2, 3, 4, 6])
     count = draw.choice([replicas, replicas, 1, 2])
     shares = None if count == replicas else tuple(draw.randrange(count) for _ in range(replicas))
@@ -199,8 +201,8 @@ def drawn_scenario(draw: random.Random) -> Scenario:
 def test_times_equal_those_of_a_simulation_event_by_event(name):
     strategy, draw = METHODS[name], random.Random(name)
     for _ in range(8):
-        scenario, numels = drawn_scenario(draw), [n + draw.randrange(9999) for n in sizes_for(strategy)]
-        slow, heard = Oracle(strategy, numels, scenario), Heard()
+        scenario, numels = random_scenario(draw), [n + draw.randrange(9999) for n in sizes_for(strategy)]
+        slow, heard = Oracle(strategy, numels, scenario), Recorder()
         slow.run(40)
         fast = simulate(strategy, numels, scenario, 40, heard)
         assert fast.wall_seconds == pytest.approx(slow.wall, rel=1e-12), scenario
@@ -282,7 +284,7 @@ def test_an_outage_delays_a_message_by_its_length():
     nbytes = strategy.exchange.nbytes_sent(strategy.codec, 1000, 2)
     link = Link(8 * nbytes / 10)
     for down, arrival in (((), 14.0), (((6.0, 9.0),), 17.0), (((3.0, 5.0),), 15.0), (((1.0, 2.0), (14.5, 90.0)), 14.0)):
-        heard = Heard()
+        heard = Recorder()
         scenario = alike(2, wires=(Wire(link), Wire(link, outages=down)))
         simulate(strategy, [1000], scenario, 4, heard)
         assert heard.left[0].messages.arrival[1] == pytest.approx(arrival), down
@@ -338,7 +340,7 @@ def test_jitter_and_pauses_have_the_requested_means():
 
 def test_a_failure_costs_the_others_the_time_to_detect_it():
     """Replica 1 dies at 7.3 s. The round of step 10 waits until this is detected; later rounds run without the replica."""
-    heard = Heard()
+    heard = Recorder()
     scenario = alike(3, FAST, failures=Failures(1e9, 22.0, 5.0))
     fleet_failures = iter([np.array([1e9, 7.3, 1e9])])
     with pytest.MonkeyPatch.context() as patch:
@@ -365,7 +367,7 @@ def test_a_failure_costs_the_others_the_time_to_detect_it():
 
 def test_after_the_death_of_all_the_first_to_return_continues():
     """No step is skipped. A single replica takes the time of all steps, and for each failure the repair and part of a step."""
-    alone, heard = alike(1, FAST, failures=Failures(10.0, 50.0)), Heard()
+    alone, heard = alike(1, FAST, failures=Failures(10.0, 50.0)), Recorder()
     outcome = simulate(STREAM, NUMELS, alone, 600, heard)
     assert outcome.failures == pytest.approx(60, rel=0.4) and outcome.steps.tolist() == [600]
     lost = outcome.wall_seconds[0] - 600 - 50 * outcome.failures
@@ -436,7 +438,7 @@ def test_a_round_on_an_idle_link_takes_the_time_that_the_exchange_predicts(excha
     """Bytes over the rate, and one delay for each of its 1 or 2 hops."""
     link = Link(8e6, 0.3)
     strategy = tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange)
-    heard = Heard()
+    heard = Recorder()
     simulate(strategy, [100_000], alike(4, link), 10, heard)
     stall = heard.came[0][3]
     assert stall == pytest.approx([exchange.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)
@@ -446,6 +448,6 @@ def test_a_round_on_an_idle_link_takes_the_time_that_the_exchange_predicts(excha
 
 def test_a_round_of_a_hierarchy_takes_the_predicted_time():
     exchange, link = tw.exchange.Hierarchy(sites=((0, 1), (2, 3))), Link(8e6, 0.3)
-    heard = Heard()
+    heard = Recorder()
     simulate(tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange), [100_000], alike(4, link), 10, heard)
     assert heard.came[0][3] == pytest.approx([exchange.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)

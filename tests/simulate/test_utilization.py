@@ -27,15 +27,17 @@ PAPER = {  # arXiv 2501.18512, Table 4: Gbit/s for 50, 80, 90, 95, 99 %, the row
 ONE, TEN, HUNDRED = Stack(1e9, 24, 0.1), Stack(1e10, 48, 0.8), Stack(1e11, 108, 4.9)
 
 
-def place(gbit_per_second: float) -> int:
+def grid_index(gbit_per_second: float) -> int:
     """The index of the point on the paper's grid from which a printed value was rounded."""
     return int(np.abs(np.log(PAPER_GRID / (gbit_per_second * 1e9))).argmin())
 
 
-def off(study: Study, method: str, printed: list[float], targets: tuple[float, ...] = TARGETS) -> list[int]:
+def grid_differences(
+    study: Study, method: str, printed: list[float], targets: tuple[float, ...] = TARGETS
+) -> list[int]:
     """The number of grid points by which each value differs from the printed one."""
     rates = study.paper_rates(method, targets)
-    return [place(rate / 1e9) - place(value) for rate, value in zip(rates, printed) if rate is not None]
+    return [grid_index(rate / 1e9) - grid_index(value) for rate, value in zip(rates, printed) if rate is not None]
 
 
 # ---- the paper's table
@@ -44,21 +46,25 @@ def off(study: Study, method: str, printed: list[float], targets: tuple[float, .
 @pytest.mark.parametrize("bits", [13.4, 13.5])
 def test_all_cells_of_the_papers_1b_rows_are_reproduced(bits):
     study = Study(ONE, bits_per_parameter=bits)
-    assert {method: off(study, method, PAPER[method]) for method in PAPER} == {m: [0] * 5 for m in PAPER}
+    assert {method: grid_differences(study, method, PAPER[method]) for method in PAPER} == {m: [0] * 5 for m in PAPER}
 
 
 def test_with_16_bits_nearly_all_cells_move_up_one_point():
-    differences = [d for method in PAPER for d in off(Study(ONE), method, PAPER[method])]
+    differences = [d for method in PAPER for d in grid_differences(Study(ONE), method, PAPER[method])]
     assert set(differences) == {0, 1} and differences.count(1) == 23
 
 
 def test_rates_of_a_long_run_differ_by_at_most_one_grid_point():
     """The paper's run begins with an idle link. For a long run two cells differ, by one grid point each."""
     study = Study(ONE, bits_per_parameter=PAPER_BITS)
-    found = [place(rate / 1e9) <= place(value) for m in PAPER for rate, value in zip(study.rates(m), PAPER[m])]
+    found = [
+        grid_index(rate / 1e9) <= grid_index(value) for m in PAPER for rate, value in zip(study.rates(m), PAPER[m])
+    ]
     assert all(found)
     points = [
-        int(np.searchsorted(PAPER_GRID, rate)) - place(v) for m in PAPER for rate, v in zip(study.rates(m), PAPER[m])
+        int(np.searchsorted(PAPER_GRID, rate)) - grid_index(v)
+        for m in PAPER
+        for rate, v in zip(study.rates(m), PAPER[m])
     ]
     assert sorted(points) == [-1, -1] + [0] * 23
 
@@ -66,7 +72,7 @@ def test_rates_of_a_long_run_differ_by_at_most_one_grid_point():
 @pytest.mark.parametrize(("stack", "printed"), [(TEN, [1.4, 1.7]), (HUNDRED, [1.1, 1.4])])
 def test_published_rates_of_larger_models_are_reproduced(stack, printed):
     study = Study(stack, bits_per_parameter=PAPER_BITS)
-    assert off(study, "streaming-overlap-fp4", printed, (0.95, 0.99)) == [0, 0]
+    assert grid_differences(study, "streaming-overlap-fp4", printed, (0.95, 0.99)) == [0, 0]
 
 
 def test_671_billion_parameters_need_about_4_gbit_per_second():
@@ -184,16 +190,16 @@ def test_floors_match_the_specification():
 # ---- the command
 
 
-def told(capsys, *arguments: str) -> dict:
+def json_output(capsys, *arguments: str) -> dict:
     assert main(["simulate", "utilization", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_command_prints_the_five_rates(capsys):
     asked = "--parameters 1e9 --layers 24 --step-seconds 0.1 --method streaming-overlap-fp4 --every 100 --grid paper --bits-per-parameter 13.4"
-    row = told(capsys, *asked.split())
-    assert [place(rate) for rate in row["bandwidth_gbit_per_second"]] == [
-        place(v) for v in PAPER["streaming-overlap-fp4"]
+    row = json_output(capsys, *asked.split())
+    assert [grid_index(rate) for rate in row["bandwidth_gbit_per_second"]] == [
+        grid_index(v) for v in PAPER["streaming-overlap-fp4"]
     ]
     assert row["provenance"] == "simulated" and "13.4 bits" in row["volume"] and row["every"] == 96
 
@@ -201,11 +207,11 @@ def test_the_command_prints_the_five_rates(capsys):
 def test_eager_updates_need_exactly_the_floor(capsys):
     """The delay is a whole period. Below the floor the link is always busy, so U = rate / floor."""
     asked = "--method streaming-eager-fp4 --every 30 --parameters 1e9 --layers 24 --step-seconds 0.08"
-    row = told(capsys, *asked.split())
+    row = json_output(capsys, *asked.split())
     assert row["delay"] == row["every"] == 24 and row["bits_per_parameter"] == 4
     needed = [target * row["floor_gbit_per_second"] for target in TARGETS]
     assert row["bandwidth_gbit_per_second"] == pytest.approx(needed, rel=1e-6)
-    overlap = told(capsys, *asked.replace("eager", "overlap").split())
+    overlap = json_output(capsys, *asked.replace("eager", "overlap").split())
     assert overlap["bandwidth_gbit_per_second"][-1] > 1.5 * needed[-1]
 
 
@@ -215,13 +221,13 @@ def test_the_command_without_a_method_shows_all(capsys):
     assert (
         all(method in said for method in STUDIED) and "simulated" in said and "16 bits" in said and "predicted" in said
     )
-    rows = told(capsys)["methods"]
+    rows = json_output(capsys)["methods"]
     assert [row["method"] for row in rows] == list(STUDIED)
     assert all(sorted(row["bandwidth_gbit_per_second"]) == row["bandwidth_gbit_per_second"] for row in rows)
 
 
 def test_targets_beyond_the_papers_grid_are_null(capsys):
-    row = told(capsys, "--parameters", "1e13", "--method", "data-parallel", "--grid", "paper")
+    row = json_output(capsys, "--parameters", "1e13", "--method", "data-parallel", "--grid", "paper")
     assert row["bandwidth_gbit_per_second"] == [None] * 5
 
 
