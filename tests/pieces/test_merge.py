@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
+from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 
 EVERY, DELAY = 4, 2
 
@@ -81,7 +81,14 @@ def test_merges_that_need_a_fixed_group_say_why():
         Undeclared().into(torch.zeros(1), torch.zeros(1))
 
 
-def test_mix_matches_values_by_hand():
+def test_mix_weights_the_local_value_and_the_anchor():
+    """θ ← αθ + (1−α)·anchor; α = 0 gives the bits of the anchor and α = 1 those of the local value."""
+    local, anchor = torch.randn(1000), torch.randn(1000)
+    for alpha in (0.0, 0.25, 0.5, 1.0):
+        mixed = local.clone()
+        tw.pieces.merge.Mix(alpha).into(mixed, anchor)
+        torch.testing.assert_close(mixed, alpha * local + (1 - alpha) * anchor)
+        assert alpha not in (0.0, 1.0) or same_bits(mixed, local if alpha else anchor)
     for alpha, due in ((0.0, [5.0, 6.0]), (0.25, [4.0, 5.0]), (1.0, [1.0, 2.0])):
         parameter, anchor = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([5.0, 6.0])
         tw.pieces.merge.Mix(alpha).into(parameter, anchor)

@@ -174,13 +174,3 @@ def test_short_first_offsets_match_the_formula():
         first = tw.pieces.schedule.short_first(every, fragments, delay)
         for p, step in enumerate(first):
             assert step >= 1 and (step + delay) % every == (p + 1) * every // fragments % every
-
-
-def test_mix_weights_the_local_value_and_the_anchor():
-    """θ ← αθ + (1−α)·anchor; α = 0 is the anchor and α = 1 the local value, bit for bit."""
-    local, anchor = torch.randn(1000), torch.randn(1000)
-    for alpha in (0.0, 0.25, 0.5, 1.0):
-        mixed = local.clone()
-        tw.pieces.merge.Mix(alpha).into(mixed, anchor)
-        torch.testing.assert_close(mixed, alpha * local + (1 - alpha) * anchor)
-        assert alpha not in (0.0, 1.0) or same_bits(mixed, local if alpha else anchor)
