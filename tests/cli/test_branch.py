@@ -1,4 +1,4 @@
-"""`thinwire branch`, `evaluate`, and `sample` and `export` of an ensemble: experts of two sizes that were trained by the commands."""
+"""`thinwire branch` and `evaluate`, and `sample` and `export` of an ensemble, with experts of two sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
 STEPS = 4
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """What a verb says: its JSON, and the text for people."""
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """The JSON output of a verb, and its text output."""
     capsys.readouterr()
     assert main([*map(str, arguments), "--json"]) == 0
     said = capsys.readouterr()
@@ -43,20 +43,20 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return {name: Path(f"{name}.txt") for name in made}
 
 
-def test_experts_are_branched_mixed_added_and_merged(texts, capsys):
+def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
     for size in ("nano", "tiny"):
         both = ["--text", *map(str, texts.values())]
         assert main(["train", "--model", size, "--steps", str(STEPS), *SMALL, *both, "--out", f"seed-{size}"]) == 0
-    said, _ = told(capsys, "branch", "seed-nano", "--domain", "sums", "--text", texts["sums"], "--out", "e")
+    said, _ = output_of(capsys, "branch", "seed-nano", "--domain", "sums", "--text", texts["sums"], "--out", "e")
     per_token = dict.fromkeys(SIZES, 0) | {n: _at_16(n) for n in ("nano", "tiny")}
     (sums,) = said["experts"]
     assert (sums["tokens"], sums["flops"]) == (STEPS * 2 * 16, STEPS * 2 * 16 * per_token["nano"])
     run = (Path("e/sums/run.toml")).read_text()
     assert 'model = "' in run and "seed-nano/model.safetensors" in run and "lr = 0.002" in run  # a tenth of 0.02
 
-    # Another size, as many steps as the same compute pays for; nothing of the first is touched.
+    # An expert of another size takes as many steps as the same compute allows, and changes no file of the first.
     before, budget = files(Path("e/sums")), sums["flops"]
-    said, _ = told(
+    said, _ = output_of(
         *(capsys, "branch", "seed-tiny", "--domain", "words", "--text", texts["words"], "--out", "e", "--flops", budget)
     )
     words = next(one for one in said["experts"] if one["domain"] == "words")
@@ -65,28 +65,32 @@ def test_experts_are_branched_mixed_added_and_merged(texts, capsys):
     assert files(Path("e/sums")) == before
     assert words["parent"] == Ensemble.read(Path("e")).experts[1].parent != sums["parent"]
 
-    rows = {row["text"]: row for row in told(capsys, "evaluate", "e", "--text", *texts.values())[0]["texts"]}
+    rows = {row["text"]: row for row in output_of(capsys, "evaluate", "e", "--text", *texts.values())[0]["texts"]}
     for name in texts:
         losses = rows[f"{name}.txt"]["losses"]
-        assert list(losses) == ["mixture", "sums", "words"]  # unlike shapes have no mean
+        assert list(losses) == ["mixture", "sums", "words"]  # experts of different shapes have no mean of weights
         assert losses["mixture"] <= min(losses["sums"], losses["words"]) + math.log(2) / 16 + 1e-6
-    alone = told(capsys, "evaluate", "e/sums")[0]["texts"][0]  # an expert is a run, and knows its text
+    alone = output_of(capsys, "evaluate", "e/sums")[0]["texts"][
+        0
+    ]  # an expert is a run, which keeps the path of its text
     assert alone["losses"]["loss"] == pytest.approx(rows["sums.txt"]["losses"]["sums"], abs=1e-6)
-    cached = told(capsys, "evaluate", "e", "--text", texts["sums"], "--prior", texts["words"])[0]["texts"][0]
+    cached = output_of(capsys, "evaluate", "e", "--text", texts["sums"], "--prior", texts["words"])[0]["texts"][0]
     assert cached["prior"] != {"sums": 0.5, "words": 0.5} and sum(cached["prior"].values()) == pytest.approx(1)
-    said, advice = told(capsys, "sample", "e", "1 + 1", "--tokens", 3)
+    said, advice = output_of(capsys, "sample", "e", "1 + 1", "--tokens", 3)
     assert said["text"].startswith("1 + 1") and "posterior over experts at the end: sums" in advice
-    longer = "1 + 1 = 2\n" * 120  # than the context
-    assert told(capsys, "sample", "e", longer, "--tokens", 1, "--prior", texts["words"])[0]["text"].startswith(longer)
+    longer = "1 + 1 = 2\n" * 120  # longer than the context
+    assert output_of(capsys, "sample", "e", longer, "--tokens", 1, "--prior", texts["words"])[0]["text"].startswith(
+        longer
+    )
     assert main(["export", "e"]) == 2 and "only equal ones have a mean" in capsys.readouterr().err
 
-    # Of the nano ones there is one: the run itself, entered as it is.
-    told(capsys, "branch", "e/sums", "--domain", "sums", "--out", "same", "--trained")
-    told(capsys, "branch", "seed-nano", "--domain", "seed", "--out", "same", "--trained")
-    told(capsys, "export", "same", "--to", "safetensors", "--out", "mean")
+    # `branch --trained` enters a finished run as an expert without training.
+    output_of(capsys, "branch", "e/sums", "--domain", "sums", "--out", "same", "--trained")
+    output_of(capsys, "branch", "seed-nano", "--domain", "seed", "--out", "same", "--trained")
+    output_of(capsys, "export", "same", "--to", "safetensors", "--out", "mean")
     first, second, mean = (load_file(f"{folder}/model.safetensors") for folder in ("same/seed", "same/sums", "mean"))
     assert all(torch.allclose(mean[name], (first[name] + second[name]) / 2, atol=1e-6) for name in mean)
-    assert "mean of weights" in told(capsys, "evaluate", "same", "--text", texts["sums"])[0]["texts"][0]["losses"]
+    assert "mean of weights" in output_of(capsys, "evaluate", "same", "--text", texts["sums"])[0]["texts"][0]["losses"]
 
     _refused(texts, capsys)
 
@@ -111,13 +115,13 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         assert main(list(arguments)) == 2 and why in capsys.readouterr().err
     assert {path.name for path in Path("e").iterdir()} == {"sums", "words"}
 
-    # What was trained and not entered, as by a kill between the two, is entered by the same command.
+    # The same command enters an expert that was trained but not entered, as after a kill between the two.
     said, expert = json.loads(Path("e/sums/expert.json").read_text()), Path("e/sums/expert.json")
     expert.unlink()
     again = ["branch", "seed-nano", "--domain", "sums", *text]
     assert main(again) == 0 and json.loads(expert.read_text()) == said
 
-    # A file of another's is hostile until it is checked.
+    # An invalid expert file is refused.
     for wrong in (
         {"domain": "words"},
         {"flops": "1"},

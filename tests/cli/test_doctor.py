@@ -1,4 +1,4 @@
-"""The doctor finds what was broken on purpose, and nothing else."""
+"""`thinwire doctor`: it reports each fault that a test makes, and no problem without a fault."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ REASON = missing()
 
 @pytest.fixture
 def text(tmp_path, monkeypatch):
-    """Enough text for a small run, and a cache that goes with the test."""
+    """Enough text for a small run, and a cache below the test's folder."""
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
     file = tmp_path / "text.txt"
     file.write_text("All that glisters is not gold. " * 4000)
     return file
 
 
-def ask(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
-    """The exit code, and the findings by what they are about."""
+def findings_of(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
+    """The exit code, and the findings by their subject."""
     code = doctor.main([*arguments, "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["problems"] == sum(f["level"] == "problem" for f in answer["findings"])
@@ -47,15 +47,15 @@ def saved(tmp_path, text, **settings) -> str:
     return str(file)
 
 
-def test_this_machine_has_what_tests_need(capsys, tmp_path):
-    code, found = ask(capsys, "--runs", str(tmp_path / "not" / "yet"))
+def test_the_doctor_finds_no_problem_on_this_machine(capsys, tmp_path):
+    code, found = findings_of(capsys, "--runs", str(tmp_path / "not" / "yet"))
     assert code == 0
     assert torch.__version__ in found["thinwire"]["says"]
     assert "measured" in found["gloo round trip"]["says"]
     assert "127.0.0.1" in found["interfaces"]["says"]
 
 
-def test_a_firewall_lets_only_the_replicas_in(capsys):
+def test_firewall_rules_accept_only_the_replicas(capsys):
     assert doctor.main(["--firewall", "10.0.0.1", "10.0.7.0/24", "fd00::2", "--master-port", "7000"]) == 0
     said = capsys.readouterr().out
     first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
@@ -71,26 +71,26 @@ def test_a_firewall_lets_only_the_replicas_in(capsys):
 @pytest.mark.skipif(
     REASON is not None or shutil.which("nft") is None, reason=f"no nft, or no network namespaces: {REASON}"
 )
-def test_the_kernel_takes_the_rules(capsys):
+def test_the_kernel_accepts_the_firewall_rules(capsys):
     doctor.main(["--firewall", "10.0.0.1", "fd00::2"])
     rules = capsys.readouterr().out
     with Namespaces(1) as space:
         command = ["ip", "netns", "exec", space.namespaces[0], "nft", "-f", "-"]
-        for _ in range(2):  # again, as after a change
+        for _ in range(2):  # the second time as after a change
             done = subprocess.run(command, input=rules, text=True, capture_output=True)
             assert done.returncode == 0, done.stderr
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do(capsys, tmp_path, text):
+def test_every_finding_that_is_not_ok_has_advice(capsys, tmp_path, text):
     file = saved(tmp_path, text, steps=10**6, replicas=1000, link="1kbit", delay=1)
-    _, found = ask(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
+    _, found = findings_of(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
     poor = {what for what, finding in found.items() if finding["level"] != "ok"}
     assert {"replicas", "text", "link", "delay", "rank 0"} <= poor
     assert all(found[what]["do"] for what in poor)
 
 
-def test_a_run_that_works_has_no_problem(capsys, tmp_path, text):
-    code, found = ask(capsys, saved(tmp_path, text, replicas=1, strategy="streaming_diloco"))
+def test_a_valid_run_has_no_problem(capsys, tmp_path, text):
+    code, found = findings_of(capsys, saved(tmp_path, text, replicas=1, strategy="streaming_diloco"))
     assert code == 0
     assert "measured" in found["inner step"]["says"]
     assert "predicted" in found["memory of a replica"]["says"] and "predicted" in found["link"]["says"]
@@ -106,11 +106,11 @@ def test_a_run_that_works_has_no_problem(capsys, tmp_path, text):
         (lambda file, text: file.write_text(file.read_text().replace("tiny", "huge")), "model", "huge"),
     ],
 )
-def test_what_is_broken_is_named(capsys, tmp_path, text, break_it, what, says):
+def test_each_broken_setting_or_file_is_a_problem(capsys, tmp_path, text, break_it, what, says):
     file = tmp_path / "run.toml"
     saved(tmp_path, text)
     break_it(file, text)
-    code, found = ask(capsys, str(file), "--step-seconds", "1")
+    code, found = findings_of(capsys, str(file), "--step-seconds", "1")
     assert code == 1
     assert found[what]["level"] == "problem" and says in found[what]["says"]
 
@@ -119,18 +119,18 @@ def test_a_port_in_use_is_a_problem(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, found = ask(capsys, "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
+        code, found = findings_of(capsys, "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
         assert code == 1 and "cannot be used" in found["rank 0"]["says"]
 
 
 def test_a_model_that_does_not_fit_is_a_problem_and_is_not_measured(capsys, tmp_path, text, monkeypatch):
     monkeypatch.setattr(machine, "memory", lambda: (1 << 20, 1 << 20))
-    code, found = ask(capsys, saved(tmp_path, text))
+    code, found = findings_of(capsys, saved(tmp_path, text))
     assert code == 1
     assert found["memory of a replica"]["level"] == "problem" and "inner step" not in found
 
 
-def test_the_floor_is_that_of_the_formula():
+def test_a_link_below_the_needed_rate_is_a_warning():
     strategy = streaming_diloco(every=30, delay=5)
     numels, seconds = [1_000_000, 500_000], 0.2
     floor = 8 * strategy.nbytes_per_period(numels, 3) / (30 * seconds)
@@ -141,7 +141,7 @@ def test_the_floor_is_that_of_the_formula():
     assert level(1.001 * floor) == "ok" and level(0.999 * floor) == "warning"
 
 
-def test_a_delay_too_short_for_the_largest_fragment_is_seen():
+def test_a_delay_too_short_for_the_largest_fragment_is_a_warning():
     strategy = streaming_diloco(every=30, delay=2)
     nbytes = strategy.exchange.nbytes_sent(E3M0(), 1_000_000, 2)
 
@@ -152,10 +152,10 @@ def test_a_delay_too_short_for_the_largest_fragment_is_seen():
     assert found(7.9 * nbytes).level == "warning" and "--delay 3" in found(7.9 * nbytes).do
 
 
-def test_the_namespace_is_gone_afterwards():
+def test_the_doctor_removes_its_network_namespace():
     assert machine.shaping().what == "shaped links"
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""
-    assert f"thinwire-doctor-{os.getpid()}" not in listed  # others of this machine may have theirs
+    assert f"thinwire-doctor-{os.getpid()}" not in listed  # other processes may have namespaces of their own
 
 
 def _has_ip() -> bool:

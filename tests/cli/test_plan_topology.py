@@ -1,4 +1,4 @@
-"""`thinwire plan topology`: graphs side by side."""
+"""`thinwire plan topology`: the comparison of graphs, the edges of a round, and a graph within a budget of links."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 from thinwire.cli import main
 
 
-def test_graphs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_are_compared_by_degree_bytes_and_eigenvalue(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "topology", "--replicas", "7", "--model", "nano", "--json"]) == 0
     told = capsys.readouterr()
     rows = {row["topology"]: row for row in json.loads(told.out.splitlines()[-1])["rows"]}
-    assert "RandomPairs()" not in rows and "RandomRegular(degree=3)" not in rows  # seven are odd
+    assert "RandomPairs()" not in rows and "RandomRegular(degree=3)" not in rows  # seven replicas are odd
     ring, complete = rows["Ring()"], rows["Complete()"]
     assert (ring["neighbours"], complete["neighbours"]) == ("2", "6") and complete["second"] == 0
     assert complete["sent_nbytes"] == 3 * ring["sent_nbytes"] and ring["link_nbytes"] == complete["link_nbytes"]
     assert "predicted" in told.err
 
 
-def test_who_talks_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_edges_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "topology", "one-peer-exponential", "ring", "--replicas", "4", "--model", "nano", "--explain"])
         == 0
@@ -43,13 +43,15 @@ def test_who_talks_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=str,
 )
-def test_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "topology", *given]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_graph_within_a_budget(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    """links.toml in; a file of edges that --topology reads, two pictures, and the fewest meetings out."""
+def test_the_best_graph_within_a_budget_halves_distances_faster_than_a_ring(
+    tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb reads links.toml and writes a file of edges, which it reads again, two pictures and the rates of meetings."""
     links = "".join(
         f'[[link]]\nbetween = ["s{a}", "s{b}"]\nalone = "{100 if (a < 4) == (b < 4) else 5}mbit,5ms"\n'
         for a in range(6)

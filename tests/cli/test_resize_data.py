@@ -1,4 +1,7 @@
-"""A run that goes on with other numbers of replicas reads every window of an epoch once; what is in no anchor when a replica leaves is read again."""
+"""A run that is resumed with other numbers of replicas reads every window of an epoch.
+
+Windows whose updates are in no anchor when a replica leaves are read again, all others once.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ SMALL = ["--model", "nano", "--batch", "2", "--sequence", "64", "--eval-batches"
 @pytest.mark.parametrize(
     ("method", "lost", "returned"),
     [
-        (["--strategy", "diloco", "--every", "2"], 0, 4),  # step 9 of both who leave is in no anchor
-        (["--every", "2", "--delay", "1", "--fragments", "1"], 4, 4),  # step 8 is in some of several
+        (["--strategy", "diloco", "--every", "2"], 0, 4),  # no anchor has step 9 of the two leaving replicas
+        (["--every", "2", "--delay", "1", "--fragments", "1"], 4, 4),  # one of two anchors has step 8
     ],
 )
-def test_two_then_three_then_one(
+def test_two_then_three_then_one_replica_read_each_window_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: list[str], lost: int, returned: int
 ) -> None:
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
@@ -69,7 +72,7 @@ def test_two_then_three_then_one(
     assert (len(first), len(second)) == (24, 18) and (ledger.lost, ledger.trained) == (lost, 24 + 18 - lost - returned)
     assert 42 < ledger.samples < ledger.trained + len(third)
     left = [w for name, micro, windows in sessions[1] if name != "replica-0" and micro == 8 for w in windows]
-    rest = third[: ledger.samples - ledger.trained - lost]  # of the epoch
+    rest = third[: ledger.samples - ledger.trained - lost]  # the rest of the epoch
     counts = Counter(first + second + rest)
     assert set(counts) == set(range(ledger.samples)), "a window was left out"
     again = {w for w, number in counts.items() if number > 1}

@@ -1,4 +1,4 @@
-"""Run files in tables, those of earlier versions without tables, and the groups in which `--help` shows the same settings."""
+"""Run files: their tables, files of earlier versions without tables, the same groups in `--help`, and the learning rate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulated(capsys: Any, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The summary of `thinwire simulate run`, and what it printed for people."""
+    """The JSON summary of `thinwire simulate run`, and its text output."""
     assert main([*SIMULATE, *arguments, "--step-seconds", "0.1", "--json"]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
@@ -53,7 +53,7 @@ def test_a_run_file_without_tables_is_read_with_one_line_of_advice(capsys: Any) 
     assert again == summary and "earlier version" not in said
 
 
-def test_a_folder_of_an_earlier_run_is_read_as_a_new_one(capsys: Any) -> None:
+def test_a_run_folder_of_an_earlier_version_is_read(capsys: Any) -> None:
     Path("old.toml").write_text(FLAT)
     simulated(capsys, "old.toml", "--out", "run")
     settings = RunRecord.load(Path("run")).settings
@@ -87,7 +87,7 @@ def test_a_run_file_has_a_table_for_each_part() -> None:
         ("[method.inner]\nevery = 3", "inner not known"),
     ],
 )
-def test_what_stands_wrong_is_named(text: str, says: str) -> None:
+def test_misplaced_and_unknown_settings_are_refused_by_name(text: str, says: str) -> None:
     Path("wrong.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=says):
         Run.load(Path("wrong.toml"))
@@ -120,7 +120,7 @@ def test_help_shows_ten_options_first_and_the_others_in_the_tables_of_a_run_file
         assert groups[f"[{part}]"] == [n for n, of in PART_OF.items() if of == part and n not in first]
 
 
-def test_a_flag_that_is_not_known_is_answered_with_the_nearest(capsys: Any) -> None:
+def test_an_unknown_flag_is_answered_with_the_nearest_one(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "--evry", "3"])
     assert ended.value.code == 2 and "--every" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_a_run_keeps_its_learning_rate_in_its_file() -> None:
     assert run.changed(model="mini").lr_origin == "given; the default is 0.0025"
 
 
-def test_settings_are_taken_and_given_by_name() -> None:
+def test_settings_are_set_and_returned_by_name() -> None:
     run = Run.of(every=50, lr=0.01, seed=3)
     assert (run.method.every, run.optimizer.lr, run.seed) == (50, 0.01, 3)
     assert Run.of(**run.settings()) == run and set(run.settings()) == set(PART_OF)

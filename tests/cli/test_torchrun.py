@@ -41,7 +41,7 @@ def torchrun(processes: int, *arguments: str) -> dict[str, object]:
     return summary
 
 
-def test_torchrun_trains_the_same_bytes_as_thinwire_itself(run_file: Path, tmp_path: Path) -> None:
+def test_torchrun_gives_the_bytes_of_a_run_in_threads(run_file: Path, tmp_path: Path) -> None:
     summary = torchrun(2, str(run_file), "--out", str(tmp_path / "torchrun"))
     assert summary["steps"] == 12 and summary["replicas"] == 2
     threads = Run.load(run_file).changed(carrier="threads")
@@ -52,7 +52,7 @@ def test_torchrun_trains_the_same_bytes_as_thinwire_itself(run_file: Path, tmp_p
 
 @pytest.mark.slow
 def test_replicas_of_two_ranks_train_the_same_model(run_file: Path, tmp_path: Path) -> None:
-    """2 replicas × 2 shards against 2 × 1: the same sums in another order."""
+    """2 replicas of 2 shards against 2 of 1: the same sums in another order."""
     torchrun(2, str(run_file), "--out", str(tmp_path / "whole"), "--codec", "Identity")
     summary = torchrun(4, str(run_file), "--out", str(tmp_path / "sharded"), "--codec", "Identity")
     assert summary["replicas"] == 2

@@ -1,4 +1,4 @@
-"""What `thinwire train` and `compare` look at before anything is built, and what a run keeps of its settings."""
+"""Settings of `thinwire train` and `compare`: checks before anything is built, and the settings that a run keeps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokenizer_in(folder: str) -> bytes:
     return Path(folder, "tokenizer.json").read_bytes()
 
 
-def test_the_tokenizer_goes_with_the_model(here: Path, capsys: Capture) -> None:
+def test_a_model_brings_its_tokenizer(here: Path, capsys: Capture) -> None:
     assert train("first", "--tokenizer", "bpe:300") == 0
     model = ("--model", "first/model.safetensors")
     assert train("second", *model, text="other.txt") == 0
@@ -60,7 +60,7 @@ def test_the_tokenizer_goes_with_the_model(here: Path, capsys: Capture) -> None:
     assert not Path("refused").exists()
 
 
-def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(here: Path) -> None:
+def test_a_resumed_run_keeps_its_tokenizer(here: Path) -> None:
     assert train("run", "--tokenizer", "bpe:300") == 0
     before = tokenizer_in("run")
     shutil.rmtree("cache")
@@ -72,14 +72,14 @@ def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(here: Path) -> None
     assert first == second
 
 
-def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
+def test_a_run_file_works_in_any_folder_and_lists_the_settings_of_its_recipe(
     here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train("run", "--codec", "E2M1", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     written = Path("run/run.toml").read_text()
     assert tomllib.loads(written)["data"]["text"] == [str(here / "text.txt")] and "# every: 7\n# delay: 1\n" in written
-    assert "every" not in tomllib.loads(written)  # another strategy may be chosen on top of it
+    assert "every" not in tomllib.loads(written)  # so --strategy can choose another one with its own defaults
     made_of = summary["made_of"]
     assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (7, 1, 4)
     assert made_of["lr"] == "0.02 (the default, 10.24 / 64^1.5, by the model's width)"
@@ -91,7 +91,7 @@ def test_a_run_file_works_from_anywhere_and_says_what_its_recipe_decided(
     assert main(["train", str(here / "run/run.toml"), "--strategy", "diloco"]) == 0
 
 
-def test_what_does_not_fit_into_memory_is_refused_before_it_is_built(
+def test_a_model_that_does_not_fit_in_memory_is_refused_before_it_is_built(
     here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "memory", lambda: (64 << 30, 24 << 30))
@@ -106,10 +106,10 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_built(
     assert "model='nano'" in capsys.readouterr().err
 
 
-def test_a_method_that_is_of_no_use_for_adapters_says_so(
+def test_methods_that_do_not_suit_adapters_print_a_warning(
     here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "memory", lambda: (4 << 30, 0))  # it is said before anything is built
+    monkeypatch.setattr(machine, "memory", lambda: (4 << 30, 0))  # the warning comes before anything is built
     for strategy, lora, says in (
         ("power_sgd", (), False),
         ("power_sgd", ("--lora", "4"), True),
@@ -121,7 +121,7 @@ def test_a_method_that_is_of_no_use_for_adapters_says_so(
         assert (f"warning: {strategy}: " in capsys.readouterr().out) == says, strategy
 
 
-def test_compare_goes_on_without_a_method_that_fails(here: Path, capsys: Capture) -> None:
+def test_compare_continues_after_a_method_fails(here: Path, capsys: Capture) -> None:
     out = here / "out"
     out.mkdir()
     (out / "diloco-seed-0").write_text("a file where the run's folder should be")
@@ -137,7 +137,7 @@ def test_compare_goes_on_without_a_method_that_fails(here: Path, capsys: Capture
     assert main([*asked, *strategies]) == 0
 
 
-def test_only_compare_has_replicas_that_lie(capsys: Capture):
+def test_only_compare_accepts_attacks(capsys: Capture):
     assert main(["train", *SMALL, "--attack", "alie"]) == 2
     assert "only `thinwire compare` has them" in capsys.readouterr().err
     assert main(["compare", *SMALL, "--text", "text.txt", "--strategies", "diloco", "--liars", "1"]) == 2
@@ -165,7 +165,7 @@ def test_only_compare_has_replicas_that_lie(capsys: Capture):
     assert (begun["aggregate"], begun["attack"], begun["liars"]) == ("Median", "label-flip", 1)
 
 
-def test_a_run_that_waited_says_what_to_ask(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callable[..., Path], tmp_path: Path) -> None:
     thin, wide = make_run(tmp_path / "thin", rate=2e5), make_run(tmp_path / "wide", rate=1e9)
     told = of_stalls(RunRecord.load(thin), thin)
     assert re.fullmatch(
@@ -174,6 +174,6 @@ def test_a_run_that_waited_says_what_to_ask(make_run: Callable[..., Path], tmp_p
     )
     assert of_stalls(RunRecord.load(wide), wide) == ""
     record = RunRecord.load(thin)
-    for strategy in ("a2cid2", "data_parallel"):  # which have no delay
+    for strategy in ("a2cid2", "data_parallel"):  # these have no delay
         alike = replace(record, settings=record.settings | {"strategy": strategy})
         assert of_stalls(alike, thin) == told.partition(";")[0]

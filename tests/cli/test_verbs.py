@@ -1,4 +1,4 @@
-"""What the command says and returns when it is asked wrongly, or the system refuses."""
+"""Verbs of the command: messages and exit codes for wrong arguments and system errors, refused settings, and compare."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from thinwire.lm.run import Run
         (["train", "--model", "hf:/none/such", "--tokenizer", "bytes"], "'/none/such': there is no such folder"),
     ],
 )
-def test_what_was_asked_wrongly_is_said_in_a_line(
+def test_wrong_arguments_are_an_error_of_one_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,9 +53,7 @@ def test_what_was_asked_wrongly_is_said_in_a_line(
     assert says in said and said.count("\n") == 1
 
 
-def test_what_the_system_refuses_is_said_without_a_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(arguments: object) -> int:
         raise OSError(28, "No space left on device", "run/summary.json")
 
@@ -100,17 +98,17 @@ def test_what_the_system_refuses_is_said_without_a_traceback(
         ({"optimizer": "SGD(lr=1)"}, r"SGD in 'SGD\(lr=1\)': got an unexpected .*; it takes momentum, lr_factor\.$"),
     ],
 )
-def test_a_run_that_cannot_work_is_refused_when_made(change: dict[str, object], says: str) -> None:
+def test_invalid_settings_of_a_run_are_refused(change: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Run.of(**change)  # type: ignore[arg-type]
 
 
-def test_a_whole_number_will_do_for_a_learning_rate() -> None:
+def test_a_whole_number_is_accepted_as_a_learning_rate() -> None:
     assert Run.of(lr=1, clip=2).optimizer.lr == 1
 
 
-def test_the_clip_of_a_run_is_the_gradients() -> None:
-    """It goes into a recipe's filters where that has them, and nowhere else: the outer momentum's bound is another."""
+def test_the_clip_of_a_run_applies_to_gradients_only() -> None:
+    """It goes into the filters of a recipe that has them. The bound of the outer momentum is a different setting."""
     assert Run.of(strategy="dgc", clip=0.5).make_strategy() == thinwire.recipes.dgc(clip=0.5)
     assert (
         Run.of(strategy="co2", clip=0.5).make_strategy()
@@ -127,7 +125,7 @@ def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
     assert run.with_strategy("diloco(every=5)") == Run.of(strategy="diloco(every=5)", steps=7)
 
 
-def test_resuming_a_finished_run_trains_nothing_again(
+def test_resuming_a_finished_run_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")

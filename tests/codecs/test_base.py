@@ -1,4 +1,4 @@
-"""What codecs declare and check alike."""
+"""The base of all codecs: declared claims, the check of buffers, and the sizes of payloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNBIASED = tw.codecs.E3M0(rounding="stochastic")
 SHARED = tw.codecs.RandomK(0.5, tw.codecs.Identity())
 
 
-def test_what_loses_by_rounding_is_biased_unless_it_says_otherwise():
+def test_codecs_are_biased_unless_their_row_claims_unbiased():
     assert tw.codecs.Levels().biased and tw.codecs.Sign().biased and tw.codecs.TopK(0.1).biased
     assert not any(codec.biased for row in CODECS if "unbiased" in row.claims for codec in nested(row.piece))
 
@@ -39,7 +39,7 @@ def test_what_loses_by_rounding_is_biased_unless_it_says_otherwise():
     ],
     ids=str,
 )
-def test_what_a_codec_around_others_claims_of_chance(parts, own, fair, due):
+def test_the_random_claims_of_a_codec_around_others(parts, own, fair, due):
     assert chance(parts, own, fair) == set(due.split())
 
 
@@ -56,9 +56,9 @@ GOOD = torch.zeros(16), torch.zeros(16, dtype=torch.uint8)
         (GOOD[0], GOOD[1].view(4, 4)),
         (GOOD[0], GOOD[1].to("meta")),
     ],
-    ids=["fp64", "a matrix", "signed", "too short", "a payload in a matrix", "elsewhere"],
+    ids=["fp64", "values of two dimensions", "signed", "too short", "a payload of two dimensions", "another device"],
 )
-def test_what_does_not_fit_is_refused(values, payload):
+def test_buffers_that_do_not_fit_are_refused(values, payload):
     codec = tw.codecs.Levels(bits=4, block=16)
     assert codec.nbytes(16) == 16
     check_fit(codec, *GOOD)
@@ -66,20 +66,19 @@ def test_what_does_not_fit_is_refused(values, payload):
         check_fit(codec, values, payload)
 
 
-def test_the_parts_of_a_payload_are_all_of_it():
+def test_the_parts_of_a_layout_add_up_to_the_payload():
     for row in CODECS:
         for codec in nested(row.piece):
             for numel in (1, 7, 64, 1000) if not codec.varies else ():
                 assert sum(part.nbytes for part in codec.layout(numel)) == codec.nbytes(numel), (codec, numel)
 
 
-def test_bits_of_a_place():
-    """As many as the last place of a chunk needs."""
+def test_an_index_has_the_bits_that_the_largest_one_needs():
     assert [Places(64, chunk, 1).width for chunk in (1, 2, 3, 4, 5, 8, 9)] == [1, 1, 2, 2, 3, 3, 4]
     assert [Places(numel, 4, 3).kept for numel in (4, 8, 9, 10, 11)] == [3, 6, 7, 8, 9]
 
 
-def test_bytes_by_hand():
+def test_payload_sizes_match_values_by_hand():
     sign, codebook = tw.codecs.Sign(block=16), tw.codecs.Codebook()
     assert [sign.nbytes(numel) for numel in (1, 16, 17)] == [1 + 4, 2 + 4, 3 + 8]
     assert [codebook.nbytes(numel) for numel in (0, 1, 64)] == [0, 1 + 16, 16 + 16]

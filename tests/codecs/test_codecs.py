@@ -1,4 +1,4 @@
-"""Law 8: what each codec claims, on Gaussians, heavy tails, zeros, denormals, huge values, odd sizes and single outliers."""
+"""Law 8: each codec keeps its claims on Gaussians, heavy tails, zeros, denormals, huge values, odd sizes and single outliers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ everything = over("data", [*NORMAL, *EXTREME])
 
 @over("row", CODECS)
 @over("n", SIZES)
-def test_size_is_known(row, n):
+def test_packets_have_the_predicted_size(row, n):
     laws.size_is_known(row.piece, n)
     assert packet_nbytes(row.piece, n) == HEADER_NBYTES + row.piece.nbytes(n)
 
@@ -32,14 +32,14 @@ def test_size_is_known(row, n):
 @codecs
 @everything
 @over("n", [0, 1, 129])
-def test_claims(row, data, n):
+def test_codecs_keep_the_claims_of_their_rows(row, data, n):
     saturated = row.piece == tw.codecs.Cast("fp16") and data == "heavy tails"
     laws.keeps_claims(row.piece, row.claims, data, n, row.error if data in NORMAL and not saturated else None)
 
 
 @codecs
 @everything
-def test_decoding_adds_and_weighs(row, data):
+def test_decoding_adds_the_weighted_values(row, data):
     laws.decoding_adds(row.piece, data)
     laws.decoding_weighs(row.piece, data)
 
@@ -51,26 +51,26 @@ def test_a_delta_may_be_cut_at_the_grain(row, data):
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS if "local" in row.claims], ids=str)
-def test_a_block_does_not_see_its_neighbours(row):
+def test_a_block_is_encoded_independently_of_the_others(row):
     laws.blocks_are_local(row.piece)
 
 
-# ---- what is drawn by chance
+# ---- randomness
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS if "unbiased" in row.claims], ids=str)
 @pytest.mark.parametrize("data", ["gaussian", "heavy tails", "constant"])
-def test_unbiased(row, data):
+def test_unbiased_codecs_have_no_error_in_the_mean(row, data):
     laws.unbiased(row.piece, data)
 
 
 @codecs
-def test_the_key_is_all_the_chance(row):
+def test_randomness_depends_on_the_key_alone(row):
     laws.key_is_all_the_chance(row.piece, row.claims)
 
 
-def test_splitmix64():
-    """The published generator's first outputs, and the same from the middle."""
+def test_random_words_are_those_of_splitmix64():
+    """The first outputs of the published generator, and equal outputs from an offset."""
     drawn = [int(z) % 2**64 for z in rng(1234567, 0, 5)]
     assert drawn[:2] == [6457827717110365317, 3203168211198807973]
     assert [int(z) % 2**64 for z in rng(0, 0, 3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -92,8 +92,8 @@ BLOCKS = [row.piece for row in CODECS if hasattr(row.piece, "grid") and row.piec
 
 @pytest.mark.parametrize("codec", BLOCKS, ids=str)
 @everything
-def test_block_formats_are_their_definition(codec, data):
-    """In double precision, a block at a time: the scale, then the nearest of the grid, ties to the even code."""
+def test_block_formats_match_their_definition(codec, data):
+    """The reference in fp64 takes the scale of each block, then the nearest grid value, ties to the even code."""
     x = draw(data, 201)
     grid = torch.tensor(GRIDS.get(type(codec)) or range(2 ** (getattr(codec, "bits", 0) - 1)), dtype=torch.float64)
     least, most = 2.0**-126, 2.0 ** min(126, 128 - int(np.frexp(grid[-1].item())[1]))
@@ -120,15 +120,15 @@ def test_block_formats_are_their_definition(codec, data):
 @pytest.mark.parametrize(
     ("codec", "dtype"), [(tw.codecs.E4M3(256), torch.float8_e4m3fn), (tw.codecs.E5M2(256), torch.float8_e5m2)], ids=str
 )
-def test_fp8_is_torchs(codec, dtype):
-    """A code is the byte of torch's own cast of x / 2^e."""
+def test_fp8_codes_are_the_bytes_of_torch(codec, dtype):
+    """A code is the byte of torch's cast of x / 2^e."""
     x = torch.cat([torch.tensor([codec.grid.largest]), gaussian(255)])
     payload = encoded(codec, x)
     assert payload[-1] == 0 and payload[:-1] == bytes(x.to(dtype).view(torch.uint8).numpy().tobytes())
 
 
-def test_scales_on_the_wire():
-    """max|x| / 6 = 0.875 as exponent 0; as bf16 and fp32 in little-endian."""
+def test_scales_have_the_documented_bytes():
+    """max|x| / 6 = 0.875 as exponent 0, and as bf16 and fp32 in little-endian order."""
     x = torch.tensor([5.25, -1.0])
     assert encoded(tw.codecs.E2M1(2), x) == bytes([0xA7, 0x00])
     assert (
@@ -139,14 +139,14 @@ def test_scales_on_the_wire():
     assert encoded(tw.codecs.Int(8, 2), torch.tensor([127.0, -127.0])) == bytes([127, 255, 0])
 
 
-# ---- signs and sparse codecs against theirs
+# ---- signs and sparse codecs against their definitions
 
 
 @pytest.mark.parametrize(
     "codec", [tw.codecs.Sign(), tw.codecs.Sign("l2"), tw.codecs.Sign("mean", 50), tw.codecs.Sign("l2", 50)], ids=str
 )
 @everything
-def test_sign_is_its_definition(codec, data):
+def test_sign_matches_its_definition(codec, data):
     x = draw(data, 201)
     for got, part in zip(roundtrip(codec, x).split(codec.block or 201), x.double().split(codec.block or 201)):
         scale = part.abs().mean() if codec.scale == "mean" else part.square().mean().sqrt()
@@ -155,7 +155,7 @@ def test_sign_is_its_definition(codec, data):
 
 
 def test_the_l2_scale_is_not_contractive():
-    """On ten values of a thousand its error is 1.8 times the energy, with the mean 0.99 (specification, §0)."""
+    """For ten values among a thousand its error is 1.8 times the energy; with the mean scale 0.99 (specification, §0)."""
     x = torch.zeros(1000)
     x[::100] = 1.0
     errors = [(roundtrip(tw.codecs.Sign(scale), x) - x).square().sum() / x.square().sum() for scale in ("mean", "l2")]
@@ -164,8 +164,8 @@ def test_the_l2_scale_is_not_contractive():
 
 @over("n", [0, 1, 2, 59, 60, 61, 1000, 4096, 10_001])
 @over("data", [*NORMAL, "zeros", "all magnitudes"])
-def test_the_largest_travel(data, n):
-    """What is kept is as large as what is kept of the sorted magnitudes, it is kept exactly, and nothing else is."""
+def test_sparse_codecs_send_the_largest_values_exactly(data, n):
+    """The magnitudes sent are the largest of the sorted magnitudes. All other values decode to 0."""
     x = draw(data, n)
     chunks = {
         tw.codecs.TopK(0.1, tw.codecs.Identity()): max(1, n),
@@ -180,8 +180,8 @@ def test_the_largest_travel(data, n):
             assert torch.equal(q[q != 0], part[q != 0]) and (q != 0).sum() <= kept
 
 
-def test_sparse_on_the_wire():
-    """Values first, then indices without gaps: 3 and 5 in 3 bits each; 1 and 4095 in 12 bits each, two in three bytes."""
+def test_sparse_packets_have_the_documented_bytes():
+    """The values come first, then the packed indices: 3 and 5 in 3 bits each, 1 and 4095 in 12 bits each."""
     x = torch.tensor([0.0, 0, 0, 1, 0, -2, 0, 0])
     assert encoded(tw.codecs.TopK(0.25), x).hex() == "803f00c0" + f"{3 | 5 << 3:02x}"
     x = torch.zeros(4096)
@@ -191,8 +191,7 @@ def test_sparse_on_the_wire():
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 12, 20, 33])
 @over("count", [0, 1, 2, 7, 8, 1001])
-def test_packing(width, count):
-    """As one large number, lowest bit first."""
+def test_packed_numbers_are_one_little_endian_number(width, count):
     numbers = rng(width, 0, count) & ((1 << width) - 1)
     packed = pack(numbers, width)
     assert len(packed) == packed_nbytes(count, width)
@@ -201,8 +200,8 @@ def test_packing(width, count):
 
 
 @pytest.mark.parametrize("codec", [tw.codecs.TopK(0.1), tw.codecs.ChunkedTopK(60, 6)], ids=str)
-def test_wrong_indices_are_refused(codec):
-    """Twice the same, in wrong order, or behind the end: nothing is written anywhere."""
+def test_invalid_indices_are_refused(codec):
+    """Repeated, unordered and too large indices. The output stays unchanged."""
     n = 110
     sound = torch.empty(codec.nbytes(n), dtype=torch.uint8)
     codec.encode(gaussian(n), sound, Key())
@@ -225,7 +224,7 @@ def test_wrong_indices_are_refused(codec):
         codec.decode_add(sound, torch.zeros(n), Key())
 
 
-def test_random_coordinates_are_shared_and_new_each_round():
+def test_random_coordinates_are_equal_for_all_senders_and_new_each_round():
     x = torch.ones(10_000)
     codec = tw.codecs.RandomK(0.1, tw.codecs.Identity())
     first, of_another, later = (roundtrip(codec, x, key) for key in (Key(), Key(sender=1), Key(round=1)))
@@ -239,11 +238,11 @@ GRID = torch.tensor([0.0, 0.25, 0.5, 1, 2, 4, 8, 16], dtype=torch.float64)
 
 
 def literal_e3m0(x: torch.Tensor, block: int) -> tuple[list[int], list[int]]:
-    """Codes and exponents by the definition, in double precision, one block at a time: nearest, ties to the even code."""
+    """Codes and exponents by the definition in fp64, one block at a time: nearest value, ties to the even code."""
     codes, exponents = [], []
     for part in x.double().split(block):
         largest = part.abs().max().item()
-        exponent = -4 if largest == 0 else int(np.ceil(np.log2(largest / 16)))  # of nothing, any would do
+        exponent = -4 if largest == 0 else int(np.ceil(np.log2(largest / 16)))  # any exponent fits zeros
         if largest > 0:  # log2 rounds; the definition is exact
             exponent += (16 * 2.0**exponent < largest) - (16 * 2.0 ** (exponent - 1) >= largest)
         exponent = min(max(exponent, -126), 123)
@@ -265,14 +264,14 @@ def bits_of(payload: bytes, n: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("block", [2, 32, 128])
 @everything
-def test_e3m0_is_its_definition(block, data):
+def test_e3m0_matches_its_definition(block, data):
     x = draw(data, 301)
     assert bits_of(encoded(tw.codecs.E3M0(block), x), 301) == literal_e3m0(x, block)
 
 
 @pytest.mark.parametrize("exponent", [-120, -30, 0, 40, 120])
-def test_e3m0_at_the_midpoints(exponent):
-    """Ties go to the even code, and the neighbours of a tie to their own side, at any scale."""
+def test_e3m0_rounds_midpoints_to_the_even_code(exponent):
+    """The next floats below and above a midpoint round down and up, at any scale."""
     values = [16.0]
     for midpoint in (0.125, 0.375, 0.75, 1.5, 3.0, 6.0, 12.0):
         at = np.float32(midpoint)
@@ -284,8 +283,8 @@ def test_e3m0_at_the_midpoints(exponent):
     assert codes == [*due, *(code | 8 if code else 0 for code in due)] and exponents == [exponent]
 
 
-def test_wire_bytes():
-    """What travels, byte for byte: a change here is a change of the wire format."""
+def test_packets_of_small_tensors_have_the_recorded_bytes():
+    """A change here is a change of the wire format."""
     assert encoded(tw.codecs.E3M0(2), torch.tensor([16.0, -0.25, 0.0])) == bytes([0x97, 0x00, 0x00, 0xFC])
     assert encoded(tw.codecs.Identity(), torch.tensor([1.0, -2.0])).hex() == "0000803f000000c0"
     assert encoded(tw.codecs.Cast("bf16"), torch.tensor([1.0, -2.0])).hex() == "803f00c0"
@@ -294,17 +293,17 @@ def test_wire_bytes():
 
 @pytest.mark.parametrize("data", NORMAL)
 @pytest.mark.parametrize("block", [32, 128])
-def test_e3m0_absolute_bound(data, block):
-    """Each value is within a third of itself, or within 1/64 of the largest of its block. Hostile input included."""
+def test_e3m0_keeps_its_error_bound(data, block):
+    """The error is at most a third of the value or 1/64 of the largest value of its block."""
     x = draw(data, 10 * block)
     off = (roundtrip(tw.codecs.E3M0(block), x) - x).abs().view(-1, block)
     largest = x.abs().view(-1, block).amax(1, keepdim=True)
     assert (off <= torch.maximum(x.abs().view(-1, block) / 3, largest / 64) * (1 + 1e-6)).all()
 
 
-# §1.5, for E3M0, E2M1 and int4: normalised squared error with an exact scale and with a power of two, then, for the
-# exact one, the share of zeros and the cosine. Last the digits that draws allow: a heavy tail's error hangs on its largest
-# few values, that of a whole tensor on one.
+# §1.5, for E3M0, E2M1 and int4: the normalised squared error with an exact scale and with a power of two, then the share of
+# zeros and the cosine with the exact scale. The last number is the tolerance: the error of a heavy tail depends on its few
+# largest values, and that of one block for the whole tensor on a single value.
 PUBLISHED = {
     ("gaussian", 2**20): ((0.0382, 0.0379, 0.031, 0.981), (0.0183, 0.0232, 0.165, 0.991), (0.0424, 0.0831, 0.279, 0.979), 0.2),
     ("gaussian", 128): ((0.0370, 0.0378, 0.018, 0.981), (0.0119, 0.0157, 0.094, 0.994), (0.0138, 0.0245, 0.16, 0.993), 0.01),
@@ -317,8 +316,8 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("name", "block"), PUBLISHED)
-def test_published_figures(name, block):
-    """On 2^20 values, as computed for the specification: within its digits where these do not depend on a few draws."""
+def test_errors_match_the_published_figures(name, block):
+    """2^20 values, as computed for the specification, within the tolerance of each row."""
     random = np.random.default_rng(8)
     draws = {
         "gaussian": random.standard_normal,
@@ -339,19 +338,19 @@ def test_published_figures(name, block):
         assert cosine == pytest.approx(due[3], rel=tolerance / 4, abs=0.0006), make
 
 
-def test_bits_per_parameter():
-    """4 + 8/block: ⅟₁₆ of a bit for blocks of 128, ¼ for 32; the header's 48 bytes on top."""
+def test_e3m0_takes_4_bits_and_8_per_block():
+    """4 + 8/block bits per value: ⅟₁₆ of a bit for the scales of blocks of 128, ¼ for 32. The header adds 48 bytes."""
     n = 1 << 20
     assert 8 * tw.codecs.E3M0(128).nbytes(n) / n == 4.0625 and 8 * tw.codecs.E3M0(32).nbytes(n) / n == 4.25
     assert packet_nbytes(tw.codecs.E3M0(), n) == HEADER_NBYTES + n // 2 + n // 128
 
 
-# ---- NaN and infinity do not leave
+# ---- NaN and infinity are not sent
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 500, 999])
-def test_not_finite_is_refused(bad, at):
+def test_a_delta_that_is_not_finite_is_refused(bad, at):
     x = gaussian(1000)
     x[at] = bad
     with pytest.raises(
@@ -362,7 +361,7 @@ def test_not_finite_is_refused(bad, at):
 
 @over("row", CODECS)
 @over("bad", [float("nan"), float("inf")])
-def test_no_codec_encodes_it(row, bad):
+def test_no_codec_encodes_values_that_are_not_finite(row, bad):
     x = gaussian(1000)
     x[999] = bad
     with pytest.raises(tw.NonFiniteError):
@@ -370,15 +369,15 @@ def test_no_codec_encodes_it(row, bad):
 
 
 @everything
-def test_finite_is_not_refused(data):
-    """Whatever the sum of squares does."""
+def test_finite_values_are_accepted(data):
+    """Also where the sum of squares overflows."""
     check_finite(draw(data, 4097))
     check_finite(draw(data, 0))
 
 
 @over("row", CODECS)
 def test_a_refused_packet_holds_no_values(row):
-    """What travels instead says REFUSED, on the same number of bytes, all zero."""
+    """The packet has the flag REFUSED and as many bytes as the delta's, all of them zero."""
     (group,) = ThreadGroup.create(1)
     x = gaussian(100)
     x[7] = float("nan")

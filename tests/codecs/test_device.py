@@ -1,4 +1,4 @@
-"""Where a delta is encoded, and what crosses to the host. No GPU is needed: a tensor without storage stands for one elsewhere."""
+"""The device on which a delta is encoded, and the copy to the host. A meta tensor stands for one on a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SEEN: list[tuple[Tensor, Tensor]] = []
 
 
 @dataclass(frozen=True)
-class Watched(Codec):
-    """Keeps what it is given."""
+class RecordingCodec(Codec):
+    """A codec that records the tensors that it gets."""
 
     any_device: bool = True
     used: int | None = None
@@ -34,25 +34,25 @@ class Watched(Codec):
         """Nothing: these tests encode."""
 
 
-def test_only_bytes_cross_where_the_codec_runs_anywhere() -> None:
+def test_only_the_payload_is_copied_if_the_codec_runs_anywhere() -> None:
     here, there, payload = torch.zeros(4), torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.uint8)
-    for codec, due in ((Watched(), 4), (Watched(used=3), 3), (Watched(any_device=False), 4)):
+    for codec, due in ((RecordingCodec(), 4), (RecordingCodec(used=3), 3), (RecordingCodec(any_device=False), 4)):
         SEEN.clear()
         assert encode_from(here, codec, payload, Key()) == due
         ((_, written),) = SEEN
         assert written is payload, "on one device nothing is copied"
     SEEN.clear()
-    with pytest.raises(NotImplementedError, match="meta"):  # as the bytes cross
-        encode_from(there, Watched(), payload, Key())
+    with pytest.raises(NotImplementedError, match="meta"):  # a meta tensor cannot be copied: here the payload
+        encode_from(there, RecordingCodec(), payload, Key())
     ((encoded, written),) = SEEN
     assert encoded is there and written.device == there.device and written.shape == payload.shape
     SEEN.clear()
-    with pytest.raises(NotImplementedError, match="meta"):  # as the values do
-        encode_from(there, Watched(any_device=False), payload, Key())
+    with pytest.raises(NotImplementedError, match="meta"):  # here the values
+        encode_from(there, RecordingCodec(any_device=False), payload, Key())
     assert not SEEN
 
 
-def test_which_codecs_run_anywhere() -> None:
+def test_element_wise_and_sparse_codecs_run_anywhere() -> None:
     codecs = tw.codecs
     anywhere = [codecs.Identity(), codecs.Cast(), codecs.Sign(), codecs.E3M0(), codecs.TopK(), codecs.RandomK()]
     assert all(map(runs_anywhere, anywhere))

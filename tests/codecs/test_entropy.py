@@ -1,4 +1,4 @@
-"""Fewer bytes without loss: as many as the entropy asks for, never more than a byte beyond the codec's own, and nothing that a peer can blow up."""
+"""Lossless entropy coding of payloads: sizes close to the entropy, at most one byte more than the codec's, safe decoding."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SOURCES = {
 }
 
 
-def bits(symbols: np.ndarray) -> float:
-    """Of the empirical entropy, all symbols together."""
+def entropy_bits(symbols: np.ndarray) -> float:
+    """The empirical entropy of all symbols in bits."""
     counts = np.unique(symbols, return_counts=True)[1]
     return float(-(counts * np.log2(counts / counts.sum())).sum())
 
@@ -47,20 +47,20 @@ def test_codes_of_four_bits_come_within_two_percent_of_their_entropy(source):
     x, plain = SOURCES[source](NUMEL), torch.empty(E3M0().nbytes(NUMEL), dtype=torch.uint8)
     E3M0().encode(x, plain, Key())
     codes, scales = plain[: NUMEL // 2].numpy(), plain[NUMEL // 2 :].numpy()
-    due = bits(np.concatenate([codes & 15, codes >> 4])) + bits(scales)
+    due = entropy_bits(np.concatenate([codes & 15, codes >> 4])) + entropy_bits(scales)
     assert 0.9 * due < 8 * len(coded(Entropy(E3M0()), x)) < 1.02 * due
     assert len(coded(Entropy(E3M0()), x)) < 0.93 * len(plain)
 
 
 @pytest.mark.parametrize(("chunk", "count"), [(4096, 64), (4096, 1024), (NUMEL, 300), (NUMEL, 20_000)])
 def test_places_come_within_two_percent_of_their_entropy(chunk, count):
-    """Of gaps that are drawn; k = 5 at a density of 1/64, as field reports have it: 7.53 bits where 7.43 are the least."""
+    """Random places. At a density of 1/64 the Rice parameter is 5, as published: 7.53 bits per gap, where the entropy is 7.43."""
     of = Places(NUMEL, chunk, count)
     drawn = np.random.default_rng(4).random((NUMEL // chunk, chunk)).argpartition(count, axis=1)[:, :count]
     places = torch.from_numpy(np.sort(drawn, axis=1).reshape(-1))
     k, p = rice.parameter(places, count), count / chunk
     assert abs(k - np.log2(np.log(2) / p)) <= 1 and (count / chunk != 1 / 64 or k == 5)
-    due = of.kept * (-p * np.log2(p) - (1 - p) * np.log2(1 - p)) / p  # of a geometric distribution
+    due = of.kept * (-p * np.log2(p) - (1 - p) * np.log2(1 - p)) / p  # the entropy of geometric gaps
     assert 8 * rice.nbytes(places, count, k) < 1.025 * due
     code, back = np.zeros(rice.nbytes(places, count, k) + 3, np.uint8), torch.empty_like(places)
     rice.encode(places, count, k, code[:-3])
@@ -72,9 +72,11 @@ def test_places_come_within_two_percent_of_their_entropy(chunk, count):
     )
 
 
-def test_gaps_that_come_again_are_coded_otherwise():
-    """Large values in the same columns of a matrix, as real ones are: a Rice code is far from their entropy. Some gaps are longer than
-    a byte says."""
+def test_repeated_gaps_get_a_better_code_than_rice():
+    """Real matrices have their large values in few columns, and a Rice code is far from the entropy of such gaps.
+
+    Some gaps do not fit in a byte.
+    """
     random = np.random.default_rng(6)
     gaps = np.where(random.random(60_000) < 0.7, random.choice([15, 63, 127], 60_000), random.geometric(1 / 64, 60_000))
     places = np.cumsum(gaps + 1) - 1
@@ -82,11 +84,11 @@ def test_gaps_that_come_again_are_coded_otherwise():
     plain = pack(torch.from_numpy(places), of.width).numpy()
     reader = PayloadReader(places_coded(plain, of))
     assert gaps.max() > 255 and len(reader.data) < 0.85 * rice.nbytes(torch.from_numpy(places), len(places), 5)
-    assert 8 * len(reader.data) < 1.06 * bits(gaps)  # whole bits a symbol
+    assert 8 * len(reader.data) < 1.06 * entropy_bits(gaps)  # a code has a whole number of bits per symbol
     assert np.array_equal(places_decoded(reader, of), plain)
 
 
-def test_what_is_sparse_gets_a_quarter_smaller():
+def test_chunked_top_k_gets_a_quarter_smaller():
     codec = tw.codecs.ChunkedTopK(4096, 64, tw.codecs.Codebook())
     x = gaussian(NUMEL)
     assert len(coded(Entropy(codec), x)) < 0.75 * codec.nbytes(NUMEL)
@@ -94,8 +96,8 @@ def test_what_is_sparse_gets_a_quarter_smaller():
 
 
 @pytest.mark.parametrize("codec", [E3M0(), tw.codecs.Identity(), TopK(0.01), tw.codecs.Sign()], ids=str)
-def test_never_more_than_a_byte_more(codec):
-    """Whatever the values; and a message is cut where it was, so there are no more headers."""
+def test_entropy_coding_adds_at_most_one_byte(codec):
+    """This holds for any values. A round has as many messages as without the coding, so there are no more headers."""
     noise = torch.from_numpy(np.random.default_rng(5).integers(0, 2**32, 4096, np.uint32).view(np.float32)).nan_to_num(
         1
     )
@@ -106,8 +108,7 @@ def test_never_more_than_a_byte_more(codec):
         assert 0 <= ours - theirs <= len(cut(codec, 0, numel))
 
 
-def test_a_message_of_every_size_comes_back(monkeypatch):
-    """Of a round that is cut into messages: what is decoded is what the codec inside makes of it."""
+def test_a_round_of_several_messages_decodes_to_the_codecs_values():
     codec, x = tw.codecs.Cast(), gaussian(2_000_000)
 
     def replica(group: tw.Group) -> torch.Tensor:
@@ -119,10 +120,10 @@ def test_a_message_of_every_size_comes_back(monkeypatch):
     assert all(same_bits(found, roundtrip(codec, x)) for found in tw.run_threads(2, replica, 600.0))
 
 
-# ---- what a peer may send
+# ---- hostile packets
 
 
-def refused(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
+def refusal_of(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
     before, out = torch.ones(numel), torch.ones(numel)
     with pytest.raises(tw.PacketError) as told:
         codec.decode_add(torch.frombuffer(bytearray(payload), dtype=torch.uint8), out, Key())
@@ -130,53 +131,58 @@ def refused(codec: tw.codecs.Codec, payload: bytes, numel: int) -> str:
     return str(told.value)
 
 
-def framed(data: bytes, **settings) -> bytearray:
+def zstd_frame(data: bytes, **settings) -> bytearray:
     form = zstandard.FORMAT_ZSTD1_MAGICLESS
     made = zstandard.ZstdCompressionParameters.from_level(1, format=form, **settings)
     return bytearray(zstandard.ZstdCompressor(compression_params=made).compress(data))
 
 
-def behind_length(frame: bytes) -> bytes:
-    """As a payload has it: coded, by a frame."""
+def with_length(frame: bytes) -> bytes:
+    """A payload in coded form with one frame, after its length."""
     return b"\1\1" + struct.pack("<I", len(frame)) + bytes(frame)
 
 
-def test_a_frame_that_says_another_size_is_not_unpacked():
+def test_a_frame_of_another_size_is_refused_before_it_is_unpacked():
     due, codec = E3M0().nbytes(4096), Entropy(E3M0())
-    bomb = framed(bytes(1 << 20))  # a megabyte in few bytes, which says that it is a gigabyte
+    bomb = zstd_frame(bytes(1 << 20))  # a megabyte in few bytes, which claims to be a gigabyte
     bomb[:5] = bytes([0xA0]) + struct.pack("<I", 1 << 30)
-    for frame in (bomb, framed(bytes(due + 1)), framed(bytes(due - 1)), framed(bytes(due), write_content_size=False)):
-        assert "were expected" in refused(codec, behind_length(frame), 4096)
-    honest = framed(bytes(due))
-    assert "damaged" in refused(codec, behind_length(honest[:-1]), 4096)
-    assert "more were expected" in refused(codec, behind_length(honest)[:-1], 4096)
-    assert "more were expected" in refused(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
-    assert "no encoder writes" in refused(codec, b"\1\2" + bytes(honest), 4096)
+    for frame in (
+        bomb,
+        zstd_frame(bytes(due + 1)),
+        zstd_frame(bytes(due - 1)),
+        zstd_frame(bytes(due), write_content_size=False),
+    ):
+        assert "were expected" in refusal_of(codec, with_length(frame), 4096)
+    honest = zstd_frame(bytes(due))
+    assert "damaged" in refusal_of(codec, with_length(honest[:-1]), 4096)
+    assert "more were expected" in refusal_of(codec, with_length(honest)[:-1], 4096)
+    assert "more were expected" in refusal_of(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
+    assert "no encoder writes" in refusal_of(codec, b"\1\2" + bytes(honest), 4096)
     out = torch.zeros(4096)
-    codec.decode_add(torch.frombuffer(bytearray(behind_length(honest) + b"more"), dtype=torch.uint8), out, Key())
+    codec.decode_add(torch.frombuffer(bytearray(with_length(honest) + b"more"), dtype=torch.uint8), out, Key())
     assert not out.any()
 
 
 @pytest.mark.parametrize(
     ("k", "byte"), [(0, 0xFF), (5, 0x55), (5, 0xFF), (32, 0x00), (32, 0xFF), (33, 0x00), (127, 0x55), (255, 0x55)]
 )
-def test_places_that_no_encoding_makes(k, byte):
-    """Gaps that lead out of the tensor, codes that end too early, and a k that there is not."""
+def test_invalid_rice_codes_are_refused(k, byte):
+    """Gaps beyond the tensor, codes that end too early, and invalid k."""
     codec, numel = Entropy(TopK(0.5)), 1000
     payload = bytes([1, k]) + bytes([byte]) * (codec.nbytes(numel) - 2)
-    assert "coded indices" in refused(codec, payload, numel)
+    assert "coded indices" in refusal_of(codec, payload, numel)
 
 
 @pytest.mark.parametrize(
     "high",
     [bytes([2]) * 500, bytes(499) + bytes([255]), bytes(501), bytes([255]) * 500],
-    ids=["beyond the tensor", "no last gap", "a gap too many", "no gap"],
+    ids=["beyond the tensor", "an unfinished gap", "one gap too many", "no complete gap"],
 )
-def test_frames_of_gaps_that_no_encoding_makes(high):
+def test_invalid_frames_of_gaps_are_refused(high):
     codec, numel = Entropy(TopK(0.5)), 1000
-    assert "coded indices" in refused(codec, b"\1\x80" + behind_length(framed(high))[2:], numel)
-    assert "were expected" in refused(codec, b"\1\x80" + behind_length(framed(bytes(1 << 16)))[2:], numel)
-    assert "coded indices" in refused(codec, b"\1\xff" + behind_length(framed(bytes(500)))[2:], numel)
+    assert "coded indices" in refusal_of(codec, b"\1\x80" + with_length(zstd_frame(high))[2:], numel)
+    assert "were expected" in refusal_of(codec, b"\1\x80" + with_length(zstd_frame(bytes(1 << 16)))[2:], numel)
+    assert "coded indices" in refusal_of(codec, b"\1\xff" + with_length(zstd_frame(bytes(500)))[2:], numel)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_frames_of_gaps_that_no_encoding_makes(high):
     [tw.codecs.E3M0(), tw.codecs.RandomK(0.5), tw.codecs.OverSenders(tw.codecs.TopK()), tw.codecs.LowRank()],
     ids=str,
 )
-def test_it_declares_what_the_codec_inside_does(codec):
+def test_entropy_declares_the_properties_of_its_codec(codec):
     outside = tw.codecs.Entropy(codec)
     for name in ("grain", "biased", "samples", "needs_fixed_group", "needs_shapes", "sparse", "joint"):
         assert getattr(outside, name) == getattr(codec, name), name
@@ -193,13 +199,13 @@ def test_it_declares_what_the_codec_inside_does(codec):
     assert outside.denser(0.7) == tw.codecs.Entropy(codec.denser(0.7))
 
 
-def test_a_list_of_places_for_each_matrix_comes_back():
+def test_the_indices_of_several_matrices_are_decoded():
     each = tw.codecs.Each(TopK(0.3), rest=E3M0(8), shapes=((8, 8), (4, 16)))
     x = gaussian(140)
     assert same_bits(roundtrip(Entropy(each), x), roundtrip(each, x))
 
 
-def test_the_size_may_vary_outermost_only():
+def test_entropy_must_be_the_outermost_codec():
     for make in (
         lambda inner: Entropy(inner),
         lambda inner: tw.codecs.OverSenders(inner),

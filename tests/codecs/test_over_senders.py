@@ -1,4 +1,4 @@
-"""The mean over those who sent a value, by hand. In training: tests/pieces/test_aggregates.py."""
+"""The mean over the senders of each value, by hand. In training: tests/pieces/test_aggregates.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.rng import Key
 from thinwire.testing.values import encoded
 
 
-def test_a_value_counts_by_those_who_sent_it() -> None:
+def test_each_value_is_the_weighted_mean_of_its_senders() -> None:
     codec = tw.codecs.OverSenders(tw.codecs.Identity())
     assert codec.joint and not codec.biased
     said = [([1.0, 0.0, 0.0, -2.0], 3.0), ([5.0, 4.0, 0.0, 0.0], 1.0)]

@@ -1,4 +1,4 @@
-"""Which part of a flat tensor is a matrix, by hand."""
+"""The split of a flat tensor into matrices and the rest, against values by hand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from thinwire.codecs.shapes import split
         (8, ((2, 3), (4, 4), (2, 1)), {(2, 3): 0}, [(6, 2)]),
         (3, (), {}, [(0, 3)]),
     ],
-    ids=["to the end", "more behind", "one that reaches behind the end, and all after it", "none"],
+    ids=[
+        "shapes of the whole tensor",
+        "values after the last shape",
+        "a shape beyond the end ends the list",
+        "no shapes",
+    ],
 )
-def test_matrices_and_rest(
+def test_a_flat_tensor_is_split_into_matrices_and_the_rest(
     numel: int, shapes: tuple[tuple[int, ...], ...], matrices: dict[tuple[int, int], int], rest: list[tuple[int, int]]
 ) -> None:
     found, others = split(torch.arange(numel), shapes)

@@ -1,4 +1,4 @@
-"""Neighbours that meet two at a time: the papers' constants and numbers, what is conserved at every event, and the same bits on any carrier."""
+"""Pairwise averaging (AD-PSGD, A2CiD2): the constants and numbers of the papers, conserved sums, and equal bits over threads and gloo."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def spread_of(x):
     return float((x - x.mean(0)).square().sum(1).mean())
 
 
-class Play:
-    """All replicas in one place, in fp64, by the driver's own `Mixing` and `Clocks`: x, x̃ and when each flowed last."""
+class ReferenceRun:
+    """A reference run in one thread in fp64 with the driver's own `Mixing` and `Clocks`.
+
+    It keeps x, x̃ and the time of the last mixing flow of each replica.
+    """
 
     def __init__(self, mixing, x):
         self.mixing, self.x, self.ahead, self.at = mixing, x.clone(), x.clone(), [0.0] * len(x)
@@ -43,7 +46,10 @@ class Play:
         self.at[one] = at
 
     def meet(self, one, other, at, coded=None):
-        """With `coded` each says what that makes of the difference to what both know, which begins with replica 0's start."""
+        """Average the two replicas. With `coded`, each sends the coded difference to a value that both know.
+
+        That value begins as the initial weights of replica 0.
+        """
         self.flow(one, at)
         self.flow(other, at)
         said = [self.x[one].clone(), self.x[other].clone()]
@@ -64,8 +70,8 @@ class Play:
         return (self.x if not self.mixing.eta else (self.x + self.ahead) / 2).sum(0)
 
 
-def by(codec, key):
-    """What arrives of a vector."""
+def coded_by(codec, key):
+    """A function that encodes a vector with `codec` and returns what the receiver decodes."""
 
     def coded(x, rank):
         packet, out = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.zeros_like(x)
@@ -79,8 +85,8 @@ def by(codec, key):
 # ---- constants
 
 
-def test_constants_are_the_papers():
-    """§a.2: rings of 16 and 64 with one meeting a replica and step; on the complete graph χ₁ = χ₂, and nothing to gain."""
+def test_mixing_constants_match_the_paper():
+    """§a.2: rings of 16 and 64 with one meeting per replica and step. On the complete graph χ₁ = χ₂: momentum gains nothing."""
     for size, due in ((16, (13.137, 0.9375, 0.1425, 1.872)), (64, (207.67, 0.984, 0.0350, 7.262))):
         chi1, chi2 = resistances(meeting_rates(Ring(), size, 1.0))
         mixing = a2cid2().mixing(size)
@@ -93,12 +99,12 @@ def test_constants_are_the_papers():
     even, fitted = (a2cid2(topology=barbell, rates=rates) for rates in ("even", "fitted"))
     assert fitted.clocks(6).rates.sum() == pytest.approx(even.clocks(6).rates.sum())
     assert fitted.mixing(6).eta > 1.2 * even.mixing(6).eta
-    # Half of the meetings, half of the speed: η follows, α̃ does not.
+    # Half as many meetings halve η and leave α̃ as it is.
     assert a2cid2(every=2).mixing(16) == Mixing(pytest.approx(0.14247 / 2, rel=1e-3), pytest.approx(1.8717, rel=1e-3))
 
 
-def test_clocks_are_poisson_and_anyone_can_read_them():
-    """As often as their rates say, with the variance of Poisson's law; a unit is the same whoever asks, and other seeds and fragments differ."""
+def test_meeting_times_are_poisson_and_the_same_for_every_reader():
+    """Counts have the mean and the variance of a Poisson law. Equal seeds give equal meetings; another seed gives others."""
     clocks = Clocks(meeting_rates(Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2))), 4, 1.0), fragments=2, seed=3)
     units = [clocks.within(unit) for unit in range(2000)]
     counts = np.array([len(unit) for unit in units])
@@ -120,12 +126,15 @@ def test_clocks_are_poisson_and_anyone_can_read_them():
 @pytest.mark.parametrize(
     ("size", "until", "plain", "accelerated"), [(16, 200, 2.6e-6, 2.2e-16), (64, 400, 0.22, 1.4e-9)]
 )
-def test_momentum_brings_a_ring_together(size, until, plain, accelerated):
-    """§a.2, pure gossip from a variance of 45; to a factor of 30, for one draw. Σx, and Σ(x + x̃), at every event."""
+def test_a_ring_reaches_the_published_consensus_distance(size, until, plain, accelerated):
+    """§a.2: gossip without training from a variance of 45, within a factor of 30 (one draw).
+
+    Every event conserves Σx, or Σ(x + x̃)/2 with momentum.
+    """
     x = normal(size, 8) * math.sqrt(45 / 8)
     ends = []
     for method in (ad_psgd(), a2cid2()):
-        clocks, play = method.clocks(size), Play(method.mixing(size), x)
+        clocks, play = method.clocks(size), ReferenceRun(method.mixing(size), x)
         begun = play.kept
         for unit in range(until):
             for meeting in clocks.within(unit):
@@ -138,15 +147,21 @@ def test_momentum_brings_a_ring_together(size, until, plain, accelerated):
     assert ends[1] < accelerated * 30
 
 
-def test_momentum_is_worth_twice_the_meetings():
-    """§a.2: unlike quadratics on a ring of 16, lr 0.01: 0.146 without, 0.0427 with momentum, 0.0462 with twice the meetings. What
-    the gradients added is conserved to rounding.
+def test_momentum_reduces_the_distance_as_much_as_twice_the_meetings():
+    """§a.2, quadratics with different optima on a ring of 16, lr 0.01.
+
+    The distance is 0.146 without momentum, 0.0427 with it and 0.0462 with twice the meetings. The sum of all gradient steps
+    is conserved to rounding.
     """
     size, lr = 16, 0.01
     centers = normal(size, 10, seed=1) * 3
 
     def stationary(mixing, rate, until=800):
-        clocks, play, seen = Clocks(meeting_rates(Ring(), size, rate)), Play(mixing, torch.zeros_like(centers)), []
+        clocks, play, seen = (
+            Clocks(meeting_rates(Ring(), size, rate)),
+            ReferenceRun(mixing, torch.zeros_like(centers)),
+            [],
+        )
         total = torch.zeros(10, dtype=torch.float64)
         for unit in range(until):
             for meeting in clocks.within(unit):
@@ -172,18 +187,18 @@ def test_momentum_is_worth_twice_the_meetings():
 
 
 @pytest.mark.parametrize("method", [ad_psgd(), a2cid2()], ids=["ad_psgd", "a2cid2"])
-def test_differences_in_four_bits_bring_a_ring_together_as_whole_weights_do(method):
-    """To what both said before: the distance shrinks as without a codec. Four bits of x itself stall. Σx stays, whatever is lost."""
+def test_differences_in_four_bits_converge_like_uncoded_weights(method):
+    """Differences to the pair's common value converge in 4 bits; x itself in 4 bits stalls. Each way conserves Σx."""
     size, until, codec = 8, 60, E3M0()
     meetings = [one for unit in range(until) for one in method.clocks(size).within(unit)]
 
     def gossip(how):
-        play = Play(method.mixing(size), normal(size, 32).float())
+        play = ReferenceRun(method.mixing(size), normal(size, 32).float())
         begun = play.kept
         for number, at in enumerate(meetings):
             if how == "itself":
                 play.start, play.common = torch.zeros(32), {}
-            play.meet(at.one, at.other, at.at, None if how == "whole" else by(codec, Key(round=number)))
+            play.meet(at.one, at.other, at.at, None if how == "whole" else coded_by(codec, Key(round=number)))
         torch.testing.assert_close(play.kept, begun, atol=2e-5, rtol=0)
         return spread_of(play.x)
 
@@ -206,7 +221,7 @@ def center(rank):
 
 
 def train(replica, until, each=lambda replica: None):
-    """Towards a centre of its own, by SGD, until so many inner steps in the mean over all."""
+    """Train with SGD towards this replica's own centre until the mean progress of all replicas is `until` inner steps."""
     model = replica.model
     while replica.progress < until and not replica.stopping:
         each(replica)
@@ -223,7 +238,7 @@ def attached(method, group, **more):
 
 
 def run(method, until=12, each=lambda replica: None):
-    """Own weights before the end and after, and steps."""
+    """The body of a replica. It returns its weights before `finish`, its weights after it, and its number of steps."""
 
     def body(group):
         replica = attached(method, group)
@@ -243,8 +258,8 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
-def test_replicas_do_what_the_equations_say(name):
-    """Unequal speeds, two fragments: bit for bit what one loop over all events makes of it, with gradients from before the meetings."""
+def test_replicas_have_the_bits_of_a_reference_loop_over_all_events(name):
+    """Unequal speeds, two fragments. The reference takes each gradient at the weights before the meetings, as a replica does."""
     method, size, until = UNEQUAL[name], 4, 12
     ours = run_threads(size, run(method, until), timeout=600.0)
     times = [method.step_time(rank, size) for rank in range(size)]
@@ -254,7 +269,7 @@ def test_replicas_do_what_the_equations_say(name):
     order = [name for fragment in method.partition.fragments(Vector()) for name, _ in fragment.parameters]
     there = torch.tensor([i for name in order for i in (range(6) if name == "x" else range(6, 9))])
     start = torch.cat([torch.linspace(-1, 1, 6), torch.full((3,), 0.5)])[there]
-    plays = [Play(method.mixing(size), start[span].expand(size, -1).float()) for span in spans]
+    plays = [ReferenceRun(method.mixing(size), start[span].expand(size, -1).float()) for span in spans]
     begun, trained = torch.cat([play.kept for play in plays]), torch.zeros(9)
     over = [next(k for k in range(99) if method.progress(rank, size, k) >= until) for rank in range(size)]
     assert [steps for _, _, steps in ours] == over and len(set(over)) > 1
@@ -268,9 +283,9 @@ def test_replicas_do_what_the_equations_say(name):
             there_still = [rank for rank in ends if at <= over[rank] * times[rank]]
             if len(there_still) == 2:
                 key = Key(1, what.fragment, what.unit, 0, what.number)
-                coded = by(method.codec, key) if method.codec != Identity() else None
+                coded = coded_by(method.codec, key) if method.codec != Identity() else None
                 plays[what.fragment].meet(what.one, what.other, at, coded)
-            elif there_still and ends not in missed:  # it flowed before it heard that the other one has ended
+            elif there_still and ends not in missed:  # its momentum flowed before it learned that the other has ended
                 plays[what.fragment].flow(*there_still, at)
                 missed.add(ends)
         else:
@@ -285,7 +300,7 @@ def test_replicas_do_what_the_equations_say(name):
     for rank, (own, final, _) in enumerate(ours):
         assert same_bits(own[there], torch.cat([play.x[rank] for play in plays])), rank
         assert same_bits(final, ours[0][1])
-    # Nothing is lost: all end with the start and what all gradients have added.
+    # The final sum is the initial sum plus all gradient steps.
     torch.testing.assert_close(ours[0][1][there] * size, begun + trained, atol=5e-5, rtol=0)
 
 
@@ -295,7 +310,7 @@ def _over_gloo(rank):
 
 
 @pytest.mark.slow
-def test_processes_are_threads(tmp_path):
+def test_processes_over_gloo_have_the_bits_of_threads(tmp_path):
     told = run_world(_over_gloo, tmp_path, machines=({},) * 4)
     for place, method in enumerate(UNEQUAL.values()):
         threads = run_threads(4, run(method), timeout=600.0)
@@ -303,8 +318,8 @@ def test_processes_are_threads(tmp_path):
             assert all(same_bits(one, other) for one, other in zip(ours[:2], theirs[place][:2]))
 
 
-def test_bytes_are_those_of_the_meetings():
-    """48 bytes and x in its codec from each of two that meet, a word to each neighbour and the mean at the end; on average once in H steps."""
+def test_predicted_bytes_equal_sent_bytes():
+    """A meeting sends a header of 48 bytes and the coded x in each direction. The end sends a packet to each neighbour and the mean."""
     method, size, steps = a2cid2(every=2, codec=E3M0()), 4, 40
     ledgers = [Ledger() for _ in range(size)]
 
@@ -320,8 +335,8 @@ def test_bytes_are_those_of_the_meetings():
     assert method.nbytes_per_period(9, size=1) == 0
 
 
-def test_a_stop_spreads_and_what_is_resumed_was_never_stopped():
-    """All stop after the same step; from there, with x̃, what pairs know of each other and the meetings that are due, to the same bits."""
+def test_a_stop_reaches_all_and_a_resumed_run_has_the_bits_of_an_uninterrupted_one():
+    """All replicas stop after the same step. The state holds x̃, the common values of pairs and the next meetings."""
     method, size = AcceleratedPairs(topology=Ring(), seed=5, codec=E3M0()), 6
 
     def body(group):
@@ -346,8 +361,8 @@ def test_a_stop_spreads_and_what_is_resumed_was_never_stopped():
     assert all(same_bits(final, other) for (_, final), (_, other, _) in zip(resumed, whole))
 
 
-def test_a_step_that_is_not_finite_is_taken_back():
-    """The others never hear of it; what a user writes into the weights that is not finite ends the run."""
+def test_a_step_that_is_not_finite_is_undone_with_a_warning():
+    """The other replicas are not affected. Weights that the user sets to NaN end the run."""
 
     def poisoned(method):
         def body(group):
@@ -373,7 +388,7 @@ def test_a_step_that_is_not_finite_is_taken_back():
         run_threads(2, run(ad_psgd(), 20, lambda replica: replica.model.x.data.fill_(torch.nan)), timeout=600.0)
 
 
-def test_one_replica_is_its_inner_optimizer():
+def test_one_replica_trains_as_its_inner_optimizer_alone():
     ((own, final, steps),) = run_threads(1, run(a2cid2()), timeout=600.0)
     model = Vector()
     x = torch.cat([model.x, model.y]).detach()
@@ -402,6 +417,6 @@ def test_one_replica_is_its_inner_optimizer():
     ],
     ids=range(9),
 )
-def test_what_cannot_work_is_refused_before_anything_is_trained(make, size, said):
+def test_invalid_settings_are_refused_before_training(make, size, said):
     with pytest.raises(ConfigurationError, match=said):
         attached(make(), ThreadGroup.create(size)[0])

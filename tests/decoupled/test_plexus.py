@@ -1,4 +1,4 @@
-"""Plexus as a method: equal to its equations on any carrier, with momentum that travels, and processes that are killed."""
+"""Plexus in training: equal to its equations over threads and gloo, with outer momentum, and with a killed process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inner(model, optimizer, rank, step):
 
 
 def on_toy(method, steps=STEPS, before=lambda rank, step: None):
-    """A replica's whole run: its weights in the end, the steps that it took itself, and its warnings."""
+    """The body of a replica. It returns its final weights, the steps that it trained and its warnings."""
 
     def body(group):
         model, told, own = toy(), [], []
@@ -60,8 +60,8 @@ def on_toy(method, steps=STEPS, before=lambda rank, step: None):
     return body
 
 
-def by_the_equations(method, size, steps=STEPS):
-    """One place, one round after the other: the outer step on the mean delta of each sample."""
+def reference_anchor(method, size, steps=STEPS):
+    """The final anchor of a reference in one thread: each round takes the outer step on the mean delta of its sample."""
     model, outer, view = toy(), Nesterov(method.outer_lr, method.outer_momentum), PeerView.of(range(size))
     anchor = weights(model).double()
     state = outer.init(anchor)
@@ -85,17 +85,17 @@ def by_the_equations(method, size, steps=STEPS):
     ],
     ids=["momentum", "two aggregators"],
 )
-def test_all_end_with_the_outer_steps_on_the_mean_deltas_of_the_samples(method):
+def test_all_replicas_end_with_the_anchor_of_the_reference(method):
     ledgers = [Ledger() for _ in range(SIZE)]
     told = run_threads(SIZE, lambda group: on_toy(method)(CountedGroup(group, ledgers[group.rank])), timeout=600.0)
     assert all(same_bits(one[0], told[0][0]) for one in told)
-    torch.testing.assert_close(told[0][0].double(), by_the_equations(method, SIZE), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(told[0][0].double(), reference_anchor(method, SIZE), rtol=1e-5, atol=1e-6)
     assert sum(len(one[1]) for one in told) == method.sample * STEPS
     again = run_threads(SIZE, on_toy(method), timeout=600.0)
     assert same_bits(again[0][0], told[0][0])
 
 
-def test_one_replica_and_a_run_that_ends_within_a_round():
+def test_a_run_of_one_replica_may_end_within_a_round():
     method = plexus(every=EVERY, sample=1)
     ((final, own, _),) = run_threads(1, on_toy(method, EVERY + 1), timeout=600.0)
     assert own == list(range(1, EVERY + 2)) and bool(torch.isfinite(final).all())
@@ -108,7 +108,7 @@ VICTIM = PeerView.of(range(SIZE)).order(3, 10**6)[0]
 
 
 def _in_processes(rank):
-    """A whole run, and another in which the first participant of round 3 is killed in the middle of it."""
+    """A complete run, then a run in which the first participant of round 3 is killed during that round."""
 
     def die(own, step):
         if own == VICTIM and step == 2 * EVERY + 2:
@@ -122,7 +122,7 @@ def _in_processes(rank):
 
 
 @pytest.mark.slow
-def test_six_processes_are_threads_and_one_that_is_killed_does_not_stop_the_others(tmp_path):
+def test_processes_over_gloo_have_the_bits_of_threads_and_survive_a_killed_one(tmp_path):
     threads = run_threads(SIZE, on_toy(METHOD), timeout=600.0)
     told = run_world(_in_processes, tmp_path, machines=({"PLEXUS_FOLDER": str(tmp_path)},) * SIZE)
     whole = [one if rank == VICTIM else one[0] for rank, one in enumerate(told)]
@@ -133,7 +133,7 @@ def test_six_processes_are_threads_and_one_that_is_killed_does_not_stop_the_othe
     assert any(f"replica {VICTIM} was lost" in message for one in left for message in one[2])
 
 
-def test_what_cannot_work_is_refused():
+def test_invalid_settings_and_resumes_are_refused():
     for wrong in ({"every": 0}, {"sample": 0}, {"aggregators": 0}, {"patience": 0.0}, {"outer_lr": 0.0}):
         with pytest.raises(ConfigurationError, match="needed"):
             plexus(**wrong)

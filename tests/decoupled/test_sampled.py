@@ -1,4 +1,4 @@
-"""Training in samples (Plexus): the protocol in virtual time, 100 peers of whom half or most are away, and its numbers."""
+"""The protocol of Plexus in virtual time: up to 100 peers of which most may be offline, single peers, and its messages."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def trained(sender, round_, sample=(1, 2, 3), model=1.0, **more):
 
 
 @pytest.mark.parametrize(("offline", "asked"), [(0.0, 10.0), (0.2, 12.6), (0.5, 20.0), (0.8, 49.8)])
-def test_a_hundred_peers_go_on_with_as_many_pings_as_the_share_of_those_away_says(offline, asked):
-    """s/(1 − p) peers are asked for a sample; the same seed gives the same model, bit for bit."""
+def test_a_hundred_peers_train_and_ping_in_proportion_to_the_offline_share(offline, asked):
+    """A sample of s takes s/(1 − p) pings where a share p is offline. The same seed gives the same bits of the model."""
     runs = [Network(100, QUICK, offline, away=1e9, seed=3) for _ in range(2)]
     told = [run.run(rounds=25) for run in runs]
     assert told[0] == told[1] and np.array_equal(runs[0].newest.model, runs[1].newest.model)
     share = sum(runs[0].there) / 100
     assert told[0].rounds == 25 and told[0].found == 10.0
     assert told[0].asked == pytest.approx(10 / share, rel=0.12)
-    assert 10 / share == pytest.approx(asked, rel=0.25)  # who is away is drawn once
+    assert 10 / share == pytest.approx(asked, rel=0.25)  # the offline peers are drawn once
     assert told[0].apart < 0.2
 
 
-def test_peers_that_come_and_go_lose_no_round():
+def test_no_round_is_lost_while_peers_leave_and_return():
     run = Network(100, QUICK, offline=0.5, away=400.0, seed=1)
     told = run.run(rounds=40, seconds=20_000.0)
     assert told.rounds == 40 and told.apart < 0.15
     back = [node for node in run.members if node.counter > 1]
-    assert len(back) > 20  # and they were sampled again, because they count their joins
+    assert len(back) > 20  # returned peers are sampled again: a join has a larger counter than the leave before it
     assert any(run.taken[one.own] and one.view.entries[one.own].joined for one in back)
 
 
-def test_a_run_survives_the_loss_of_an_aggregator_in_every_round_and_two_need_no_patience():
-    """Who comes first in the order of a round answers pings, but takes no models and sends no mean."""
+def test_losing_an_aggregator_in_every_round_stops_no_run_and_a_second_one_saves_the_wait():
+    """The first peer of each round's order answers pings, but drops models and sends no mean."""
     order, lost = PeerView.of(range(30)), set()
 
     def dies(peer, message):
@@ -82,7 +82,7 @@ def test_a_run_survives_the_loss_of_an_aggregator_in_every_round_and_two_need_no
 # ---- one peer
 
 
-def test_a_mean_counts_each_sender_once_and_is_made_once():
+def test_an_aggregator_counts_each_sender_once_and_sends_one_mean():
     one = node()
     for message in (trained(1, 4, model=1.0), trained(1, 4, model=9.0), trained(2, 4, model=2.0)):
         one.heard(message)
@@ -95,7 +95,7 @@ def test_a_mean_counts_each_sender_once_and_is_made_once():
     means = sent(one, Kind.MEAN)
     assert means and all(mean.message.model == 2.0 and mean.message.round == 5 for mean in means)
     one.heard(trained(2, 4, model=7.0))
-    assert not one.take()  # nobody is told that it is safe before it has arrived somewhere
+    assert not one.take()  # no ack before the mean has arrived at a peer
     one.heard(PeerMessage(Kind.GOT, means[0].to, 5))
     assert sorted(ack.to for ack in sent(one, Kind.ACK)) == [1, 2, 3]
     one.heard(trained(3, 4))
@@ -117,7 +117,7 @@ def test_a_newer_round_replaces_training_and_an_old_one_does_not():
     assert {ping.message.round for ping in sent(one, Kind.PING)} <= {9}
 
 
-def test_who_joins_is_in_the_view_after_the_next_model_is_sent_and_who_leaves_at_once():
+def test_a_join_takes_effect_after_the_next_model_is_sent_and_a_leave_at_once():
     one = node()
     one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))
     assert 4 not in one.view.order(1, 50)
@@ -130,11 +130,11 @@ def test_who_joins_is_in_the_view_after_the_next_model_is_sent_and_who_leaves_at
     for ping in sent(one, Kind.PING):
         one.heard(PeerMessage(Kind.PONG, ping.to, 3))
     assert {4, 7} <= set(one.view.order(2, 50))
-    one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))  # an old one that comes late
+    one.heard(PeerMessage(Kind.LEAVE, 4, counter=2))  # an older leave that arrives late
     assert 4 in one.view.order(2, 50)
 
 
-def test_a_ping_is_sent_twice_and_then_the_next_is_asked():
+def test_a_peer_is_pinged_twice_before_the_next_one():
     one = node(own=9, peers=6)
     one.heard(PeerMessage(Kind.MEAN, 1, 2, sample=(0,), view=PeerView({}), model=1.0))
     one.trained(2, 1, 1.0)
@@ -151,12 +151,12 @@ def test_a_ping_is_sent_twice_and_then_the_next_is_asked():
     one.heard(PeerMessage(Kind.PONG, order[1], 3))
     (model,) = [action for action in one.take() if isinstance(action, Send)]
     assert (model.to, model.message.kind) == (order[1], Kind.TRAINED)
-    one.lost(order[1])  # the model is not safe yet: it goes to another
+    one.lost(order[1])  # no ack has come: the model goes to another peer
     (ping,) = sent(one, Kind.PING)
     assert ping.to != order[1]
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_invalid_settings_are_refused():
     for wrong in ({"sample": 0}, {"aggregators": 0}, {"sample": 2, "fraction": 0.4}, {"fraction": 1.5}, {"window": 0}):
         with pytest.raises(ConfigurationError, match="needed"):
             SampleRules(**wrong)
@@ -167,7 +167,7 @@ def test_settings_that_cannot_work_are_refused():
 # ---- bytes
 
 
-def test_messages_are_read_as_written_and_others_refused():
+def test_messages_are_read_as_written_and_invalid_ones_are_refused():
     wire = SampleMessages(6, 4)
     view = PeerView.of(range(6)).with_entry(3, PeerEntry(8, 2, joined=False))
     model = torch.arange(4.0)

@@ -1,4 +1,4 @@
-"""Replicas of unlike models that talk: what they send, that nonsense does not count, and that nothing is learned without being told."""
+"""Codistillation of different models: the bytes, resumes, the weight of wrong predictions, and rounds without predictions."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from thinwire.packet import HEADER_NBYTES
 from thinwire.testing.toy import Shuffled, same_bits
 
 
-def test_without_weight_or_without_others_a_replica_is_itself():
+def test_a_replica_trains_alone_with_weight_0_or_without_others():
     for trip, rank in [*zip(run_threads(3, lambda group: talk(group, replace(METHOD, weight=0.0))), range(3))]:
         assert same_bits(trip.final, alone(rank)) and trip.heard("flight")
     assert same_bits(run_threads(1, talk)[0].final, alone(0))
     assert not same_bits(run_threads(2, talk)[0].final, alone(0))
 
 
-def test_until_the_warm_up_is_over_it_is_itself_too():
+def test_a_replica_trains_alone_during_the_warm_up():
     trips = run_threads(2, lambda group: talk(group, replace(METHOD, warmup=24)))
     assert [same_bits(trip.final, alone(rank)) for rank, trip in enumerate(trips)] == [True, True]
 
 
-def test_bytes_are_counted_and_at_most_as_predicted():
+def test_sent_bytes_are_at_most_the_predicted_ones():
     ledgers = [Ledger() for _ in range(3)]
     trips = run_threads(3, lambda group: talk(CountedGroup(group, ledgers[group.rank]), replace(METHOD, warmup=10)))
     most = PredictionCoder(4 * PROBE, VOCABULARY, 3).nbytes
     for trip, ledger in zip(trips, ledgers):
         foreseen, sent = ([event["nbytes"] for event in trip.heard(kind)] for kind in ("depart", "flight"))
-        assert foreseen == [2 * HEADER_NBYTES] + 5 * [2 * (HEADER_NBYTES + most)]  # round 1 is of no use to anybody
+        assert foreseen == [2 * HEADER_NBYTES] + 5 * [2 * (HEADER_NBYTES + most)]  # round 1 lies within the warm-up
         assert sent[0] == foreseen[0] and all(a < b for a, b in zip(sent[1:], foreseen[1:]))
         assert ledger.sent("packet") == sum(sent)
     assert sum(ledger.sent("packet") for ledger in ledgers) == sum(ledger.received("packet") for ledger in ledgers)
@@ -48,7 +48,7 @@ def test_bytes_are_counted_and_at_most_as_predicted():
     assert [method.nbytes_per_period(0, 2, period=period) for period in (7, 8)] == [48, 48 + each]
 
 
-def test_any_order_and_any_carrier_gives_the_same_bits(tmp_path: Path):
+def test_any_arrival_order_and_an_encrypted_carrier_give_the_same_bits(tmp_path: Path):
     straight = [trip.final for trip in run_threads(3, talk)]
     shuffled = run_threads(3, lambda group: talk(Shuffled(group, 1)))
     hub = Hub(tmp_path / "hub")
@@ -60,15 +60,15 @@ def test_any_order_and_any_carrier_gives_the_same_bits(tmp_path: Path):
         assert all(same_bits(trip.final, one) for trip, one in zip(others, straight, strict=True))
 
 
-@pytest.mark.parametrize("at", [9, 11])  # with a round in the air, and with one that is learned from
-def test_save_and_resume_is_as_never_stopped(at: int, tmp_path: Path):
+@pytest.mark.parametrize("at", [9, 11])  # with a round in flight, and with one in use
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(at: int, tmp_path: Path):
     whole = run_threads(2, talk)
 
     def first(group: tw.Group) -> None:
         trip = go_on(attached(METHOD, group), group.rank, at)
         assert (trip.at_work._flying is not None) == (at == 9)
         checkpoint.save(tmp_path / str(group.rank), trip.at_work, notes={})
-        go_on(trip, group.rank, at + 3)  # lost
+        go_on(trip, group.rank, at + 3)  # these steps are lost
 
     def second(group: tw.Group) -> torch.Tensor:
         trip = attached(METHOD, group, seed=99)
@@ -88,8 +88,8 @@ def loss_of(trip) -> float:
     return float(torch.nn.functional.cross_entropy(trip.model(tokens), targets))
 
 
-def test_a_replica_that_talks_nonsense_is_outweighed():
-    """It says the contrary, loudly. What the others learn is what they learn without it; if all counted alike, they would learn less."""
+def test_a_replica_with_wrong_predictions_gets_no_weight():
+    """The others train as without it. With equal weights their loss would be higher."""
 
     def contrary(rank: int, number: int, logits: torch.Tensor) -> torch.Tensor:
         return -8 * logits if rank == 2 else logits
@@ -102,11 +102,11 @@ def test_a_replica_that_talks_nonsense_is_outweighed():
         assert weighed[rank].at_work.weights[2] < 1e-3 < min(weighed[rank].at_work.weights[:2])
         torch.testing.assert_close(weighed[rank].final, honest[rank].final, atol=0.05, rtol=0)
         assert 1.1 * loss_of(weighed[rank]) < loss_of(alike[rank])
-    assert weighed[0].at_work.weights == weighed[1].at_work.weights  # all weigh alike, by the same bytes
+    assert weighed[0].at_work.weights == weighed[1].at_work.weights  # equal weights from the same packets
 
 
-def test_what_is_not_finite_or_no_predictions_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    """A replica whose model is broken says so, and one whose bytes are damaged is found out; the others go on as if it were not there."""
+def test_infinite_and_damaged_predictions_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    """A replica with NaN predictions refuses them itself, the receivers find damaged bytes. The others train as without them."""
 
     def broken(rank: int, number: int, logits: torch.Tensor) -> torch.Tensor:
         return logits * float("nan") if rank == 1 else logits
@@ -123,7 +123,7 @@ def test_what_is_not_finite_or_no_predictions_is_left_out(monkeypatch: pytest.Mo
     assert {event["message"][:9] for event in trips[0].heard("warning")} == {"replica 0", "replica 1"}
 
 
-def test_replicas_that_cannot_talk_are_refused_by_name():
+def test_replicas_with_different_settings_probes_or_tokens_are_refused():
     def other_method(group: tw.Group) -> None:
         attached(replace(METHOD, top=3 + group.rank), group)
 
@@ -150,7 +150,7 @@ def test_replicas_that_cannot_talk_are_refused_by_name():
         run_threads(1, lambda group: attached(replace(METHOD, top=VOCABULARY), group))
 
 
-def test_all_stop_at_the_same_step():
+def test_a_stop_request_stops_all_at_the_same_step():
     def replica(group: tw.Group) -> int:
         trip = attached(replace(METHOD, weight=0.0), group)
         if group.rank == group.size - 1:
@@ -159,4 +159,4 @@ def test_all_stop_at_the_same_step():
         return go_on(trip, group.rank, 40).at_work.step
 
     assert run_threads(1, replica) == [6]
-    assert run_threads(2, replica) == [10, 10]  # said with round 2, after step 8, and heard two steps later
+    assert run_threads(2, replica) == [10, 10]  # sent with round 2 after step 8 and received two steps later

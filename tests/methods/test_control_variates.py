@@ -1,4 +1,4 @@
-"""FedAvg, SCAFFOLD, SCALLION and SCAFCOM: the ladder, the invariant, the limits."""
+"""FedAvg, SCAFFOLD, SCALLION and SCAFCOM: their equations, the sum of control variates, convergence, and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N, S, K, D, LR = 20, 4, 5, 20, 0.05
 
 
 class Problem:
-    """N heterogeneous quadratics ½·(y − bᵢ)·Aᵢ·(y − bᵢ), Aᵢ diagonal; where their mean is least is known."""
+    """N different quadratics ½·(y − bᵢ)·Aᵢ·(y − bᵢ) with Aᵢ diagonal. The minimum of their mean is known."""
 
     def __init__(self, replicas: int = N, dimensions: int = D) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -50,8 +50,8 @@ def solve(
     return tw.run_threads(replicas, replica, timeout=600.0)
 
 
-def test_scaffold_is_the_one_with_two_vectors():
-    """Option II of its paper, in double: yᵢ and cᵢ travel there, one vector here."""
+def test_scaffold_matches_option_2_of_its_paper():
+    """The reference in fp64 sends both yᵢ and cᵢ; this implementation sends one vector."""
     problem, method, rounds = Problem(4, 7), scaffold(every=K, sampled=2, outer_lr=0.8), 8
     x, c, own = torch.zeros(7).double(), torch.zeros(7).double(), torch.zeros(4, 7).double()
     names = tuple(map(str, range(4)))
@@ -75,7 +75,7 @@ def test_scaffold_is_the_one_with_two_vectors():
     assert all(torch.allclose(at.own.double(), own[i], atol=5e-5) for i, at in enumerate(ended))
 
 
-def test_scafcom_with_all_weight_on_the_newest_is_scaffold():
+def test_scafcom_with_beta_1_and_no_codec_is_scaffold():
     problem = Problem(5, 9)
     one = solve(scaffold(every=K, sampled=3), 10, problem, 5)
     other = solve(scafcom(every=K, sampled=3, beta=1.0, codec=tw.codecs.Identity()), 10, problem, 5)
@@ -90,7 +90,7 @@ def test_fedavg_of_one_step_is_gradient_descent():
 
 
 @pytest.mark.parametrize("name", ["scaffold", "scallion", "scafcom", "scafcom, one"])
-def test_c_is_the_mean_of_all_own_ones(name):
+def test_c_is_the_mean_of_the_replicas_control_variates(name):
     for steps in (3, 6, 7, 12):
         at = [trip.at_work for trip in tour(LOOPS[name], 3, steps=steps)]
         assert all(same_bits(one.c, at[0].c) and same_bits(one.x, at[0].x) for one in at)
@@ -98,7 +98,7 @@ def test_c_is_the_mean_of_all_own_ones(name):
         assert at[0].c.abs().max() > 1e-3 and float((at[0].c - mean).abs().max()) < 1e-6
 
 
-def test_only_who_is_sampled_sends_and_changes():
+def test_only_sampled_replicas_send_and_update_their_control_variate():
     method = scafcom(every=2, sampled=1, codec=tw.codecs.TopK(0.5))
     trips, names = tour(method, 3, steps=8), ("0", "1", "2")
     drawn = [method.draw(names, round_) for round_ in range(4)]
@@ -109,7 +109,7 @@ def test_only_who_is_sampled_sends_and_changes():
         assert bool(trip.at_work.own.any()) == any(sent)
 
 
-def test_everybody_is_sampled_as_often():
+def test_replicas_are_sampled_uniformly():
     method, names = fedavg(sampled=3), tuple("abcdefghij")
     counts = dict.fromkeys(names, 0)
     for round_ in range(2000):
@@ -118,8 +118,8 @@ def test_everybody_is_sampled_as_often():
     assert sum(counts.values()) == 6000 and all(abs(count - 600) < 5 * math.sqrt(600) for count in counts.values())
 
 
-def test_steps_without_gradient_and_rates_that_change_are_taken_as_they_were():
-    """aᵢ is the mean gradient over the steps that moved; here it is 1 in each, so x is −Ση."""
+def test_steps_without_gradients_and_changing_rates_are_counted():
+    """aᵢ is the mean gradient over the steps with a gradient. It is 1 in each of them, so x is −Ση."""
     rates = (0.1, 0.2, 0.4)
 
     def replica(group: tw.Group) -> Controlled:
@@ -135,7 +135,7 @@ def test_steps_without_gradient_and_rates_that_change_are_taken_as_they_were():
     assert all(at.x.item() == pytest.approx(-sum(rates)) for at in tw.run_threads(2, replica))
 
 
-def test_a_correction_is_made_once_and_before_clipping():
+def test_a_gradient_is_corrected_once():
     at = tour(LOOPS["scaffold"], 2, steps=3)[0].at_work
     seen = (at.c - at.own).abs().max()
     assert seen > 0
@@ -150,7 +150,7 @@ def test_a_correction_is_made_once_and_before_clipping():
     assert all(bool((parameter.grad == -1).all()) for parameter in trip.parameters)
 
 
-def test_what_cannot_be_composed():
+def test_invalid_settings_are_refused():
     for codec in (
         tw.codecs.TopK(),
         tw.codecs.Sign(),
@@ -178,8 +178,8 @@ def test_what_cannot_be_composed():
     assert own
 
 
-def test_one_with_an_older_control_variate_is_refused():
-    """It was counted after its checkpoint: what it knows of itself is not what the others count with."""
+def test_a_replica_with_an_older_control_variate_is_refused():
+    """It comes back from a checkpoint older than its last counted round, so the others count with a newer cᵢ."""
     made, groups = Tour(LOOPS["scaffold"], names=("a", "b")), [tw.ThreadGroup.create(2, 20.0) for _ in range(2)]
 
     def replica(group: tw.Group) -> str:
@@ -199,16 +199,16 @@ def test_one_with_an_older_control_variate_is_refused():
     assert "continued separately" in first and "differs from the one that the others count with" in second
 
 
-def test_a_round_that_only_some_have_heard():
-    """Replica a has all packets, b has not; when they meet b takes over x and c, and its own dᵢ was counted."""
+def test_a_round_that_reached_only_one_replica_is_taken_over():
+    """Replica a has all packets of the round and counted b's dᵢ. When they meet, b takes over x and c."""
     made, first, second = (
         Tour(LOOPS["scafcom"], names=("a", "b")),
         tw.ThreadGroup.create(2, 1.0),
         tw.ThreadGroup.create(2, 20.0),
     )
 
-    class Deaf:
-        """Of the second round nothing arrives."""
+    class LosesSecondRound:
+        """A group that receives no packet of the second round."""
 
         def __init__(self, group: tw.Group) -> None:
             self.group, self.rank, self.size, self.packets = group, group.rank, group.size, 0
@@ -224,7 +224,7 @@ def test_a_round_that_only_some_have_heard():
             self.group.close()
 
     def replica(group: tw.Group) -> Controlled:
-        own = Deaf(first[group.rank]) if group.rank else first[group.rank]
+        own = LosesSecondRound(first[group.rank]) if group.rank else first[group.rank]
         trip = attach(made, own)
         try:
             go_on(made, trip, own, 6)
@@ -240,8 +240,8 @@ def test_a_round_that_only_some_have_heard():
 
 
 @pytest.mark.slow
-def test_the_ladder():
-    """Twenty replicas, four at a time, five steps: FedAvg has a floor, control variates have none, and what must not work does not."""
+def test_control_variates_converge_below_the_floor_of_fedavg():
+    """Twenty replicas, four per round, five steps. SCALLION with alpha 1 and a tenth of the values diverges."""
     problem = Problem()
     start = problem.distance(torch.zeros(D))
 

@@ -1,4 +1,4 @@
-"""DADAO against §a.1: its constants, the same curve on every graph, what is conserved, and what diverges."""
+"""DADAO against §a.1: its constants, equal convergence on every graph, the conserved sum, and divergence at half the rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAR = Listed(tuple((0, i) for i in range(1, SIZE)))
 
 
 def quadratics(seed=0):
-    """Unlike quadratics with L = 10 and μ = 1: their gradients, and the minimum of the sum."""
+    """Different quadratics with L = 10 and μ = 1: their gradients, and the minimum of the sum."""
     rng, gradients, total, right = np.random.default_rng(seed), [], np.zeros((5, 5)), np.zeros(5)
     for _ in range(SIZE):
         turned, _ = np.linalg.qr(rng.normal(size=(DIMENSION, DIMENSION)))
@@ -34,7 +34,7 @@ def error_of(replicas, best):
     [(Complete(), 3.5, 3.5, 4.95), (Ring(), 13.657, 3.5, 9.777), (STAR, 7, 3.5, 7.0), (PATH, 45.98, 3.5, 17.94)],
     ids=["complete", "cycle", "star", "path"],
 )
-def test_graph_constants_are_the_papers(topology, chi1, chi2, rate):
+def test_graph_constants_match_the_paper(topology, chi1, chi2, rate):
     method = Dadao(smooth=10, convex=1, topology=topology)
     unit = method._rates(SIZE, 1.0)
     assert np.triu(unit).sum() == pytest.approx(1)
@@ -43,8 +43,8 @@ def test_graph_constants_are_the_papers(topology, chi1, chi2, rate):
     assert np.prod(resistances(method.clocks(SIZE).rates)) == pytest.approx(0.5)
 
 
-def test_the_curve_is_the_same_on_every_graph_and_costs_messages_only():
-    """exp(−0.2·√(ν/L)·t), about exp(−0.045·t), where t is the gradients of a replica; 4.95 to 17.94 meetings meanwhile."""
+def test_the_error_falls_equally_fast_on_every_graph():
+    """exp(−0.2·√(ν/L)·t), about exp(−0.045·t) after t gradients per replica, with 4.95 to 17.94 meetings per unit of time."""
     gradients, best = quadratics()
     errors, counts = {}, {}
     for topology in (Complete(), PATH):
@@ -59,7 +59,7 @@ def test_the_curve_is_the_same_on_every_graph_and_costs_messages_only():
 
 
 def test_fitted_rates_need_fewer_meetings():
-    """§a.1: two complete graphs of four and a bridge: 13.2 meetings are enough in place of 21.84, and all come to the minimum."""
+    """§a.1, two complete graphs of four and a bridge: 13.2 meetings suffice instead of 21.84, and all replicas converge."""
     halves = [(a + first, b + first) for first in (0, 4) for a in range(4) for b in range(a)]
     even, fitted = (
         Dadao(smooth=1, convex=1, topology=Listed((*halves, (0, 4))), rates=one) for one in ("even", "fitted")
@@ -71,8 +71,8 @@ def test_fitted_rates_need_fewer_meetings():
     np.testing.assert_allclose(ends.x, 3.5, atol=1e-3)
 
 
-def test_what_is_conserved_at_every_event():
-    """Σ (α̃·z + α·z̃) = 0, at whatever times the replicas are."""
+def test_every_event_conserves_the_sum_of_duals():
+    """Σ (α̃·z + α·z̃) = 0, although the replicas are at different times."""
     gradients, _ = quadratics()
     method = Dadao(smooth=10, convex=1)
     clocks = method.clocks(SIZE)
@@ -88,7 +88,7 @@ def test_what_is_conserved_at_every_event():
 
 
 def test_half_the_meetings_diverge_and_are_refused():
-    """§a.1: with half of the rate, and the constants of that graph, by many orders within 50 units of time."""
+    """§a.1: at half the rate, with the constants of that graph, the error grows by many orders within 50 units of time."""
     gradients, best = quadratics()
     method = Dadao(smooth=10, convex=1, topology=PATH)
     half = Clocks(method.clocks(SIZE).rates / 2)
@@ -108,6 +108,6 @@ def test_half_the_meetings_diverge_and_are_refused():
     ],
     ids=range(4),
 )
-def test_refused(method, said):
+def test_invalid_settings_are_refused(method, said):
     with pytest.raises(ConfigurationError, match=said):
         method()

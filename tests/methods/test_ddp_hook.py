@@ -1,4 +1,4 @@
-"""The communication hook for DDP, on two real processes."""
+"""The communication hook for DDP in two processes over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def world(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_replicas_stay_equal(world, name):
-    """Bit for bit, at every step, with any codec."""
+    """They have equal bits after every step with any codec."""
     for a, b in zip(world[0][name], world[1][name], strict=True):
         assert same_bits(a, b) and torch.isfinite(a).all()
     assert not same_bits(world[0][name][0], world[0][name][-1])
@@ -26,23 +26,23 @@ def test_replicas_stay_equal(world, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["identity", "identity, all-reduced"])
-def test_in_fp32_it_is_plain_ddp(world, name):
-    """Of two replicas the sum has one order: the same bits."""
+def test_the_hook_without_a_codec_has_the_bits_of_plain_ddp(world, name):
+    """The sum of two replicas has only one order."""
     assert world[0]["buckets"] > 2
     for got, due in zip(world[0][name], world[0]["plain"], strict=True):
         assert same_bits(got, due)
 
 
 @pytest.mark.slow
-def test_codecs_change_what_is_trained(world):
-    """So that equality above is not for want of a hook."""
+def test_lossy_codecs_change_the_weights(world):
+    """So the equality above is not that of a hook which never runs."""
     for name in STRATEGIES:
         assert "identity" in name or not torch.allclose(world[0][name][-1], world[0]["plain"][-1], rtol=1e-3)
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_changes_nothing(world):
-    """The step that is skipped leaves weights, filters and feedback, and the next is as if it were this one."""
+def test_a_step_that_is_not_finite_is_skipped(world):
+    """The weights stay, and the next step trains on."""
     for one, other in zip(world[0][POISONED], world[1][POISONED], strict=True):
         assert same_bits(one, other) and torch.isfinite(one).all()
     assert same_bits(world[0][POISONED][5], world[0][POISONED][4])
@@ -50,8 +50,8 @@ def test_what_is_not_finite_changes_nothing(world):
 
 
 @pytest.mark.slow
-def test_resumed(world):
-    """After a resume one step travels in fp32, in buckets that are new again; from there it trains on, the same everywhere."""
+def test_a_resumed_hook_trains_equal_weights(world):
+    """The first step after a resume is sent in fp32, because DDP rebuilds its buckets."""
     for rank in (0, 1):
         assert len(world[rank]["resumed"]) == STEPS - 5
         assert all(same_bits(a, b) for a, b in zip(world[0]["resumed"], world[rank]["resumed"]))
@@ -61,8 +61,8 @@ def test_resumed(world):
 
 
 @pytest.mark.slow
-def test_weights_that_drift_apart_are_mended(world):
-    """After a hundred steps, on both; said once."""
+def test_diverged_weights_are_repaired_with_one_warning(world):
+    """The check runs every hundred steps on both replicas."""
     alike = [step for step, pair in enumerate(zip(world[0]["drifted"], world[1]["drifted"]), 1) if same_bits(*pair)]
     assert alike == [*range(1, 6), *range(100, 103)]
     assert all(len(results["told"]) == 1 and "have drifted apart" in results["told"][0] for results in world)
@@ -73,7 +73,7 @@ def test_weights_that_drift_apart_are_mended(world):
     [tw.diloco(), tw.Strategy(signal=tw.strategy.Gradients(), partition=tw.pieces.partition.BySize(2))],
     ids=str,
 )
-def test_what_it_cannot_run_is_refused(strategy):
+def test_strategies_that_ddp_cannot_run_are_refused(strategy):
     (group,) = tw.ThreadGroup.create(1)
     with pytest.raises(tw.ConfigurationError, match=r"DDP exchanges Gradients\(\), in its own buckets"):
         tw.GradientHook(strategy, torch.nn.Linear(2, 2), group)

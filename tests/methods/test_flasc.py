@@ -1,4 +1,4 @@
-"""FLASC: against the paper's recursion, to the last bit; sparse, what is masked is what travels and not what is trained."""
+"""FLASC: the bits of the paper's recursion, masks for communication only, predicted bytes, resumes and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMEL = 22
 
 
 class Factors(nn.Module):
-    """y = (W + B·A)·x with W frozen, A drawn and B zero: LoRA by hand."""
+    """LoRA by hand: y = (W + B·A)·x with W frozen, A random and B zero."""
 
     def __init__(self, inputs: int = 6, outputs: int = 5, rank: int = 2) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def go_on(at: Federated, steps: int, poison: Any = None) -> None:
 
 
 def run(method: Flasc, size: int = 3, steps: int = 15, **how: Any) -> list[dict[str, Any]]:
-    """Of each replica: where its rounds began, what is in its model at the end, and what it sent and told."""
+    """For each replica: the first weights of its rounds, its final weights, its ledger and its events."""
 
     def replica(group: tw.Group) -> dict[str, Any]:
         model, ledger, events, starts = Factors(), Ledger(), [], []
@@ -92,16 +92,20 @@ def masked(values: Tensor, density: float) -> Tensor:
     return torch.zeros_like(values).index_copy(0, kept, values[kept])
 
 
-def by_hand(method: Flasc, size: int = 3, steps: int = 15, deaf: int | None = None, against: str = "s") -> Any:
-    """The paper: where each round begins, and p at the end. `deaf`: whom the hub does not hear. `against` p: a mistake that is
-    easily made, which pulls masked entries back."""
+def paper_recursion(
+    method: Flasc, size: int = 3, steps: int = 15, left_out: int | None = None, against: str = "s"
+) -> Any:
+    """The paper's recursion: the first weights of each round, and p at the end.
+
+    The hub does not count replica `left_out`. `against="p"` is a common mistake that pulls masked entries back.
+    """
     p = nn.Parameter(flat(Factors()))
     adam = torch.optim.AdamW([p], lr=method.outer_lr, weight_decay=0.0)
     starts = []
     for round_ in range(-(-steps // method.every)):
         starts.append(masked(p.detach(), method.down) if round_ else p.detach().clone())
         total, drawn = torch.zeros(NUMEL), [int(name) for name in method.draw([str(r) for r in range(size)], round_)]
-        heard = [rank for rank in drawn if rank != deaf]
+        heard = [rank for rank in drawn if rank != left_out]
         for rank in heard:
             model = Factors()
             load(model, starts[-1])
@@ -124,9 +128,9 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_it_is_the_papers_recursion_to_the_last_bit(name):
+def test_runs_have_the_bits_of_the_papers_recursion(name):
     method = METHODS[name]
-    starts, p = by_hand(method)
+    starts, p = paper_recursion(method)
     found = run(method)
     assert all(torch.equal(seen["final"], p) for seen in found)
     for round_, due in enumerate(starts):
@@ -134,13 +138,13 @@ def test_it_is_the_papers_recursion_to_the_last_bit(name):
         assert len(trained) == (method.sampled or 3) and all(torch.equal(start, due) for start in trained)
 
 
-def test_what_is_masked_is_trained_all_the_same_and_not_pulled_back():
+def test_masked_entries_are_trained_and_not_pulled_back():
     method = METHODS["sparse"]
     moved = run(method, steps=6)[1]
-    start, end = moved["starts"][1][0], by_hand(method, steps=6)[1]
-    assert (start == 0).sum() >= NUMEL // 2 and ((start == 0) & (end != by_hand(method, steps=3)[1])).any()
-    assert not torch.equal(end, by_hand(method, steps=6, against="p")[1])
-    assert start[:12].any() and not start[12:].any()  # B is still small: of the largest half none is B's
+    start, end = moved["starts"][1][0], paper_recursion(method, steps=6)[1]
+    assert (start == 0).sum() >= NUMEL // 2 and ((start == 0) & (end != paper_recursion(method, steps=3)[1])).any()
+    assert not torch.equal(end, paper_recursion(method, steps=6, against="p")[1])
+    assert start[:12].any() and not start[12:].any()  # B is still small: the largest half holds none of it
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_what_is_masked_is_trained_all_the_same_and_not_pulled_back():
     ],
     ids=repr,
 )
-def test_bytes_both_ways_are_those_predicted(method):
+def test_predicted_bytes_equal_sent_and_received_bytes(method):
     found, rounds = run(method), -(-15 // method.every)
     sent = [sum(method.nbytes_per_period(NUMEL, 3, rank, round_) for round_ in range(rounds)) for rank in range(3)]
     ledgers = [seen["ledger"] for seen in found]
@@ -165,13 +169,13 @@ def test_bytes_both_ways_are_those_predicted(method):
     assert all(torch.equal(seen["final"], found[0]["final"]) for seen in found)
 
 
-def test_draws_reach_all_and_differ_from_round_to_round():
+def test_draws_reach_all_replicas_and_differ_between_rounds():
     drawn = [flasc(sampled=2).draw("abcde", round_) for round_ in range(40)]
     assert all(len(names) == 2 for names in drawn) and set().union(*drawn) == set("abcde") and len(set(drawn)) > 5
 
 
-def test_in_the_middle_of_a_round_saved_and_gone_on(tmp_path: Path):
-    """One that is not drawn is saved too."""
+def test_a_run_resumed_within_a_round_has_the_bits_of_an_uninterrupted_one(tmp_path: Path):
+    """One replica is not drawn for this round; it saves a checkpoint, too."""
     method = METHODS["some"]
 
     def replica(group: tw.Group, again: bool) -> tuple[Tensor, bool]:
@@ -203,24 +207,24 @@ def test_a_delta_that_is_not_finite_is_left_out_of_the_mean():
 
     method = METHODS["sparse"]
     found = run(method, poison=poison)
-    assert all(torch.equal(seen["final"], by_hand(method, deaf=2)[1]) for seen in found)
+    assert all(torch.equal(seen["final"], paper_recursion(method, left_out=2)[1]) for seen in found)
     assert [fields["by"] for event, fields in found[0]["events"] if event == "refused"] == [[2]] * 5
 
 
-def test_deltas_that_adam_cannot_square_change_nothing():
-    """Its moments would be infinite for ever, and the parameter would not move again."""
+def test_deltas_whose_squares_overflow_are_refused():
+    """Adam's moments would stay infinite and the parameter would not move again."""
 
     def poison(at: Federated) -> None:
         at.optimizer.param_groups[0]["lr"] = 1e30
 
     method = flasc(every=1, up=0.25, down=0.5)
     found = run(method, steps=3, poison=poison)
-    assert all(torch.equal(seen["final"], by_hand(method, steps=1)[1]) for seen in found)
+    assert all(torch.equal(seen["final"], paper_recursion(method, steps=1)[1]) for seen in found)
     assert ["too large" in fields["reason"] for event, fields in found[0]["events"] if event == "refused"] == [True] * 2
 
 
-def test_the_hubs_word_holds():
-    """It comes back from an old state; the others go back with it. Without it nobody goes on."""
+def test_replicas_take_over_the_state_of_the_hub():
+    """The hub returns with an old state and the others take it over. A group without the hub is refused."""
     groups = {which: tw.ThreadGroup.create(n, 20.0) for which, n in (("first", 3), ("again", 3), ("without", 2))}
 
     def replica(group: tw.Group) -> Tensor:
@@ -258,7 +262,7 @@ def test_the_hubs_word_holds():
         (lambda: run(flasc(sampled=4)), "at most all"),
     ],
 )
-def test_what_cannot_work_is_refused(make, says):
+def test_invalid_settings_are_refused(make, says):
     with pytest.raises(ConfigurationError, match=says):
         make()
 
@@ -289,8 +293,8 @@ def test_replicas_of_another_method_are_refused():
         tw.run_threads(2, replica)
 
 
-def test_the_gap_between_averaged_factors_and_averaged_products():
-    """mean(B)·mean(A) is not mean(B·A), but where one factor is shared."""
+def test_averaging_factors_differs_from_averaging_products():
+    """mean(B)·mean(A) equals mean(B·A) only where one factor is shared."""
     generator = torch.Generator().manual_seed(0)
     names = "x.lora_A.default.weight", "x.lora_B.default.weight"
 
@@ -299,9 +303,9 @@ def test_the_gap_between_averaged_factors_and_averaged_products():
 
     a, b = drawn((2, 6)), drawn((5, 2))
     apart = [{names[0]: drawn((2, 6)), names[1]: drawn((5, 2))} for _ in range(2)]
-    by_hand = (apart[0][names[1]] + apart[1][names[1]]) @ (apart[0][names[0]] + apart[1][names[0]]) / 4
+    averaged_factors = (apart[0][names[1]] + apart[1][names[1]]) @ (apart[0][names[0]] + apart[1][names[0]]) / 4
     product = sum(one[names[1]] @ one[names[0]] for one in apart) / 2
-    assert averaging_gap(apart) == pytest.approx(float((by_hand - product).norm() / product.norm()), rel=1e-5)
+    assert averaging_gap(apart) == pytest.approx(float((averaged_factors - product).norm() / product.norm()), rel=1e-5)
     assert averaging_gap([one | {names[0]: a} for one in apart]) < 1e-12
     assert averaging_gap([one | {names[1]: b} for one in apart]) < 1e-12
     assert averaging_gap([{names[0]: a, names[1]: torch.zeros(5, 2)}] * 2) == 0

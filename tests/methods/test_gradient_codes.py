@@ -1,4 +1,4 @@
-"""Codes over gradients give the sum over all chunks, without whoever is late."""
+"""Gradient codes decode the sum over all chunks without the late replicas."""
 
 from fractions import Fraction
 from itertools import combinations
@@ -23,14 +23,14 @@ def encoded(code, gradients):
 
 
 def error(code, gradients, heard):
-    """Relative, of what is decoded from these replicas' vectors in the dtype of the gradients."""
+    """The relative error of the sum decoded from the vectors of the replicas `heard`, in the dtype of the gradients."""
     sent, exact = encoded(code, gradients), gradients.astype(np.float64).sum(axis=0)
     decoded = sum(gradients.dtype.type(a) * sent[replica] for replica, a in code.weights(heard).items())
     return float(np.linalg.norm(decoded - exact) / np.linalg.norm(exact))
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
-def test_any_replicas_but_s_decode(code):
+def test_all_but_any_s_replicas_decode(code):
     gradients = np.random.default_rng(0).standard_normal((code.replicas, 50))
     assert load(code) == Fraction(code.stragglers + 1, code.replicas)
     assert all(len(code.factors(replica)) == code.stragglers + 1 for replica in range(code.replicas))
@@ -40,7 +40,7 @@ def test_any_replicas_but_s_decode(code):
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
-def test_too_few_are_refused(code):
+def test_too_few_replicas_are_refused(code):
     if isinstance(code, Cyclic):
         heard = set(range(code.replicas - code.stragglers - 1))
     else:
@@ -50,8 +50,8 @@ def test_too_few_are_refused(code):
         code.weights(heard)
 
 
-def test_large_codes_in_fp64_and_in_fp32():
-    """The sizes of the papers: fp64 decodes to 1e-6; what fp32 loses is in docs/methods/gradient_coding.md."""
+def test_large_codes_have_the_documented_errors_in_fp64_and_fp32():
+    """The sizes of the papers: fp64 decodes to 1e-6. docs/methods/gradient_coding.md has the errors in fp32."""
     draws = np.random.default_rng(1)
     lost = {}
     for code in (Cyclic(24, 12), Cyclic(40, 16), Cyclic(24, 11), Cyclic(128, 15), Repetition(128, 15)):
@@ -62,10 +62,10 @@ def test_large_codes_in_fp64_and_in_fp32():
             fp32 = error(code, gradients.astype(np.float32), heard)
             lost[code] = max(fp32, lost.get(code, 0.0))
     assert lost[Repetition(128, 15)] < 1e-6 and lost[Cyclic(128, 15)] < 1e-3
-    assert lost[Cyclic(24, 11)] < lost[Cyclic(24, 12)]  # roots of unity beside drawn factors
+    assert lost[Cyclic(24, 11)] < lost[Cyclic(24, 12)]  # roots of unity against random factors
 
 
-def test_repetition_gives_the_same_bits_whoever_is_late():
+def test_repetition_gives_the_same_bits_for_any_late_replicas():
     code = Repetition(8, 1)
     gradients = np.random.default_rng(2).standard_normal((8, 50)).astype(np.float32)
     sent = encoded(code, gradients)
@@ -78,6 +78,6 @@ def test_repetition_gives_the_same_bits_whoever_is_late():
 @pytest.mark.parametrize(
     "make", [lambda: Repetition(5, 1), lambda: Cyclic(4, 4), lambda: Cyclic(0, 0), lambda: gradient_code(4, -1), lambda: Cyclic(4, 1.5)],
 )  # fmt: skip
-def test_bad_codes_are_refused(make):
+def test_invalid_codes_are_refused(make):
     with pytest.raises(ConfigurationError, match="needed"):
         make()

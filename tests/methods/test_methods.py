@@ -1,4 +1,4 @@
-"""The generic matrix: what holds for every method with a loop of its own."""
+"""Laws of every method that has its own training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_method_is_in_the_table():
 
 
 @every_method
-def test_text_is_the_value(name):
+def test_the_text_of_a_method_parses_to_an_equal_method(name):
     method = LOOPS[name]
     rules = {kind.__name__: kind for kind in (Averaged, Gain, Plain)}
     made = rules | {type(method).__name__: type(method)}
@@ -34,7 +34,7 @@ def test_text_is_the_value(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_trainer_knows_it_by_name(name):
+def test_a_run_makes_each_method_by_its_name(name):
     run = Run.of(strategy=name, seed=5)
     assert run.make_method().seed == 5
     with pytest.raises(tw.ConfigurationError, match="has its own loop"):
@@ -42,7 +42,7 @@ def test_the_trainer_knows_it_by_name(name):
 
 
 @every_method
-def test_replicas_are_one_model(name):
+def test_replicas_agree_bit_for_bit(name):
     trips = tour(LOOPS[name], 3)
     assert all(same_bits(trip.final, trips[0].final) for trip in trips)
     assert all(same_bits(*trip.at_work.anchors(), trip.final) for trip in trips)
@@ -59,7 +59,7 @@ def test_any_arrival_order_gives_the_same_bits(name):
 
 @every_method
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_bytes_are_as_predicted(name, replicas):
+def test_predicted_bytes_equal_sent_bytes(name, replicas):
     method, ledgers = LOOPS[name], [Ledger() for _ in range(replicas)]
     periods = 2
     trips = tour(
@@ -75,16 +75,16 @@ def test_bytes_are_as_predicted(name, replicas):
 
 
 @every_method
-def test_save_and_resume_is_as_never_stopped(name, tmp_path: Path):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path: Path):
     method = LOOPS[name]
     whole = tour(method, 2, steps=8)
     made = Tour(method)
-    at = 5  # not at the end of a period, where there are periods
+    at = 5  # within a period
 
     def first(group: tw.Group) -> None:
         trip = go_on(made, attach(made, group), group, at)
         checkpoint.save(tmp_path / str(group.rank), trip.at_work, notes={})
-        go_on(made, trip, group, at + 2)  # lost
+        go_on(made, trip, group, at + 2)  # these steps are lost
 
     def second(group: tw.Group) -> torch.Tensor:
         trip = attach(made, group, toy(seed=99))
@@ -101,7 +101,7 @@ def test_save_and_resume_is_as_never_stopped(name, tmp_path: Path):
 
 
 @every_method
-def test_replicas_begin_with_the_first_ones_weights(name):
+def test_replicas_begin_with_the_weights_of_replica_0(name):
     seeds = iter((7, 8))
     models = {0: toy(next(seeds)), 1: toy(next(seeds))}
 
@@ -126,7 +126,7 @@ def test_a_replica_with_other_settings_is_refused(name):
 
 @every_method
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_losses_that_are_not_finite_harm_nobody(name, bad):
+def test_losses_that_are_not_finite_are_refused_and_training_continues(name, bad):
     trips = tour(LOOPS[name], 3, steps=16, loss_scale=lambda rank, step: bad if rank == 1 and step > 1 else 1.0)
     assert all(same_bits(trip.final, trips[0].final) for trip in trips)
     assert bool(torch.isfinite(trips[0].final).all())
@@ -141,7 +141,7 @@ def test_losses_of_zero_change_nothing(name):
 
 
 @every_method
-def test_a_stop_is_at_the_same_step(name):
+def test_a_stop_request_stops_all_at_the_same_step(name):
     made = Tour(LOOPS[name], steps=40)
 
     def replica(group: tw.Group) -> int:
@@ -156,14 +156,14 @@ def test_a_stop_is_at_the_same_step(name):
 
 
 @every_method
-def test_names_are_one_for_each(name):
+def test_duplicate_names_are_refused(name):
     with pytest.raises(tw.ConfigurationError, match="one for each"):
         tour(LOOPS[name], 2, names=("a", "a"))
 
 
 @every_method
-def test_a_replica_lost_and_returned(name):
-    """Three train, one leaves, two go on, and it comes back with its old weights: it takes over what happened."""
+def test_a_returned_replica_takes_over_the_state_of_the_others(name):
+    """Three replicas train, one leaves, two train on, and the third returns with its old weights."""
     method = LOOPS[name]
     made, seen = Tour(method, names=("a", "b", "c")), {}
 
@@ -186,8 +186,8 @@ def test_a_replica_lost_and_returned(name):
 
 
 @pytest.mark.slow
-def test_unlike_processors_agree(tmp_path):
-    """Four processes, each another generation of processor to its libraries: the same bits."""
+def test_processes_with_different_instruction_sets_agree(tmp_path):
+    """Four processes whose libraries each assume another processor generation have equal bits."""
     first, *others = run_world(all_of_them, tmp_path, machines=UNLIKE)
     for name, tensors in first.items():
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Just One Byte among replicas that come and go, in virtual time: whoever is there iterates, whoever comes takes the log."""
+"""Just One Byte in an elastic group in virtual time: the present members iterate, and a joining one replays the log."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def tune(cluster: SimulatedCluster, name: str, steps: int = STEPS) -> ZerothOrde
             if tuner.step < steps:
                 tuner.iterate(loss)
         except (tw.LinkError, tw.PacketError):
-            view.close()  # whoever is left meets again
+            view.close()  # the remaining members meet again
     membership.close()
     return tuner
 
 
 def returning(cluster: SimulatedCluster) -> Callable[[str], Any]:
-    """A replica that begins again from the first weights, with nothing else, whenever it was killed."""
+    """A replica that restarts from the first weights alone after each kill."""
 
     def replica(name: str) -> ZerothOrder:
         while True:
@@ -62,7 +62,7 @@ def check(results: dict[str, Any]) -> list[ZerothOrder]:
     return ended
 
 
-def test_three_that_stay():
+def test_three_members_without_faults_make_every_iteration_together():
     cluster = SimulatedCluster()
     ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
     assert {entry.names for entry in ended[0].log.entries} == {("a", "b", "c")}
@@ -80,7 +80,7 @@ def test_three_that_stay():
         ("call", 14, 12),
     ],
 )
-def test_one_is_killed_and_the_others_go_on(phase, nth, together):
+def test_the_others_continue_when_a_replica_is_killed_at_any_phase(phase, nth, together):
     cluster = SimulatedCluster()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
@@ -89,20 +89,20 @@ def test_one_is_killed_and_the_others_go_on(phase, nth, together):
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("call", 15), ("post", 15)])
-def test_one_is_killed_and_comes_back_with_the_first_weights(phase, nth):
+def test_a_killed_replica_returns_with_the_first_weights(phase, nth):
     cluster, killed = SimulatedCluster(), []
     cluster.at("b", phase, lambda: [killed.append("b"), cluster.kill("b")], nth)
     assert len(check(cluster.play({name: returning(cluster) for name in "abc"}))) == 3 and killed
 
 
-def test_a_packet_that_was_damaged_is_no_iteration():
+def test_all_members_finish_after_a_damaged_packet():
     cluster = SimulatedCluster()
     cluster.at("b", "post", lambda: cluster.damage("a", "c"), 14)
     ended = check(cluster.play({name: lambda name: tune(cluster, name) for name in "abc"}))
     assert len(ended) == 3
 
 
-def test_one_that_joins_late():
+def test_a_late_member_joins():
     cluster = SimulatedCluster()
 
     def late(name: str) -> ZerothOrder:

@@ -1,4 +1,4 @@
-"""`thinwire train` with methods that have a loop of their own: same folder, same events, same resume."""
+"""`thinwire train` with methods that have their own training loop: folders, events, resumes and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "scaffold": {"every": 3, "lr": 0.1},
     "scallion": {"every": 3, "lr": 0.1},
     "scafcom": {"every": 3, "lr": 0.1},
-    "flasc": {"strategy": "flasc(every=3, down=1)", "lr": 0.1},  # all comes down: whole weights bear nothing less
+    "flasc": {"strategy": "flasc(every=3, down=1)", "lr": 0.1},  # without LoRA only down=1 trains
 }
 
 
@@ -50,28 +50,28 @@ def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
         launch.train_threads(run, folder, resume, lambda: None)
     else:
         launch.train_processes(run, folder, resume, lambda: None)
-    return last(folder)
+    return summary_of(folder)
 
 
-def last(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """What a replica said when it ended."""
+def summary_of(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """The summary in a replica's last `end` event."""
     events = list(read_events(folder / f"events/replica-{rank}.jsonl"))
     return next(event["summary"] for event in reversed(events) if event["event"] == "end")
 
 
-def test_every_method_is_tried_here():
+def test_every_method_has_settings_here():
     assert set(SETTINGS) == set(METHODS)
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
+def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(tmp_path: Path, text: str, strategy: str) -> None:
     run = run_of(text, strategy)
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     summary = run_in(whole, run)
     method = run.make_method()
     assert method
     for rank in (0, 1):
-        end = last(whole, rank)
+        end = summary_of(whole, rank)
         packets = sum(count["nbytes"] for count in end["ledger"]["sent"]["packet"].values())
         periods = range(-(-run.optimizer.steps // method.every))
         assert packets == sum(method.nbytes_per_period(end["parameters"], 2, rank, period) for period in periods) > 0
@@ -90,7 +90,7 @@ def test_a_run_and_its_resume(tmp_path: Path, text: str, strategy: str) -> None:
     assert (whole / "model.safetensors").read_bytes()
 
 
-def test_only_the_hub_tells_how_good_p_is_before_the_end(tmp_path: Path, text: str) -> None:
+def test_only_the_hub_evaluates_p_before_the_end(tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "run", run_of(text, "flasc"))
     logs = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
     hub, other = ([(e["step"], e["of"], e["loss"]) for e in log if e["event"] == "eval"] for log in logs)
@@ -102,7 +102,7 @@ def test_only_the_hub_tells_how_good_p_is_before_the_end(tmp_path: Path, text: s
 
 
 def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> None:
-    """They send nothing and see no batch, and a report can be written of it."""
+    """They read no batch, and a report can be written of the run."""
     run = run_of(text, "fedavg", steps=12).changed(every=None, strategy="fedavg(every=2, sampled=1)")
     summary = run_in(tmp_path / "run", run)
     events = [list(read_events(tmp_path / f"run/events/replica-{rank}.jsonl")) for rank in (0, 1)]
@@ -115,7 +115,7 @@ def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_processes_train_what_threads_train(tmp_path: Path, text: str, strategy: str) -> None:
+def test_processes_train_the_bytes_of_threads(tmp_path: Path, text: str, strategy: str) -> None:
     run = run_of(text, strategy)
     run_in(tmp_path / "threads", run)
     run_in(tmp_path / "processes", run.changed(carrier="processes"))
@@ -123,14 +123,14 @@ def test_processes_train_what_threads_train(tmp_path: Path, text: str, strategy:
     assert models[0] == models[1]
 
 
-def test_a_trained_model_is_tuned_further(tmp_path: Path, text: str) -> None:
+def test_a_trained_model_can_be_trained_further(tmp_path: Path, text: str) -> None:
     first = run_of(text, "just_one_byte", steps=2)
     ended = run_in(tmp_path / "first", first)
     second = first.changed(model=str(tmp_path / "first" / "model.safetensors"), lr=1e-12, seed=5)
     assert abs(run_in(tmp_path / "second", second)["eval_loss"] - ended["eval_loss"]) < 1e-5
 
 
-def test_what_cannot_be_trained(text: str) -> None:
+def test_invalid_runs_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="its samples are its micro-batches"):
         check(run_of(text, "just_one_byte", accumulate=2))
     with pytest.raises(ConfigurationError, match="sampled=3 of 2"):

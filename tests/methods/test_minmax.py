@@ -1,4 +1,4 @@
-"""MASHA1, MASHA2 and extragradient on saddle points whose solution is known."""
+"""MASHA1, MASHA2 and extragradient on saddle-point problems with known solutions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIFTH = tw.codecs.RandomK(0.25, tw.codecs.Identity())
 
 
 class Bilinear:
-    """(1/M) Σ x·B_m·y + a_m·x + b_m·y + ρ/2·(|x|² − |y|²); `best` is its saddle point, `lipschitz` that of F."""
+    """(1/M) Σ x·B_m·y + a_m·x + b_m·y + ρ/2·(|x|² − |y|²), its saddle point `best`, and the Lipschitz constant of F."""
 
     def __init__(self, replicas: int, n: int = N, alike: bool = False) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -46,7 +46,7 @@ class Bilinear:
         return float((z.double() - self.best).norm() / self.best.norm())
 
 
-def find(method: Saddling, iterations: int, problem: Bilinear, replicas: int, **how: Any) -> list[Saddle]:
+def solve(method: Saddling, iterations: int, problem: Bilinear, replicas: int, **how: Any) -> list[Saddle]:
     wrap, spoil = how.get("wrap", lambda group: group), how.get("spoil", lambda rank, step, value: value)
 
     def replica(group: tw.Group) -> Saddle:
@@ -77,7 +77,7 @@ METHODS: dict[str, Saddling] = {
 }
 every_method = pytest.mark.parametrize("name", METHODS)
 
-# ---- the generic matrix
+# ---- laws of every method
 
 
 def test_every_method_is_in_the_table():
@@ -92,8 +92,8 @@ def test_every_method_is_in_the_table():
 @every_method
 def test_replicas_agree_in_any_arrival_order(name):
     problem = Bilinear(3)
-    straight = find(METHODS[name], 12, problem, 3)
-    shuffled = find(METHODS[name], 12, problem, 3, wrap=lambda group: Shuffled(group, 1))
+    straight = solve(METHODS[name], 12, problem, 3)
+    shuffled = solve(METHODS[name], 12, problem, 3, wrap=lambda group: Shuffled(group, 1))
     assert all(
         same_bits(at.z, straight[0].z) and same_bits(at.mean_at_w, straight[0].mean_at_w) for at in straight + shuffled
     )
@@ -102,28 +102,28 @@ def test_replicas_agree_in_any_arrival_order(name):
 
 @every_method
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_bytes_are_as_predicted(name, replicas):
+def test_predicted_bytes_equal_sent_bytes(name, replicas):
     ledgers = [Ledger() for _ in range(replicas)]
-    find(METHODS[name], 12, Bilinear(3), replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
+    solve(METHODS[name], 12, Bilinear(3), replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
     assert {ledger.sent("packet") for ledger in ledgers} == {nbytes_sent(METHODS[name], 2 * N, replicas, 12)}
 
 
 @every_method
-def test_identical_replicas_are_one(name):
-    """With exact values: the mean of alike ones is theirs."""
+def test_identical_replicas_have_the_bits_of_one(name):
+    """This holds without a codec, because the mean of equal values is that value."""
     method = dataclasses.replace(METHODS[name], codec=tw.codecs.Identity())
     problem = Bilinear(4, alike=True)
-    assert same_bits(find(method, 20, problem, 4)[2].z, find(method, 20, problem, 1)[0].z)
+    assert same_bits(solve(method, 20, problem, 4)[2].z, solve(method, 20, problem, 1)[0].z)
 
 
 @every_method
-def test_save_and_resume_is_as_never_stopped(name):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name):
     problem, method = Bilinear(2), METHODS[name]
-    whole = find(method, 15, problem, 2)
-    begun = [at.state() for at in find(method, 7, problem, 2)]
+    whole = solve(method, 15, problem, 2)
+    begun = [at.state() for at in solve(method, 7, problem, 2)]
     assert all(
         len({t.data_ptr() for t in tensors.values()}) == len(tensors) for tensors, _ in begun
-    )  # files share none
+    )  # tensors of a state share no storage
 
     def replica(group: tw.Group) -> Saddle:
         at = Saddle(method, problem.operator(group.rank), torch.ones(2 * N), group)
@@ -137,8 +137,8 @@ def test_save_and_resume_is_as_never_stopped(name):
 
 
 @every_method
-def test_a_replica_lost_and_returned(name):
-    """Meanwhile the others look for the saddle point of their own problems; it takes over z and w."""
+def test_a_returned_replica_takes_over_z_and_w(name):
+    """Meanwhile the other two iterate on their own problems."""
     problem, method, names = Bilinear(3), METHODS[name], ("a", "b", "c")
     first, second, third = (tw.ThreadGroup.create(n, 20.0) for n in (3, 2, 3))
 
@@ -167,7 +167,7 @@ def test_values_that_are_not_finite_are_refused_by_all(name, bad):
         return value * bad if rank == 1 and step in (3, 4) else value
 
     problem = Bilinear(3)
-    ended = find(METHODS[name], 9, problem, 3, spoil=spoil)
+    ended = solve(METHODS[name], 9, problem, 3, spoil=spoil)
     assert all(
         same_bits(at.z, ended[0].z) and same_bits(at.w, ended[0].w) and bool(torch.isfinite(at.z).all()) for at in ended
     )
@@ -176,32 +176,32 @@ def test_values_that_are_not_finite_are_refused_by_all(name, bad):
 
 
 @every_method
-def test_at_the_solution_of_nothing_nothing_moves(name):
-    ended = find(METHODS[name], 5, Bilinear(2), 2, spoil=lambda rank, step, value: value * 0)
+def test_an_operator_of_zero_moves_nothing(name):
+    ended = solve(METHODS[name], 5, Bilinear(2), 2, spoil=lambda rank, step, value: value * 0)
     start = METHODS[name].prox(torch.zeros(2 * N)) if "simplexes" in name else torch.zeros(2 * N)
     assert torch.equal(ended[0].z, start)
 
 
-# ---- what the methods claim
+# ---- claims of the methods
 
 
-def test_with_exact_values_and_w_at_z_it_is_extragradient():
+def test_masha1_without_a_codec_and_with_refresh_1_is_extragradient():
     problem = Bilinear(3)
-    same = find(Masha1(step=0.4, codec=tw.codecs.Identity(), refresh=1.0), 30, problem, 3)
-    assert torch.allclose(same[0].z, find(Extragradient(step=0.4), 30, problem, 3)[0].z, atol=1e-5)
+    same = solve(Masha1(step=0.4, codec=tw.codecs.Identity(), refresh=1.0), 30, problem, 3)
+    assert torch.allclose(same[0].z, solve(Extragradient(step=0.4), 30, problem, 3)[0].z, atol=1e-5)
 
 
-def test_one_coin_for_all_and_as_often_as_asked():
+def test_the_refresh_coin_has_its_probability():
     method = Masha1(step=1.0, refresh=0.2, seed=4)
     assert abs(sum(coin(method, t) for t in range(5000)) - 1000) < 5 * math.sqrt(800)
     assert all(coin(Masha2(step=1.0, refresh=1.0), t) for t in range(100))
 
 
-def test_messages_vanish_at_the_solution():
-    """Differences to the reference go to zero there, F_m itself does not."""
+def test_differences_vanish_at_the_solution():
+    """MASHA1 sends differences to the reference, which go to zero. The operator of a replica itself does not."""
     problem = Bilinear(3)
     method = Masha1(step=0.3 / problem.lipschitz, codec=FIFTH)
-    early, late = find(method, 3, problem, 3)[0], find(method, 400, problem, 3)[0]
+    early, late = solve(method, 3, problem, 3)[0], solve(method, 400, problem, 3)[0]
 
     def said(at: Saddle) -> float:
         return float((at.operator(at.z) - at.operator(at.w)).norm())
@@ -209,8 +209,8 @@ def test_messages_vanish_at_the_solution():
     assert said(late) < 1e-3 * max(said(early), 0.1) and float(late.operator(late.z).norm()) > 0.1
 
 
-def test_what_masha2_holds_back_is_not_lost():
-    """Σ sent + residual = Σ signals, for every replica."""
+def test_sent_values_and_residual_of_masha2_sum_to_the_signals():
+    """Σ sent + residual = Σ signals on every replica."""
     problem, sent, signals = Bilinear(2), [torch.zeros(2 * N) for _ in range(2)], [torch.zeros(2 * N) for _ in range(2)]
 
     class Watched(Saddle):
@@ -232,8 +232,8 @@ def test_what_masha2_holds_back_is_not_lost():
         assert torch.allclose(sent[rank] + at.residual, signals[rank], atol=1e-5) and at.residual.any()
 
 
-def test_the_bilinear_study_small():
-    """Differences converge, through a quarter of the values; values themselves do not, in smaller steps either."""
+def test_compressed_differences_converge_and_compressed_values_do_not():
+    """A quarter of the values is sent. Smaller steps do not help the compressed values."""
     problem, top = Bilinear(3), tw.codecs.TopK(0.25, tw.codecs.Identity())
     step = 1 / problem.lipschitz
     methods = {
@@ -243,13 +243,13 @@ def test_the_bilinear_study_small():
         "naive": (Extragradient(step=0.1 * step, codec=top), 250),
         "naive, long steps": (Extragradient(step=0.5 * step, codec=FIFTH), 100),
     }
-    reached = {name: problem.distance(find(*method, problem, 3)[0].z) for name, method in methods.items()}
+    reached = {name: problem.distance(solve(*method, problem, 3)[0].z) for name, method in methods.items()}
     assert reached["exact"] < 1e-3 and reached["masha1"] < 1e-3 and reached["masha2"] < 0.1, reached
     assert not reached["naive"] < 0.15 and not reached["naive, long steps"] < 0.15, reached
 
 
-def test_a_matrix_game_on_simplexes():
-    """Rock, paper, scissors, of which each replica knows a part: everybody plays each with one third."""
+def test_replicas_find_the_equilibrium_of_rock_paper_scissors():
+    """Each replica knows a part of the game. At the equilibrium each move has the probability 1/3."""
     game = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])
     parts = [game * 3 * torch.eye(3)[m][:, None] for m in range(3)]
 
@@ -272,8 +272,8 @@ def test_a_matrix_game_on_simplexes():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_simplex_is_the_nearest(seed):
-    """No other point of it is nearer: all moves towards its corners go away from z."""
+def test_the_projection_on_a_simplex_is_the_nearest_point(seed):
+    """Each move from it towards a corner increases the distance to z."""
     z = torch.randn(6, generator=torch.Generator().manual_seed(seed)) * 3
     near = Simplexes((6,))(z)
     assert float(near.min()) >= 0 and float(near.sum()) == pytest.approx(1, abs=1e-6)
@@ -281,7 +281,7 @@ def test_the_simplex_is_the_nearest(seed):
         assert float((z - near) @ (corner - near)) < 1e-5
 
 
-def test_what_cannot_be_composed():
+def test_invalid_settings_are_refused():
     with pytest.raises(tw.ConfigurationError, match="use Masha2"):
         Masha1(step=0.1, codec=tw.codecs.TopK())
     with pytest.raises(tw.ConfigurationError, match="use Masha1"):

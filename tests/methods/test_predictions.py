@@ -1,4 +1,4 @@
-"""Predictions as bytes: what they say, how many they are, and what no peer can make of them."""
+"""Coded predictions: the divergence and its gradient, sizes, rounding, quality, and refused bytes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def logits_of(seed: int, scale: float = 3.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_equal_models_teach_each_other_nothing(temperature):
-    """Before rounding the gradient is zero, whatever K is: the rest is one outcome of both. Rounding adds q − p, exactly, which is at
-    most e^STEP − 1 of q.
+def test_predictions_of_an_equal_model_have_no_gradient_before_rounding(temperature):
+    """For any K the gradient is zero, because all other tokens count as one outcome in both distributions.
+
+    Rounding adds exactly q − p, at most e^STEP − 1 of q.
     """
     logits = logits_of(0).requires_grad_()
     told = most_probable(logits, K, temperature)
@@ -53,26 +54,26 @@ def test_the_divergence_is_that_of_the_coarsened_distributions():
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 100.0])
-def test_what_arrives_is_what_was_told_up_to_rounding(scale):
+def test_predictions_are_decoded_up_to_rounding(scale):
     told = most_probable(logits_of(3, scale), K, 1.0)
     payload = CODER.encode(told)
     assert len(payload) <= CODER.nbytes
     back = CODER.decode(payload)
     assert torch.equal(back.tokens, told.tokens)
-    if scale < 5:  # nothing is less probable than e^−15.75
+    if scale < 5:  # the code's least probability is e^−15.75
         assert float((back.logs - told.logs).abs().max()) <= STEP
     torch.testing.assert_close(back.logs.exp().sum(-1), torch.ones(P))
     assert torch.equal(CODER.encode(most_probable(logits_of(3, scale), K, 1.0)), payload)
 
 
-def test_rice_codes_save_a_third_of_the_probabilities():
-    """Of the bound, which is what packing each by itself would take and a bit more."""
+def test_rice_codes_save_a_third_of_the_bytes_of_probabilities():
+    """The bound `nbytes` is about the size of plain packing."""
     sizes = [len(CODER.encode(most_probable(logits_of(seed), K, 1.0))) for seed in range(8)]
     codes = P * K * 7 // 8
     assert max(sizes) < CODER.nbytes - codes // 3
 
 
-def test_quality_is_the_loss_on_what_really_follows():
+def test_quality_is_the_loss_on_the_true_next_tokens():
     targets = torch.arange(P) % V
     certain = torch.full((P, V), 0.0).scatter(-1, targets[:, None], 12.0)
     uniform = torch.zeros(P, V)
@@ -85,7 +86,7 @@ def test_quality_is_the_loss_on_what_really_follows():
     assert weights_by_quality([1.0, 9.0], 0.0) == [0.5, 0.5]
 
 
-def test_any_bytes_are_refused_or_make_distributions():
+def test_any_bytes_are_refused_or_decode_to_distributions():
     good = CODER.encode(most_probable(logits_of(4), K, 1.0))
     generator = torch.Generator().manual_seed(0)
     outcomes = {True: 0, False: 0}
@@ -109,7 +110,7 @@ def test_any_bytes_are_refused_or_make_distributions():
     assert all(outcomes.values())
 
 
-def test_tokens_that_are_not_or_come_twice_are_refused():
+def test_unknown_and_repeated_tokens_are_refused():
     told = most_probable(logits_of(5), K, 1.0)
     for tokens in (told.tokens[:, :1].expand(P, K).contiguous(), torch.where(told.tokens == 3, 63, told.tokens)):
         with pytest.raises(PacketError, match="a token twice, or one outside the vocabulary of 50"):

@@ -1,4 +1,4 @@
-"""Sequential codes: every job is decoded, exactly and in time, whatever the pattern, as long as it is allowed."""
+"""Sequential codes decode every job exactly and in time under every allowed pattern of late replicas."""
 
 from fractions import Fraction
 from itertools import chain, combinations, product
@@ -19,9 +19,11 @@ SCHEMES = [
 JOBS = 24
 
 
-def train(scheme, jobs, pattern, vectors=None):
-    """Run all rounds; `pattern` [round, replica] says who would be late; those who may not be are waited for. How many were late, job by job decoded
-    in time; with `vectors` [job, chunk, d], each job's result too.
+def run_rounds(scheme, jobs, pattern, vectors=None):
+    """Run all rounds and check that each job is decoded in time; return the number of late replicas and the decoded sums.
+
+    `pattern` [round, replica] marks late replicas. The master waits for those whose lateness the scheme does not allow.
+    With `vectors` [job, chunk, d] each job is decoded to its sum.
     """
     master, late_in_all, results, sums = Master(scheme, jobs), 0, {}, {}
     while master.round < master.rounds:
@@ -44,12 +46,12 @@ def train(scheme, jobs, pattern, vectors=None):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_every_job_is_exact_and_in_time(scheme):
-    """§h of the specification: Bernoulli stragglers through the rule of what is allowed."""
+    """§h of the specification: Bernoulli stragglers, of which the scheme allows some."""
     seen = 0
     for seed, p in enumerate((0.02, 0.1, 0.3, 0.3)):
         draws = np.random.default_rng(seed)
         vectors = draws.standard_normal((JOBS, len(scheme.shares), 6)) if seed < 2 else None
-        late, sums = train(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.replicas)) < p, vectors)
+        late, sums = run_rounds(scheme, JOBS, draws.random((JOBS + scheme.delay, scheme.replicas)) < p, vectors)
         seen += late
         for job, decoded in sums.items():
             exact = vectors[job].sum(axis=0)
@@ -58,16 +60,16 @@ def test_every_job_is_exact_and_in_time(scheme):
 
 
 @pytest.mark.parametrize("scheme", [Multiplexed(3, 1, 2, 2), Multiplexed(3, 2, 3, 3), SelectiveRepeat(3, 1, 2, 2)], ids=str)  # fmt: skip
-def test_every_pattern_of_a_small_group(scheme):
-    """All that may happen to three replicas in four rounds, and nobody late after that."""
+def test_every_pattern_of_three_replicas_is_decoded_in_time(scheme):
+    """All patterns of late replicas in four rounds, with no late replica afterwards."""
     several = [frozenset(one) for size in range(4) for one in combinations(range(3), size)]
     for pattern in product(several, repeat=4):
-        train(scheme, 4, [[replica in late for replica in range(3)] for late in (*pattern, *[()] * scheme.delay)])
+        run_rounds(scheme, 4, [[replica in late for replica in range(3)] for late in (*pattern, *[()] * scheme.delay)])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:9], ids=str)
 def test_no_replica_computes_more_than_its_load(scheme):
-    """Shares of the batch, first attempts and repeats counted once each; the whole batch is covered."""
+    """The load counts first attempts and repeats as shares of the batch. The shares cover the whole batch."""
     assert sum(scheme.shares) == 1
     draws, master = np.random.default_rng(3), Master(scheme, JOBS)
     while master.round < master.rounds:
@@ -77,7 +79,7 @@ def test_no_replica_computes_more_than_its_load(scheme):
         master.finish(late if master.allows(late) else frozenset())
 
 
-def test_a_pattern_that_is_not_allowed_would_lose_a_job():
+def test_a_pattern_that_is_not_allowed_is_refused_and_loses_a_job():
     scheme = Multiplexed(8, 1, 2, 3)
     master = Master(scheme, 1)
     assert not master.allows(frozenset({0, 1, 2, 3}))
@@ -89,7 +91,7 @@ def test_a_pattern_that_is_not_allowed_would_lose_a_job():
         scheme.weights(parts)
 
 
-def test_loads_of_the_paper():
+def test_loads_match_the_paper():
     assert float(Coded(gradient_code(256, 15)).load) == 0.0625
     repeat, multiplexed = SelectiveRepeat(256, 2, 3, 23), Multiplexed(256, 1, 2, 27)
     assert repeat.code.stragglers == 12 and round(float(repeat.load), 4) == 0.0508 and repeat.delay == 2
@@ -100,7 +102,7 @@ def test_loads_of_the_paper():
     assert Multiplexed(12, 2, 4, 12).load == Fraction(3 + 2, 12 * 3)
 
 
-def test_what_bursty_means():
+def test_bursty_patterns_match_the_definition():
     a, none = frozenset({1}), frozenset()
     pattern = Bursty(burst=2, window=4, stragglers=2)
     assert pattern.allows([a, a]) and not pattern.allows([a, a, a]) and not pattern.allows([a, none, a])
@@ -116,6 +118,6 @@ def test_what_bursty_means():
         lambda: Multiplexed(12, 2, 3, 13), lambda: Multiplexed(12, 2.0, 3, 3),
     ],
 )  # fmt: skip
-def test_bad_parameters_are_refused(make):
+def test_invalid_settings_are_refused(make):
     with pytest.raises(ConfigurationError, match=r"\d"):
         make()

@@ -1,4 +1,4 @@
-"""Just One Byte: the byte, the direction, the loss at shifted weights, the log."""
+"""Just One Byte: the code of one byte, random directions, the loss at shifted weights, iterations and the log."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ALL = [code for code in range(256) if code not in (ZERO, INVALID)]
 # ---- one byte
 
 
-def test_every_byte_is_a_value_and_every_value_a_byte():
+def test_decoding_and_encoding_keep_every_byte():
     assert [encode(decode(code)) for code in ALL] == ALL
     assert decode(ZERO) == 0.0 and decode(INVALID) is None and len({decode(code) for code in ALL}) == 254
 
 
-def test_the_byte_is_monotone_and_odd():
+def test_the_code_is_monotone_and_odd():
     values = [decode(code) for code in (*range(255, 128, -1), *range(0, 128))]
     assert all(low < high for low, high in pairwise(values))
     for x in torch.logspace(-6, 6, 997).tolist():
@@ -41,7 +41,7 @@ def test_the_byte_is_monotone_and_odd():
         assert encode(x) <= encode(x * 1.01)
 
 
-def test_the_error_is_what_is_claimed():
+def test_the_relative_error_is_at_most_the_documented_one():
     low, high = magnitudes()[0], magnitudes()[-1]
     assert (round(low, 6), round(high)) == (0.00038, 2631)
     for x in torch.logspace(math.log10(low), math.log10(high), 5001).clamp(low, high).tolist():
@@ -51,18 +51,18 @@ def test_the_error_is_what_is_claimed():
 @pytest.mark.parametrize(
     ("value", "code"), [(0.0, ZERO), (-0.0, ZERO), (1e-9, ZERO), (math.nan, INVALID), (-math.inf, INVALID)]
 )
-def test_what_has_no_magnitude(value, code):
+def test_zeros_and_infinite_values_have_codes_of_their_own(value, code):
     assert encode(value) == code
 
 
-def test_what_is_too_large_is_cut_off():
+def test_values_above_the_range_are_clamped():
     assert decode(encode(1e30)) == -decode(encode(-1e30)) == magnitudes()[-1]
 
 
 # ---- directions
 
 
-def test_normals_are_normal_and_the_same_everywhere():
+def test_normals_have_normal_moments_and_recorded_bits():
     z = normals(3, 0, 1 << 20).double()
     assert abs(z.mean()) < 0.005 and abs(z.var() - 1) < 0.01 and abs((z**4).mean() - 3) < 0.05
     assert hashlib.blake2b(quantiles().numpy().tobytes(), digest_size=8).hexdigest() == "7070796d47f40ca8"
@@ -72,7 +72,7 @@ def test_normals_are_normal_and_the_same_everywhere():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_normals_and_updates_are_the_same_on_a_gpu():
+def test_normals_and_updates_have_the_same_bits_on_a_gpu():
     entry = Entry(0.01, ("a", "b"), bytes([70, 200, 30, 128]))
     here, there = torch.linspace(-1, 1, 300_001), torch.linspace(-1, 1, 300_001).cuda()
     assert same_bits(normals(3, 5, 9999), normals(3, 5, 9999, "cuda").cpu())
@@ -81,7 +81,7 @@ def test_normals_and_updates_are_the_same_on_a_gpu():
     assert same_bits(here, there.cpu())
 
 
-def test_no_two_directions_are_alike():
+def test_directions_are_different_and_uncorrelated():
     streams = {direction(0, t, name, j) for t in range(5) for name in ("0", "1", "01") for j in range(12)}
     assert len(streams) == 5 * 3 * 12
     z = torch.stack([normals(s, 0, 4096) for s in sorted(streams)[:40]])
@@ -89,8 +89,8 @@ def test_no_two_directions_are_alike():
     assert apart.abs().max() < 5 / math.sqrt(4096)
 
 
-def test_the_mean_of_value_times_direction_is_the_gradient():
-    """On average over 4000 directions; the error of each coordinate is |g|/√4000 or so."""
+def test_the_mean_of_value_times_direction_approaches_the_gradient():
+    """4000 directions: the error of each coordinate is about |g|/√4000."""
     gradient = torch.linspace(-1, 2, 10)
     total = torch.zeros(10)
     for j in range(4000):
@@ -103,8 +103,8 @@ def test_the_mean_of_value_times_direction_is_the_gradient():
 # ---- the loss at shifted weights
 
 
-class Outside(nn.Module):
-    """Reads one weight of a child outside its forward, and one through a tied name."""
+class ReadsWeightsOutside(nn.Module):
+    """A model that reads a child's weight outside the child's forward, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Outside(nn.Module):
 LEARNED = Architecture(layers=1, width=8, heads=2, vocabulary=11, context=6, positions="learned", tied=True)
 MODELS = {
     "toy": (toy, lambda m: m(batch(0, 0, 0)[0]).square().mean()),
-    "read outside": (Outside, lambda m: m(torch.arange(7)).square().mean()),
+    "read outside": (ReadsWeightsOutside, lambda m: m(torch.arange(7)).square().mean()),
     "transformer": (lambda: Transformer(LEARNED, 3), lambda m: m(torch.arange(6)[None], torch.arange(6)[None]).loss),
     "half precision": (lambda: toy().to(torch.bfloat16), lambda m: m(batch(0, 0, 0)[0].bfloat16()).square().mean()),
 }
@@ -149,7 +149,7 @@ def test_the_loss_is_that_of_a_model_with_shifted_weights(name):
         )
 
 
-def test_a_loss_that_fails_leaves_the_weights():
+def test_a_failed_loss_leaves_the_weights_unchanged():
     model = toy()
     shifted = Shifted(model, [p for p in model.parameters() if p.requires_grad])
 
@@ -165,14 +165,14 @@ def test_a_loss_that_fails_leaves_the_weights():
     assert same_bits(weights(model), weights(toy()))
 
 
-def test_buffers_do_not_see_the_trial():
-    model = Outside()
+def test_a_trial_forward_does_not_update_buffers():
+    model = ReadsWeightsOutside()
     shifted = Shifted(model, list(model.parameters()))
     shifted.loss(lambda j: model(torch.arange(7)).mean(), 0, 1, 0.1)
     assert model.seen.item() == 1
 
 
-def test_forward_passes_only():
+def test_an_iteration_builds_no_autograd_graph():
     model = toy()
     graphs = []
 
@@ -187,8 +187,8 @@ def test_forward_passes_only():
     assert all(p.grad is None for p in model.parameters())
 
 
-class Live(TorchDispatchMode):
-    """The most bytes that tensors made within held at once, beside the model's: storages by their finalizers."""
+class PeakOfBytes(TorchDispatchMode):
+    """Measures the peak of bytes of all new tensors, without the model's. Finalizers of storages count the freed bytes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -211,14 +211,14 @@ class Live(TorchDispatchMode):
         self.now -= nbytes
 
 
-def test_memory_is_that_of_inference_and_the_largest_layer():
-    """Sixteen layers of 1 MB: what an iteration allocates stays below four of them, so far below the weights once more."""
+def test_an_iteration_allocates_a_few_of_the_largest_layer():
+    """Sixteen layers of 1 MB: the peak stays below five of them, so far below another copy of the weights."""
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)])
     x = torch.ones(1, 512)
     layer = 512 * 512 * 4
     (group,) = tw.ThreadGroup.create(1)
     tuner = METHOD.attach(model, METHOD.optimizer(model, 0.01), group)
-    with Live(model) as live:
+    with PeakOfBytes(model) as live:
         tuner.iterate(lambda j: model(x).mean())
     assert layer <= live.peak < 5 * layer < 16 * layer
 
@@ -226,8 +226,8 @@ def test_memory_is_that_of_inference_and_the_largest_layer():
 # ---- an iteration
 
 
-def test_a_byte_is_as_good_as_a_float_on_a_quadratic():
-    """Three replicas, 30 dimensions: after 800 iterations both losses are small, and within a factor of two."""
+def test_bytes_reach_nearly_the_loss_of_floats_on_a_quadratic():
+    """Three replicas, 30 dimensions: after 800 iterations both losses are small and within a factor of two."""
     scale = torch.linspace(0.5, 2.0, 30)
     x = {"byte": torch.ones(30), "float": torch.ones(30)}
     lr, eps = 0.012, 1e-3
@@ -246,21 +246,21 @@ def test_a_byte_is_as_good_as_a_float_on_a_quadratic():
     assert losses["float"] < 1e-2 and losses["byte"] < 2 * losses["float"] + 1e-4, losses
 
 
-def test_it_learns():
+def test_training_reduces_the_loss():
     trips = tour(METHOD, 2, steps=150)
     x, y = batch(0, 9, 9, 256)
     assert ((trips[0].at_work.model(x) - y) ** 2).mean() < 0.7 * ((toy()(x) - y) ** 2).mean()
 
 
-def test_values_are_divided_by_the_root_of_their_number():
-    """And only by those that are values: n = 2 here, of four bytes."""
+def test_an_update_is_divided_by_the_root_of_the_number_of_valid_values():
+    """Two of the four bytes are valid values."""
     x, z = torch.zeros(5), [normals(direction(0, 7, name, 0), 0, 5) for name in ("a", "b")]
     known = apply([x], Entry(0.5, ("a", "b"), bytes([encode(1.0), INVALID, encode(-1.0), INVALID])), 0, 7)
     assert known == 2 and torch.allclose(x, (z[1] - z[0]) * 0.5 / math.sqrt(2))
 
 
-def test_parts_of_a_tensor_make_the_tensor():
-    """A large tensor, a slice of it, and one that is not contiguous: element i gets draw i of the stream."""
+def test_updates_do_not_depend_on_the_split_or_layout_of_tensors():
+    """Element i gets draw i of the stream in a large tensor, in two parts of it, and in a tensor that is not contiguous."""
     entry = Entry(0.1, ("a",), bytes([encode(1.0)]))
     whole, first, rest = torch.zeros(600, 1000), torch.zeros(300_000), torch.zeros(300, 1000)
     apply([whole], entry, 0, 0)
@@ -271,7 +271,7 @@ def test_parts_of_a_tensor_make_the_tensor():
     assert same_bits(crossed.contiguous(), whole)
 
 
-def test_an_optimizer_that_is_more_than_sgd_is_refused():
+def test_optimizers_other_than_plain_sgd_are_refused():
     (group,) = tw.ThreadGroup.create(1)
     model = toy()
     own = [p for p in model.parameters() if p.requires_grad]
@@ -287,7 +287,7 @@ def test_an_optimizer_that_is_more_than_sgd_is_refused():
 @pytest.mark.parametrize(
     "settings", [{"samples": 0}, {"samples": 5000}, {"samples": True}, {"radius": 0.0}, {"radius": math.nan}]
 )
-def test_settings_that_cannot_work(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(tw.ConfigurationError, match="are needed"):
         JustOneByte(**settings)
 
@@ -299,7 +299,7 @@ def test_a_loss_of_several_numbers_is_refused():
         METHOD.attach(model, METHOD.optimizer(model, 0.01), group).iterate(lambda j: model(batch(0, 0, 0)[0]))
 
 
-def test_learning_rates_that_differ_are_found_out():
+def test_different_learning_rates_are_detected():
     def replica(group: tw.Group) -> None:
         trip = attach(Tour(METHOD), group)
         trip.at_work.optimizer.param_groups[0]["lr"] = 0.1 * (1 + group.rank)
@@ -309,7 +309,7 @@ def test_learning_rates_that_differ_are_found_out():
         tw.run_threads(2, replica)
 
 
-# ---- who joins, leaves, fails and returns
+# ---- replicas that join, leave, fail and return
 
 
 def replayed(log: Log, upto: int | None = None) -> Tensor:
@@ -319,7 +319,7 @@ def replayed(log: Log, upto: int | None = None) -> Tensor:
     return weights(model)
 
 
-def test_the_log_is_the_run():
+def test_the_replayed_log_has_the_bits_of_the_run():
     trips = tour(METHOD, 3, steps=6)
     log = trips[1].at_work.log
     assert all(same_bits(replayed(log, upto), trips[2].weights[upto - 1]) for upto in range(1, 7))
@@ -329,8 +329,8 @@ def test_the_log_is_the_run():
 
 
 @pytest.mark.parametrize("snapshot", [0, 3])
-def test_a_late_joiner_takes_the_log_and_nothing_else(snapshot):
-    """From the first weights, or from a checkpoint of the third iteration."""
+def test_a_late_replica_needs_only_the_log(snapshot):
+    """It begins with the first weights or with a checkpoint of iteration 3."""
     early, late = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
     made, seen = Tour(METHOD, names=("a", "b")), {}
 
@@ -349,7 +349,7 @@ def test_a_late_joiner_takes_the_log_and_nothing_else(snapshot):
         alone = tw.ThreadGroup.create(1, 20.0)[0]
         trip = attach(Tour(METHOD, names=("late",)), alone)
         if snapshot:
-            done = tour(METHOD, 2, steps=3, names=("a", "b"))  # the same run up to there
+            done = tour(METHOD, 2, steps=3, names=("a", "b"))  # the same run up to iteration 3
             trip = attach(Tour(METHOD, names=("late",)), alone, done[0].at_work.model)
             trip.at_work.load_state(*done[0].at_work.state())
         trip.at_work.meet(group, ("a", "b", "late"))
@@ -363,8 +363,8 @@ def test_a_late_joiner_takes_the_log_and_nothing_else(snapshot):
     assert [e.names for e in seen[0].at_work.log.entries] == [("a", "b")] * 5 + [("a", "b", "late")] * 4
 
 
-class Torn:
-    """Replica 1's message to replica 0 is lost with the link in iteration `at`; to replica 2 it arrives, which applies and ends."""
+class FailingLink:
+    """A group whose link fails in iteration `at`: replica 1's packet reaches replica 2, which applies it, but not replica 0."""
 
     def __init__(self, group: tw.Group, at: int, applied: threading.Event) -> None:
         self.group, self.rank, self.size, self.at, self.posts, self.applied = (
@@ -381,9 +381,9 @@ class Torn:
             self.posts += 1
             if self.posts > self.at and self.rank == 1:
                 self.group.post(tag, {2: send[2]}, {}, purpose)
-                assert self.applied.wait(600.0)  # else the link would be gone before 2 had all
+                assert self.applied.wait(600.0)  # keep the link until replica 2 has all packets
                 raise tw.LinkError("torn")
-            if self.posts > self.at + 1:  # only 2 comes here
+            if self.posts > self.at + 1:  # only replica 2 gets this far
                 self.applied.set()
                 raise tw.LinkError("torn")
         return self.group.post(tag, send, recv, purpose, sized)
@@ -392,13 +392,13 @@ class Torn:
         self.group.close()
 
 
-def test_an_iteration_that_failed_for_some_is_taken_from_the_log_of_others():
-    """Replica 2 has all three packets and applies; 0 lacks one. Without 1 they meet, and 0 takes what 2 has done."""
+def test_an_iteration_that_reached_one_replica_is_taken_from_its_log():
+    """Replica 2 has all three packets and applies them; replica 0 lacks one and takes the iteration from replica 2's log."""
     first, second = tw.ThreadGroup.create(3, 60.0), tw.ThreadGroup.create(2, 60.0)
     made, seen, applied = Tour(METHOD, names=("a", "b", "c")), {}, threading.Event()
 
     def replica(group: tw.Group) -> None:
-        trip = attach(made, Torn(first[group.rank], 3, applied))
+        trip = attach(made, FailingLink(first[group.rank], 3, applied))
         with pytest.raises(tw.LinkError):
             go_on(made, trip, first[group.rank], 8)
         first[group.rank].close()
@@ -415,8 +415,8 @@ def test_an_iteration_that_failed_for_some_is_taken_from_the_log_of_others():
     assert survivors[0].at_work.log.entries[4].names == ("a", "c")
 
 
-def test_one_that_went_on_alone_is_refused():
-    """It did iterations that the others did without it; from the first weights it may come back."""
+def test_a_replica_that_iterated_alone_is_refused():
+    """Both replicas made iterations without the other, so their logs differ."""
     both, alone, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(1), tw.ThreadGroup.create(2, 20.0)
     made = Tour(METHOD, names=("a", "b"))
 
@@ -438,7 +438,7 @@ def test_one_that_went_on_alone_is_refused():
         tw.run_threads(2, replica)
 
 
-def test_other_first_weights_are_refused_once_a_run_is_on():
+def test_a_joining_replica_with_other_first_weights_is_refused():
     both, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
     made = Tour(METHOD, names=("a", "b"))
 
@@ -466,7 +466,7 @@ def test_other_first_weights_are_refused_once_a_run_is_on():
         lambda tensors, facts: tensors.update(members=tensors["members"] - 1),
     ],
 )
-def test_a_log_that_cannot_be_read(spoil):
+def test_an_invalid_log_is_refused(spoil):
     tensors, facts = tour(METHOD, 2, steps=3)[0].at_work.log.state()
     spoil(tensors, facts)
     with pytest.raises(tw.CheckpointError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""The laws of an aggregate, for each in the table; and that one which is not the default is used and compared."""
+"""The laws of every aggregate in the table of pieces, and the use of an aggregate other than the default in a strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODECS = [tw.codecs.Identity(), TopK(0.3, tw.codecs.Identity()), E3M0(32)]
 
 
 def packets(codec: tw.codecs.Codec, begin: int = 0, end: int = NUMEL, of: int = SIZE) -> list[Values]:
-    """What `of` replicas say of a range, where some values are 0."""
+    """The packets of `of` replicas for a range of values, some of which are 0."""
     found = []
     for rank in range(of):
         generator = torch.Generator().manual_seed(rank)
@@ -34,7 +34,7 @@ def packets(codec: tw.codecs.Codec, begin: int = 0, end: int = NUMEL, of: int = 
 
 
 def estimate(aggregate: Aggregate, values: list[Values], weights: list[float] | None = None) -> Tensor:
-    """As an exchange takes it: with inner products first, where it needs them."""
+    """The estimate as an exchange makes it: an aggregate that needs inner products gets them first."""
     out = torch.zeros(values[0].numel)
     if aggregate.needs_products:
         before = aggregate.init(len(out), len(values))
@@ -45,7 +45,7 @@ def estimate(aggregate: Aggregate, values: list[Values], weights: list[float] | 
     return out
 
 
-def bears(aggregate: Aggregate, size: int) -> bool:
+def accepts(aggregate: Aggregate, size: int) -> bool:
     try:
         aggregate.check(size)
     except tw.ConfigurationError:
@@ -55,8 +55,8 @@ def bears(aggregate: Aggregate, size: int) -> bool:
 
 @over("codec", CODECS)
 @over("row", AGGREGATES)
-def test_of_one_replica_it_makes_what_that_says(row, codec):
-    if "clips" in row.claims or not bears(row.piece, 1):
+def test_the_estimate_of_one_replica_is_its_packet(row, codec):
+    if "clips" in row.claims or not accepts(row.piece, 1):
         return
     (one,) = packets(codec, of=1)
     assert same_bits(estimate(row.piece, [one]), one.decoded())
@@ -64,7 +64,7 @@ def test_of_one_replica_it_makes_what_that_says(row, codec):
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
-def test_where_all_say_the_same_that_is_the_estimate(row):
+def test_the_estimate_of_equal_packets_is_that_packet(row):
     (one,) = packets(tw.codecs.Identity(), of=1)
     weights = [0.5, 0.25, 0.125, 0.125, 0.0, 0.0, 0.0]
     if "clips" not in row.claims:
@@ -73,7 +73,7 @@ def test_where_all_say_the_same_that_is_the_estimate(row):
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
-def test_a_range_by_itself_is_as_in_the_whole(row):
+def test_ranges_give_the_bits_of_the_whole_vector(row):
     if row.piece.needs_products:
         return
     whole = estimate(row.piece, packets(tw.codecs.Identity()))
@@ -82,11 +82,11 @@ def test_a_range_by_itself_is_as_in_the_whole(row):
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
-def test_linear_ones_may_be_taken_in_parts(row):
-    """Of three and four replicas, then of both by their sizes; and nothing else is called linear."""
+def test_only_linear_aggregates_equal_the_mean_of_their_parts(row):
+    """Three and four replicas first, then both estimates by their sizes. An aggregate is linear exactly where this agrees."""
     said = packets(tw.codecs.Identity())
-    said[6] = said[5]  # two that resemble each other
-    if not bears(row.piece, 3):
+    said[6] = said[5]  # two equal packets
+    if not accepts(row.piece, 3):
         assert not row.piece.linear
         return
     halves = [estimate(row.piece, said[:3]), estimate(row.piece, said[3:])]
@@ -96,7 +96,7 @@ def test_linear_ones_may_be_taken_in_parts(row):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_mean_is_the_sum_in_rank_order_to_the_last_bit(codec):
+def test_the_mean_has_the_bits_of_a_sum_in_rank_order(codec):
     said = packets(codec)
     total = torch.zeros(NUMEL)
     for one in said:
@@ -108,7 +108,7 @@ def test_the_mean_is_the_sum_in_rank_order_to_the_last_bit(codec):
     assert same_bits(estimate(tw.pieces.aggregate.Mean(), said, weights), total)
 
 
-def test_over_senders_is_worked_out_by_hand():
+def test_mean_over_senders_matches_values_by_hand():
     said = []
     for x in ([1.0, 0.0, 0.0, -2.0], [3.0, 5.0, 0.0, 4.0], [0.0, 1.0, 0.0, 4.0]):
         said.append(Values(tw.codecs.Identity(), torch.tensor(x).view(torch.uint8), Key(), 4))
@@ -117,7 +117,7 @@ def test_over_senders_is_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
-def test_in_training_it_is_what_the_codec_over_senders_is(exchange):
+def test_mean_over_senders_trains_like_the_codec_over_senders(exchange):
     made = replace(METHODS["over senders, in the air"], exchange=exchange)
     by_codec = replace(made, codec=tw.codecs.OverSenders(made.codec), aggregate=tw.pieces.aggregate.Mean())
     by_mean = replace(made, aggregate=tw.pieces.aggregate.Mean())
@@ -125,15 +125,15 @@ def test_in_training_it_is_what_the_codec_over_senders_is(exchange):
     assert same_bits(finals[0], finals[1]) and not same_bits(finals[0], finals[2])
 
 
-def test_only_another_one_is_named():
-    """So checkpoints and replicas of strategies that have none go on to fit."""
+def test_only_an_aggregate_other_than_the_default_is_printed():
+    """So older checkpoints and replicas, whose strategies name no aggregate, still match."""
     assert "aggregate" not in repr(tw.Strategy()) and tw.catalogue.parsing.parse(repr(tw.Strategy())) == tw.Strategy()
     other = tw.Strategy(aggregate=tw.pieces.aggregate.MeanOverSenders())
     assert "exchange=Direct(), aggregate=MeanOverSenders(), outer=Average()" in repr(other)
     assert tw.catalogue.parsing.parse(repr(other)) == other
 
 
-def test_replicas_with_different_ones_do_not_train():
+def test_replicas_with_different_aggregates_are_refused():
     def replica(group: tw.Group) -> None:
         model = toy()
         aggregate = tw.pieces.aggregate.Mean() if group.rank else tw.pieces.aggregate.MeanOverSenders()
@@ -143,6 +143,6 @@ def test_replicas_with_different_ones_do_not_train():
     tw.run_threads(2, replica, timeout=600.0)
 
 
-def test_who_comes_and_goes_needs_a_mean():
+def test_an_elastic_group_needs_a_mean_over_all():
     with pytest.raises(tw.ConfigurationError, match=r"MeanOverSenders\(\) is no mean over all"):
         check(tw.Strategy(aggregate=tw.pieces.aggregate.MeanOverSenders()))

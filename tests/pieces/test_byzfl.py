@@ -1,7 +1,7 @@
-"""Rules and attacks against byzfl 0.0.11's own outputs, recorded by tests/support/record_byzfl.py.
+"""Robust rules and attacks against the outputs of byzfl 0.0.11, recorded by tests/support/record_byzfl.py.
 
-Where byzfl defines a rule in another way it is named here: Krum takes one neighbour more (M − f − 1), MDA takes the first of equally
-narrow subsets. Bulyan, FoolsGold and the Flag Aggregator are not in it.
+byzfl differs in two rules: Krum counts one more neighbour (M − f − 1), and MDA takes the first of equally narrow subsets.
+byzfl has no Bulyan, no FoolsGold and no Flag Aggregator.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from thinwire.rng import Key
 from thinwire.testing.attacks import Scene, attack_of
 
 CASES = json.loads(Path(__file__).with_name("byzfl.json").read_text())["cases"]
-OTHERWISE = ("Krum(2)", "MultiKrum(2)", "MDA(2)")
-SAME = [text for text in CASES[0]["rules"] if text not in OTHERWISE]
+DIFFERENT = ("Krum(2)", "MultiKrum(2)", "MDA(2)")
+SAME = [text for text in CASES[0]["rules"] if text not in DIFFERENT]
 
 
 @pytest.mark.parametrize("text", SAME)
-def test_rules_are_byzfls(text):
+def test_rules_match_byzfl(text):
     for case in CASES:
         x, due = torch.tensor(case["vectors"]), torch.tensor(case["rules"][text])
         found = aggregated(parse(text), x)
         torch.testing.assert_close(found, due, rtol=2e-6, atol=2e-6)
 
 
-def test_krum_with_one_neighbour_more_is_byzfls():
-    """Its score is a mean of M − f − 1 squared distances: so ours for one liar fewer."""
+def test_krum_with_one_more_neighbour_matches_byzfl():
+    """byzfl's score is a mean of M − f − 1 squared distances: our score for one liar fewer."""
     for case in CASES:
         x = torch.tensor(case["vectors"])
         scores = krum_scores(squared_distances(x.double() @ x.double().T), range(len(x)), 1)
@@ -43,7 +43,7 @@ def test_krum_with_one_neighbour_more_is_byzfls():
         torch.testing.assert_close(x[order[:9]].mean(0), torch.tensor(case["rules"]["MultiKrum(2)"]))
 
 
-def test_mda_is_byzfls_up_to_ties():
+def test_mda_matches_byzfl_up_to_ties():
     for case in CASES:
         x = torch.tensor(case["vectors"])
         squared = squared_distances(x.double() @ x.double().T)
@@ -55,7 +55,7 @@ def test_mda_is_byzfls_up_to_ties():
 
 
 @pytest.mark.parametrize("text", list(CASES[0]["attacks"]))
-def test_attacks_are_byzfls(text):
+def test_attacks_match_byzfl(text):
     for case in CASES:
         honest = torch.tensor(case["vectors"])[:-2]
         said = attack_of(text).says(Scene(honest[0], honest, honest[0], Key(), 11, 2))

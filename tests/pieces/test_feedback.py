@@ -1,4 +1,4 @@
-"""Law 3 with a codec that drops: what was sent and what is held back are all that was."""
+"""Law 3 with lossy codecs: the sum of the estimates and the residual is the sum of the deltas."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def deltas(rounds: int, n: int = 101) -> torch.Tensor:
     return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
-def walk(
+def run_rounds(
     feedback: tw.pieces.feedback.Feedback, codec: tw.codecs.Codec, signals: torch.Tensor
 ) -> tuple[list, list, dict]:
-    """One replica: what was sent, the estimates, and the last state."""
+    """One replica's rounds: the sent values, the estimates and the last state."""
     state, sent, estimates = feedback.init(signals.shape[1]), [], []
     for number, delta in enumerate(signals):
         before = {name: value.clone() for name, value in state.items()}
@@ -46,10 +46,10 @@ def walk(
 
 @pytest.mark.parametrize("row", FEEDBACKS, ids=str)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_telescoping(row, codec):
-    """Σ estimates + e = Σ deltas where the row claims it, with any codec; and it fails where it does not."""
+def test_estimates_and_residual_sum_to_the_deltas(row, codec):
+    """Σ estimates + e = Σ deltas with any codec where the row claims `conserves`, and not elsewhere."""
     signals = deltas(30)
-    _, estimates, state = walk(row.piece, codec, signals)
+    _, estimates, state = run_rounds(row.piece, codec, signals)
     total = sum(estimates) + state.get("residual", 0)
     if "conserves" in row.claims:
         torch.testing.assert_close(total, signals.sum(0), rtol=1e-4, atol=1e-4)
@@ -58,34 +58,36 @@ def test_telescoping(row, codec):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_decay(codec):
+def test_the_residual_decays_by_beta(codec):
     """κ = 0, η = β: e_T = Σ β^(T−t) (s_t − c_t)."""
     signals = deltas(20)
-    sent, _, state = walk(tw.pieces.feedback.Feedback(0, 0.9, 0.9), codec, signals)
+    sent, _, state = run_rounds(tw.pieces.feedback.Feedback(0, 0.9, 0.9), codec, signals)
     due = sum(0.9 ** (19 - t) * (s - c) for t, (s, c) in enumerate(zip(signals.double(), sent)))
     torch.testing.assert_close(state["residual"].double(), due, rtol=1e-4, atol=1e-4)
 
 
 @feedbacks
-def test_with_a_codec_that_drops_nothing_there_is_nothing_to_do(feedback):
+def test_feedback_changes_nothing_with_a_lossless_codec(feedback):
     signals = deltas(10)
-    _, estimates, state = walk(feedback, tw.codecs.Identity(), signals)
+    _, estimates, state = run_rounds(feedback, tw.codecs.Identity(), signals)
     if feedback.alpha == 1:
         torch.testing.assert_close(torch.stack(estimates), signals, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(state.get("residual", torch.zeros(101)), torch.zeros(101), rtol=0, atol=1e-5)
 
 
-def test_a_reference_learns_a_constant():
-    """EF21 sends differences: of a delta that stays, everything arrives in time; without feedback only a tenth does."""
+def test_a_reference_converges_to_a_constant_delta():
+    """EF21 sends differences, so all of a constant delta arrives in time. Without feedback only a tenth arrives."""
     signals = deltas(1).expand(40, 101)
-    _, estimates, _ = walk(tw.pieces.feedback.Feedback(1, 0.0), tw.codecs.TopK(0.1, tw.codecs.Identity()), signals)
+    _, estimates, _ = run_rounds(
+        tw.pieces.feedback.Feedback(1, 0.0), tw.codecs.TopK(0.1, tw.codecs.Identity()), signals
+    )
     torch.testing.assert_close(estimates[-1], signals[0])
 
 
-def test_sparse_loco_is_its_listing():
+def test_decayed_feedback_follows_the_listing_of_sparse_loco():
     """E ← βE + Δ; send top-k of E; E ← E − sent (specification, j2)."""
     codec, signals, e = tw.codecs.ChunkedTopK(20, 3), deltas(12), torch.zeros(101)
-    sent, _, state = walk(tw.pieces.feedback.Feedback(0, 0.95, 0.95), codec, signals)
+    sent, _, state = run_rounds(tw.pieces.feedback.Feedback(0, 0.95, 0.95), codec, signals)
     for delta, got in zip(signals, sent):
         e = 0.95 * e + delta
         due = roundtrip(codec, e)
@@ -98,7 +100,7 @@ def test_sparse_loco_is_its_listing():
 
 
 def train(strategy: tw.Strategy, rounds: int, poisoned: int | None) -> list[tuple[torch.Tensor, dict]]:
-    """Three replicas, eight weights, SGD with lr 1 and gradients that are powers of two: after each step anchor and feedback."""
+    """The anchor and the feedback after each step of three replicas with eight weights, SGD (lr 1) and powers of two as gradients."""
 
     def replica(group: tw.Group) -> list[tuple[torch.Tensor, dict]]:
         model = nn.Linear(8, 1, bias=False)
@@ -127,14 +129,14 @@ def train(strategy: tw.Strategy, rounds: int, poisoned: int | None) -> list[tupl
 )
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("poisoned", [None, 5])
-def test_nothing_is_lost(row, codec, delay, poisoned):
-    """Σ moves of the anchor + mean of what is held back = mean progress, over a refused round too: its delta travels later."""
+def test_anchor_moves_and_residuals_sum_to_the_mean_progress(row, codec, delay, poisoned):
+    """Σ moves of the anchor + mean residual = mean progress, also over a refused round, whose delta is sent later."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, delay), codec=codec, feedback=row.piece, merge=tw.pieces.merge.Mix(0.0)
     )
     traces = train(strategy, 6, poisoned)
-    if delay == 0:  # with a delay the steps of a flight are dropped by merge 0
-        lost = {1: 3} if poisoned else {}  # replica 1 starts again at the end of its second period
+    if delay == 0:  # with a delay Mix(0) drops the steps during the flight
+        lost = {1: 3} if poisoned else {}  # replica 1 restarts from the anchor at the end of its second period
         progress = sum((19 - lost.get(rank, 0)) * 2.0 ** -torch.arange(8.0) * 2.0**-rank for rank in range(3)) / 3
         held = sum(trace[-1][1]["0.feedback.residual"] for trace in traces) / 3
         torch.testing.assert_close(1 - traces[0][-1][0] + held, progress, rtol=1e-5, atol=1e-5)
@@ -162,13 +164,13 @@ def test_nothing_is_lost(row, codec, delay, poisoned):
     ],
     ids=str,
 )
-def test_numbers_that_cannot_be(numbers):
+def test_invalid_coefficients_are_refused(numbers):
     with pytest.raises(tw.ConfigurationError, match="kappa 0 or 1, eta and beta"):
         tw.pieces.feedback.Feedback(*numbers)
     tw.pieces.feedback.Feedback(1, 0.0, 0.0, 1.0)
 
 
-def test_a_reference_needs_the_same_replicas():
+def test_a_reference_needs_a_fixed_group():
     needs = [tw.pieces.feedback.Feedback(*kept).needs_fixed_group for kept in ((0, 1.0), (1, 1.0))]
     assert needs[0] == "" and needs[1].startswith("keeps the mean of all references")
 

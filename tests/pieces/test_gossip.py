@@ -1,4 +1,4 @@
-"""The rules of gossip alone, against the numbers of their papers and of simulations: no carrier, fp64."""
+"""The gossip rules in fp64 without communication, against the numbers of their papers and of simulations."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from thinwire.topology import (
 )
 
 
-def play(rule, topology, x, rounds, *, train=None, codec=None, state=None, seed=0):
-    """`rounds` of the rule among the rows of x, all at once; `train(x, number)` gives θ. Rows and state after each."""
+def rounds_of(rule, topology, x, rounds, *, train=None, codec=None, state=None, seed=0):
+    """Yield x and the state after each of `rounds` rounds of the rule among the rows of x; `train(x, number)` gives θ."""
     state = rule.init(x) if state is None else state
     for number in range(rounds):
         theta = x if train is None else train(x, number)
@@ -66,7 +66,7 @@ def spread_of(x):
 # ---- NoLoCo
 
 
-def test_the_radius_is_the_published_table():
+def test_spectral_radii_match_the_published_table():
     alphas = (0.0, 0.3, 0.5, 0.7, 0.9)
     assert [round(radius_of_pairs(alpha, 0.7), 3) for alpha in alphas] == [0.545, 0.553, 0.7, 0.891, 1.098]
     assert [round(largest_pull(alpha), 2) for alpha in alphas] == [2.0, 1.82, 1.5, 1.02, 0.38]
@@ -77,11 +77,11 @@ def test_the_radius_is_the_published_table():
     ("momentum", "pull", "converges"),
     [(0.9, 0.1, True), (0.9, 0.3, True), (0.9, 0.5, False), (0.9, 0.7, False), (0.5, 0.7, True), (0.5, 2.0, False)],
 )
-def test_pairs_come_together_or_apart_as_the_radius_says(momentum, pull, converges):
-    """Pure consensus, 8 replicas: the rule itself, with what is refused passed by."""
+def test_pairs_converge_exactly_where_the_radius_is_below_one(momentum, pull, converges):
+    """Consensus without training among 8 replicas, without the check that refuses diverging settings."""
     rule = NoLoCo(momentum, 0.7, pull)
     x = normal(8, 20)
-    end, _ = last(play(rule, RandomPairs(), x, 300))
+    end, _ = last(rounds_of(rule, RandomPairs(), x, 300))
     assert (spread_of(end) < 0.1 * spread_of(x)) == converges == (rule.radius < 1)
     if converges:
         rule.check(RandomPairs(), Identity())
@@ -90,7 +90,7 @@ def test_pairs_come_together_or_apart_as_the_radius_says(momentum, pull, converg
             rule.check(RandomPairs(), Identity())
 
 
-def test_on_fixed_graphs_the_radius_is_that_of_the_weights():
+def test_the_radius_on_a_fixed_graph_follows_from_the_eigenvalues():
     """φ″ = (1 + α − γ(1 − λ))·φ′ − α·φ for each eigenvalue λ."""
     size, momentum, pull = 8, 0.9, 0.7
     weights = mixing(Ring(), size)
@@ -98,11 +98,11 @@ def test_on_fixed_graphs_the_radius_is_that_of_the_weights():
     for eigenvalue in np.sort(np.linalg.eigvalsh(weights))[:-1]:
         roots += list(np.abs(np.roots([1, -(1 + momentum - pull * (1 - eigenvalue)), momentum])))
     assert radius_of_rounds(momentum, pull, [weights]) == pytest.approx(max(roots), abs=1e-9)
-    assert max(roots) < 1  # on a ring, which is no random draw, DiLoCo's settings are stable
+    assert max(roots) < 1  # DiLoCo's settings are stable on a ring, which is fixed
     start = normal(size, 30)
-    end, _ = last(play(NoLoCo(momentum, pull), Ring(), start, 300))
+    end, _ = last(rounds_of(NoLoCo(momentum, pull), Ring(), start, 300))
     assert spread_of(end) < 1e-6 * spread_of(start)
-    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9)):  # by 2.3 a round, and by 1.3
+    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9)):  # by factors of 2.3 and 1.3 per round
         with pytest.raises(ConfigurationError, match="they diverge"):
             diverges.weights(Complete(), 8, 0, 0, 0)
 
@@ -112,16 +112,16 @@ def test_on_fixed_graphs_the_radius_is_that_of_the_weights():
     [(-0.1,), (1.0,), (0.5, 0.0), (0.5, math.inf), (0.5, 0.7, 0.0), (0.5, 0.7, math.inf), (math.nan,)],
     ids=str,
 )
-def test_numbers_of_noloco_that_cannot_be(numbers):
+def test_invalid_noloco_settings_are_refused(numbers):
     with pytest.raises(ConfigurationError, match=r"momentum in \[0, 1\), lr and pull above 0"):
         NoLoCo(*numbers)
 
 
-def test_noloco_with_one_partner_only_is_diloco():
-    """Two replicas are always a pair: their mean takes DiLoCo's heavy-ball steps."""
+def test_noloco_of_two_replicas_takes_the_steps_of_diloco():
+    """Two replicas are a pair in every round, so their mean takes DiLoCo's heavy-ball steps."""
     rule, x, momentum = NoLoCo(0.5, 0.7), normal(2, 5), torch.zeros(5, dtype=torch.float64)
     mean, steps = x.mean(0), [normal(2, 5, seed=seed) for seed in range(6)]
-    for number, (now, _) in enumerate(play(rule, RandomPairs(), x, 6, train=lambda x, n: x + steps[n])):
+    for number, (now, _) in enumerate(rounds_of(rule, RandomPairs(), x, 6, train=lambda x, n: x + steps[n])):
         momentum = 0.5 * momentum + 0.7 * steps[number].mean(0)
         mean = mean + momentum
         torch.testing.assert_close(now.mean(0), mean)
@@ -130,15 +130,15 @@ def test_noloco_with_one_partner_only_is_diloco():
 # ---- GASLoC
 
 
-def test_the_mean_of_gasloc_takes_diloco_s_steps_whatever_the_graph():
-    """Nesterov's, from any deltas; pairs agree or diverge as NoLoCo's radius says, for half of its vectors."""
+def test_the_mean_of_gasloc_takes_the_steps_of_diloco_on_any_graph():
+    """The steps are Nesterov's for any deltas. NoLoCo's radius tells whether pairs converge; GASLoC sends half as many vectors."""
     x, outer, anchor = normal(8, 5), Nesterov(0.7, 0.9), normal(8, 5).mean(0)
     state, steps = outer.init(anchor), [normal(8, 5, seed=seed) for seed in range(6)]
-    for number, (now, _) in enumerate(play(GASLoC(0.7, 0.9), Ring(), x, 6, train=lambda x, n: x + steps[n])):
+    for number, (now, _) in enumerate(rounds_of(GASLoC(0.7, 0.9), Ring(), x, 6, train=lambda x, n: x + steps[n])):
         anchor, state = outer.step(anchor, -steps[number].mean(0), state)
         torch.testing.assert_close(now.mean(0), anchor)
     for momentum, pull in ((0.9, 0.3), (0.5, 1.0)):
-        end, _ = last(play(GASLoC(0.7, momentum, pull), RandomPairs(), x, 300))
+        end, _ = last(rounds_of(GASLoC(0.7, momentum, pull), RandomPairs(), x, 300))
         assert spread_of(end) < 0.1 * spread_of(x)
     with pytest.raises(ConfigurationError, match=r"grows by 1\.098"):
         GASLoC(0.7, 0.9, 0.7).check(RandomPairs(), Identity())
@@ -156,10 +156,10 @@ def top_tenth(x):
     ("step", "bound"), [(0.05, 1e-4), (0.1, 1e-10), (0.2, 1e-20), (0.3, 1e-20), (0.5, None), (1.0, None)]
 )
 def test_choco_converges_for_small_steps_only(step, bound):
-    """Ring of 16, d = 200, the largest 10 %, 3,000 rounds; the mean stays in all cases that converge."""
+    """A ring of 16, d = 200, the largest 10 %, 3,000 rounds. Every case that converges keeps the mean."""
     rule, x = Choco(step), normal(16, 200)
     zeros = {"public": torch.zeros_like(x), "neighbours": torch.zeros_like(x)}
-    for now, _ in play(rule, Ring(), x, 3000, codec=top_tenth, state=zeros):
+    for now, _ in rounds_of(rule, Ring(), x, 3000, codec=top_tenth, state=zeros):
         if not torch.isfinite(now).all() or spread_of(now) > 1e6:
             break
     if bound is None:
@@ -168,7 +168,7 @@ def test_choco_converges_for_small_steps_only(step, bound):
         assert spread_of(now) < bound and float((now.mean(0) - x.mean(0)).abs().max()) < 1e-11
 
 
-def test_without_the_public_copy_a_sparse_codec_stops_far_away():
+def test_a_sparse_codec_without_public_copies_stays_far_from_consensus():
     x, weights = normal(16, 200), torch.from_numpy(mixing(Ring(), 16))
     now = x
     for _ in range(1000):
@@ -177,7 +177,7 @@ def test_without_the_public_copy_a_sparse_codec_stops_far_away():
     assert spread_of(now) > 1
 
 
-# ---- D-PSGD, gradient tracking and push-sum on quadratics of unlike optima
+# ---- D-PSGD, gradient tracking and push-sum on quadratics with different optima
 
 
 OPTIMA = normal(16, 10, seed=3)
@@ -188,10 +188,10 @@ def descend(lr):
 
 
 @pytest.mark.parametrize("rule", [AdaptThenCombine(), CombineThenAdapt()], ids=str)
-def test_the_mean_finds_the_optimum_and_the_distance_is_of_the_rate_squared(rule):
+def test_the_mean_reaches_the_optimum_and_the_distance_its_fixed_point(rule):
     ends = {}
     for lr, rounds in ((0.1, 300), (0.01, 3000)):
-        x, _ = last(play(rule, Ring(), normal(16, 10), rounds, train=descend(lr)))
+        x, _ = last(rounds_of(rule, Ring(), normal(16, 10), rounds, train=descend(lr)))
         assert float((x.mean(0) - OPTIMA.mean(0)).abs().max()) < 1e-12
         ends[lr] = spread_of(x)
     # fixed point: (I − W + lr·I)·(x − x̄) = lr·(b − b̄), or W times it where mixing comes last
@@ -204,8 +204,8 @@ def test_the_mean_finds_the_optimum_and_the_distance_is_of_the_rate_squared(rule
     assert 10 < ends[0.1] / ends[0.01] < 100
 
 
-def test_a_row_that_does_not_mix_biases_the_mean():
-    """The classic bug under faults: row-stochastic weights. They are refused where a topology would make them."""
+def test_row_stochastic_weights_bias_the_mean():
+    """A classic bug under faults: a replica that keeps its own weights leaves a matrix that is only row-stochastic."""
     weights = torch.from_numpy(mixing(Ring(), 16)).clone()
     weights[4] = torch.eye(16, dtype=torch.float64)[4]
     x = normal(16, 10)
@@ -215,7 +215,7 @@ def test_a_row_that_does_not_mix_biases_the_mean():
 
 
 def test_gradient_tracking_reaches_the_optimum_on_every_replica():
-    """The order of a round after each step: y follows the mean gradient, and Σy = Σg at all times."""
+    """The direction y tracks the mean gradient, and Σy = Σg after every step."""
     rule, lr, x = Tracking(), 0.05, normal(16, 10)
     state, weights = rule.init(x), torch.from_numpy(mixing(Ring(), 16))
     for _ in range(1500):
@@ -228,11 +228,11 @@ def test_gradient_tracking_reaches_the_optimum_on_every_replica():
     assert float((x - OPTIMA.mean(0)).abs().max()) < 1e-10
 
 
-def test_push_sum_finds_the_mean_where_plain_averaging_is_off():
+def test_push_sum_reaches_the_mean_where_plain_averaging_does_not():
     edges = (*((i, (i + 1) % 8) for i in range(8)), (0, 3), (0, 5), (2, 6))
     topology, x = Listed(edges, one_way=True), normal(8, 10)
     rule = PushSum()
-    end, state = last(play(rule, topology, x, 300, state={"weight": torch.ones(8, 1, dtype=torch.float64)}))
+    end, state = last(rounds_of(rule, topology, x, 300, state={"weight": torch.ones(8, 1, dtype=torch.float64)}))
     assert float((end - x.mean(0)).abs().max()) < 1e-12
     assert float(state["weight"].sum()) == pytest.approx(8) and bool((state["weight"] > 0).all())
     weights = torch.from_numpy(rule.weights(topology, 8, 0, 0, 0))
@@ -240,7 +240,7 @@ def test_push_sum_finds_the_mean_where_plain_averaging_is_off():
     assert float((plain - x.mean(0)).abs().max()) > 0.05
 
 
-# ---- what does not go together
+# ---- refused combinations
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_push_sum_finds_the_mean_where_plain_averaging_is_off():
     ],
     ids=str,
 )
-def test_refused(rule, topology, codec, said):
+def test_invalid_combinations_of_rule_topology_and_codec_are_refused(rule, topology, codec, said):
     with pytest.raises(ConfigurationError, match=said):
         rule.check(topology, codec)
 
@@ -268,13 +268,13 @@ def test_refused(rule, topology, codec, said):
     [(Ring(), 16, (0.949, 0.812)), (Ring(), 100, (0.9987, 0.9947)), (Mesh(10), 100, (0.9795, 0.9204))],
     ids=str,
 )
-def test_four_gossip_steps_are_the_published_table(topology, size, published):
-    """Four rounds of the rule without training are one with four steps: the slowest direction shrinks by λ⁴."""
+def test_four_gossip_steps_contract_as_in_the_published_table(topology, size, published):
+    """Four rounds without training equal one round with four steps: the slowest direction shrinks by λ⁴."""
     weights = mixing(topology, size)
     value, vectors = np.linalg.eigh(weights)
     slowest = torch.from_numpy(vectors[:, [-2]])
     assert float(value[-2]) == pytest.approx(published[0], abs=1e-3 if size == 16 else 1e-4)
-    after, _ = last(play(AdaptThenCombine(), topology, slowest, 4))
+    after, _ = last(rounds_of(AdaptThenCombine(), topology, slowest, 4))
     assert float(after.norm() / slowest.norm()) == pytest.approx(published[1], abs=1e-3 if size == 16 else 1e-4)
 
 
@@ -290,6 +290,6 @@ def test_four_gossip_steps_are_the_published_table(topology, size, published):
         (lambda: MGS().check(Ring(), E3M0()), "choose choco"),
     ],
 )
-def test_gossip_steps_that_cannot_be(made, said):
+def test_invalid_gossip_steps_are_refused(made, said):
     with pytest.raises(ConfigurationError, match=said):
         made()

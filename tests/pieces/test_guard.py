@@ -1,4 +1,4 @@
-"""The guard's test of norms, and what it does to a replica whose delta is out of all proportion."""
+"""The guard: its test of norms, and how it clips the delta of a replica that is far larger than the deltas before it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from thinwire.testing.toy import adamw, batch, inner_step, journey, same_bits, t
 FAR = 1e4
 
 
-def judged(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float]:
-    """The scale of each."""
+def scales_of(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float]:
+    """The scale of each norm."""
     state, scales = guard.init(), []
     for norm in norms:
         _, scale, state = guard.judged(norm, periods, state)
@@ -26,35 +26,37 @@ def judged(guard: Guard, norms: list[float], periods: float = 1.0) -> list[float
     return scales
 
 
-def test_a_norm_is_judged_by_those_before():
-    assert judged(Guard(warm_up=3), [1.0, 1.0, 50.0, 1.0, 1.0]) == [1.0] * 5, "what is learned first is not clipped"
-    assert judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.0, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
-    assert judged(Guard(z=0.5, warm_up=2), [1.0, 1.0, 1.25, 1.4])[2:] == [1.0, 0.5], "a strict one"
-    scales = judged(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.1, 300.0])
+def test_a_norm_is_compared_with_the_norms_before_it():
+    assert scales_of(Guard(warm_up=3), [1.0, 1.0, 50.0, 1.0, 1.0]) == [1.0] * 5, "what is learned first is not clipped"
+    assert scales_of(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.0, 1.0]) == [1.0] * 5, "the deviation counts half of the mean"
+    assert scales_of(Guard(z=0.5, warm_up=2), [1.0, 1.0, 1.25, 1.4])[2:] == [1.0, 0.5], "a strict one"
+    scales = scales_of(Guard(warm_up=3), [1.0, 1.0, 1.0, 3.1, 300.0])
     assert scales[3] == 0.25 and 0 < scales[4] < 1 / 128, "down to the mean, by a power of two"
     falling = [0.9**k for k in range(20)]
-    assert judged(Guard(), [*falling, 10 * falling[-1]])[-1] < 1, "it follows norms that fall"
-    assert judged(Guard(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == [1.0] * 8, "and a warm-up"
+    assert scales_of(Guard(), [*falling, 10 * falling[-1]])[-1] < 1, "it follows norms that fall"
+    assert scales_of(Guard(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]) == [1.0] * 8, "and a warm-up"
     wild = [1.0, 6.0, 0.5, 3.0, 8.0, 0.2, 5.0, 7.0, 9.0]
-    assert judged(Guard(), wild) == [1.0] * 9, "norms that differ much are let differ"
-    assert judged(Guard(), [1.0] * 5 + [10.0] * 12)[-1] == 1.0, "a lasting change is followed"
-    assert judged(Guard(), [0.0, 0.0, 0.0, 0.0, 5.0]) == [1.0] * 5, "where nothing was trained there is no proportion"
+    assert scales_of(Guard(), wild) == [1.0] * 9, "norms that differ much are let differ"
+    assert scales_of(Guard(), [1.0] * 5 + [10.0] * 12)[-1] == 1.0, "a lasting change is followed"
+    assert scales_of(Guard(), [0.0, 0.0, 0.0, 0.0, 5.0]) == [1.0] * 5, (
+        "where nothing was trained there is no proportion"
+    )
 
 
-def test_more_inner_steps_may_go_further():
+def test_the_limit_grows_with_the_number_of_inner_steps():
     _, _, state = Guard(warm_up=2).judged(1.0, 1.0, Guard().init())
     _, _, state = Guard(warm_up=2).judged(3.0, 3.0, state)
     limits = [Guard(warm_up=2).judged(1.0, periods, state).limit for periods in (0.1, 1.0, 4.0)]
     assert limits == [3.0, 3.0, 12.0]
 
 
-def test_norms_that_overflow_in_fp32_are_norms():
+def test_norms_are_taken_in_fp64():
     assert norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30)
     assert not norm_of(torch.tensor([1.0, float("nan")])) < float("inf")
 
 
 @pytest.mark.parametrize("wrong", [{"z": 0.0}, {"z": float("inf")}, {"warm_up": 1}, {"warm_up": 2.5}])
-def test_settings_that_cannot_work(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(tw.ConfigurationError, match="Guard"):
         Guard(**wrong)
 
@@ -75,7 +77,7 @@ RUNS = {
 
 
 def kick(replica: tw.Replica, step: int) -> None:
-    """Before step `KICKED`, replica 1 is thrown far away."""
+    """Before step `KICKED`, add `FAR` to all weights of replica 1."""
     if step == KICKED and replica.group.rank == 1:
         with torch.no_grad():
             for parameter in replica.model.parameters():
@@ -83,7 +85,7 @@ def kick(replica: tw.Replica, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_spike_is_clipped(name):
+def test_a_delta_far_above_the_norms_before_is_clipped(name):
     strategy = replace(RUNS[name], guard=SHORT)
     spiked = journey(strategy, 3, steps=20, before_step=kick)
     all_agree(spiked)
@@ -99,7 +101,7 @@ def test_a_spike_is_clipped(name):
     assert left < 10 and (off > 100 * left or name == "median")
 
 
-def test_it_is_saved_and_goes_on_and_an_older_checkpoint_has_none():
+def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
     strategy = replace(tw.streaming_sign(every=EVERY, delay=1, fragments=2), guard=SHORT)
 
     def replica(group: tw.Group) -> None:
@@ -120,7 +122,7 @@ def test_it_is_saved_and_goes_on_and_an_older_checkpoint_has_none():
     tw.run_threads(2, replica, timeout=600.0)
 
 
-def test_what_is_no_delta_is_not_looked_at():
+def test_only_strategies_that_send_deltas_have_a_guard():
     for strategy in (tw.recipes.power_sgd(), tw.recipes.noloco(), replace(tw.diloco(), guard=None)):
         assert not strategy.guards and "guard: off" in strategy.describe(toy(), 2)
     assert tw.diloco().guards and "guard" not in tw.diloco().describe(toy(), 2) + repr(tw.diloco())
@@ -128,7 +130,7 @@ def test_what_is_no_delta_is_not_looked_at():
     assert parse(repr(strict)) == strict != tw.diloco() and parse(repr(replace(strict, guard=None))).guard is None
 
 
-def test_the_option():
+def test_the_guard_option_is_parsed():
     for text, guard in ((None, Guard()), ("off", None), ("Guard(z=9)", Guard(z=9))):
         made = MethodSpec(guard=text).composition(0.0)
         assert isinstance(made, tw.Strategy) and made.guard == guard

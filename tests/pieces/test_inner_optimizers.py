@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: two gradients, one step, and nothing left behind."""
+"""Sharpness-aware minimisation: two gradients per step, and weights and buffers that the perturbation leaves unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RADIUS, LR = 0.3, 0.1
 
 
 class Quadratic(nn.Module):
-    """½·x'Ax, with x in two parameters, and a buffer that counts."""
+    """The loss ½·x'Ax with x in two parameters, and a buffer that counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ def by_two_calls(model: Quadratic, optimizer: SharpnessAware) -> float:
 
 
 @pytest.mark.parametrize("train", [by_closure, by_two_calls])
-def test_a_step_is_the_equation_and_leaves_nothing_behind(train) -> None:
-    """x − η·A·(x + ρ·Ax/‖Ax‖), with the norm over both parameters; the loss is that at x; buffers move once."""
+def test_a_step_follows_the_equation_and_moves_buffers_once(train) -> None:
+    """x − η·A·(x + ρ·Ax/‖Ax‖) with the norm over both parameters. The loss is the one at x."""
     model = Quadratic()
     optimizer = SharpnessAware(torch.optim.SGD(model.parameters(), lr=LR), model, RADIUS)
     for step in range(1, 4):
@@ -69,7 +69,7 @@ def test_a_step_is_the_equation_and_leaves_nothing_behind(train) -> None:
         assert float(model.calls) == step
 
 
-def test_without_radius_or_with_a_gradient_that_is_not_finite_weights_stay() -> None:
+def test_radius_zero_and_gradients_that_are_not_finite_perturb_no_weights() -> None:
     plain, sharp = Quadratic(), Quadratic()
     optimizers = SGD(0.9).make(plain, LR, 0.01), SAM(SGD(0.9), 0.0).make(sharp, LR, 0.01)
     assert isinstance(optimizers[1], SharpnessAware)
@@ -86,7 +86,7 @@ def test_without_radius_or_with_a_gradient_that_is_not_finite_weights_stay() -> 
         assert torch.equal(sharp.x, before)
 
 
-def test_a_backward_that_fails_leaves_the_weights_and_its_gradients_are_not_stepped_along() -> None:
+def test_a_failed_backward_restores_the_weights_and_forbids_the_step() -> None:
     model = Quadratic()
     optimizer = SAM(SGD()).make(model, LR, 0.0)
     assert isinstance(optimizer, SharpnessAware)
@@ -100,7 +100,7 @@ def test_a_backward_that_fails_leaves_the_weights_and_its_gradients_are_not_step
         optimizer.step()
 
 
-def test_what_is_refused() -> None:
+def test_invalid_settings_and_optimizers_are_refused() -> None:
     model = nn.Linear(2, 1)
     for wrong in (lambda: SAM(radius=-0.1), lambda: SAM(radius=float("inf")), lambda: SAM(SAM())):
         with pytest.raises(ConfigurationError, match=r"is needed|are usual"):

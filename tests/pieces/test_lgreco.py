@@ -1,4 +1,4 @@
-"""Codecs chosen by matrix: the table against all choices there are, never worse than uniform, agreed, saved, and what is refused."""
+"""L-GreCo, which chooses a codec per matrix: its search against all choices, its use in a run, and its refusals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from thinwire.testing.toy import journey, toy, weighs
 from thinwire.testing.values import encoded, roundtrip
 
 
-def drawn(seed, layers=5, options=5):
-    """Errors that fall and sizes that grow with the option's index, but for the first, which is in the middle."""
+def random_table(seed, layers=5, options=5):
+    """Errors that fall and sizes that grow with the index of the option. The middle option comes first: it is the default."""
     rng = random.Random(seed)
     scales = [10 ** rng.uniform(-2, 2) for _ in range(layers)]
     errors = [sorted((scale * rng.random() for _ in range(options)), reverse=True) for scale in scales]
@@ -32,31 +32,31 @@ def cost(table, choice):
     return sum(of[i] for of, i in zip(table, choice))
 
 
-def best(errors, sizes, most):
-    """By trying all."""
+def best_of_all(errors, sizes, most):
+    """The smallest size with an error of at most `most`, over all choices."""
     choices = itertools.product(*(range(len(of)) for of in errors))
     return min((cost(sizes, c) for c in choices if cost(errors, c) <= most), default=None)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
-def test_the_table_against_all_choices(alpha):
-    """Feasible, never larger than one option for all (where that is feasible), and hardly larger than the best there is."""
+def test_the_choice_is_feasible_and_close_to_the_best_of_all_choices(alpha):
+    """It is never larger than the uniform choice."""
     gaps = []
     for seed in range(40):
-        errors, sizes = drawn(seed)
+        errors, sizes = random_table(seed)
         uniform = [0] * len(errors)
         most = alpha * cost(errors, uniform)
         choice = choose(errors, sizes, most)
         assert cost(sizes, choice) <= cost(sizes, uniform)
         assert choice == uniform or cost(errors, choice) <= most
-        due = min(best(errors, sizes, most) or 10**9, cost(sizes, uniform))
+        due = min(best_of_all(errors, sizes, most) or 10**9, cost(sizes, uniform))
         gaps.append(cost(sizes, choice) / due - 1)
     assert min(gaps) >= 0 and sum(gaps) / len(gaps) < 0.002 and max(gaps) < 0.1
 
 
-def test_more_error_allowed_is_never_more_bytes():
+def test_a_larger_error_budget_never_takes_more_bytes():
     for seed in range(20):
-        errors, sizes = drawn(seed, layers=8)
+        errors, sizes = random_table(seed, layers=8)
         found = [
             cost(sizes, choose(errors, sizes, alpha * cost(errors, [0] * 8)))
             for alpha in (0.3, 0.6, 1.0, 1.5, 3.0, 9.0)
@@ -64,8 +64,8 @@ def test_more_error_allowed_is_never_more_bytes():
         assert found == sorted(found, reverse=True)
 
 
-def test_rounding_up_does_not_make_it_worse():
-    """Thirty equal layers: the uniform choice itself no longer fits in whole steps; it is kept."""
+def test_rounded_errors_make_no_choice_larger_than_the_uniform_one():
+    """The errors of thirty equal layers, rounded up to whole steps, exceed the budget: the uniform choice stays."""
     errors, sizes = [[1.0, 2.0, 0.5]] * 30, [[3, 2, 9]] * 30
     assert cost(sizes, choose(errors, sizes, 30.0)) <= 90
 
@@ -82,13 +82,13 @@ def test_rounding_up_does_not_make_it_worse():
         ([[0.0, 0.0]], [[10, 20]], 1.0),
     ],
 )
-def test_where_nothing_better_is_feasible_all_have_the_same(errors, sizes, most):
+def test_the_uniform_choice_stays_where_nothing_better_is_feasible(errors, sizes, most):
     assert choose(errors, sizes, most) == [0] * len(errors)
 
 
-def test_one_layer_has_the_default():
-    """Nothing smaller loses as little; nothing larger is wanted."""
-    errors, sizes = drawn(3, layers=1)
+def test_one_layer_keeps_the_default():
+    """No smaller option has as little error."""
+    errors, sizes = random_table(3, layers=1)
     assert choose(errors, sizes, errors[0][0]) == [0]
 
 
@@ -96,7 +96,7 @@ def test_one_layer_has_the_default():
 
 
 def stack(*energies):
-    """Matrices of 64 × 64 with unlike spectra and sizes of values, flat; and their shapes."""
+    """Flat matrices of 64 × 64 with different spectra and scales, and their shapes."""
     draw = torch.Generator().manual_seed(0)
     made = []
     for number, energy in enumerate(energies):
@@ -109,8 +109,8 @@ def stack(*energies):
 @pytest.mark.parametrize(
     "codec", [tw.codecs.TopK(0.05), tw.codecs.LowRank(4), tw.codecs.Int(4, 64), tw.codecs.ChunkedTopK(64, 4)], ids=str
 )
-def test_never_worse_than_one_codec_for_all(codec):
-    """By what is really encoded: fewer bytes, and no more error, for each kind of codec."""
+def test_the_choice_has_fewer_bytes_and_no_more_error_than_one_codec_for_all(codec):
+    """Measured on encoded and decoded values, for each kind of codec."""
     x, shapes = stack(1.0, 0.01, 3.0, 0.1, 0.3, 0.03)
     each, policy = tw.codecs.Each(codec).fitted(shapes), tw.pieces.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
@@ -123,7 +123,7 @@ def test_never_worse_than_one_codec_for_all(codec):
     assert lost(chosen) <= lost(each) * (1 + 1e-6)
 
 
-def test_a_tensor_that_matters_less_is_compressed_harder():
+def test_a_tensor_of_small_values_gets_fewer_bytes():
     x, shapes = stack(1.0, 1e-4)
     each, policy = tw.codecs.Each(tw.codecs.TopK(0.05)).fitted(shapes), tw.pieces.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
@@ -132,20 +132,20 @@ def test_a_tensor_that_matters_less_is_compressed_harder():
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 3e38])
-def test_signals_of_any_size_decide_something(value):
+def test_signals_of_any_size_give_a_decision(value):
     each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8))), tw.pieces.lgreco.LGreCo()
     told = policy.decide(each, lambda begin, end: torch.full((128,), value)[begin:end], 128, Key())
     policy.told(each, told)
     assert value == 3e38 or not told.any()
 
 
-def test_without_matrices_there_is_nothing_to_decide():
+def test_a_fragment_without_matrices_sends_no_decision():
     each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), tw.pieces.lgreco.LGreCo()
     assert policy.tells(each, 0) == 0 and policy.at(each, 9, 5, policy.init(each)) == each
 
 
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
-def test_what_a_peer_tells_is_not_believed(told):
+def test_an_invalid_decision_of_a_peer_is_refused(told):
     each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
     with pytest.raises(tw.PacketError, match="whole numbers below 11 are needed"):
         tw.pieces.lgreco.LGreCo().told(each, torch.tensor(told))
@@ -171,8 +171,8 @@ RANKS = tw.Strategy(
 @pytest.mark.parametrize(
     "strategy", [METHODS["codecs by matrix, in the air"], METHODS["l_greco"], BITS, RANKS], ids=str
 )
-def test_all_replicas_go_by_replica_0(strategy):
-    """The choices change in a run, are the same on all replicas, and each departure weighs what they say."""
+def test_all_replicas_use_the_choices_of_replica_0(strategy):
+    """The choices change during a run, are equal on all replicas and give the bytes of each departure."""
     journeys = journey(strategy, 3)
     fragments = strategy.partition.fragments(toy())
     known = [[e["known"]["chosen"].tolist() for e in one.heard("depart")] for one in journeys]
@@ -183,8 +183,8 @@ def test_all_replicas_go_by_replica_0(strategy):
 
 
 @dataclass(frozen=True)
-class Listening(tw.pieces.lgreco.LGreCo):
-    """Keeps what it decides on."""
+class RecordingLGreCo(tw.pieces.lgreco.LGreCo):
+    """L-GreCo that records the signals on which it decides."""
 
     heard: list[torch.Tensor] = field(default_factory=list)
 
@@ -193,9 +193,9 @@ class Listening(tw.pieces.lgreco.LGreCo):
         return super().decide(codec, signal, numel, key)
 
 
-def test_it_is_decided_on_what_is_encoded():
-    """On delta + residual: with feedback the second round's signal holds what the first round's codec has left."""
-    policy = Listening(window=1)
+def test_decisions_use_the_delta_plus_the_residual():
+    """With feedback the signal of the second round contains the error of the first round's codec."""
+    policy = RecordingLGreCo(window=1)
     journey(
         tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK(0.1)), policy=policy, feedback=tw.pieces.feedback.Feedback()),
         1,
@@ -207,8 +207,8 @@ def test_it_is_decided_on_what_is_encoded():
     assert float(policy.heard[1] @ left) > 0.5 * float(left @ left)
 
 
-def test_a_dropped_round_decides_nothing():
-    """The first round of a run is dropped: all keep what they knew, and decide again when it is due."""
+def test_a_refused_round_changes_no_choice():
+    """The first round is refused: all replicas keep their choices and decide again at the next due round."""
 
     def before_step(replica, step):
         if step == 1 and replica.group.rank == 1:
@@ -221,8 +221,8 @@ def test_a_dropped_round_decides_nothing():
     assert min(e["round"] for e in calm.heard("depart") if bool(e["known"]["chosen"].any())) == 1
 
 
-def test_a_choice_names_its_packets():
-    """Replicas that went by other choices would be found out: the chosen codecs are part of the codec's name on the wire."""
+def test_chosen_codecs_are_part_of_the_packet_identity():
+    """So a replica with other choices is detected by its packets."""
     from thinwire.packet import identity
 
     each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
@@ -258,6 +258,6 @@ def test_a_choice_names_its_packets():
         (lambda: tw.codecs.Each(tw.codecs.Sign(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),) * 2), "2 chosen codecs for 1 matrices"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(make, message):
+def test_invalid_settings_and_combinations_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()

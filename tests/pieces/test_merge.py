@@ -1,4 +1,4 @@
-"""`Keep`: the anchor, and on it what was trained during the flight."""
+"""Merges: `Keep` adds the steps of the flight to the anchor, `Mix` is an average, and each merge declares its properties."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
+from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 
 EVERY, DELAY = 4, 2
 
 
 def rounds(merge, delay):
-    """Of each replica: its weights after every inner step, and its anchors."""
+    """The weights of each replica after every inner step, and its anchors."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(EVERY, delay), merge=merge)
 
     def replica(group):
@@ -28,9 +28,12 @@ def rounds(merge, delay):
     return tw.run_threads(2, replica, timeout=600.0)
 
 
-def test_the_steps_of_the_flight_are_kept_whole():
-    """Up to the landing nothing differs from `Mix(0)`, which throws them away: with it the replicas are one after the landing, with
-    `Keep` they are as far from the mean of what departed as they went during the flight."""
+def test_keep_adds_the_steps_of_the_flight_to_the_anchor():
+    """Until the landing the runs of `Keep` and `Mix(0)` are equal.
+
+    `Mix(0)` drops the steps of the flight, so the landing sets the replicas to the mean of the departed weights. `Keep` adds to
+    this mean the steps of the flight.
+    """
     kept, thrown = rounds(tw.pieces.merge.Keep(), DELAY), rounds(tw.pieces.merge.Mix(0.0), DELAY)
     landing = EVERY + DELAY
     mean = (kept[0][0][EVERY] + kept[1][0][EVERY]) / 2
@@ -38,26 +41,25 @@ def test_the_steps_of_the_flight_are_kept_whole():
         assert all(torch.equal(a, b) for a, b in zip(seen[:landing], other[:landing]))
         torch.testing.assert_close(other[landing], mean, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(seen[landing], mean, atol=1e-4)
-    alone = rounds(tw.pieces.merge.Mix(1.0), DELAY)  # lands nothing: the flight as it was trained
+    alone = rounds(tw.pieces.merge.Mix(1.0), DELAY)  # takes nothing from the anchor: the local steps alone
     for (seen, _), (own, _) in zip(kept, alone):
         torch.testing.assert_close(seen[landing], mean + own[landing] - own[EVERY], rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_flight_it_is_the_anchor():
-    """Bit for bit as `Mix(0)`."""
+def test_keep_without_a_delay_has_the_bits_of_mix_0():
     for (a, _), (b, _) in zip(rounds(tw.pieces.merge.Keep(), 0), rounds(tw.pieces.merge.Mix(0.0), 0)):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
 
 
-class Least(tw.pieces.merge.Merge):
-    """Only what must be written."""
+class Undeclared(tw.pieces.merge.Merge):
+    """A merge that declares nothing beyond the defaults."""
 
     def __repr__(self):
         return "Least()"
 
 
 DECLARED = [  # whole_period, eager, forgets, keeps_flight, and whether replicas may come and go
-    (Least(), (False, False, False, False, False)),
+    (Undeclared(), (False, False, False, False, False)),
     (tw.pieces.merge.Mix(), (False, False, True, False, True)),
     (tw.pieces.merge.Mix(0.5), (False, False, False, False, True)),
     (tw.pieces.merge.Keep(), (False, False, False, True, True)),
@@ -67,19 +69,26 @@ DECLARED = [  # whole_period, eager, forgets, keeps_flight, and whether replicas
 
 
 @pytest.mark.parametrize(("merge", "declared"), DECLARED, ids=str)
-def test_what_it_declares(merge, declared):
+def test_merges_declare_their_properties(merge, declared):
     open_ = merge.needs_fixed_group == ""
     assert (merge.whole_period, merge.eager, merge.forgets, merge.keeps_flight, open_) == declared
 
 
-def test_why_replicas_may_not_come_and_go():
+def test_merges_that_need_a_fixed_group_say_why():
     assert tw.pieces.merge.Reset().needs_fixed_group.startswith("needs rounds that take a whole period")
-    assert Least().needs_fixed_group.startswith("does not declare") and Least().alpha == 0.0
+    assert Undeclared().needs_fixed_group.startswith("does not declare") and Undeclared().alpha == 0.0
     with pytest.raises(tw.ConfigurationError, match="has no into"):
-        Least().into(torch.zeros(1), torch.zeros(1))
+        Undeclared().into(torch.zeros(1), torch.zeros(1))
 
 
-def test_a_mix_by_hand():
+def test_mix_weights_the_local_value_and_the_anchor():
+    """θ ← αθ + (1−α)·anchor; α = 0 gives the bits of the anchor and α = 1 those of the local value."""
+    local, anchor = torch.randn(1000), torch.randn(1000)
+    for alpha in (0.0, 0.25, 0.5, 1.0):
+        mixed = local.clone()
+        tw.pieces.merge.Mix(alpha).into(mixed, anchor)
+        torch.testing.assert_close(mixed, alpha * local + (1 - alpha) * anchor)
+        assert alpha not in (0.0, 1.0) or same_bits(mixed, local if alpha else anchor)
     for alpha, due in ((0.0, [5.0, 6.0]), (0.25, [4.0, 5.0]), (1.0, [1.0, 2.0])):
         parameter, anchor = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([5.0, 6.0])
         tw.pieces.merge.Mix(alpha).into(parameter, anchor)

@@ -1,4 +1,4 @@
-"""Numbers of outer steps: which there may be, and what follows from them. Recursions: test_pieces.py; the penalty: runtime/test_late.py."""
+"""Settings of outer steps: valid ranges and consequences. Recursions: test_pieces.py; the penalty: runtime/test_late.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.outer import DelayedNesterov, HeavyBall, Nesterov
 
 
-def test_a_momentum_of_0_is_none_and_1_is_too_much() -> None:
+def test_momentum_0_keeps_no_state_and_momentum_1_is_refused() -> None:
     anchor = torch.ones(2)
     assert Nesterov(0.5, 0.0).init(anchor) == {} and set(Nesterov(0.5, 0.9).init(anchor)) == {"momentum"}
     assert set(DelayedNesterov(0.5, 0.0, 1).init(anchor)) == {"momentum", "sum", "count"}
@@ -24,7 +24,7 @@ def test_a_momentum_of_0_is_none_and_1_is_too_much() -> None:
         DelayedNesterov(0.5, 0.9, 0)
 
 
-def test_one_step_of_so_many_moves_the_momentum() -> None:
+def test_delayed_nesterov_moves_its_momentum_once_in_updates_steps() -> None:
     outer, x = DelayedNesterov(lr=1.0, momentum=0.5, updates=2), torch.zeros(1)
     state, seen = outer.init(x), []
     for delta in (1.0, 2.0, 3.0):
@@ -33,7 +33,7 @@ def test_one_step_of_so_many_moves_the_momentum() -> None:
     assert seen == [([-1.0], [0.0], [1.0], [1.0]), ([-4.5], [3.0], [0.0], [0.0]), ([-7.5], [3.0], [3.0], [1.0])]
 
 
-def test_a_heavy_ball_with_a_gap_of_any_size_needs_a_whole_period() -> None:
+def test_a_heavy_ball_with_any_gap_needs_a_whole_period() -> None:
     assert [HeavyBall(gap=gap).needs_whole_period for gap in (0.0, 0.1, 1.0)] == [False, True, True]
     assert [HeavyBall(gap=gap, clip=clip).linear for gap, clip in ((0.0, None), (0.1, None), (0.0, 1.0))] == [
         True,

@@ -1,4 +1,4 @@
-"""A file of the user's own as a run file keeps it. In runs: tests/lm/test_own_pieces.py."""
+"""How a run file names a user's own Python file. Runs with such files: tests/lm/test_own_pieces.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.own_files import pinned_file, taken_apart
 
 
-def test_a_file_is_pinned_by_its_whole_path_and_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A digest that is there stays, whatever the file holds by now."""
+def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An already pinned file keeps its digest when its content changes."""
     monkeypatch.chdir(tmp_path)
     file, content = tmp_path / "mine.py", b"HERE = 1\n"
     file.write_bytes(content)

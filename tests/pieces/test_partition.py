@@ -1,4 +1,4 @@
-"""Law 4: every parameter travels exactly once a cycle, whatever its size, shape, dtype or layout."""
+"""Law 4: every parameter is exchanged exactly once per cycle, for any size, shape, dtype and layout."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Layer(nn.Module):
     pass
 
 
-class Odd(nn.Module):
-    """A model that is nothing but parameters: layers of them, some outside, some tied."""
+class ModelOfParameters(nn.Module):
+    """A model of parameters in layers, with one outside the layers and tied ones."""
 
     def __init__(self, specification: Specification, tied: list[int]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ parameter = st.tuples(
     st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS), st.booleans() | st.just(True)
 )
 models = st.builds(
-    Odd,
+    ModelOfParameters,
     st.lists(st.lists(parameter, max_size=4), min_size=1, max_size=6),
     st.lists(st.integers(0, 20), max_size=3, unique=True),
 )
@@ -70,7 +70,7 @@ partitions = st.one_of(
 
 @given(models, partitions)
 @settings(max_examples=300)
-def test_law_4_each_parameter_once(model, partition):
+def test_law_4_each_parameter_is_in_one_fragment(model, partition):
     try:
         fragments = partition.fragments(model)
     except tw.ConfigurationError as error:
@@ -91,7 +91,7 @@ def test_law_4_each_parameter_once(model, partition):
 @given(models, partitions, st.sampled_from([tw.codecs.Identity(), tw.codecs.E3M0(2)]))
 @settings(max_examples=40)
 def test_law_4_each_parameter_is_averaged_once(model, partition, codec):
-    """By values: replica m moves every element by m + 1 quarters; after a cycle all hold the mean of the moves, each in its own dtype."""
+    """Replica m moves every element by m + 1 quarters. After a cycle all hold the mean of the moves, each in its own dtype."""
     try:
         partition.fragments(model)
     except tw.ConfigurationError:
@@ -135,8 +135,8 @@ def stack(layers: int, extra: bool = True) -> nn.Module:
     return model
 
 
-def test_strided_and_sequential():
-    """Fragment i holds i, i+P, …; or neighbours. What is outside the layers is the first fragment. Three layers each by default (§2.2)."""
+def test_strided_and_sequential_assign_layers_as_documented():
+    """Fragment i holds layers i, i+P, … or neighbouring layers; parameters outside the layers come first. The default is three layers (§2.2)."""
     assert names(tw.pieces.partition.Strided(), stack(9)) == [
         "outside the layers",
         "layers 0,3,6",
@@ -159,7 +159,7 @@ def test_strided_and_sequential():
         assert len(names(tw.pieces.partition.Strided(), stack(layers, extra=False))) == fragments
 
 
-def test_layers_by_path():
+def test_layers_may_be_named_by_their_path():
     model = nn.ModuleDict({"small": stack(2, False).blocks, "large": stack(5, False).blocks})
     assert names(tw.pieces.partition.Strided(2), model) == ["outside the layers", "layers 0,2,4", "layers 1,3"]
     assert names(tw.pieces.partition.Strided(2, layers="small"), model) == [
@@ -173,8 +173,8 @@ def test_layers_by_path():
         tw.pieces.partition.Strided(2, layers="tiny").fragments(model)
 
 
-def test_layers_without_a_list():
-    """A model without ModuleList or Sequential is cut at its leaf modules; a bare leaf is one fragment."""
+def test_a_model_without_a_module_list_is_cut_at_its_leaf_modules():
+    """A model that is itself a leaf is one fragment."""
     assert len(names(tw.pieces.partition.Strided(2), Toy())) == 3
     model = nn.Module()
     model.a, model.b, model.c = (nn.Linear(2, 2) for _ in range(3))
@@ -186,7 +186,7 @@ def test_layers_without_a_list():
     ]
 
 
-def test_frozen_layers_are_no_layers():
+def test_frozen_layers_do_not_count_as_layers():
     model = stack(6, extra=False)
     model.blocks[1].requires_grad_(False)
     assert names(tw.pieces.partition.Sequential(5), model) == [f"layers {i}" for i in range(5)]
@@ -195,8 +195,8 @@ def test_frozen_layers_are_no_layers():
 
 
 @pytest.mark.parametrize("partition", [row.piece for row in PARTITIONS], ids=str)
-def test_compiled_is_the_same(partition):
-    """`torch.compile` changes no name, number or order, of the whole model or of its layers."""
+def test_compiled_models_have_the_same_fragments(partition):
+    """`torch.compile` of a model or of its layers changes no name, number or order."""
     plain = [(f.name, [n for n, _ in f.parameters]) for f in partition.fragments(Toy())]
     inside = Toy()
     inside.layers[1] = torch.compile(inside.layers[1], backend="eager")
@@ -206,12 +206,12 @@ def test_compiled_is_the_same(partition):
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
 def test_by_size_is_balanced(sizes, data):
-    """Largest first to the smallest: within 4/3 of the best possible (Graham), and no fragment without a tensor."""
+    """The largest tensor goes to the smallest fragment: within 4/3 of the best (Graham), and each fragment has a tensor."""
     model = nn.ParameterList([nn.Parameter(torch.empty(n)) for n in sizes])
     count = data.draw(st.integers(1, len(sizes)))
     fragments = tw.pieces.partition.BySize(count).fragments(model)
     assert len(fragments) == count and all(fragment.parameters for fragment in fragments)
     ordered = sorted(sizes, reverse=True)
     pair = ordered[count - 1] + ordered[count] if len(sizes) > count else 0
-    least = max(sum(sizes) / count, ordered[0], pair)  # no partition does better than this
+    least = max(sum(sizes) / count, ordered[0], pair)  # a lower bound of every partition
     assert max(fragment.numel for fragment in fragments) <= 4 / 3 * least + 1

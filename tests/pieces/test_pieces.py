@@ -1,4 +1,4 @@
-"""The table is complete, and the pure pieces keep the claims of their rows."""
+"""The table of pieces is complete, and pieces without communication keep the claims of their rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_piece_has_a_row():
 
 @over("row", CODECS)
 def test_a_codec_declares_no_more_than_its_row_claims(row):
-    """What is tried here stands in the row, by hand; of chance both say the same."""
+    """The rows are written by hand. Claims about randomness must be equal in both."""
     chance = {"unbiased", "drawn", "shared"}
     assert row.piece.claims <= row.claims and row.piece.claims & chance == row.claims & chance
 
@@ -32,8 +32,8 @@ def test_every_recipe_is_a_method():
 
 
 @over("name", RECIPES)
-def test_recipes_have_no_logic(name):
-    """Defaults that make a strategy at once, and a body of one statement and at most 15 lines."""
+def test_a_recipe_is_one_return_statement(name):
+    """It has a default for every argument and at most 15 lines."""
     assert isinstance(RECIPES[name](), tw.Strategy)
     function = ast.parse(inspect.getsource(RECIPES[name])).body[0]
     _, statement = function.body
@@ -44,8 +44,7 @@ def test_recipes_have_no_logic(name):
 
 
 @over("value", [row.piece for row in TABLE] + list((METHODS | GOSSIP).values()))
-def test_text_is_the_value(value):
-    """What a piece prints makes the same piece again; equal pieces are equal keys."""
+def test_the_text_of_a_piece_parses_to_an_equal_piece(value):
     again = parse(repr(value))
     assert again == value and hash(again) == hash(value) and repr(again) == repr(value)
 
@@ -69,7 +68,7 @@ def test_parse_runs_no_code(text):
 
 
 @pytest.mark.parametrize("outer", [row for row in OUTERS], ids=str)
-def test_outer_claims(outer):
+def test_outer_steps_keep_the_claims_of_their_rows(outer):
     torch.manual_seed(0)
     anchor = torch.randn(100)
     kept = anchor.clone()
@@ -94,7 +93,7 @@ def test_outer_claims(outer):
     assert same_bits(anchor, kept)
 
 
-def test_nesterov_is_the_papers_and_torchs():
+def test_nesterov_matches_the_paper_and_torch_sgd():
     """First step −η(1+μ)Δ = 0.76Δ, steady step −ηΔ/(1−μ) = 4Δ; and torch.optim.SGD(nesterov=True), within rounding."""
     outer, delta = tw.pieces.outer.Nesterov(0.4, 0.9), torch.ones(3)
     anchor, state = torch.zeros(3), tw.pieces.outer.Nesterov().init(torch.zeros(3))
@@ -115,8 +114,8 @@ def test_nesterov_is_the_papers_and_torchs():
         torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_outer_matches_the_recursion_in_double():
-    """v ← μv + Δ; anchor ← anchor − η(Δ + μv), in Python's numbers."""
+def test_nesterov_matches_the_recursion_in_python_floats():
+    """v ← μv + Δ; anchor ← anchor − η(Δ + μv)."""
     outer = tw.pieces.outer.Nesterov(0.3, 0.7)
     anchor, state, a, v = torch.tensor([1.0]), outer.init(torch.tensor([1.0])), 1.0, 0.0
     for delta in (0.5, -0.25, 2.0, 0.125):
@@ -128,8 +127,8 @@ def test_outer_matches_the_recursion_in_double():
 
 @pytest.mark.parametrize("schedule", [row.piece for row in SCHEDULES if "steady" in row.claims], ids=str)
 @over("fragments", [1, 2, 3, 5, 16])
-def test_each_fragment_once_in_any_period(schedule, fragments):
-    """After warm-up, in any window of H steps: also when P does not divide H, and when P > H."""
+def test_each_fragment_departs_once_in_any_period(schedule, fragments):
+    """Any window of H steps after warm-up, also where P does not divide H and where P > H."""
     offsets = getattr(schedule, "offsets", None)
     if offsets and len(offsets) != fragments:
         with pytest.raises(
@@ -145,7 +144,7 @@ def test_each_fragment_once_in_any_period(schedule, fragments):
     assert [schedule.departs(step, fragments) for step in range(1, horizon + 1)] == departures  # pure
 
 
-def test_the_papers_example():
+def test_staggered_departures_match_the_papers_example():
     """H = 100, P = 2: fragment 1 at 100, 200, …; fragment 2 at 150, 250, … (arXiv 2501.18512, Figure 1)."""
     schedule = tw.pieces.schedule.Staggered(100)
     at = {p: [t for t in range(1, 400) if p in schedule.departs(t, 2)] for p in (0, 1)}
@@ -160,28 +159,18 @@ def test_a_fragment_first_departs_after_a_whole_period():
             assert not tw.pieces.schedule.Staggered(30).departs(step, fragments)
 
 
-def test_departures_are_spread():
-    """At most ⌈P/H⌉ departures at a step."""
+def test_departures_spread_evenly_over_the_steps():
+    """At most ⌈P/H⌉ fragments depart at one step."""
     for every, fragments in ((10, 3), (7, 7), (4, 9), (100, 37)):
         most = max(len(tw.pieces.schedule.Staggered(every).departs(t, fragments)) for t in range(1, 5 * every))
         assert most == -(-fragments // every)
 
 
-def test_short_first():
-    """Fragment p first lands at ⌊(p+1)H/P⌋; one that would depart before the first step waits a period."""
+def test_short_first_offsets_match_the_formula():
+    """Fragment p first lands at ⌊(p+1)H/P⌋, or a period later if it would depart before the first step."""
     assert tw.pieces.schedule.short_first(6, 2, 1) == (2, 5) and tw.pieces.schedule.short_first(6, 2) == (3, 6)
     assert tw.pieces.schedule.short_first(6, 6, 5) == (2, 3, 4, 5, 6, 1)
     for every, fragments, delay in ((6, 2, 5), (10, 3, 4), (5, 5, 1), (7, 3, 0)):
         first = tw.pieces.schedule.short_first(every, fragments, delay)
         for p, step in enumerate(first):
             assert step >= 1 and (step + delay) % every == (p + 1) * every // fragments % every
-
-
-def test_mix():
-    """θ ← αθ + (1−α)·anchor; α = 0 is the anchor and α = 1 the local value, bit for bit."""
-    local, anchor = torch.randn(1000), torch.randn(1000)
-    for alpha in (0.0, 0.25, 0.5, 1.0):
-        mixed = local.clone()
-        tw.pieces.merge.Mix(alpha).into(mixed, anchor)
-        torch.testing.assert_close(mixed, alpha * local + (1 - alpha) * anchor)
-        assert alpha not in (0.0, 1.0) or same_bits(mixed, local if alpha else anchor)

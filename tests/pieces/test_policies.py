@@ -1,4 +1,4 @@
-"""Codecs that change from round to round: what is due when, what it weighs, and what is refused."""
+"""Policies, which change the codec from round to round: the codec of each round, its bytes, and the refusals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WARMING = tw.Strategy(
 
 
 @pytest.mark.parametrize("policy", [row.piece for row in POLICIES], ids=str)
-def test_policy_claims(policy):
-    """Pure; `changes` are where the codec changes; in the long run it is the strategy's own; all that comes is named by `codecs`."""
+def test_policies_are_pure_and_end_at_the_codec_of_the_strategy(policy):
+    """The codec changes only at `changes`, and `codecs` names every codec that a round has."""
     codec, numel = (
         tw.codecs.Each(tw.codecs.TopK(0.1), shapes=((100, 100),))
         if isinstance(policy, Deciding)
@@ -36,8 +36,8 @@ def test_policy_claims(policy):
     assert policy.at(codec, numel, LONG_RUN, state) == codec == answers[-1]
 
 
-def test_the_papers_densities():
-    """25 %, 6.25 %, 1.5625 %, 0.4 %, then 0.1 % (DGC, arXiv 1712.01887), wherever there is a density inside."""
+def test_warm_up_densities_match_the_paper():
+    """25 %, 6.25 %, 1.5625 %, 0.4 %, then 0.1 % (DGC, arXiv 1712.01887), also for a sparse codec inside another codec."""
     policy = tw.pieces.policy.DensityWarmup(1)
     inside = [policy.at(tw.codecs.TopK(0.001), 1 << 20, number, {}).density for number in range(6)]
     assert inside == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
@@ -45,7 +45,7 @@ def test_the_papers_densities():
     assert squares == tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 256)))
 
 
-def test_a_warm_up_is_never_sparser_than_what_it_leads_to():
+def test_a_warm_up_is_never_sparser_than_the_codec_of_the_strategy():
     policy = tw.pieces.policy.DensityWarmup(1)
     assert [policy.at(tw.codecs.TopK(0.01), 1 << 20, n, {}).density for n in range(5)] == [
         0.25,
@@ -56,8 +56,8 @@ def test_a_warm_up_is_never_sparser_than_what_it_leads_to():
     ]
 
 
-def test_dense_where_sparse_would_be_no_smaller():
-    """25 % in bf16 with indices of 20 bits are 9 bits a value: less than 32, more than the 4 of E3M0."""
+def test_a_round_is_dense_where_the_sparse_packet_is_no_smaller():
+    """25 % in bf16 with indices of 20 bits take 9 bits per value: less than 32, more than the 4 of E3M0."""
     codec = tw.codecs.TopK(0.001)
     assert tw.pieces.policy.DensityWarmup(1).at(codec, 1 << 20, 0, {}) == tw.codecs.TopK(0.25)
     assert tw.pieces.policy.DensityWarmup(1, dense=tw.codecs.E3M0()).at(codec, 1 << 20, 0, {}) == tw.codecs.E3M0()
@@ -68,8 +68,8 @@ def test_dense_where_sparse_would_be_no_smaller():
     )
 
 
-def test_bytes_are_a_function_of_the_round():
-    """What DGC sends a step, each stage by itself; 48 bytes of header, 48 bits of value and index become 16 + 20 here."""
+def test_predicted_bytes_depend_on_the_round():
+    """The bytes of each stage of DGC: a header of 48 bytes, 16 bits per value and 20 bits per index."""
     sizes = [WARMING.nbytes_per_period([1 << 20], 2, number) for number in (0, 10, 20, 30, 40)]
     kept = [262_144, 65_536, 16_384, 4_195, 1_049]
     assert sizes == [48 + 2 * k + -(-20 * k // 8) for k in kept]
@@ -78,8 +78,7 @@ def test_bytes_are_a_function_of_the_round():
     assert f"rounds 0 to 9 of a fragment: {sizes[0]:,} bytes" in said and "rounds 30 to 39" in said
 
 
-def test_dense_rounds_are_dense():
-    """Until the switch a run with `DenseUntil` is the dense one, bit for bit; after it, it is not."""
+def test_rounds_before_the_switch_have_the_bits_of_a_dense_run():
     strategy = METHODS["1-bit after a dense start"]
     dense = tw.Strategy(signal=tw.strategy.Gradients(), exchange=strategy.exchange)
     for warm, plain in zip(journey(strategy, 3), journey(dense, 3)):
@@ -87,7 +86,7 @@ def test_dense_rounds_are_dense():
         assert same == [True] * 5 + [False] * 9
 
 
-def test_every_round_is_in_the_codec_that_was_due():
+def test_every_round_sends_the_bytes_of_its_due_codec():
     strategy = METHODS["ever sparser, in the air"]
     departures = journey(strategy, 2)[0].heard("depart")
     shapes = [fragment.shapes for fragment in strategy.partition.fragments(toy())]
@@ -139,12 +138,12 @@ def test_every_round_is_in_the_codec_that_was_due():
         ),
     ],
 )
-def test_what_cannot_work_is_refused(make, message):
+def test_invalid_settings_and_combinations_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message.replace("(", r"\(").replace(")", r"\)")):
         make()
 
 
-def test_refused_among_replicas_that_come_and_go():
+def test_an_elastic_group_refuses_policies_that_count_rounds():
     from thinwire.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="counts rounds that all have seen"):

@@ -1,4 +1,4 @@
-"""Clip, noise and accountant: what is promised is kept."""
+"""Differential privacy: the clip, the noise, the accountant, and private strategies in a replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
 needs_accountant = pytest.mark.skipif(
     importlib.util.find_spec("dp_accounting") is None, reason="the extra thinwire[privacy] is not installed"
 )
-QUIET = 1e-30  # noise that fp32 does not see beside a delta
+QUIET = 1e-30  # noise that vanishes beside a delta in fp32
 
 
 def clipped(x: torch.Tensor, clip: float = 1.0) -> torch.Tensor:
@@ -38,8 +38,8 @@ def clipped(x: torch.Tensor, clip: float = 1.0) -> torch.Tensor:
     ids=lambda x: f"{x.numel()} up to {float(x.abs().max()):.3g}",
 )
 @pytest.mark.parametrize("clip", [1.0, 1e-3, 7e5])
-def test_nothing_is_longer_than_the_clip(x, clip):
-    """Whatever is thrown at it; the direction stays, and what is short enough stays as it is."""
+def test_the_clip_bounds_every_norm(x, clip):
+    """The direction stays. A vector within the clip keeps its bits."""
     y = clipped(x, clip)
     before, after = (float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in (x, y))
     assert after <= clip
@@ -50,18 +50,18 @@ def test_nothing_is_longer_than_the_clip(x, clip):
         torch.testing.assert_close(y.double() / after, x.double() / before, rtol=1e-5, atol=1e-7)
 
 
-def test_nothing_at_all_is_only_noise():
+def test_a_delta_of_zeros_becomes_noise_alone():
     assert not clipped(torch.zeros(5)).double().abs().gt(1e-25).any() and clipped(torch.empty(0)).shape == (0,)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so(bad):
-    """And so is refused where it is encoded: a clip must not make a number of it."""
+def test_values_that_are_not_finite_stay_so(bad):
+    """The codec then refuses them. The clip must not turn them into numbers."""
     assert not torch.isfinite(clipped(torch.tensor([1.0, bad]))).all()
 
 
-def test_neighbours_differ_by_no_more_than_the_clip():
-    """The released sum with and without one replica, however far out its delta is."""
+def test_leaving_out_one_replica_changes_the_sum_by_at_most_the_clip():
+    """This holds for a delta of any size."""
     generator = torch.Generator().manual_seed(1)
     for scale in (1e-3, 1.0, 1e20):
         deltas = [torch.randn(50, generator=generator) * (scale if m == 2 else 1.0) for m in range(4)]
@@ -70,8 +70,8 @@ def test_neighbours_differ_by_no_more_than_the_clip():
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_sum_has_the_noise_that_was_asked_for(size):
-    """χ² of 200,000 draws: within five of its deviations; and normal: the share beyond two deviations, the fourth moment."""
+def test_the_noise_of_the_sum_has_the_requested_deviation(size):
+    """χ² of 200,000 draws within five of its deviations, and the share beyond two deviations and the fourth moment of a normal law."""
     privacy, count = tw.pieces.privacy.Privacy(clip=0.5, noise=3.0), 200_000
     total = sum(privacy.apply(torch.zeros(count), size).double() for _ in range(size)) / (3.0 * 0.5)
     assert abs(float(total.square().sum()) - count) < 5 * math.sqrt(2 * count)
@@ -81,7 +81,7 @@ def test_the_sum_has_the_noise_that_was_asked_for(size):
     assert abs(float((total[:-1] * total[1:]).mean())) < 5 / math.sqrt(count)
 
 
-def test_noise_is_never_drawn_twice_and_hears_no_seed():
+def test_noise_does_not_repeat_or_follow_a_seed():
     torch.manual_seed(0)
     first = gaussian(1000)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_noise_is_never_drawn_twice_and_hears_no_seed():
     assert torch.isfinite(gaussian(100_001)).all()
 
 
-def test_the_worst_words_make_finite_noise(monkeypatch):
+def test_extreme_random_bytes_give_finite_noise(monkeypatch):
     for byte in (b"\0", b"\xff"):
         monkeypatch.setattr(secrets, "token_bytes", lambda n, b=byte: b * n)
         assert torch.isfinite(gaussian(4)).all() and float(gaussian(4).abs().max()) < 9
@@ -106,9 +106,11 @@ def closed_form(noise: float, rounds: int, delta: float) -> float:
 
 
 @needs_accountant
-def test_the_accountant_beside_the_closed_form():
-    """z = 10, T = 100, δ = 1e-5: 5.30 by the plain conversion. The library converts more sharply, and never below what is true of a
-    Gaussian (the exact curve of Balle and Wang, 2018)."""
+def test_epsilon_lies_between_the_exact_value_and_the_closed_form():
+    """z = 10, T = 100, δ = 1e-5: 5.30 by the plain conversion.
+
+    The library's conversion is tighter, and never below the exact value of a Gaussian (Balle and Wang, 2018).
+    """
     from dp_accounting import get_epsilon_gaussian
 
     assert closed_form(10.0, 100, 1e-5) == pytest.approx(5.30, abs=0.005)
@@ -120,7 +122,7 @@ def test_the_accountant_beside_the_closed_form():
 
 
 @needs_accountant
-def test_more_rounds_and_less_noise_tell_more():
+def test_more_rounds_and_less_noise_raise_epsilon():
     assert (
         tw.pieces.privacy.Privacy(1.0, 2.0).epsilon(10)
         < tw.pieces.privacy.Privacy(1.0, 2.0).epsilon(20)
@@ -133,7 +135,7 @@ def test_more_rounds_and_less_noise_tell_more():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is not None, reason="dp-accounting is installed")
-def test_says_what_to_install():
+def test_a_missing_accountant_is_an_error_with_advice():
     with pytest.raises(tw.ConfigurationError, match=r"pip install thinwire\[privacy\]"):
         tw.pieces.privacy.Privacy().epsilon(1)
 
@@ -155,7 +157,7 @@ def train(strategy: tw.Strategy, size: int = 2, steps: int = 4, seen: list[torch
     return tw.run_threads(size, rank_of)
 
 
-def test_with_hardly_any_noise_and_no_clip_it_is_the_strategy_without():
+def test_negligible_noise_and_a_large_clip_change_nothing():
     for one in (tw.local_sgd(every=2), tw.streaming_diloco(every=4, fragments=2, delay=1, codec=tw.codecs.Cast())):
         import dataclasses
 
@@ -165,7 +167,7 @@ def test_with_hardly_any_noise_and_no_clip_it_is_the_strategy_without():
             assert sent == nbytes
 
 
-def test_replicas_agree_and_runs_differ():
+def test_private_replicas_agree_and_two_runs_differ():
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(2), codec=tw.codecs.E3M0(32), privacy=tw.pieces.privacy.Privacy(0.5, 0.3)
     )
@@ -178,11 +180,11 @@ def test_replicas_agree_and_runs_differ():
         ][0]
         for _ in range(2)
     )
-    assert not torch.equal(alone, twice)  # one replica averages with itself, and is noisy all the same
+    assert not torch.equal(alone, twice)  # one replica that averages with itself adds noise, too
 
 
-def test_an_outer_step_moves_no_further_than_clip_and_noise_allow():
-    """One replica far away from the other."""
+def test_an_outer_step_moves_by_at_most_the_clip():
+    """One of the two replicas trains with a learning rate of 1,000."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(1), privacy=tw.pieces.privacy.Privacy(1e-3, QUIET))
 
     def rank_of(group):
@@ -221,13 +223,13 @@ def test_an_outer_step_moves_no_further_than_clip_and_noise_allow():
         (lambda p: tw.pieces.privacy.Privacy(math.nan), "above 0"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(make, says):
+def test_settings_without_a_privacy_guarantee_are_refused(make, says):
     with pytest.raises(tw.ConfigurationError, match=says):
         make(tw.pieces.privacy.Privacy())
 
 
-def test_noise_on_both_factors_is_noise_times_noise():
-    """(A + n)(B + m) has n·m in it, which no step averages out; with A frozen (FFA-LoRA) the noise of the product is linear in m."""
+def test_noise_on_both_low_rank_factors_multiplies():
+    """(A + n)(B + m) contains n·m, which no step averages out. With A frozen (FFA-LoRA) the noise of the product is linear in m."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(4, 64, generator=generator), torch.randn(64, 4, generator=generator)
 

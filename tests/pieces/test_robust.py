@@ -1,4 +1,4 @@
-"""Robust rules: what they tolerate, what they are equivariant to, and that every way to the estimate is one."""
+"""Robust rules: the liars they tolerate, their equivariance, and equal estimates in every exchange, also under attacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MIXED = [
 ]
 SHIFTED = [
     text for text in (*PLAIN, *MIXED) if not text.startswith(("CenteredClipping", "ARC"))
-]  # these clip towards 0
+]  # the two left out clip towards 0
 MEANS = [
     "TrimmedMean(0)",
     "MeaMed(0)",
@@ -52,7 +52,7 @@ SIZE, LIARS = 11, 2
 each_rule = pytest.mark.parametrize("text", [*PLAIN, *MIXED])
 
 
-def drawn(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
+def random_vectors(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=generator) + torch.randn(size, numel, generator=generator)
 
@@ -60,7 +60,7 @@ def drawn(seed: int, size: int = SIZE, numel: int = 40) -> Tensor:
 # ---- inner products
 
 
-def test_inner_products_are_exact_enough_and_the_same_in_any_order():
+def test_inner_products_are_accurate_and_independent_of_the_order():
     x = (
         torch.randn(5, 10_000, generator=torch.Generator().manual_seed(0))
         * torch.tensor([1e-20, 1.0, 1e15, 0.0, 1e-3])[:, None]
@@ -80,18 +80,18 @@ def test_inner_products_are_exact_enough_and_the_same_in_any_order():
 @each_rule
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), order=st.permutations(range(SIZE)))
-def test_the_order_of_the_replicas_does_not_matter(text, seed, order):
-    if "Bucketing" in text:  # whose buckets are drawn by rank
+def test_the_estimate_is_independent_of_the_order_of_the_replicas(text, seed, order):
+    if "Bucketing" in text:  # its buckets are drawn by rank
         return
-    x, rule = drawn(seed), parse(text)
+    x, rule = random_vectors(seed), parse(text)
     torch.testing.assert_close(aggregated(rule, x[list(order)]), aggregated(rule, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("text", SHIFTED)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), shift=st.floats(-10, 10), scale=st.sampled_from([0.125, 0.5, 4.0, 1024.0]))
-def test_a_shift_shifts_and_a_scale_scales(text, seed, shift, scale):
-    x, rule = drawn(seed), parse(text)
+def test_the_estimate_follows_shifts_and_scales(text, seed, shift, scale):
+    x, rule = random_vectors(seed), parse(text)
     due = aggregated(rule, x)
     torch.testing.assert_close(aggregated(rule, x + shift), due + shift, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(aggregated(rule, x * scale), due * scale, rtol=1e-4, atol=1e-4 * scale)
@@ -107,18 +107,18 @@ def test_a_shift_shifts_and_a_scale_scales(text, seed, shift, scale):
         ("MeaMed(1)", [3.0, 1.0, 2.0], 1.5),  # 1 and 3 are equally near to 2: the smaller counts
     ],
 )
-def test_by_hand(text, values, due):
+def test_rules_match_values_by_hand(text, values, due):
     assert aggregated(parse(text), torch.tensor(values)[:, None]).item() == pytest.approx(due)
 
 
-def test_of_replicas_that_say_the_same_each_is_nearest_to_itself():
+def test_among_equal_vectors_each_is_its_own_nearest_neighbour():
     x = torch.tensor([[0.0], [0.0], [9.0]], dtype=torch.float64)
     assert parse("NearestNeighbourMixing(Median(), 2)").first(x @ x.T, Key()).equal(torch.eye(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("text", ["CenteredClipping()", "ARC(TrimmedMean(2), 2)", "Median()"])
-def test_rules_that_clip_scale_too(text):
-    x, rule = drawn(3), parse(text)
+def test_the_estimate_of_clipping_rules_follows_a_scale(text):
+    x, rule = random_vectors(3), parse(text)
     torch.testing.assert_close(aggregated(rule, x * 64), aggregated(rule, x) * 64, rtol=1e-5, atol=1e-4)
 
 
@@ -129,9 +129,9 @@ def test_rules_that_clip_scale_too(text):
     size=st.sampled_from([1e3, 1e12, 1e30, float("nan"), float("inf")]),
     alike=st.booleans(),
 )
-def test_as_many_liars_as_it_tolerates_move_it_only_so_far(text, seed, size, alike):
-    """To infinity, together or each its own way: the estimate stays where the honest are. And one more than that is refused by name."""
-    rule, x = parse(text), drawn(seed)
+def test_tolerated_liars_move_the_estimate_within_a_bound(text, seed, size, alike):
+    """The liars send huge values or NaN, alike or in different directions."""
+    rule, x = parse(text), random_vectors(seed)
     liars = rule.tolerates(SIZE)
     assert liars >= 2
     honest = x[:-liars].clone()
@@ -146,8 +146,8 @@ def test_as_many_liars_as_it_tolerates_move_it_only_so_far(text, seed, size, ali
     assert float((aggregated(rule, x) - honest.mean(0)).norm()) <= factor * float(reach)
 
 
-def test_the_mean_tolerates_none():
-    x = drawn(0)
+def test_the_mean_tolerates_no_liar():
+    x = random_vectors(0)
     x[-1] = 1e30
     assert (
         float(aggregated(tw.pieces.aggregate.Mean(), x).norm()) > 1e28
@@ -156,21 +156,21 @@ def test_the_mean_tolerates_none():
 
 
 @pytest.mark.parametrize("text", MEANS)
-def test_without_liars_it_is_the_mean(text):
-    x = drawn(5)
+def test_rules_for_zero_liars_equal_the_mean(text):
+    x = random_vectors(5)
     torch.testing.assert_close(aggregated(parse(text), x), x.mean(0), rtol=1e-5, atol=1e-6)
 
 
 @each_rule
-def test_more_that_are_not_finite_than_it_tolerates_leave_no_estimate(text):
-    rule, x = parse(text), drawn(1)
+def test_more_vectors_that_are_not_finite_than_tolerated_leave_no_estimate(text):
+    rule, x = parse(text), random_vectors(1)
     x[: rule.tolerates(SIZE) + 1, 3] = torch.nan
     assert torch.isnan(aggregated(rule, x)[3])
 
 
-def test_who_is_left_out_is_a_liar_fewer():
-    """So what the others say counts as if it had never been there."""
-    x = drawn(2)
+def test_a_vector_that_is_not_finite_counts_as_one_liar():
+    """The estimate equals that of the others for one liar fewer."""
+    x = random_vectors(2)
     x[4] = torch.nan
     others = torch.cat([x[:4], x[5:]])
     for text, without in (
@@ -212,7 +212,7 @@ def test_too_few_replicas_are_refused_with_the_numbers(text, size, said):
         "NearestNeighbourMixing(Mean())",
     ],
 )
-def test_settings_that_cannot_work_are_refused(text):
+def test_invalid_settings_are_refused(text):
     with pytest.raises(tw.ConfigurationError):
         parse(text)
 
@@ -220,9 +220,9 @@ def test_settings_that_cannot_work_are_refused(text):
 # ---- against brute force
 
 
-def test_krum_and_mda_by_brute_force():
+def test_krum_and_mda_match_brute_force():
     for seed in range(30):
-        x = drawn(seed, 9, 5)
+        x = random_vectors(seed, 9, 5)
         squared = torch.cdist(x.double(), x.double()).square()
         scores = [squared[i].sort().values[1 : 9 - 2 - 1].sum() for i in range(9)]
         assert same_bits(aggregated(parse("Krum(2)"), x), x[int(torch.stack(scores).argmin())])
@@ -234,9 +234,9 @@ def test_krum_and_mda_by_brute_force():
         torch.testing.assert_close(aggregated(parse("MDA(2)"), x), x[list(subset)].mean(0), rtol=1e-5, atol=1e-6)
 
 
-def test_the_geometric_median_is_where_the_distances_are_least():
+def test_the_geometric_median_has_the_least_sum_of_distances():
     for seed in range(5):
-        x = drawn(seed).double()
+        x = random_vectors(seed).double()
         found = aggregated(parse("GeometricMedian()"), x.float()).double()
         pulls = (x - found) / (x - found).norm(dim=1, keepdim=True)
         assert float(pulls.sum(0).norm()) < 1e-4
@@ -249,8 +249,8 @@ def test_the_geometric_median_is_where_the_distances_are_least():
 @pytest.mark.parametrize(
     "text", ["Median()", "GeometricMedian()", "Bulyan(1)", "NearestNeighbourMixing(TrimmedMean(1), 1)"]
 )
-def test_shards_and_whole_vectors_give_one_estimate(text, codec):
-    """`TwoShot`, where each owner has a shard and inner products are exchanged, as `Direct`, where each replica has all. Law 1 on both."""
+def test_shards_and_whole_vectors_give_the_same_estimate(text, codec):
+    """In `TwoShot` owners hold shards and exchange inner products; in `Direct` each replica holds all. Law 1 holds in both."""
     finals = []
     for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot()):
         strategy = tw.Strategy(
@@ -265,7 +265,7 @@ def test_shards_and_whole_vectors_give_one_estimate(text, codec):
     )  # a mean in 4 bits is rounded twice
 
 
-def test_gram_rules_need_an_exchange_that_multiplies():
+def test_rules_by_inner_products_need_an_exchange_that_computes_them():
     class Gathers(tw.exchange.Direct):
         multiplies = False
 
@@ -277,7 +277,7 @@ def test_gram_rules_need_an_exchange_that_multiplies():
         journey(tw.Strategy(aggregate=parse("TrimmedMean(2)")), 3, steps=1)
 
 
-def test_describe_says_what_it_tolerates_and_sends():
+def test_describe_names_the_tolerated_liars_and_the_bytes():
     model = torch.nn.Linear(8, 8)
     told = tw.Strategy(aggregate=parse("Krum(2)"), exchange=tw.exchange.TwoShot()).describe(model, 8)
     assert "aggregate: Krum(liars=2), of 8 replicas 2 may send anything" in told
@@ -287,8 +287,8 @@ def test_describe_says_what_it_tolerates_and_sends():
 
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
 @pytest.mark.parametrize("text", ["Median()", "Krum(1)"])
-def test_a_replica_whose_delta_is_not_finite_does_not_stop_the_others(exchange, text):
-    """It counts as the liar, alike on all; and when it is found, it starts again from the anchors, as after a refused round."""
+def test_a_delta_that_is_not_finite_counts_as_a_liar_and_no_round_is_refused(exchange, text):
+    """Its replica restarts from the anchors, as after a refused round."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), exchange=exchange, aggregate=parse(text))
 
     def poison(replica: tw.Replica, step: int) -> None:
@@ -310,7 +310,7 @@ def test_a_replica_whose_delta_is_not_finite_does_not_stop_the_others(exchange, 
 # ---- attacks
 
 
-def test_attacks_by_their_numbers():
+def test_attacks_match_values_by_hand():
     honest = torch.tensor([[1.0, 2.0], [3.0, 2.0], [2.0, 5.0]])
     from thinwire.testing.attacks import Scene
 
@@ -337,8 +337,8 @@ def test_attacks_by_their_numbers():
 
 
 @pytest.mark.parametrize("text", ["sign_flip", "alie", "NotFinite('nan')", "replay", "Switch(IPM(2.0), 1)"])
-def test_liars_among_replicas(text):
-    """Honest replicas agree to the bit, no round is refused, and liars lie: the mean of the same run is another, or has no rounds."""
+def test_honest_replicas_agree_under_attacks(text):
+    """They agree to the bit and no round is refused. The attack takes effect: the run differs from one without it."""
     attack: Attack = attack_of(text)
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(1),

@@ -1,6 +1,6 @@
-"""A table of rules against attacks that was computed elsewhere, in its digits; and what it teaches.
+"""Robust rules under attacks against a table that was computed with other code.
 
-15 replicas, 3 liars, 200 values, the honest at a common vector of norm 1 with noise of norm 1.5. An entry is
+15 replicas of which 3 lie, 200 values. The honest replicas have a common vector of norm 1 and noise of norm 1.5. An entry is
 ‖estimate − honest mean‖ / ‖honest mean‖.
 """
 
@@ -53,19 +53,19 @@ def vectors(attack: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("attack", TABLE)
-def test_the_table_in_its_digits(attack):
+def test_errors_match_the_table(attack):
     honest, x = vectors(attack)
     mean = honest.mean(0)
     for rule, due in zip(RULES, TABLE[attack]):
         found = float((aggregated(parse(rule), x) - mean).norm() / mean.norm())
-        if attack.startswith("Gaussian"):  # other draws of the noise than the table's
+        if attack.startswith("Gaussian"):  # the table was made with other draws of the noise
             assert found == pytest.approx(due, rel=0.25, abs=0.06), rule
         else:
             assert float(f"{found:.2g}") == pytest.approx(due, abs=1e-6), rule
 
 
-def test_krum_may_take_the_attacker():
-    """Where the honest differ much, a small lie is nearest to all of them."""
+def test_krum_may_choose_the_attacker():
+    """Where honest replicas differ much, a small lie is nearest to all of them."""
     honest, x = vectors("IPM(0.1)")
     assert float(torch.cosine_similarity(aggregated(parse("Krum(3)"), x), honest.mean(0), 0)) == pytest.approx(
         -1.0, abs=1e-5

@@ -1,4 +1,4 @@
-"""Rounds whose length follows the learning rate (QSR): the rule, published communication, and that a run goes by it."""
+"""The quadratic schedule (QSR), whose rounds grow as the learning rate falls: its rule, published numbers and its use in a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cosine(peak, warmup, steps, final=0.0):
 
 
 def lengths(schedule, rates, steps):
-    """Of the rounds of a run; the last ends with it."""
+    """The lengths of the rounds of a run. The last round ends with the run."""
     calendar = Calendar(schedule, 1, rates)
     ends = [step for step in range(1, steps + 1) if calendar.departs(step)]
     ends += [steps] if not ends or ends[-1] < steps else []
@@ -44,8 +44,8 @@ EPOCH = 1_281_167 // 4096  # steps of ImageNet in batches of 4096
     ],
     ids=str,
 )
-def test_published_communication(schedule, peak, warmup, epochs, percent):
-    """Rounds for each step of data-parallel training, as the paper's settings give them; and every step is in one round."""
+def test_the_share_of_rounds_matches_the_paper(schedule, peak, warmup, epochs, percent):
+    """Rounds per step of data-parallel training for the paper's settings. Every step belongs to one round."""
     steps = epochs * EPOCH
     rounds = lengths(schedule, cosine(peak, warmup, steps), steps)
     assert round(100 * len(rounds) / steps, 1) == percent
@@ -56,8 +56,8 @@ def test_published_communication(schedule, peak, warmup, epochs, percent):
     assert max(rounds) > 1000
 
 
-def test_the_rule():
-    """⌊(α/η)²⌋ at the first step of a round; a tenth of the rate is a hundred times the length; powers 1 and 0."""
+def test_round_lengths_follow_the_rule():
+    """⌊(α/η)²⌋ at the first step of a round: a tenth of the rate gives a hundred times the length. Also powers 1 and 0."""
     rule = tw.pieces.schedule.Quadratic(4, 0.25)
     assert [rule.length(lr, before=1.0) for lr in (0.125, 0.1, 0.05, 0.01)] == [4, 6, 25, 625]
     assert (
@@ -73,7 +73,7 @@ def test_the_rule():
     )
 
 
-def test_the_rate_is_that_of_the_first_step_of_a_round():
+def test_a_round_takes_the_rate_of_its_first_step():
     asked = []
     calendar = Calendar(tw.pieces.schedule.Quadratic(2, 0.3), 2, lambda step: asked.append(step) or 0.1)
     assert [step for step in range(1, 30) if calendar.departs(step) == (0, 1)] == [2, 10, 18, 26]
@@ -81,13 +81,13 @@ def test_the_rate_is_that_of_the_first_step_of_a_round():
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, float("nan"), float("inf"), 5e-324])
-def test_rates_of_any_size(rate):
+def test_rates_of_any_size_give_a_finite_length(rate):
     length = tw.pieces.schedule.Quadratic(4, 0.0175, 8.0).length(rate, before=0.1)
     assert type(length) is int and length == (LONGEST if rate < 1 else 4)
 
 
-def test_rising_rates_are_warm_up():
-    """Also in a second warm-up, and where the first rate is next to nothing."""
+def test_rounds_stay_short_while_the_rate_rises():
+    """Also in a second warm-up, and with a first rate near zero."""
     rates = [1e-9, 1e-4, 2e-4, 3e-4, 1e-3, 1e-3, 1e-3, 1e-3, 0.02, 0.03, 0.01, 0.01]
     assert tw.pieces.schedule.Quadratic(1, 0.002).length(rates[0], None) == 1
     assert lengths(tw.pieces.schedule.Quadratic(1, 0.002), lambda step: rates[step - 1], 12) == [
@@ -104,7 +104,7 @@ def test_rising_rates_are_warm_up():
 
 
 def trained(strategy, steps, rate):
-    """The first replica's journey under a learning rate of its own."""
+    """The journey of the first replica with the learning rate `rate(step)`."""
 
     def before_step(replica, step):
         for group in replica.optimizer.param_groups:
@@ -113,7 +113,7 @@ def trained(strategy, steps, rate):
     return journey(strategy, 2, steps=steps, before_step=before_step)[0]
 
 
-def test_a_run_goes_by_its_optimizers_rate():
+def test_departures_follow_the_rate_of_the_optimizer():
     rate = cosine(0.02, 4, 30)
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(2, 0.03))
     one = trained(strategy, 30, rate)
@@ -122,14 +122,14 @@ def test_a_run_goes_by_its_optimizers_rate():
     assert len(set(lengths(strategy.schedule, rate, 30))) > 3, "they do change"
 
 
-def test_without_scale_it_is_local_sgd():
+def test_scale_0_or_power_0_has_the_bits_of_local_sgd():
     plain = trained(tw.local_sgd(every=3), 14, cosine(0.02, 2, 14))
     for schedule in (tw.pieces.schedule.Quadratic(3, 0.0), tw.pieces.schedule.Quadratic(3, 9.0, power=0.0)):
         one = trained(tw.Strategy(schedule=schedule), 14, cosine(0.02, 2, 14))
         assert all(same_bits(a, b) for a, b in zip(one.weights, plain.weights, strict=True))
 
 
-def test_a_description_says_what_momentum_does():
+def test_describe_warns_of_outer_momentum():
     model = torch.nn.Linear(4, 4)
     doubtful = tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.0175), outer=tw.pieces.outer.Nesterov())
     assert "warning: Quadratic" in doubtful.describe(model, 2) and "made for averaging" in doubtful.describe(model, 2)
@@ -152,19 +152,19 @@ def test_a_description_says_what_momentum_does():
         (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic), "a Schedule is needed"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(make, message):
+def test_invalid_settings_and_combinations_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()
 
 
-def test_refused_among_replicas_that_come_and_go():
+def test_an_elastic_group_refuses_the_quadratic_schedule():
     from thinwire.elastic.driver import check
 
     with pytest.raises(tw.ConfigurationError, match="which a new replica does not know"):
         check(METHODS["qsr"])
 
 
-def test_planners_take_the_busiest():
+def test_busiest_is_the_schedule_with_the_shortest_rounds():
     assert busiest(tw.pieces.schedule.Quadratic(4, 0.1, delay=2)) == tw.pieces.schedule.Every(4, 2) and busiest(
         tw.pieces.schedule.Staggered(9)
     ) == tw.pieces.schedule.Staggered(9)

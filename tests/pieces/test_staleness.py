@@ -1,4 +1,4 @@
-"""What a delta counts that comes when it comes, by hand."""
+"""The weight and the correction of late deltas, against values by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.pieces.staleness import Alike, ByTokens, HeLoCo
 DELTA, BACK = torch.tensor([-3.0, 1.0]), torch.tensor([2.0, 0.0])
 
 
-def test_weights_by_tokens_and_age() -> None:
+def test_weights_depend_on_tokens_and_age() -> None:
     assert [ByTokens(1.0).weight(*of) for of in ((40, 4, 0), (40, 4, 1), (40, 4, 3), (40, 0, 0))] == [
         400,
         200,
@@ -26,14 +26,14 @@ def test_weights_by_tokens_and_age() -> None:
             ByTokens(power)
 
 
-def test_what_opposes_the_momentum_is_taken_out_by_age_and_strength() -> None:
+def test_values_against_the_momentum_shrink_by_age_and_strength() -> None:
     for strength, stale, left in ((1.0, 1, -1.5), (1.0, 3, -0.75), (0.5, 1, -2.25)):
         for momentum in (BACK, BACK / 4):
             assert HeLoCo(strength).corrected(DELTA, momentum, stale).tolist() == [left, 1.0]
     assert DELTA.tolist() == [-3.0, 1.0]
 
 
-def test_what_needs_no_correction_stays_as_it_is() -> None:
+def test_a_delta_that_needs_no_correction_is_returned_unchanged() -> None:
     endless = torch.tensor([math.inf, 0.0])
     for momentum, stale, strength in (
         (BACK, 0, 1.0), (None, 1, 1.0), (BACK, 1, 0.0), (-BACK, 1, 1.0), (torch.tensor([0.0, 0.0]), 1, 1.0), (endless, 1, 1.0),

@@ -1,4 +1,4 @@
-"""Filters alone: what is said, what is made of the mean, and what is remembered; with feedback and a codec, as their papers check them."""
+"""Filters without communication, with feedback and a codec: clipping, DGC and 1-bit Adam against their papers; inner optimizers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def signals(rounds: int, n: int = N) -> torch.Tensor:
     return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.3
 
 
-class Line:
-    """One replica alone: filters, feedback, codec; what it said, what was sent, what came out."""
+class FilterChain:
+    """One replica with filters, feedback and a codec. It records the filters' outputs, the sent values and the estimates."""
 
     def __init__(self, filters, feedback=None, codec=IDENTITY, n=N, size=1):
         self.filters = tuple(one.fitted(codec, n, size) for one in filters)
@@ -52,9 +52,9 @@ class Line:
 
 
 @pytest.mark.parametrize("row", FILTERS, ids=str)
-def test_claims(row):
-    """What `passes` leaves a mean as it is; states have the names and sizes that `init` gives; the same input, the same output."""
-    a, b = Line([row.piece]), Line([row.piece])
+def test_filters_keep_the_claims_of_their_rows(row):
+    """A filter that `passes` changes no mean. States keep the names and sizes of `init`. Equal inputs give equal outputs."""
+    a, b = FilterChain([row.piece]), FilterChain([row.piece])
     for s in signals(8):
         assert same_bits(a.round(s), b.round(s))
     due = row.piece.init(N)
@@ -68,33 +68,33 @@ def test_claims(row):
 
 @pytest.mark.parametrize("row", FILTERS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e30])
-def test_odd_values(row, value):
-    line = Line([row.piece], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
+def test_zeros_and_extreme_values_give_finite_estimates(row, value):
+    line = FilterChain([row.piece], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
     for _ in range(6):
         estimate = line.round(torch.full((N,), value))
-        assert torch.isfinite(estimate).all() or value == 1e30  # whose square is none: the round is refused then
+        assert torch.isfinite(estimate).all() or value == 1e30  # its square overflows: the round is refused
     assert value or not estimate.any(), "out of nothing comes nothing"
 
 
 @pytest.mark.parametrize("row", FILTERS, ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_so(row, value):
-    """So that the codec refuses it."""
+def test_values_that_are_not_finite_stay_so(row, value):
+    """The codec then refuses them."""
     poisoned = signals(1)[0]
     poisoned[3] = value
     assert not torch.isfinite(row.piece.signal(poisoned, row.piece.init(N))).all()
 
 
-def test_empty_fragments():
+def test_empty_fragments_pass_every_filter():
     for row in FILTERS:
-        assert Line([row.piece], n=0).round(torch.empty(0)).shape == (0,)
+        assert FilterChain([row.piece], n=0).round(torch.empty(0)).shape == (0,)
 
 
 # ---- clipping
 
 
-def test_clip_is_root_m_times_the_threshold():
-    """For means of M: what is longer than √M·c becomes so long, what is shorter stays, bit for bit."""
+def test_clip_bounds_the_norm_by_root_m_times_the_threshold():
+    """For means of M: a longer vector gets the norm √M·c, a shorter one keeps its bits."""
     s = signals(1)[0]
     norm = float(s.norm())
     for size in (1, 2, 4):
@@ -106,7 +106,7 @@ def test_clip_is_root_m_times_the_threshold():
     assert same_bits(tw.pieces.transforms.Clip(0.0).signal(s, {}), s)
 
 
-def test_clip_of_what_has_no_norm_in_fp32():
+def test_clip_bounds_a_vector_whose_norm_overflows_fp32():
     huge = torch.full((N,), 1e30)
     assert float(tw.pieces.transforms.Clip(1.0).signal(huge, {}).norm()) == pytest.approx(1.0, rel=1e-5)
 
@@ -114,18 +114,18 @@ def test_clip_of_what_has_no_norm_in_fp32():
 # ---- Deep Gradient Compression (arXiv 1712.01887)
 
 
-def test_dgc_with_everything_sent_is_momentum_sgd_without_masking():
-    """And plain SGD with it: masking clears u at each step."""
+def test_dgc_with_a_lossless_codec_is_momentum_sgd_only_without_masking():
+    """With masking it is plain SGD, because masking clears u at each step."""
     velocity = torch.zeros(N)
-    unmasked = Line([tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback())
-    masked = Line([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback())
+    unmasked = FilterChain([tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback())
+    masked = FilterChain([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback())
     for s in signals(20):
         velocity = 0.9 * velocity + s
         torch.testing.assert_close(unmasked.round(s), velocity, rtol=1e-5, atol=1e-6)
         assert same_bits(masked.round(s), s)
 
 
-def test_a_run_with_it_is_momentum_sgd_too():
+def test_a_run_with_unmasked_momentum_trains_like_momentum_sgd():
     momentum = tw.pieces.transforms.Momentum(0.5, "nothing")
     strategy = tw.Strategy(filters=(momentum,), feedback=tw.pieces.feedback.Feedback())
     (run,) = journey(strategy, 1, steps=4, optimizer=sgd(0.0))
@@ -137,20 +137,20 @@ def test_a_run_with_it_is_momentum_sgd_too():
 
 
 @pytest.mark.parametrize("clears", ["sent", "nothing"])
-def test_dgc_telescopes(clears):
-    """Σ sent + v_T = Σ u_t, whatever of u was cleared."""
-    line = Line([tw.pieces.transforms.Momentum(0.9, clears)], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
+def test_sent_values_and_residual_of_dgc_sum_to_the_momenta(clears):
+    """Σ sent + v_T = Σ u_t, with and without masking."""
+    line = FilterChain([tw.pieces.transforms.Momentum(0.9, clears)], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.1))
     for s in signals(40):
         line.round(s)
     torch.testing.assert_close(sum(line.sent) + line.held["residual"], sum(line.said), rtol=1e-4, atol=1e-3)
 
 
-def test_dgc_is_its_listing():
-    """u ← m·u + g; v ← v + u; what is large of v is sent, and cleared in u and v."""
+def test_dgc_follows_its_listing():
+    """u ← m·u + g; v ← v + u; the largest values of v are sent and cleared in u and v."""
     u, v, line = (
         torch.zeros(N),
         torch.zeros(N),
-        Line(
+        FilterChain(
             [tw.pieces.transforms.Momentum(0.9)],
             tw.pieces.feedback.Feedback(),
             tw.codecs.TopK(0.1, tw.codecs.Identity()),
@@ -167,26 +167,28 @@ def test_dgc_is_its_listing():
         torch.testing.assert_close(line.held["residual"], v, rtol=1e-5, atol=1e-5)
 
 
-def test_momentum_correction():
-    """One coordinate of gradient 1 that is sent every sixth step: what was sent has the weights Σ m^j of momentum (Eq. 4), not 1 (Eq. 6)."""
-    corrected = Line(
+def test_rarely_sent_values_have_the_weights_of_momentum():
+    """A coordinate of gradient 1 that is sent every sixth step has the weights Σ m^j of momentum (Eq. 4), not 1 (Eq. 6)."""
+    corrected = FilterChain(
         [tw.pieces.transforms.Momentum(0.9, "nothing")], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2
     )
-    plain = Line([], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2)
+    plain = FilterChain([], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2)
     for line in (corrected, plain):
         for t in range(6):
-            line.round(torch.tensor([1.0, 0.0 if t == 5 else 100.0]))  # the other is larger, and sent, but for the last
+            line.round(
+                torch.tensor([1.0, 0.0 if t == 5 else 100.0])
+            )  # the larger one is sent, except in the last round
     due = sum(sum(0.9**j for j in range(k + 1)) for k in range(6))
-    # the sixth: 100 ceases, but its momentum is larger still; so the first coordinate is all in what is held back
+    # In the sixth round the gradient 100 ends, but its momentum is still larger: the residual holds all of the first coordinate.
     held = [float(line.held["residual"][0] + sum(line.sent)[0]) for line in (corrected, plain)]
     assert held == [pytest.approx(due, rel=1e-5), pytest.approx(6.0)]
 
 
-def test_what_travels_in_full_keeps_its_momentum():
-    """Vectors beside matrices are dense, and their momentum is not wiped: there it is momentum SGD."""
+def test_vectors_that_are_sent_whole_keep_their_momentum():
+    """Vectors beside matrices are sent dense and their momentum is not cleared: they train by momentum SGD."""
     codec = tw.codecs.Each(tw.codecs.TopK(0.1), least=20).fitted(((6, 6), (7,), (3, 3)))
     line, velocity = (
-        Line([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback(), codec, n=52),
+        FilterChain([tw.pieces.transforms.Momentum(0.9)], tw.pieces.feedback.Feedback(), codec, n=52),
         torch.zeros(52),
     )
     for s in signals(10, 52):
@@ -200,7 +202,7 @@ def test_what_travels_in_full_keeps_its_momentum():
 
 
 def adam(gradients, freeze, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Without bias correction; v frozen after `freeze` steps."""
+    """Yield Adam's steps without bias correction, with v frozen after `freeze` steps."""
     m, v = torch.zeros(N), torch.zeros(N)
     for t, g in enumerate(gradients):
         m = beta1 * m + (1 - beta1) * g
@@ -210,29 +212,31 @@ def adam(gradients, freeze, beta1=0.9, beta2=0.999, eps=1e-8):
 
 
 @pytest.mark.parametrize("freeze", [1, 7, 100])
-def test_with_everything_sent_it_is_adam_with_v_frozen(freeze):
-    """Never frozen, it is Adam."""
-    line = Line([tw.pieces.transforms.Moments(freeze=freeze)], tw.pieces.feedback.Feedback())
+def test_one_bit_adam_with_a_lossless_codec_is_adam_with_frozen_v(freeze):
+    """With a freeze after the run it is Adam."""
+    line = FilterChain([tw.pieces.transforms.Moments(freeze=freeze)], tw.pieces.feedback.Feedback())
     for t, (s, due) in enumerate(zip(signals(20), adam(signals(20), freeze))):
         torch.testing.assert_close(line.round(s), due, rtol=1e-4, atol=1e-5)
         assert line.filters[0].dense(line.states[0]) == (t + 1 < freeze)
 
 
-def test_one_bit_adam_telescopes():
+def test_sent_values_and_residual_of_one_bit_adam_sum_to_the_momenta():
     """Σ q + δ = Σ m_i over the rounds after the freeze."""
-    line = Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
+    line = FilterChain([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
     for s in signals(45):
         line.round(s)
     torch.testing.assert_close(sum(line.sent[5:]) + line.held["residual"], sum(line.said[5:]), rtol=1e-4, atol=1e-3)
 
 
-def test_untouched_rows_stay_where_they_are():
-    """Half of the coordinates never have a gradient: nothing moves there, nothing is held back there. Without the mask
-    every one of them is held back something, and noise of one bit over √v = 0 would fling it away."""
+def test_coordinates_without_gradients_do_not_move():
+    """Half of the coordinates never have a gradient: their estimates and residuals stay 0.
+
+    Without the mask each of them has a residual, and one-bit noise divided by √v = 0 would be a huge step.
+    """
     codec, touched = tw.codecs.Sign("l2"), torch.arange(N) % 2 == 0
     line, bare = (
-        Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), codec),
-        Line([], tw.pieces.feedback.Feedback(), codec),
+        FilterChain([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), codec),
+        FilterChain([], tw.pieces.feedback.Feedback(), codec),
     )
     for s in signals(100):
         estimate = line.round(s * touched)
@@ -241,8 +245,8 @@ def test_untouched_rows_stay_where_they_are():
     assert estimate[touched].all() and bare.held["residual"][~touched].all()
 
 
-def test_a_row_that_wakes_after_the_freeze_is_left_alone():
-    line = Line([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
+def test_a_coordinate_whose_gradients_begin_after_the_freeze_does_not_move():
+    line = FilterChain([tw.pieces.transforms.Moments(freeze=5)], tw.pieces.feedback.Feedback(), tw.codecs.Sign("l2"))
     for t, s in enumerate(signals(30)):
         s = s.clone()
         s[0] = 5.0 if t >= 10 else 0.0
@@ -250,11 +254,11 @@ def test_a_row_that_wakes_after_the_freeze_is_left_alone():
     assert estimate[0] == 0 and line.held["residual"][0] == 0 and torch.isfinite(estimate).all()
 
 
-def test_the_variance_test_freezes_once_v_is_steady():
-    """Gradients of constant size: v's norm nears its limit as 1 − β₂^t, so the test passes where that is within the ratio."""
+def test_the_variance_test_freezes_v_once_its_norm_is_steady():
+    """For gradients of constant size v's norm approaches its limit as 1 − β₂^t. The test passes where this is within the ratio."""
     beta2, ratio = 0.9, 0.96
     moments = tw.pieces.transforms.Moments(beta2=beta2, freeze=tw.pieces.transforms.Settled(ratio, least=1))
-    line, frozen = Line([moments]), 0
+    line, frozen = FilterChain([moments]), 0
     for t, s in enumerate(signals(200).sign(), 1):
         line.round(s)
         if not moments.dense(line.states[0]):
@@ -265,9 +269,9 @@ def test_the_variance_test_freezes_once_v_is_steady():
     assert frozen == due > window
 
 
-def test_least_rounds_before_the_variance_test():
+def test_the_variance_test_waits_for_its_least_rounds():
     moments = tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(0.1, least=50))
-    line = Line([moments])
+    line = FilterChain([moments])
     for t, s in enumerate(signals(60), 1):
         line.round(s)
         assert moments.dense(line.states[0]) == (t < 50)
@@ -278,7 +282,7 @@ def test_least_rounds_before_the_variance_test():
     assert [one.full for one in known] == [7, 5], "rounds in full at least"
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def test_least_rounds_before_the_variance_test():
         (lambda: tw.Strategy(inner=tw.pieces.inner_optimizers.SGD), r"AdamW\(\), SGD\(\), Muon\(\), SAM\(\) or None"),
     ],
 )
-def test_refused(make, message):
+def test_invalid_settings_and_combinations_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()
 
@@ -367,14 +371,14 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, 
         attach(strategy, optimizer)
 
 
-def test_what_fits_is_taken():
+def test_fitting_optimizers_are_accepted():
     attach(tw.recipes.dgc(), sgd(0.0))
-    attach(tw.recipes.outer_dgc(), adamw)  # of deltas the inner optimizer's momentum is its own affair
+    attach(tw.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
     attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
     attach(tw.recipes.muloco(), lambda model: tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0))
 
 
-def test_a_sharded_replica_cannot_clip():
+def test_a_sharded_replica_refuses_clipping():
     with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
         tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
     tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
@@ -386,8 +390,8 @@ def test_muon_without_matrices_is_refused():
         tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0)
 
 
-def test_muon_and_adamw_are_one_optimizer():
-    """As both apart: matrices of the layers by Muon, all else by AdamW; saved, loaded, and gone on with, bit for bit."""
+def test_muon_has_the_bits_of_torchs_muon_and_adamw_and_resumes():
+    """Muon trains the matrices of the layers, AdamW all other parameters. A loaded state continues with the same bits."""
 
     class Model(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Rules of gossip that trust no neighbour: the published weights, what a sketch keeps, what records tell, and what liars among neighbours can do."""
+"""Gossip rules that trust no neighbour (Bristle, SybilWall): published weights, sketches, records, and runs with liars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 64
 
 
 def no_losses(weights):
-    raise AssertionError("this rule needs none")
+    raise AssertionError("this rule needs no losses")
 
 
 # ---- Bristle
@@ -37,13 +37,13 @@ def no_losses(weights):
         (0.9, {0.5: 0.0, 0.7: 0.259, 0.9: 1.0, 1.0: 1.025}),
     ],
 )
-def test_bristle_s_weights_are_the_published_ones(own, of_peer):
-    """The table is for a certainty of 1; with one class the certainty is v itself."""
+def test_bristle_weights_match_the_published_table(own, of_peer):
+    """The table has a certainty of 1. With one class the certainty is the peer's own value, hence the division."""
     for theirs, due in of_peer.items():
         assert trust([own], [theirs]) / theirs == pytest.approx(due, abs=6e-4), theirs
 
 
-def test_a_peer_is_trusted_as_far_as_it_does_well_everywhere():
+def test_trust_depends_on_all_classes_of_a_peer():
     assert trust([0.5, 0.5], [0.0, 0.0]) == 0.0
     edge = 40.5 ** (1 / 4.5) / 10  # the score of −40.5 on one class
     assert trust([0.5], [0.5 - edge - 0.005]) == 0.0 < trust([0.5], [0.5 - edge + 0.005])
@@ -58,7 +58,7 @@ def test_a_peer_is_trusted_as_far_as_it_does_well_everywhere():
     )
 
 
-def test_weights_of_all_add_up_to_one():
+def test_the_weighted_mean_is_normalised():
     own, others = torch.tensor([1.0, 2.0]), {1: torch.tensor([4.0, 5.0]), 7: torch.tensor([1e30, 1e30])}
     assert weighed(own, others, {1: 0.5, 7: 0.0}).tolist() == [2.0, 3.0]
     assert same_bits(weighed(own, others, {}), own)
@@ -67,13 +67,13 @@ def test_weights_of_all_add_up_to_one():
 # ---- sketches
 
 
-def test_a_sketch_keeps_cosines_to_one_percent_and_short_vectors_whole():
+def test_a_sketch_keeps_cosines_within_one_percent_and_short_vectors_exactly():
     width, numel = 1 << 14, 100_003
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(numel, generator=generator)
     errors = []
     for share in (0.0, 0.3, 0.9, 0.999):
-        for column in (torch.randn(numel, generator=generator), torch.ones(numel)):  # noise, and what has structure
+        for column in (torch.randn(numel, generator=generator), torch.ones(numel)):  # noise and structure
             x, y = common, share * common + (1 - share**2) ** 0.5 * column
             a, b = sketch(x, width, 5), sketch(y, width, 5)
             exact, found = torch.cosine_similarity(x, y, 0), torch.cosine_similarity(a, b, 0)
@@ -88,7 +88,7 @@ def test_a_sketch_keeps_cosines_to_one_percent_and_short_vectors_whole():
 
 
 def judged(rule, moves, size=None, state=None, number=0, rank=0, records=None):
-    """The weights and the state of a replica whose neighbours have moved so, from 0."""
+    """The weights and the state of a replica at 0 whose neighbours have moved by `moves`."""
     size = size or len(moves) + 1
     key = Key(round=number, sender=rank)
     numel = len(next(iter(moves.values())))
@@ -98,13 +98,13 @@ def judged(rule, moves, size=None, state=None, number=0, rank=0, records=None):
 
 
 def known(state):
-    """Replica: (round, distance, source) of what is remembered."""
+    """The remembered records: replica → (round, distance, source)."""
     table = zip(*(state[name].tolist() for name in ("round", "distance", "source")))
     return {rank: row for rank, row in enumerate(table) if row[1]}
 
 
-def test_foolsgold_s_limits_hold_among_neighbours():
-    """Unlike data: Sybils get nothing. Alike data: it is the other way round, which docs/robust.md warns of."""
+def test_sybil_wall_has_the_limits_of_foolsgold():
+    """Sybils get weight 0 where data differ. Where data are alike the honest replicas do; docs/robust.md warns of this."""
     generator = torch.Generator().manual_seed(0)
     unlike = {rank: torch.randn(2000, generator=generator) for rank in range(1, 9)}
     one = torch.randn(2000, generator=generator)
@@ -124,9 +124,11 @@ def record_of(rank, number, distance, moved):
     return torch.cat([torch.tensor([float(rank), float(number), float(distance)]), moved])
 
 
-def test_a_distant_record_unmasks_a_sybil_and_takes_no_weight_itself():
-    """One Sybil beside each replica: alone it keeps its weight; beside the record of its twin it loses it. The reference forgot to drop the
-    distant weights."""
+def test_a_distant_record_exposes_a_sybil_and_gets_no_weight_itself():
+    """One Sybil beside each replica keeps its weight alone and loses it beside the record of its twin.
+
+    The reference implementation does not drop the weights of distant replicas.
+    """
     generator = torch.Generator().manual_seed(1)
     honest = {rank: torch.randn(500, generator=generator) for rank in (1, 2)}
     liar = torch.randn(500, generator=generator)
@@ -139,7 +141,7 @@ def test_a_distant_record_unmasks_a_sybil_and_takes_no_weight_itself():
     assert float(weighed(torch.ones(1), {rank: torch.ones(1) for rank in near}, told)) == 1.0
 
 
-def test_a_record_is_kept_if_it_is_sound_and_new():
+def test_only_valid_and_newer_records_are_kept():
     rule, near = SybilWall(width=WIDTH, reach=3), {1: torch.randn(8), 2: torch.randn(8)}
     moved = torch.arange(8.0)
     _, state = judged(rule, near, 6, number=5, records={1: record_of(4, 3, 1, moved)})
@@ -151,18 +153,18 @@ def test_a_record_is_kept_if_it_is_sound_and_new():
         *(record_of(0, 5, 1, moved), record_of(1, 5, 1, moved), record_of(2, 5, 1, moved), record_of(6, 5, 1, moved)),
         *(record_of(-1, 5, 1, moved), record_of(4.5, 5, 1, moved), record_of(4, 5, 1, moved * math.nan)),
     ]
-    for record in refused:  # old, of the future, too far, of itself, of the sender, of a neighbour, of nobody
+    for record in refused:  # old, future, too far, of itself, the sender, a neighbour or no replica, not finite
         _, same = judged(rule, near, 6, newer, 6, records={1: record})
         assert known(same) | {1: 0, 2: 0} == known(newer) | {1: 0, 2: 0}, record[:3]
     hidden, _ = judged(rule, near | {2: torch.full((8,), 3e38)}, 6)
     assert set(hidden) == {1, 2}, "finite weights of any size are weighed"
 
 
-def test_records_are_drawn_by_distance_and_never_sent_back():
+def test_records_are_drawn_by_distance_and_not_sent_back_to_their_source():
     rule, size = SybilWall(width=WIDTH), 7
     state = rule.begins(torch.zeros(4), Key(), size)
     assert rule.tells(state, 1, Key())[0] == -1, "nothing is known yet"
-    state["distance"] = torch.tensor([0.0, 1, 1, 2, 3, 4, 2])  # of 6 neighbour 1 has told
+    state["distance"] = torch.tensor([0.0, 1, 1, 2, 3, 4, 2])  # the record of 6 came from neighbour 1
     state["source"] = torch.tensor([0.0, 1, 2, 2, 2, 2, 1])
     state["histories"] = torch.arange(28.0)
     drawn = Counter(int(rule.tells(state, 1, Key(round=number))[0]) for number in range(4000))
@@ -178,12 +180,12 @@ def test_records_are_drawn_by_distance_and_never_sent_back():
 @pytest.mark.parametrize(
     "settings", [{"width": 100}, {"width": 1 << 17}, {"reach": 0}, {"rate": 0.0}, {"rate": math.nan}]
 )
-def test_settings_that_cannot_be(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigurationError, match=r"is needed|are needed"):
         SybilWall(**settings)
 
 
-def test_histories_need_the_same_neighbours():
+def test_sybil_wall_needs_a_fixed_topology():
     with pytest.raises(ConfigurationError, match="must be the same in every round"):
         SybilWall().check(RandomPairs(), Identity())
 
@@ -196,8 +198,8 @@ def liars(recipe, attack, count=1, **settings):
     return replace(strategy, exchange=attacked(strategy.exchange, attack, count))
 
 
-def test_a_neighbour_that_is_not_finite_or_far_off_counts_for_nothing():
-    """With d_psgd the second moves all."""
+def test_bristle_gives_a_noisy_or_infinite_neighbour_no_weight():
+    """The noise moves all replicas of d_psgd."""
     honest = journey(tw.recipes.bristle(every=2, topology=Complete()), 4, steps=8)
     for attack in ("notfinite", "Gaussian(100.0)"):
         runs = journey(liars("bristle", attack_of(attack)), 4, steps=8)
@@ -215,7 +217,7 @@ def test_a_neighbour_that_is_not_finite_or_far_off_counts_for_nothing():
     assert float((moved[0].weights[-1] - honest[0].weights[-1]).norm()) > 10
 
 
-def test_sybils_say_the_same_and_lose_their_weight():
+def test_sybils_that_send_the_same_lose_their_weight():
     strategy = liars("sybil_wall", Sybils(attack_of("Gaussian(1.0)")), 2, width=WIDTH)
     for one in journey(strategy, 5, steps=4)[:3]:
         (*_, told) = [event["weights"] for event in one.heard("weighed")]
@@ -231,12 +233,12 @@ def test_sybils_say_the_same_and_lose_their_weight():
         (lambda: AttackedGossip(Ring(), Bristle(), LabelFlip(), 4).check_size(4), "at least one must be honest"),
     ],
 )
-def test_attacks_that_cannot_be(made, said):
+def test_invalid_attacks_on_gossip_are_refused(made, said):
     with pytest.raises(ConfigurationError, match=said):
         made()
 
 
-def test_losses_are_needed():
+def test_bristle_needs_validation_losses():
     def replica(group):
         model = toy()
         with pytest.raises(ConfigurationError, match=r"give Replica\(validation=...\)"):

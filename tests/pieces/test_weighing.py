@@ -1,4 +1,4 @@
-"""The Flag Aggregator and FoolsGold: their numbers, and where they fail."""
+"""The Flag Aggregator and FoolsGold: their numbers and their limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.pieces.weighing import FlagAggregator, FoolsGold, eigen, foolsgold
 from thinwire.rng import Key
 
 
-def drawn(seed: int, size: int, numel: int) -> Tensor:
+def random_vectors(seed: int, size: int, numel: int) -> Tensor:
     return torch.randn(size, numel, generator=torch.Generator().manual_seed(seed))
 
 
@@ -21,9 +21,9 @@ def flag(x: Tensor) -> Tensor:
     return (FlagAggregator().mixing(inner_products(x), Key())[0] @ x.double()).float()
 
 
-def test_eigenvalues_and_vectors():
+def test_eigenvalues_and_vectors_match_torch():
     for size in (1, 2, 5, 9):
-        x = drawn(size, size, size + 2).double()
+        x = random_vectors(size, size, size + 2).double()
         matrix = x @ x.T
         if size == 5:
             matrix[0, 1] = matrix[1, 0] = 1e-200
@@ -37,8 +37,8 @@ def test_eigenvalues_and_vectors():
         )
 
 
-def by_vectors(x: Tensor, columns: int) -> tuple[Tensor, list[float]]:
-    """As the paper has it, over whole vectors; and the objective of each iteration."""
+def flag_by_vectors(x: Tensor, columns: int) -> tuple[Tensor, list[float]]:
+    """The paper's algorithm on whole vectors: its estimate and the objective of each iteration."""
     unit = (x.double() / x.double().norm(dim=1, keepdim=True)).T
     weights, objectives = torch.ones(len(x), dtype=torch.float64), [float("inf")]
     while True:
@@ -51,57 +51,57 @@ def by_vectors(x: Tensor, columns: int) -> tuple[Tensor, list[float]]:
         weights = (missing + 1e-7) ** -0.25
 
 
-def test_flag_by_inner_products_is_flag_by_vectors():
+def test_flag_by_inner_products_matches_the_algorithm_on_vectors():
     for seed in range(4):
-        x = drawn(seed, 7, 50) + drawn(99, 1, 50)
-        due, objectives = by_vectors(x, 4)
+        x = random_vectors(seed, 7, 50) + random_vectors(99, 1, 50)
+        due, objectives = flag_by_vectors(x, 4)
         torch.testing.assert_close(flag(x), due, rtol=1e-5, atol=1e-6)
         assert all(after <= before + 1e-9 for before, after in pairwise(objectives))
 
 
-def test_flag_turns_with_the_values_and_sees_through_noise():
-    common = drawn(0, 1, 200)
-    x = common + drawn(1, 15, 200)
-    x[12:] = drawn(2, 3, 200) * 10
+def test_flag_follows_rotations_and_suppresses_noisy_liars():
+    common = random_vectors(0, 1, 200)
+    x = common + random_vectors(1, 15, 200)
+    x[12:] = random_vectors(2, 3, 200) * 10
     honest = x[:12].mean(0)
     assert (
         float(torch.cosine_similarity(flag(x), honest, 0)) > 0.9 > float(torch.cosine_similarity(x.mean(0), honest, 0))
     )
-    turn = torch.linalg.qr(drawn(3, 200, 200)).Q
+    turn = torch.linalg.qr(random_vectors(3, 200, 200)).Q
     torch.testing.assert_close(flag(x @ turn), flag(x) @ turn, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(flag(common.repeat(5, 1)), common[0], rtol=1e-5, atol=1e-5)
     assert [FlagAggregator().tolerates(size) for size in (1, 2, 3, 7, 8)] == [0, 0, 1, 3, 3]
 
 
 def test_flag_is_blind_to_signs():
-    """Its limit: values turned round lie in the same subspace, and count like the mean's."""
-    x = drawn(0, 1, 50) + 0.1 * drawn(1, 7, 50)
+    """A limit: negated vectors lie in the same subspace and count as in the mean."""
+    x = random_vectors(0, 1, 50) + 0.1 * random_vectors(1, 7, 50)
     x[5:] = -x[:5].mean(0)
     unit = x / x.norm(dim=1, keepdim=True)
     assert float(flag(x).norm()) == pytest.approx(float(x.norm(dim=1).median() * unit.mean(0).norm()), rel=0.02)
 
 
-def test_foolsgold_by_its_hand_cases():
+def test_foolsgold_matches_values_by_hand():
     histories = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, -1.0]])
     assert foolsgold(inner_products(histories)) == [1.0, 0.0, 0.0]
-    apart = torch.cat([torch.eye(8, 40), torch.eye(40)[39].expand(3, 40)]) + 0.01 * drawn(0, 11, 40)
+    apart = torch.cat([torch.eye(8, 40), torch.eye(40)[39].expand(3, 40)]) + 0.01 * random_vectors(0, 11, 40)
     assert foolsgold(inner_products(apart)) == [1.0] * 8 + [0.0] * 3  # three Sybils of one liar
     assert FoolsGold().mixing(inner_products(apart), Key()).tolist() == [[1 / 8] * 8 + [0.0] * 3]
     assert foolsgold(inner_products(torch.eye(4, 9)))[3] == 1.0  # a liar alone keeps its weight
 
 
-def test_foolsgold_inverts_where_the_data_are_alike():
-    """Its limit, in red: honest replicas with data of one kind resemble each other, so they lose all weight, and the liar has it."""
-    x = drawn(0, 1, 400) + 0.3 * drawn(1, 9, 400)
-    x[8] = drawn(2, 1, 400)[0]
+def test_foolsgold_gives_the_liar_all_weight_where_data_are_alike():
+    """A limit: honest replicas with alike data resemble each other and lose all weight to the liar."""
+    x = random_vectors(0, 1, 400) + 0.3 * random_vectors(1, 9, 400)
+    x[8] = random_vectors(2, 1, 400)[0]
     assert float(torch.cosine_similarity(x[0], x[1], 0)) > 0.85
     assert foolsgold(inner_products(x)) == [0.0] * 8 + [1.0]
 
 
-def test_foolsgold_remembers():
-    """What counts is what each has sent so far, not this round's alone; and what is remembered is written apart."""
+def test_foolsgold_weighs_the_sum_of_all_rounds():
+    """It compares the sums of all packets of a replica, and writes the new histories into the next state only."""
     rule, before = FoolsGold(), FoolsGold().init(6, 2)
-    first, second = drawn(0, 2, 6), drawn(1, 2, 6)
+    first, second = random_vectors(0, 2, 6), random_vectors(1, 2, 6)
     after = {name: torch.empty_like(kept) for name, kept in before.items()}
     assert torch.equal(rule.measured(first, before, after), first) and not before["history0"].any()
     last = {name: torch.empty_like(kept) for name, kept in before.items()}

@@ -1,4 +1,4 @@
-"""Where the time goes, against hand-made cases, closed forms and flows that share their wires; a pipeline against all orders."""
+"""Predicted times: stalls and utilization by hand and by closed forms, rounds against fair flows, the order of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from thinwire.records.units import text_of_seconds
 from thinwire.simulate.pipeline import pipeline_seconds
 
 
-def test_what_is_not_overlapped_is_waited_for() -> None:
+def test_time_without_overlap_is_a_stall() -> None:
     assert follow(diloco(every=10), 1.0, [FragmentSeconds(1, 2, 1, 1)]).utilization == pytest.approx(10 / 15)
     assert follow(data_parallel(), 2.0, [FragmentSeconds(0.5, 1, 0, 0.5)]).utilization == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("flight", "stall"), [(1.9, 0.0), (2.0, 0.0), (3.5, 1.5)])
-def test_a_flight_longer_than_its_delay_stalls_by_the_rest(flight: float, stall: float) -> None:
+def test_a_flight_longer_than_its_delay_stalls_by_the_difference(flight: float, stall: float) -> None:
     strategy = streaming_diloco(every=20, delay=2)
     pace = follow(strategy, 1.0, [FragmentSeconds(0, flight - 0.2, 0.2, 0)] * 4)
     assert pace.latest_seconds == pytest.approx(stall)
@@ -35,8 +35,8 @@ def test_a_flight_longer_than_its_delay_stalls_by_the_rest(flight: float, stall:
 
 
 @pytest.mark.parametrize("busy", [0.5, 0.99, 1.5, 4.0])
-def test_no_overlap_beats_the_sustained_floor_and_a_long_delay_reaches_it(busy: float) -> None:
-    """U = min(1, H·T / uplink seconds of a period)."""
+def test_utilization_is_bounded_by_the_sustained_rate_and_a_long_delay_reaches_it(busy: float) -> None:
+    """U ≤ min(1, H·T / seconds that a period takes on the uplink)."""
     strategy = streaming_diloco(every=20, delay=19, fragments=1)
     pace = follow(strategy, 1.0, [FragmentSeconds(0, busy * 20 / 5, 0, 0)] * 5)
     assert pace.utilization <= min(1, 1 / busy) + 1e-9
@@ -50,22 +50,22 @@ def test_eager_rounds_land_when_the_next_one_departs() -> None:
         )
 
 
-def test_delays_overlap_and_wires_do_not() -> None:
-    """Two fragments together: 2 × 1 s on the uplink, then the way once."""
+def test_link_delays_overlap_and_transfers_on_one_uplink_do_not() -> None:
+    """Two fragments depart together: 2 × 1 s on the uplink, then one delay."""
     assert follow(diloco(every=10), 1.0, [FragmentSeconds(0, 1, 3, 0)] * 2).stall_seconds == pytest.approx(0.5)
 
 
-def test_the_slowest_wire_counts_alone_and_together() -> None:
+def test_a_round_takes_the_time_of_the_slowest_wire() -> None:
     links = Links.uniform(Link(8e6, 0.1), 3)
     assert cost.wire_seconds(links, 1e6) == pytest.approx(2.0) and cost.way_seconds(links) == 0.1
     shared = Links(links.names, links.alone, {pair: 2e6 if pair[0] == 1 else 6e6 for pair in links.alone})
     assert cost.wire_seconds(shared, 1e6) == pytest.approx(4.0)
     assert cost.wire_seconds(links, 1e6, [0]) == 0.0 == cost.way_seconds(links, [0])
-    assert cost.wire_seconds(shared, 1e6, [0, 2]) == pytest.approx(1.0)  # without the third, what one has alone
+    assert cost.wire_seconds(shared, 1e6, [0, 2]) == pytest.approx(1.0)  # with two replicas a link is used alone
 
 
 def fluid_seconds(links: Links, nbytes: float) -> float:
-    """All flows at once, every one with its max-min fair share of its link, of its sender's way up and its receiver's down."""
+    """All flows run at once, each with its max-min fair share of its link, its sender's uplink and its receiver's downlink."""
     left = {pair: 8 * nbytes for pair in links.alone}
     clock = 0.0
     while left:
@@ -89,8 +89,8 @@ def fluid_seconds(links: Links, nbytes: float) -> float:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_round_takes_what_its_fullest_wire_takes(seed: int) -> None:
-    """Sites with ways up and down of their own, against flows that share them fairly."""
+def test_a_round_takes_as_long_as_its_most_loaded_wire(seed: int) -> None:
+    """Sites with different uplinks and downlinks, against flows that share them fairly."""
     draw = Random(seed)
     count = draw.randint(2, 6)
     up, down = ([10 ** draw.uniform(6, 9) for _ in range(count)] for _ in range(2))
@@ -99,7 +99,7 @@ def test_a_round_takes_what_its_fullest_wire_takes(seed: int) -> None:
     assert cost.wire_seconds(links, 1e6) == pytest.approx(fluid_seconds(links, 1e6))
 
 
-def test_tensor_parallelism_over_a_long_link_is_refused_with_its_number() -> None:
+def test_tensor_parallelism_over_a_long_link_is_refused_with_its_utilization() -> None:
     links = Links.uniform(Link(1e9, 0.02), 2)
     refusal = cost.tensor_parallel(links, SIZES["1b"], 2048, micro_batch=1, micro_seconds=0.1)
     each = 0.02 + 8 * 4 * 2048 * 2048 / 1e9
@@ -113,13 +113,13 @@ def test_tensor_parallelism_over_a_long_link_is_refused_with_its_number() -> Non
 @pytest.mark.parametrize(
     ("p", "n", "c", "seconds"), [(4, 16, 0.5, 71), (8, 32, 1.0, 185), (2, 32, 0.5, 115), (4, 16, 0, 57), (1, 5, 9, 15)]
 )
-def test_one_forward_one_backward(p: int, n: int, c: float, seconds: float) -> None:
-    """Pinned by a discrete-event run (forward 1, backward 2)."""
+def test_pipeline_seconds_match_a_discrete_event_run(p: int, n: int, c: float, seconds: float) -> None:
+    """1F1B with a forward pass of 1 s and a backward pass of 2 s."""
     assert pipeline_seconds(p, n, 3.0, c) == pytest.approx(seconds)
 
 
-def wan(count: int, seed: int) -> Links:
-    """Rates over two decades, each direction its own."""
+def random_links(count: int, seed: int) -> Links:
+    """Links with rates over two decades, different in each direction."""
     draw = Random(seed)
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     alone = {pair: Link(1e6 * 100 ** draw.random(), 0.1 * draw.random()) for pair in pairs}
@@ -135,10 +135,10 @@ def every_chain(links: Links, places: Sequence[int], nbytes: float) -> dict[tupl
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pipelines_order_is_the_best_of_all_and_of_many_sites_there_is_a_bound(
+def test_the_order_of_a_pipeline_is_the_best_of_all_or_a_bound_for_many_sites(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links, places = wan(7, seed), (1, 6, 0, 4, 2)
+    links, places = random_links(7, seed), (1, 6, 0, 4, 2)
     chains = every_chain(links, places, 100_000)
     order, seconds = placement.best_chain(links, places, 100_000)
     assert order is not None and chains[order] == pytest.approx(min(chains.values())) == pytest.approx(seconds)
@@ -147,7 +147,7 @@ def test_a_pipelines_order_is_the_best_of_all_and_of_many_sites_there_is_a_bound
     assert order is None and 0.3 * seconds < least <= seconds
 
 
-def test_a_schedule_of_ones_own_is_followed() -> None:
+def test_given_offsets_of_a_schedule_are_followed() -> None:
     strategy = streaming_diloco(every=10, delay=3, offsets=(10, 10))
     assert strategy.schedule == Staggered(10, 3, (10, 10))
     assert follow(strategy, 1.0, [FragmentSeconds(0, 2, 0, 0)] * 2).stall_seconds == pytest.approx(
@@ -156,8 +156,8 @@ def test_a_schedule_of_ones_own_is_followed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_simulator_says_the_same(seed: int) -> None:
-    """Within 4 %: a simulated run also begins and finishes, this is the long run."""
+def test_predicted_and_simulated_utilization_agree(seed: int) -> None:
+    """Within 4 %: the prediction is for a long run, a simulated run also has a beginning and an end."""
     scenario = pytest.importorskip("thinwire.simulate.scenario", reason="there is no simulator in this version")
     simulated = pytest.importorskip("thinwire.simulate.replicas")
     draw = Random(seed)

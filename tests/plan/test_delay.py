@@ -1,4 +1,4 @@
-"""The delay of the default method follows a link that is known, in `train`, `compare` and `doctor`, and stands in the run file."""
+"""The default delay of the default method on a known link, in `train`, `compare` and `doctor`, and in the run file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Capture = pytest.CaptureFixture[str]
     ("link", "step_seconds", "delay"),
     [
         ("100mbit,1ms", 0.07, 1),
-        ("20mbit,80ms", 0.07, 1),  # waiting for a little costs less than a step in the air
+        ("20mbit,80ms", 0.07, 1),  # a short wait costs less than another step of delay
         ("20mbit,100ms", 0.07, 2),
         ("20mbit,150ms", 0.05, 3),
         ("20mbit,150ms", 0.2, 1),
@@ -28,7 +28,7 @@ Capture = pytest.CaptureFixture[str]
         ("10kbit,1ms", 0.07, 1),  # no delay helps a wire that is always busy
     ],
 )
-def test_the_delay_weighs_waiting_against_loss(link: str, step_seconds: float, delay: int) -> None:
+def test_the_delay_balances_waiting_and_loss(link: str, step_seconds: float, delay: int) -> None:
     run = Run.of(model="nano", link=link)
     given, said = with_delay(run, skeleton(run), step_seconds)
     assert given == run.changed(delay=delay) and said.startswith(f"{delay} step")
@@ -45,13 +45,13 @@ def test_the_delay_weighs_waiting_against_loss(link: str, step_seconds: float, d
     ],
     ids=str,
 )
-def test_only_an_open_delay_on_a_known_link_follows_it(given: dict[str, Any]) -> None:
+def test_only_an_unset_delay_on_a_known_link_follows_the_link(given: dict[str, Any]) -> None:
     assert follows_link(Run.of(link="20mbit,150ms")) and not follows_link(Run.of(**{"link": "20mbit,150ms"} | given))
 
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
-    """What a step takes, as it is measured."""
+    """The time of an inner step that the measurement returns."""
     (tmp_path / "text.txt").write_text("a line of text that is read again and again\n" * 400)
     monkeypatch.chdir(tmp_path)
     taken = [0.05]
@@ -59,14 +59,14 @@ def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
     return taken
 
 
-def test_a_run_keeps_the_delay_with_which_it_began(step: list[float], capsys: Capture) -> None:
+def test_a_resumed_run_keeps_its_delay(step: list[float], capsys: Capture) -> None:
     small = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
     small += ["--link", "20mbit,150ms", "--text", "text.txt", "--steps", "4"]
     assert main(["train", *small, "--out", "run"]) == 0
     assert "delay: 3 steps: a round takes" in capsys.readouterr().out
     assert Run.load(Path("run/run.toml")).method.delay == 3
     compare = ["compare", *small, "--strategies", "streaming_sign", "data_parallel", "--out", "both", "--json"]
-    for step[0] in (0.05, 0.2):  # the second time nothing is measured
+    for step[0] in (0.05, 0.2):  # the second comparison measures nothing
         assert main(compare) == 0
         rows = json.loads(capsys.readouterr().out)["strategies"]
         assert [row["steps"] for row in rows] == [4, 4]
@@ -76,7 +76,7 @@ def test_a_run_keeps_the_delay_with_which_it_began(step: list[float], capsys: Ca
     assert "delay:" not in capsys.readouterr().out
 
 
-def test_doctor_says_which_delay_a_run_will_take(step: list[float], capsys: Capture) -> None:
+def test_doctor_names_the_delay_that_a_run_will_take(step: list[float], capsys: Capture) -> None:
     Run.of(model="nano", text=("text.txt",), link="20mbit,150ms").save(Path("run.toml"))
     main(["doctor", "run.toml", "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]

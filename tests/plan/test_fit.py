@@ -1,4 +1,4 @@
-"""Laws that are known are found again: from noise, from the published table, from a file."""
+"""Fitted scaling laws: known laws from noisy and published losses, densities, refusals, and `thinwire plan fit`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.plan.fit import Ladder, density, fit, hold_out, intervals
 from thinwire.plan.scaling import FITTED, LAWS, MEASURED, REPLICAS
 
 
-def published() -> Ladder:
+def published_losses() -> Ladder:
     rows = [
         (n, m, loss)
         for n, row in MEASURED.items()
@@ -27,17 +27,17 @@ def published() -> Ladder:
     )
 
 
-def made(noise: float, seed: int = 0, constant: float = 0.0) -> Ladder:
+def noisy_losses(noise: float, seed: int = 0, constant: float = 0.0) -> Ladder:
     random = np.random.default_rng(seed)
     n, m = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e6, 1e9, 8), [1.0, 2.0, 4.0, 8.0]))
     loss = 20 * n**-0.1 * m**0.012 * np.exp(noise * random.standard_normal(len(n))) + constant
     return Ladder({"parameters": n, "replicas": m, "loss": loss})
 
 
-def test_exponents_are_found_in_noise_and_intervals_cover_them() -> None:
+def test_exponents_are_fitted_from_noisy_losses_and_intervals_cover_them() -> None:
     covered = 0
     for seed in range(10):
-        ladder = made(noise=0.004, seed=seed)
+        ladder = noisy_losses(noise=0.004, seed=seed)
         law = fit(ladder, ["parameters", "replicas"])
         assert law.exponents[0] == pytest.approx(-0.1, rel=0.01)
         low, high = intervals(ladder, ["parameters", "replicas"], draws=60, seed=seed)["parameters"]
@@ -45,33 +45,33 @@ def test_exponents_are_found_in_noise_and_intervals_cover_them() -> None:
     assert covered >= 6
 
 
-def test_one_run_that_went_wrong_moves_little() -> None:
-    ladder = made(noise=0.001)
+def test_one_outlier_hardly_moves_the_exponents() -> None:
+    ladder = noisy_losses(noise=0.001)
     ladder.columns["loss"][5] *= 1.3
     assert fit(ladder, ["parameters", "replicas"]).exponents[0] == pytest.approx(-0.1, rel=0.01)
 
 
-def test_a_constant_is_found() -> None:
-    law = fit(made(noise=0, constant=1.5).take(range(8)), ["parameters"], "constant")
+def test_a_constant_term_is_fitted() -> None:
+    law = fit(noisy_losses(noise=0, constant=1.5).take(range(8)), ["parameters"], "constant")
     assert law.constant == pytest.approx(1.5, rel=1e-3) and law.exponents[0] == pytest.approx(-0.1, rel=1e-3)
     assert law.residual < 1e-5
 
 
-def test_the_published_joint_laws_come_out_of_the_published_losses() -> None:
+def test_published_losses_give_the_published_joint_laws() -> None:
     """arXiv 2503.09799: A·N^a·M^b with 19.226, −.0985, .0116 (mean residual .0044); A·N^(α+βM) + C (.0025)."""
-    power = fit(published(), ["parameters", "replicas"])
+    power = fit(published_losses(), ["parameters", "replicas"])
     assert power.exponents == pytest.approx((-0.0985, 0.0116), abs=1e-3)
     assert power.coefficient == pytest.approx(19.226, rel=0.03) and power.residual == pytest.approx(0.0044, abs=3e-4)
-    mixed = fit(published(), ["parameters", "replicas"], "mixed")
+    mixed = fit(published_losses(), ["parameters", "replicas"], "mixed")
     assert mixed.residual == pytest.approx(0.0025, abs=2e-4) and mixed.constant > 0.5
-    assert hold_out(published(), ["parameters", "replicas"], "mixed") < hold_out(
-        published(), ["parameters", "replicas"]
+    assert hold_out(published_losses(), ["parameters", "replicas"], "mixed") < hold_out(
+        published_losses(), ["parameters", "replicas"]
     )  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_the_published_independent_laws_too(place: int) -> None:
-    ladder = published()
+def test_published_losses_give_the_published_independent_laws(place: int) -> None:
+    ladder = published_losses()
     law = fit(ladder.take(np.flatnonzero(ladder.columns["replicas"] == REPLICAS[place])), ["parameters"])
     assert law.exponents[0] == pytest.approx(LAWS["loss"][REPLICAS[place]].exponent, abs=1.1e-3)
 
@@ -84,14 +84,14 @@ def reference() -> Ladder:
     return Ladder({"parameters": n, "tokens": 20 * n, "loss": 30 * (120 * n**2) ** -0.05})
 
 
-def test_the_density_of_the_reference_is_one_and_of_others_what_they_saved() -> None:
+def test_density_is_one_for_the_reference_and_two_for_half_the_tokens() -> None:
     assert density(reference(), reference()) == pytest.approx(1.0, rel=0.01)
     half = Ladder({name: values * (0.5 if name == "tokens" else 1.0) for name, values in reference().columns.items()})
     assert density(reference(), half) == pytest.approx(2.0, rel=0.01)
 
 
-def test_the_published_reference_has_a_density_of_one_up_to_its_scatter() -> None:
-    """Data-parallel losses of the paper, 35 M to 10 B: a loss is known to three digits, which is worth some 5 % of compute."""
+def test_published_data_parallel_losses_have_a_density_near_one() -> None:
+    """Data-parallel losses of the paper, 35 M to 10 B. Their three digits are worth about 5 % of compute."""
     n = np.array(list(MEASURED))
     control = Ladder(
         {"parameters": n, "tokens": 20 * n, "loss": np.array([float(row[0] or 0) for row in MEASURED.values()])}
@@ -99,17 +99,17 @@ def test_the_published_reference_has_a_density_of_one_up_to_its_scatter() -> Non
     assert density(control, control) == pytest.approx(1.0, abs=0.2)
 
 
-def test_nothing_is_extrapolated() -> None:
+def test_density_is_not_extrapolated() -> None:
     beyond = Ladder({"parameters": np.array([1e9]), "tokens": np.array([2e10]), "loss": np.array([1.0])})
     assert np.isnan(density(reference(), beyond)).all()
     with pytest.raises(DataError, match="Add a column tokens"):
         density(reference(), Ladder({"parameters": np.array([1e9]), "loss": np.array([3.0])}))
 
 
-# ---- what cannot be fitted
+# ---- refusals
 
 
-def test_what_cannot_be_told_is_said() -> None:
+def test_data_that_determine_no_law_are_refused() -> None:
     ladder = reference()
     with pytest.raises(DataError, match="vary only together"):
         fit(ladder, ["parameters", "tokens"])
@@ -126,10 +126,10 @@ def test_what_cannot_be_told_is_said() -> None:
     assert hold_out(ladder.take([0, 1]), ["parameters"]) is None
 
 
-# ---- as a user types it
+# ---- the command
 
 
-def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_laws_intervals_and_densities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["method,parameters,tokens,replicas,loss"]
     for n in (1e6, 3e6, 1e7, 3e7, 1e8):
         for method, m, worse in (("data_parallel", 1, 1.0), ("diloco", 2, 1.01), ("diloco", 4, 1.02)):
@@ -140,7 +140,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         == 0
     )
     said = json.loads(capsys.readouterr().out)
-    assert said["variables"] == ["parameters", "replicas"]  # tokens are 20·N: nothing of their own
+    assert said["variables"] == ["parameters", "replicas"]  # tokens are 20·N and so no variable of their own
     power = said["laws"][0]
     assert power["exponents"]["parameters"] == pytest.approx(-0.1, abs=1e-3) and power["hold_out"] < 0.01
     low, high = power["intervals"]["replicas"]
@@ -162,7 +162,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("none.csv", None, "cannot be read"),
     ],
 )
-def test_bad_ladders(
+def test_invalid_ladder_files_are_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, says: str
 ) -> None:
     if text is not None:

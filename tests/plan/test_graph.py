@@ -1,4 +1,4 @@
-"""A graph within a budget of neighbours: the best of all there are, where all can be tried; and beside known ones."""
+"""A graph within a budget of neighbours: against all graphs of five replicas, against known graphs, and its chart."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from thinwire.topology import Complete, Listed, OnePeerExponential, RandomPairs,
 from thinwire.topology.base import reached
 
 
-def drawn(size, seed):
-    """Links from 3 to 300 Mbit/s."""
+def random_links(size, seed):
+    """Random links from 3 to 300 Mbit/s."""
     rng = np.random.default_rng(seed)
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
     return Links(tuple(map(str, range(size))), {pair: Link(float(10 ** rng.uniform(6.5, 8.5)), 0.02) for pair in pairs})
 
 
-def test_of_five_replicas_it_is_the_best_of_all_graphs():
-    links, pairs, best = drawn(5, 1), list(combinations(range(5), 2)), {2: np.inf, 3: np.inf}
+def test_the_graph_of_five_replicas_is_the_best_of_all():
+    links, pairs, best = random_links(5, 1), list(combinations(range(5), 2)), {2: np.inf, 3: np.inf}
     for chosen in product((False, True), repeat=len(pairs)):
         graph = Listed(tuple(pair for pair, there in zip(pairs, chosen) if there))
         edges = graph.edges(5)
@@ -39,9 +39,9 @@ def test_of_five_replicas_it_is_the_best_of_all_graphs():
         assert halving_seconds(links, found, 1e5) == pytest.approx(least)
 
 
-def test_of_twelve_it_is_far_better_than_a_ring():
-    """The slow links are left out, and no replica has more neighbours than its budget."""
-    links = drawn(12, 3)
+def test_the_graph_of_twelve_replicas_is_twice_as_fast_as_a_ring():
+    """It leaves out the slow links, and no replica has more neighbours than its budget."""
+    links = random_links(12, 3)
     found = within_budget(links, 3, 1e6)
     edges = found.edges(12)
     check_size(found, 12)
@@ -52,8 +52,8 @@ def test_of_twelve_it_is_far_better_than_a_ring():
     assert links.rates[edges].min() > 4 * links.rates.min()
 
 
-def test_a_round_takes_what_the_slowest_way_takes():
-    """By hand: 1 MB at 8 Mbit/s is a second; two neighbours share the way up; a slow link alone is longer than that."""
+def test_a_round_takes_as_long_as_its_slowest_replica():
+    """By hand: 1 MB at 8 Mbit/s takes a second, two neighbours share the uplink, and one slow link takes longer than both."""
     alone = {(a, b): Link(8e6, 0.1) for a in range(3) for b in range(3) if a != b}
     ring = Ring().edges(3)
     assert round_seconds(Links(("a", "b", "c"), alone), ring, 1e6) == pytest.approx(2.1)
@@ -66,8 +66,8 @@ def test_a_round_takes_what_the_slowest_way_takes():
     assert round_seconds(late, heard, 1e6) == pytest.approx(2.4)
 
 
-def test_of_a_topology_that_changes_the_mean_round_counts():
-    """Of pairs drawn anew each round is one second; of three rounds that reach all exactly, one over slow links takes four."""
+def test_a_topology_that_changes_counts_by_its_mean_round():
+    """A round of random pairs takes one second. One of the three exponential rounds runs over slow links and takes four."""
     links, pairs = Links.uniform(Link(8e6), 8), RandomPairs()
     assert halving_seconds(links, pairs, 1e6) == pytest.approx(max(1.0, spectrum(pairs, 8).halving))
     slow = Links(
@@ -76,8 +76,8 @@ def test_of_a_topology_that_changes_the_mean_round_counts():
     assert halving_seconds(slow, OnePeerExponential(), 1e6) == pytest.approx(2.0)
 
 
-def test_the_chart_has_each_edge_once_in_the_third_of_its_value():
-    """Four replicas on a circle, the first on top, clockwise; an edge that goes one way counts with its value."""
+def test_the_chart_draws_each_edge_once_with_the_width_of_its_value():
+    """Four replicas lie clockwise on a circle from the top. An edge of one direction has that direction's value."""
     edges = np.array([[0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]], dtype=bool)
     values = np.array([[0, 1.0, 2.0, 9.0], [1.0, 0, 0, 4.0], [9.0, 0, 0, 3.0], [0, 0, 0, 0]])
     (view,) = graph_chart(edges, values, "meetings", ("oslo", "lima", "rome", "bern")).views
@@ -103,6 +103,6 @@ def test_the_chart_has_each_edge_once_in_the_third_of_its_value():
         (8, 8, "2 to 7 neighbours are needed"),
     ],
 )
-def test_refused(size, degree, said):
+def test_invalid_degrees_are_refused(size, degree, said):
     with pytest.raises(ConfigurationError, match=said):
         within_budget(Links.uniform(Link(8e6), size), degree, 1e6)

@@ -1,4 +1,4 @@
-"""Predicted memory against tensors that are there: what autograd saves, what a step has alive, what a replica keeps."""
+"""Predicted memory against real tensors: what autograd saves, the peak of a step, the state of a replica, the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(("shape", "batch"), SHAPES)
-def test_activations_are_what_autograd_saves_to_the_byte(shape: Architecture, batch: int, bf16: bool) -> None:
+def test_predicted_activations_equal_the_bytes_saved_by_autograd(shape: Architecture, batch: int, bf16: bool) -> None:
     model = Transformer(shape)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
@@ -76,8 +76,8 @@ def test_the_peak_of_an_inner_step_is_within_five_percent(
     assert most == pytest.approx(activation_nbytes(shape, batch * shape.context) + before, rel=0.05)
 
 
-def test_predicted_memory_is_what_a_replica_keeps():
-    """Anchors and outer state, against the tensors of a replica: with and without momentum, and eager."""
+def test_predicted_state_equals_the_tensors_of_a_replica():
+    """Anchors and outer state, with momentum, without it, and for eager updates."""
     model_of = Run.of(model="tiny")
     for strategy in (
         streaming_diloco(every=4, delay=1),
@@ -105,14 +105,14 @@ def test_predicted_memory_is_what_a_replica_keeps():
         assert sum(predicted.values()) - predicted["parameters"] - predicted["AdamW"] == nbytes
 
 
-def test_what_is_in_the_air_at_once():
+def test_the_most_parameters_in_flight_at_once():
     staggered = streaming_diloco(every=10, delay=1)
     assert most_at_once(staggered, [5, 7]) == 7
     together = replace(staggered, schedule=replace(staggered.schedule, delay=9))
     assert most_at_once(together, [5, 7]) == 12
 
 
-def test_the_worst_moment_is_the_backward_pass_of_a_large_batch_and_the_evaluation_of_a_small_one() -> None:
+def test_the_peak_is_in_the_backward_pass_or_in_the_evaluation_of_a_small_batch() -> None:
     shape, strategy = SIZES["mini"], diloco(every=10)
 
     def needed(batch: int) -> tuple[str, int]:
@@ -122,7 +122,7 @@ def test_the_worst_moment_is_the_backward_pass_of_a_large_batch_and_the_evaluati
     assert needed(64)[1] - needed(32)[1] == activation_nbytes(shape, 64 * 128) - activation_nbytes(shape, 32 * 128)
 
 
-def test_methods_differ_by_what_they_keep() -> None:
+def test_methods_keep_their_documented_bytes_per_parameter() -> None:
     numels = [600, 400]
     kept = {
         strategy: sum(kept_nbytes(1000, strategy, numels).values())
@@ -131,7 +131,7 @@ def test_methods_differ_by_what_they_keep() -> None:
     assert list(kept.values()) == [16_000, 20_000, 20_000, 32_000]
 
 
-def test_a_device_is_relieved_by_anchors_on_the_host() -> None:
+def test_anchors_on_the_host_save_device_memory() -> None:
     shape = SIZES["mini"]
     numels = [shape.parameters()]
     on_host = replica_memory(shape, streaming_diloco(), numels, 2, batch=4, sequence=128)
@@ -140,8 +140,8 @@ def test_a_device_is_relieved_by_anchors_on_the_host() -> None:
     assert on_device.peak() == on_host.peak()
 
 
-def test_on_disk_two_fragments_are_in_memory() -> None:
-    """Of anchors and momentum; and of the feedback."""
+def test_anchors_on_disk_leave_two_fragments_in_memory() -> None:
+    """This holds for anchors with momentum and for feedback."""
     shape = SIZES["mini"]
     quarter = shape.parameters() // 4
     for recipe, each in ((streaming_diloco, 8), (streaming_sign, 8)):
@@ -154,7 +154,7 @@ def test_on_disk_two_fragments_are_in_memory() -> None:
         assert on_host.process_nbytes(0) - on_disk.process_nbytes(0) == each * 2 * quarter
 
 
-def test_ranks_share_what_a_replica_keeps() -> None:
+def test_ranks_share_the_state_of_a_replica() -> None:
     shape = SIZES["35m"]
     one, four = (
         replica_memory(shape, streaming_diloco(), [shape.parameters()], 2, batch=8, sequence=512, ranks=ranks)
@@ -164,14 +164,14 @@ def test_ranks_share_what_a_replica_keeps() -> None:
     assert one.peak() / 4 < four.peak() < one.peak() / 2  # a gathered layer and the exported model stay whole
 
 
-def test_no_memory_is_predicted_for_degrees_that_cannot_be() -> None:
+def test_zero_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError):
         replica_memory(SIZES["nano"], diloco(), [1], 2, batch=4, sequence=8, ranks=0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_an_owner_holds_back_is_counted(size: int) -> None:
-    """TwoShot with feedback: 4/M bytes a parameter, the first replica's share, which is the largest."""
+def test_the_residual_of_an_owner_is_counted(size: int) -> None:
+    """TwoShot with feedback: 4/M bytes per parameter. The share of the first replica is the largest."""
     strategy = diloco(every=2, codec=E3M0(), exchange=TwoShot(feedback=Feedback()))
 
     def held(group: Group) -> int:
@@ -193,13 +193,13 @@ def test_what_an_owner_holds_back_is_counted(size: int) -> None:
 # ---- the process
 
 
-def test_a_process_has_libraries_and_what_was_freed_beside_its_tensors() -> None:
+def test_a_process_takes_libraries_and_freed_memory_beside_its_tensors() -> None:
     needed = replica_memory(SIZES["mini"], diloco(), [SIZES["mini"].parameters()], 2, batch=8, sequence=128)
     comes_and_goes = needed.peak() - sum(needed.kept.values())
     assert needed.process_nbytes(500) - 500 == pytest.approx(needed.peak() + comes_and_goes / 2, abs=1)
 
 
-def test_less_memory_than_the_libraries_take_is_refused(
+def test_less_memory_than_the_libraries_need_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -222,11 +222,13 @@ sys.exit(code)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"batch": 16}, {"strategy": "diloco", "every": 5, "batch": 2}])
-def test_what_is_predicted_is_what_two_real_processes_take(
+def test_predicted_memory_is_close_to_the_peak_of_two_processes(
     setting: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peak resident memory, from 0.8 to 1.25 of it: of what comes and goes, half the prediction, glibc keeps 0.1 to 1.0 when it has
-    gone, by where in its arenas things happen to lie, and 0.5 is predicted."""
+    """The prediction is from 0.8 to 1.25 of the peak resident memory.
+
+    glibc keeps 0.1 to 1.0 of the freed memory, which depends on the layout of its arenas. The prediction takes 0.5.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
     Path("text.txt").write_text("All that glisters is not gold. " * 4000)
@@ -244,7 +246,9 @@ def test_what_is_predicted_is_what_two_real_processes_take(
     assert said and 0.8 * peak <= quantities.nbytes(said[1] + said[2]) <= 1.25 * peak
 
     assert main(["probe", "--what", "machine", "--model", "nano", "--seconds", "0.05"]) == 0
-    replace(Machine.load(Path("machine.toml")), steps=()).save(Path("m.toml"))  # no micro-batch was faster than another
+    replace(Machine.load(Path("machine.toml")), steps=()).save(
+        Path("m.toml")
+    )  # without measured steps no micro-batch is faster
     run = Run.load(Path("run.toml"))
     tokens = str(2 * run.data.batch * run.data.sequence)
     asked = ["plan", "50mbit,30ms", "m.toml", "--run", "run.toml", "--batch-tokens", tokens, "--top", "99", "--json"]

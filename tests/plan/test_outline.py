@@ -1,4 +1,4 @@
-"""Models that are not our own in a plan: counted from their configuration, without weights. Most of it needs transformers."""
+"""Hugging Face models in a plan, counted from their configuration without weights. Most tests need transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_transformers = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[
 
 @pytest.fixture(params=sorted(TINY))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A saved model, with weights that must not be read."""
+    """A saved model whose weights cannot be read."""
     hugging_face(request.param, vocabulary=1000, **TINY[request.param]).model.save_pretrained(tmp_path)  # type: ignore[operator]
     for weights in tmp_path.glob("*.safetensors"):
         weights.write_bytes(b"no weights")
@@ -46,15 +46,15 @@ def real(folder: str) -> HuggingFace:
 
 
 @pytest.mark.parametrize("name", ["nano", "tiny"])
-def test_counting_on_tensors_without_storage_is_near_the_exact_form(name: str) -> None:
-    """Our own model has both: never less than what is saved, and at most 6 % more."""
+def test_saved_bytes_counted_on_fake_tensors_are_close_to_the_exact_form(name: str) -> None:
+    """Our own model has both: the count is at least the exact number, and at most 6 % more."""
     with FakeTensorMode():
         model, tokens = Transformer(SIZES[name]), torch.zeros(4, 128, dtype=torch.long)
         counted = kept_by_autograd(model, lambda: model(tokens, tokens))
     assert 1 <= counted / saved_nbytes(SIZES[name], 4 * 128) < 1.06
 
 
-def test_an_outline_is_enough_for_memory() -> None:
+def test_an_outline_predicts_memory_and_flops() -> None:
     shape = Outline(
         layers=3, width=64, heads=4, vocabulary=1000, numel=300_000, looked_up=64_000, sequence=128,
         saved_nbytes=5_000_000, more_nbytes=4_000_000,
@@ -69,7 +69,7 @@ def test_an_outline_is_enough_for_memory() -> None:
 
 
 @pytest.mark.skipif(PRESENT, reason="transformers is installed")
-def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_extra_is_an_error_with_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     machine = tmp_path / "machine.toml"
     machine.write_text('memory = "8GB"\nflops_per_second = 1e11\n')
     assert main(["plan", "50mbit", str(machine), "--model", "hf:gpt2"]) == 2
@@ -77,14 +77,14 @@ def test_without_the_extra_it_says_what_to_install(capsys: pytest.CaptureFixture
 
 
 @needs_transformers
-def test_parameters_and_layers_are_the_models(folder: str) -> None:
+def test_an_outline_has_the_parameters_and_layers_of_the_model(folder: str) -> None:
     shape = shape_of(Run.of(model=f"hf:{folder}", sequence=32))
     parameters = dict(real(folder).named_parameters())
     assert isinstance(shape, Outline)
     assert shape.parameters() == sum(p.numel() for p in parameters.values())
     assert (shape.layers, shape.width, shape.heads, shape.vocabulary) == (3, 64, 4, 1000)
     tables = [p.numel() for name, p in parameters.items() if "embed_tokens" in name or "wpe" in name]
-    assert shape.looked_up == sum(tables)  # gpt2's words are its head too; its positions are not
+    assert shape.looked_up == sum(tables)  # gpt2's token table is also its head; its position table is not
 
 
 @needs_transformers
@@ -92,7 +92,7 @@ def test_parameters_and_layers_are_the_models(folder: str) -> None:
 def test_the_peak_of_a_step_is_predicted_within_ten_percent(
     kind: str, tmp_path: Path, alone: Callable[..., int]
 ) -> None:
-    """Against torch's own account of a forward and backward pass on this CPU."""
+    """Against torch's profile of a forward and a backward pass on this CPU."""
     most = alone(profiled.of_forward_and_backward, kind, TINY[kind], 1000)
     hugging_face(kind, vocabulary=1000, **TINY[kind]).model.config.save_pretrained(tmp_path)  # type: ignore[union-attr,operator]
     shape = outline_of(str(tmp_path), 256, 64)
@@ -100,7 +100,7 @@ def test_the_peak_of_a_step_is_predicted_within_ten_percent(
 
 
 @needs_transformers
-def test_a_plan_and_a_simulation_of_a_folder(
+def test_a_model_folder_is_planned_and_simulated(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,12 +123,12 @@ def test_a_plan_and_a_simulation_of_a_folder(
         ("vit", 256, 32, "causal language model is needed|needs"),
     ],
 )
-def test_what_cannot_be_outlined_is_said(source: str, vocabulary: int, sequence: int, says: str) -> None:
+def test_models_without_an_outline_are_refused(source: str, vocabulary: int, sequence: int, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         outline_of(source, vocabulary, sequence)
 
 
 @needs_transformers
-def test_a_vocabulary_that_is_too_small_is_said(folder: str) -> None:
+def test_a_model_with_too_small_a_vocabulary_is_refused(folder: str) -> None:
     with pytest.raises(ConfigurationError, match="every token needs a row"):
         outline_of(folder, 8192, 32)

@@ -1,4 +1,4 @@
-"""Packing against every possible packing of small cases, and against the plain loader."""
+"""Packing of sequences into micro-batches: against all packings of small cases, a lower bound, and the order of the data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from thinwire.plan.packing import Packing, in_order, pack
 COST = attention_cost(256)
 
 
-def best(lengths: list[int], ranks: int) -> float:
-    """The least busiest rank of all ways to put whole sequences onto ranks in one micro-step."""
+def best_makespan(lengths: list[int], ranks: int) -> float:
+    """The smallest load of the busiest rank over all assignments of whole sequences to ranks in one micro-step."""
     found = []
     for places in product(range(ranks), repeat=len(lengths)):
         loads = [0.0] * ranks
@@ -31,7 +31,7 @@ def best(lengths: list[int], ranks: int) -> float:
 
 
 def check(packing: Packing, lengths: list[int], ranks: int, capacity: int) -> None:
-    """Every sequence once, on as many ranks as it needs and in one micro-batch of each; none holds more than it may."""
+    """Check that each sequence is packed once, on as many ranks as it needs, and that no batch exceeds the capacity."""
     assert len(packing.ranks) == ranks
     batches = [batch for rank in packing.ranks for batch in rank]
     places = Counter(index for batch in batches for index in batch)
@@ -43,11 +43,11 @@ def check(packing: Packing, lengths: list[int], ranks: int, capacity: int) -> No
 
 
 def bound(lengths: list[int], ranks: int, capacity: int) -> float:
-    """No step is shorter: all work over all ranks, or one sequence on its own."""
+    """A lower bound of a step: all work divided by the ranks, or the longest single sequence."""
     return max(sum(map(COST, lengths)) / ranks, *(COST(length) / -(-length // capacity) for length in lengths))
 
 
-def test_within_four_thirds_of_the_best_and_near_it_on_average() -> None:
+def test_packings_are_within_four_thirds_of_the_best_and_close_on_average() -> None:
     draw = Random(0)
     ratios = []
     for _ in range(60):
@@ -56,15 +56,15 @@ def test_within_four_thirds_of_the_best_and_near_it_on_average() -> None:
         capacity = draw.choice([sum(lengths), max(lengths)])
         packing = pack(lengths, ranks, capacity, COST)
         check(packing, lengths, ranks, capacity)
-        ratios.append(packing.makespan / best(lengths, ranks))
+        ratios.append(packing.makespan / best_makespan(lengths, ranks))
     assert max(ratios) <= 4 / 3 and sum(ratios) / len(ratios) < 1.02
 
 
 @pytest.mark.parametrize(
     ("ranks", "capacity", "count"), [(32, 32768, 2000), (16, 8192, 600), (8, 8192, 2000), (64, 16384, 3000)]
 )
-def test_many_sequences_come_within_a_hundredth_of_the_bound(ranks: int, capacity: int, count: int) -> None:
-    """No rank waits for the others after a micro-batch; with such a barrier these took 1.03 to 1.25 times the bound."""
+def test_packings_of_many_sequences_are_within_one_percent_of_the_bound(ranks: int, capacity: int, count: int) -> None:
+    """Ranks do not wait for each other after a micro-batch. With such a barrier these cases take 1.03 to 1.25 times the bound."""
     draw = Random(ranks)
     lengths = [min(ranks * capacity, max(16, int(exp(draw.gauss(7, 1.3))))) for _ in range(count)]
     ours, plain = pack(lengths, ranks, capacity, COST), in_order(lengths, ranks, capacity, COST)
@@ -86,19 +86,19 @@ def test_mixed_lengths_are_balanced_better_than_in_order(seed: int) -> None:
     assert 1 <= ours.imbalance < plain.imbalance and ours.makespan <= 1.02 * bound(lengths, ranks, capacity)
 
 
-def test_ranks_of_one_sequence_begin_it_together() -> None:
-    """Rank 1 has 4 to do before the sequence that both hold: rank 0 waits, unless it has short ones for that time."""
+def test_the_ranks_of_one_sequence_begin_it_together() -> None:
+    """Rank 1 works for 4 s before the shared sequence. Rank 0 waits unless it has short sequences for that time."""
     lengths, one = (8, 4, 4), float
     waits = Packing((((0,),), ((1,), (0,), (2,))), lengths, 4, one)
     assert waits.makespan == 4 + 8 / 2 + 4
     assert Packing((((2,), (0,)), ((1,), (0,))), lengths, 4, one).makespan == 4 + 8 / 2
 
 
-def test_equal_lengths_need_no_thought() -> None:
+def test_equal_lengths_are_balanced() -> None:
     assert pack([100] * 16, 4, 400, COST).imbalance == pytest.approx(1.0)
 
 
-def test_a_long_sequence_takes_as_many_ranks_as_it_needs_and_no_power_of_two() -> None:
+def test_a_long_sequence_may_take_three_ranks() -> None:
     packing = pack([2500, 100], ranks=4, capacity=1000, cost=COST)
     assert [(0,) in batches for batches in packing.ranks].count(True) == 3
 
@@ -113,12 +113,14 @@ def test_a_long_sequence_takes_as_many_ranks_as_it_needs_and_no_power_of_two() -
         ([5, 0], 1, 10, "the shortest of 0 tokens"),
     ],
 )
-def test_what_cannot_be_packed(lengths: list[int], ranks: int, capacity: int, says: str) -> None:
+def test_sequences_that_do_not_fit_and_invalid_settings_are_refused(
+    lengths: list[int], ranks: int, capacity: int, says: str
+) -> None:
     with pytest.raises((ConfigurationError, DataError), match=says):
         pack(lengths, ranks, capacity, COST)
 
 
-def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_a_better_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "lengths.txt", tmp_path / "packing.json"
     file.write_text("\n".join(map(str, [9000, 20, 800, 4000, 4000, 30, 1000, 7000])))
     assert main(["plan", "pack", str(file), "--ranks", "2", "--out", str(out), "--json"]) == 0

@@ -1,4 +1,4 @@
-"""A plan finds what should win, says why, meets what it is told to, and writes a run file that trains."""
+"""`thinwire plan`: the best setting for a link, its warnings, targets, refusals, and a run file that trains."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def found() -> list[Setting]:
         ("10kbit,1s", "diloco", 1),
     ],
 )
-def test_the_winner_suits_the_link(link: str, wins: str, replicas: int) -> None:
-    """Where nothing is slow, data-parallel training; on a thin link streaming; on next to none one replica alone."""
+def test_the_best_method_depends_on_the_link(link: str, wins: str, replicas: int) -> None:
+    """Data-parallel training on a fast link, streaming on a thin one, and one replica alone on a nearly useless one."""
     best = settings(task(link))[0]
     assert (best.method, best.run.placement.replicas) == (wins, replicas)
 
 
-def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found: list[Setting]) -> None:
+def test_every_method_is_ranked_by_useful_tokens_and_has_all_figures(found: list[Setting]) -> None:
     assert {setting.method for setting in found} == set(SEARCHED)
     useful = [setting.useful_tokens_per_second for setting in found if setting.fits]
     assert all(later <= 1.006 * earlier for earlier, later in pairwise(useful))
@@ -67,7 +67,7 @@ def test_every_method_is_ranked_by_useful_tokens_and_no_figure_is_missing(found:
         assert explain.sentence(setting, found[0]).endswith(".")
 
 
-def test_learning_rate_and_batch_are_the_laws_where_they_hold(found: list[Setting]) -> None:
+def test_learning_rate_and_batch_follow_the_laws_where_they_hold(found: list[Setting]) -> None:
     parameters = SIZES["1b"].parameters()
     run = next(s for s in found if s.method == "streaming_diloco" and s.run.placement.replicas == 4).run
     assert run.optimizer.lr == pytest.approx(scaling.predict("learning_rate", parameters, 4, "joint").value, rel=0.01)
@@ -79,7 +79,7 @@ def test_learning_rate_and_batch_are_the_laws_where_they_hold(found: list[Settin
     assert "batch-outside-fit" in [warning.name for warning in small.warnings]
 
 
-def test_steps_in_the_air_cost_signs_loss_and_the_plan_says_what_it_takes_them_for(found: list[Setting]) -> None:
+def test_a_longer_delay_of_signs_raises_the_predicted_loss_with_a_warning(found: list[Setting]) -> None:
     signs = [setting for setting in found if setting.method == "streaming_sign" and setting.replicas == 4]
     losses = {setting.run.method.delay: setting.loss.value for setting in signs}
     assert list(sorted(losses)) == [1, 2, 3] and losses[1] < losses[2] < losses[3]
@@ -88,7 +88,7 @@ def test_steps_in_the_air_cost_signs_loss_and_the_plan_says_what_it_takes_them_f
     assert {warning.name for warning in signs[0].loss.warnings} >= {"streaming_sign-unfitted"}
 
 
-def test_a_replica_behind_a_thin_wire_is_left_out() -> None:
+def test_a_replica_with_thin_links_is_left_out() -> None:
     links = Links.uniform(Link(1e9, 0.01), 4)
     thin = {pair: Link(1e5, 0.01) if 2 in pair else link for pair, link in links.alone.items()}
     named = replace(task(), links=Links(("oslo", "lyon", "home", "rome"), thin))
@@ -97,7 +97,7 @@ def test_a_replica_behind_a_thin_wire_is_left_out() -> None:
     assert any(text.startswith("left-out: home") for text in explain.warnings(named, best))
 
 
-def test_unlike_machines_and_directions_are_named() -> None:
+def test_unequal_machines_and_directions_are_warnings() -> None:
     links = Links.uniform(Link(1e9, 0.01), 2)
     uneven = Links(links.names, {(0, 1): Link(1e9, 0.01), (1, 0): Link(1e10, 0.01)})
     both = replace(task(), links=uneven, machines=(GPU, replace(GPU, name="old", flops_per_second=1.1e14)))
@@ -105,7 +105,7 @@ def test_unlike_machines_and_directions_are_named() -> None:
     assert "asymmetric-link: replica-0 → replica-1" in said and "unequal-machines: all wait for old" in said
 
 
-def test_the_codec_of_a_run_file_is_tried_too_and_a_bound_is_called_one() -> None:
+def test_the_codec_of_a_run_file_is_planned_and_varying_sizes_are_a_warning() -> None:
     planned = task(
         base=replace(BILLION, method=replace(BILLION.method, strategy="streaming_diloco", codec="Entropy(E3M0())"))
     )
@@ -116,7 +116,7 @@ def test_the_codec_of_a_run_file_is_tried_too_and_a_bound_is_called_one() -> Non
         assert said == bool(setting.strategy.bound)
 
 
-def test_memory_decides_the_micro_batch() -> None:
+def test_the_micro_batch_follows_from_the_memory() -> None:
     large, small = (settings(replace(task(), memory_nbytes=limit))[0] for limit in (80 * 10**9, 40 * 10**9))
     assert small.run.data.batch < large.run.data.batch and small.memory_nbytes <= 40 * 10**9
     strategy = small.run.make_strategy()
@@ -127,10 +127,10 @@ def test_memory_decides_the_micro_batch() -> None:
     assert again.peak("device") == pytest.approx(small.memory_nbytes, rel=0.02)
 
 
-# ---- what cannot be met
+# ---- targets that cannot be met
 
 
-def test_wishes_that_contradict_each_other_are_named(found: list[Setting]) -> None:
+def test_contradicting_targets_are_named(found: list[Setting]) -> None:
     fast, good = Targets(deadline_seconds=4.6 * 86400), Targets(loss=2.46)
     assert meeting(found, fast, task()) and meeting(found, good, task())
     with pytest.raises(
@@ -147,12 +147,12 @@ def test_wishes_that_contradict_each_other_are_named(found: list[Setting]) -> No
         (Targets(deadline_seconds=60, utilization=0.5), r"no setting meets deadline <= 1 min 0 s: the best is"),
     ],
 )
-def test_a_wish_that_nothing_meets_is_named(found: list[Setting], targets: Targets, says: str) -> None:
+def test_a_target_that_no_setting_meets_is_named(found: list[Setting], targets: Targets, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         meeting(found, targets, task())
 
 
-def test_a_model_that_is_too_large_comes_with_what_would_fit() -> None:
+def test_a_model_that_is_too_large_is_refused_with_settings_that_fit() -> None:
     tight = task(memory_nbytes=20 * 10**9)
     with pytest.raises(
         ConfigurationError, match=r"no setting of 1b fits: .* What would fit: --ranks 4: .*; or --model 500m"
@@ -163,7 +163,7 @@ def test_a_model_that_is_too_large_comes_with_what_would_fit() -> None:
 @pytest.mark.parametrize(
     "wish", [{"utilization": 0.0}, {"utilization": 1.01}, {"deadline_seconds": -1.0}, {"loss": float("nan")}]
 )
-def test_wishes_without_sense_are_refused(wish: dict[str, float]) -> None:
+def test_invalid_targets_are_refused(wish: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match="is needed"):
         Targets(**wish)
 
@@ -178,18 +178,18 @@ def test_wishes_without_sense_are_refused(wish: dict[str, float]) -> None:
         ({"ranks": 100_000}, "ranks=100000: 1 to 1024 are needed"),
     ],
 )
-def test_a_task_without_sense_is_refused(change: dict[str, object], says: str) -> None:
+def test_invalid_tasks_are_refused(change: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         task(**change)
 
 
-# ---- as a user types it
+# ---- the command
 
 
-def test_from_probe_to_training(
+def test_probe_plan_and_train_work_in_sequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """probe → plan → train, on an emulated link: the run file is one that trains as it is."""
+    """On an emulated link. The run file of the plan trains without changes."""
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("All that glisters is not gold. " * 4000)
@@ -241,7 +241,7 @@ def test_from_probe_to_training(
         (["50mbit", "machine.toml", "--top", "0"], "at least 1 row"),
     ],
 )
-def test_what_is_asked_wrongly_is_said_in_a_line(
+def test_wrong_arguments_are_an_error_of_one_line(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -251,7 +251,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(
     assert says in said and said.count("\n") == 1
 
 
-def test_ranks_of_a_site_are_in_the_command(
+def test_the_printed_command_names_the_ranks_of_a_site(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -281,7 +281,7 @@ def test_ranks_of_a_site_are_in_the_command(
     assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "2, 8, 8 │ three levels" in said
 
 
-def test_a_run_file_with_a_strategy_of_its_own_is_planned_anew(
+def test_a_run_file_with_its_own_strategy_gets_a_new_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Figures of a plan and of runs: what is drawn, in which form, and what is refused before any work."""
+"""Figures of a plan and of runs: frontier and rates, the files they are written to, and refused file names."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_no_setting_lies_below_the_frontier(found: list[Setting]) -> None:
     assert "one replica alone sends nothing" in chart.remarks[0] and "sparse_loco-unfitted" in chart.remarks[0]
 
 
-def test_where_nothing_is_sent_the_frontier_is_empty(found: list[Setting]) -> None:
+def test_a_frontier_of_settings_that_send_nothing_is_drawn(found: list[Setting]) -> None:
     alone = [setting for setting in found if setting.run.placement.replicas == 1]
     assert drawing(frontier_chart(alone, alone[0]).views[0], "alone").startswith("<svg")
 
 
-def test_the_curves_pass_through_the_plan(found: list[Setting]) -> None:
+def test_rate_curves_pass_through_the_planned_settings(found: list[Setting]) -> None:
     rows = found[:3]
     data = rates_chart(rows, TASK).views[0].data
     lines, dots = data[::2], data[1::2]
@@ -82,8 +82,8 @@ def simulated(tmp_path: Path, arguments: str) -> RunRecord:
 
 @pytest.mark.parametrize("method", ["streaming_diloco --delay 3", "diloco", "eager_diloco"])
 @pytest.mark.parametrize("rate", [0.3, 2.0])
-def test_a_runs_dot_lies_on_its_curve(tmp_path: Path, method: str, rate: float) -> None:
-    """Simulated and predicted are the same model here, but for a run's first period."""
+def test_a_run_lies_on_its_predicted_curve(tmp_path: Path, method: str, rate: float) -> None:
+    """Simulation and prediction use the same model here, except for the first period of a run."""
     record = simulated(tmp_path, f"--strategy {method} --link {rate}mbit,30ms --replicas 3")
     chart = rates_of_runs([record])
     assert chart is not None
@@ -93,14 +93,14 @@ def test_a_runs_dot_lies_on_its_curve(tmp_path: Path, method: str, rate: float) 
     assert 'id="section-rates"' in (tmp_path / "virtual/report.html").read_text()
 
 
-def test_runs_that_say_too_little_are_left_out(tmp_path: Path) -> None:
+def test_runs_without_the_needed_records_are_left_out(tmp_path: Path) -> None:
     record = simulated(tmp_path, "--link 2mbit")
     alone = dataclasses.replace(record, summary=dataclasses.replace(record.summary, replicas=1))
     odd = dataclasses.replace(record, settings={"strategy": "of another version"})
     shaped = record.settings | {
         "codec": "LowRank(4)",
         "exchange": "AllReduce()",
-    }  # bytes go by shapes: those that were counted
+    }  # bytes depend on shapes: the recorded bytes are taken
     low_rank = dataclasses.replace(record, settings=shaped)
     silent = dataclasses.replace(record.replicas[0], departed={})
     assert rates_of_runs([low_rank]) is not None
@@ -110,10 +110,10 @@ def test_runs_that_say_too_little_are_left_out(tmp_path: Path) -> None:
     assert both is not None and len(both.views[0].data) == 2
 
 
-# ---- as files
+# ---- files
 
 
-def test_the_plan_writes_what_was_asked_for(
+def test_the_plan_writes_the_requested_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,7 +133,7 @@ def test_the_plan_writes_what_was_asked_for(
 
 
 @pytest.mark.parametrize("option", ["--frontier f.pdf", "--rates f"])
-def test_a_name_that_cannot_be_drawn_is_refused_before_any_work(
+def test_a_file_name_without_a_known_format_is_refused_before_any_work(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "50mbit", "nothing.toml", *option.split()]) == 2
@@ -151,18 +151,18 @@ CURVE = {
 VIEW = ChartState("", [CURVE], {"xaxis": {"title": {"text": "x"}}, "yaxis": {"title": {"text": "y"}}})
 
 
-def test_a_gap_is_a_gap() -> None:
+def test_a_missing_value_is_a_gap_in_the_line() -> None:
     assert drawing(VIEW, "gap").count("<polyline") == 2
 
 
-def test_text_that_looks_like_markup_stays_text() -> None:
+def test_markup_in_text_is_escaped() -> None:
     odd = dataclasses.replace(VIEW, data=[CURVE | {"name": "<script>&"}])
     said = drawing(odd, "<b>", "<i>")
     assert "&lt;script&gt;&amp;" in said and "<b>" not in said and "<i>" not in said
     ElementTree.fromstring(said)
 
 
-def test_labels_stand_beside_their_dots_and_not_on_each_other() -> None:
+def test_labels_are_beside_their_dots_and_do_not_overlap() -> None:
     y = [1.0, 1.01, 1.02, 9.0]
     trace = {"mode": "markers+text", "x": [1, 1, 1, 9], "y": y, "text": ["one", "two", "three", "four"], "name": "all"}
     layout = {f"{axis}axis": {"title": {"text": axis}} for axis in "xy"}
@@ -175,7 +175,7 @@ def test_labels_stand_beside_their_dots_and_not_on_each_other() -> None:
     assert all(any(abs(x - a) < 50 and abs(y - b) < 42 for a, b in dots) for x, y in said.values())
 
 
-def test_a_png_is_the_svg_in_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_is_rendered_from_the_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
     module = SimpleNamespace(svg2png=lambda picture, scale: seen.append(picture) or b"pixels")
     monkeypatch.setitem(sys.modules, "cairosvg", module)
@@ -183,13 +183,13 @@ def test_a_png_is_the_svg_in_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "f.png").read_bytes() == b"pixels" and seen == [drawing(VIEW, "gap").encode()]
 
 
-def test_without_the_extra_a_png_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_without_the_extra_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'thinwire\[png\]'.*or write f.svg"):
         figures.check(Path("f.png"))
 
 
-def test_a_real_png(tmp_path: Path) -> None:
+def test_a_png_file_is_written(tmp_path: Path) -> None:
     pytest.importorskip("cairosvg", reason="the extra png is not installed", exc_type=ImportError)
     figures.draw(Chart([VIEW], 420), "gap", tmp_path / "f.png", "predicted")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`thinwire probe` as a user types it: on an emulated link, under torchrun, and in network namespaces."""
+"""`thinwire probe` on an emulated link, under torchrun, and in network namespaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUICK = ["--model", "nano", "--sequence", "16", "--seconds", "0.05", "--trips", "3"]
 
 
-def test_on_an_emulated_link_it_writes_files_that_can_be_read(
+def test_probe_on_an_emulated_link_writes_files_that_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["probe", "--link", "20mbit,2ms", "--replicas", "3", "--out", str(tmp_path / "new"), "--json", *QUICK]
@@ -39,7 +39,7 @@ def test_on_an_emulated_link_it_writes_files_that_can_be_read(
 
 
 @pytest.mark.slow
-def test_under_torchrun_rank_0_writes_for_all(tmp_path: Path) -> None:
+def test_rank_0_writes_the_files_of_all_under_torchrun(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -66,18 +66,18 @@ def test_under_torchrun_rank_0_writes_for_all(tmp_path: Path) -> None:
 
 
 def benchmark(name: str) -> ModuleType:
-    """benchmarks/NAME.py; its own imports are looked for beside it."""
+    """The module benchmarks/NAME.py."""
     return importlib.import_module(name)
 
 
 def busy() -> str | None:
-    """Whether others leave too little of this machine for a measurement."""
+    """The reason why this machine is too busy for a measurement, or None."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return f"a load of {load:.1f} on {cores} cores measures the others." if load > 3 * cores else None
+    return f"a load of {load:.1f} on {cores} cores would be measured, too." if load > 3 * cores else None
 
 
 def probed(space: Any, out: Path) -> Links:
-    """What two processes of `thinwire probe`, one in each namespace, find."""
+    """The links found by two processes of `thinwire probe`, one in each namespace."""
     world = ["WORLD_SIZE=2", f"MASTER_ADDR={space.addresses[0]}", "MASTER_PORT=29571", "OMP_NUM_THREADS=1"]
     probe = [sys.executable, "-m", "thinwire", "probe", "--what", "links", "--name", "end", "--out", str(out)]
     processes = [space.start(rank, ["env", f"RANK={rank}", *world, *probe]) for rank in range(2)]
@@ -86,8 +86,8 @@ def probed(space: Any, out: Path) -> Links:
 
 
 @pytest.mark.slow
-def test_in_namespaces_it_finds_what_the_kernel_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tc tbf` counts Ethernet frames: 1,448 bytes of 1,514 are ours, so 20 Mbit/s carry 19.1. Within 5 %; the delay within 1 ms."""
+def test_probe_finds_the_rate_set_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tc tbf` counts Ethernet frames, in which 1,448 of 1,514 bytes are payload. Rates within 5 %, the delay within 1 ms."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     made = benchmark("namespaces")
     if why := made.missing() or busy():
@@ -103,8 +103,8 @@ def test_in_namespaces_it_finds_what_the_kernel_was_told(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_through_a_router_it_finds_the_rate_and_the_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,448 of 1,500 bytes of IP are ours. Within 5 %; the delay within 1 ms."""
+def test_probe_finds_the_rate_and_the_delay_of_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,448 of 1,500 bytes of an IP packet are payload. The rate within 5 %, the delay within 1 ms."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     made, router = benchmark("namespaces"), benchmark("router")
     if why := made.missing() or busy() or ("" if Path("/dev/net/tun").exists() else "no /dev/net/tun here."):

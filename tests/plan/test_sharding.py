@@ -1,4 +1,4 @@
-"""Degrees reduce to the methods that have names, in memory and in bytes."""
+"""Sharding degrees: the memory and traffic of named methods and of three levels, and refused degrees."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ N, R = 1_000_000, 8
         ((R, R, R), "ZeRO-3 (FSDP2)", 16 / R, 3 * 2),
     ],
 )
-def test_named_methods(degrees: tuple[int, int, int], name: str, kept: float, sent: float) -> None:
-    """Bytes in units of N; what is sent in units of (R−1)/R."""
+def test_named_methods_have_their_memory_and_traffic(
+    degrees: tuple[int, int, int], name: str, kept: float, sent: float
+) -> None:
+    """Memory in units of N bytes, traffic in units of (R−1)/R·N."""
     shards = Shards(*degrees)
     assert shards.name == name and shards.nbytes(N, MIXED) == kept * N
     phases = traffic(shards, N, R, [R], MIXED)
     assert sum(phase.nbytes for phase in phases) == pytest.approx(sent * N * (R - 1) / R)
 
 
-def test_three_levels_keep_what_crosses_machines_small() -> None:
-    """64 ranks in machines of 8, in pairs: weights over the pair, gradients over the machine, moments over all."""
+def test_three_levels_reduce_the_traffic_between_machines() -> None:
+    """64 ranks in machines of 8, in pairs: weights are sharded over a pair, gradients over a machine, moments over all."""
     shards = Shards(2, 8, 64)
     by_level = [0.0, 0.0, 0.0]
     for phase in traffic(shards, N, 64, [2, 8, 64], MIXED, micro_batches=4):
@@ -40,7 +42,7 @@ def test_three_levels_keep_what_crosses_machines_small() -> None:
     assert shards.nbytes(N, MIXED) == 2 * N // 2 + 2 * N // 8 + 12 * N // 64 and shards.name == "three levels"
 
 
-def test_only_what_crosses_is_paid_once_a_step() -> None:
+def test_traffic_between_machines_is_sent_once_per_step() -> None:
     one, many = (traffic(Shards(2, 8, 64), N, 64, [2, 8, 64], FP32, micro_batches=m) for m in (1, 10))
     assert [b.nbytes / a.nbytes for a, b in zip(one, many)] == [10, 10, 1, 1]
 
@@ -57,7 +59,7 @@ def test_levels_that_do_not_fit_are_refused(ranks: int, levels: list[int]) -> No
         traffic(Shards(1, 2, 4), N, ranks, levels)
 
 
-def test_degrees_are_read() -> None:
+def test_degrees_are_parsed() -> None:
     assert Shards.parse("2,8,64") == Shards(2, 8, 64)
     with pytest.raises(ConfigurationError, match="three whole numbers"):
         Shards.parse("2,8")

@@ -1,4 +1,4 @@
-"""Who takes part: beside all subsets of random sites, through the planner's own function and as a user types it."""
+"""The choice of sites: against all subsets of random sites, for many sites, and by the command."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BASE = Run.of(model="100m", sequence=512)
 
 @pytest.fixture(autouse=True)
 def few_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites are what is looked at."""
+    """Search few periods and delays, because these tests look at sites only."""
     monkeypatch.setattr(search, "EVERY", (30, 200))
     monkeypatch.setattr(search, "DELAY", (5,))
 
 
-def drawn(count: int, seed: int) -> Task:
-    """Machines over two decades; ways up and down and links over two and a half."""
+def random_task(count: int, seed: int) -> Task:
+    """A task with machines over two decades and uplinks, downlinks and links over two and a half."""
     draw = Random(seed)
     up, down = ([10 ** draw.uniform(6.5, 9) for _ in range(count)] for _ in range(2))
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
@@ -40,8 +40,8 @@ def drawn(count: int, seed: int) -> Task:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_subset_of_the_sites_is_worth_more(seed: int) -> None:
-    task = drawn(4, seed)
+def test_no_subset_of_the_sites_has_more_useful_tokens(seed: int) -> None:
+    task = random_task(4, seed)
     best: dict[tuple[int, ...], float] = {}
     for count in range(1, 5):
         for places in combinations(range(4), count):
@@ -52,19 +52,21 @@ def test_no_subset_of_the_sites_is_worth_more(seed: int) -> None:
             whole = [s.useful_tokens_per_second for s in settings(only) if len(s.places) == count]
             best[places] = max(whole)
     found = settings(task)[0]
-    assert found.useful_tokens_per_second >= max(best.values()) / 1.006  # within half a percent other things decide
+    assert found.useful_tokens_per_second >= max(best.values()) / 1.006  # within half a percent other criteria decide
     assert found.useful_tokens_per_second == pytest.approx(best[found.places])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_many_sites_are_searched_nearly_as_well_as_few(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = drawn(5, 100 + seed)
+def test_the_search_of_many_sites_is_within_ten_percent_of_all_subsets(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = random_task(5, 100 + seed)
     best = settings(task)[0].useful_tokens_per_second
     monkeypatch.setattr(sites, "ALL_SUBSETS", 0)
     assert settings(task)[0].useful_tokens_per_second > 0.9 * best
 
 
-def test_of_many_sites_the_fastest_machine_is_left_out_if_its_wire_is_thin_and_the_slowest_if_all_wait_for_it() -> None:
+def test_a_fast_machine_with_thin_links_and_a_slow_machine_are_left_out() -> None:
     links = Links.uniform(Link(1e9, 0.01), 10)
     thin = {pair: Link(1e5, 0.01) if 3 in pair else link for pair, link in links.alone.items()}
     speeds = [2e12] * 3 + [4e12] + [2e12] * 5 + [1e11]
@@ -73,15 +75,15 @@ def test_of_many_sites_the_fastest_machine_is_left_out_if_its_wire_is_thin_and_t
     assert best.places == (0, 1, 2, 4, 5, 6, 7, 8)
 
 
-def test_one_on_which_nothing_fits_is_left_out() -> None:
+def test_a_machine_with_too_little_memory_is_left_out() -> None:
     small = Machine("small", 10**9, 9e12)
     machines = (small, *(Machine(f"m{i}", 80 * 10**9, 2e12) for i in range(2)))
     task = Task(BASE, Links.uniform(Link(1e9, 0.01), 3), machines, 2e9, methods=("diloco",))
     assert all(0 not in setting.places for setting in settings(task))
 
 
-def test_what_is_made_does_not_grow_with_the_sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compositions are made once for any number; of 64 sites that are alike 23 sets are priced, not 64."""
+def test_the_work_of_the_search_does_not_grow_with_the_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategies are made once for any number of sites. Of 64 equal sites 23 sets are evaluated."""
     made, followed = [], []
     check, follow = Strategy.__post_init__, cost.follow
     monkeypatch.setattr(Strategy, "__post_init__", lambda self: made.append(self) or check(self))
@@ -99,7 +101,7 @@ def test_what_is_made_does_not_grow_with_the_sites(monkeypatch: pytest.MonkeyPat
     assert followed_of_many <= 4 * (sites.MOST + 7)
 
 
-def test_as_a_user_types_it_the_slow_machine_with_the_best_wire_is_left_out(
+def test_the_command_leaves_out_a_slow_machine_with_the_best_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,10 +118,10 @@ def test_as_a_user_types_it_the_slow_machine_with_the_best_wire_is_left_out(
     assert Run.load(Path("plan.toml")).placement.replicas == 2
 
 
-def test_a_slow_way_down_is_waited_for(
+def test_the_plan_counts_the_wait_for_a_slow_downlink(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six sites, and everybody's packets have to pass the way down of one: its 10 Mbit/s carry five of them in turn."""
+    """Six sites, of which one has a downlink of 10 Mbit/s that carries the packets of the five others in turn."""
     monkeypatch.chdir(tmp_path)
     Machine("m", 80 * 10**9, 2e12).save(Path("m.toml"))
     names = [f"s{i}" for i in range(6)]

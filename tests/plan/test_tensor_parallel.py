@@ -1,4 +1,4 @@
-"""Tensor-parallel plans from names and shapes: written out by hand for four families, and applied, equal to the whole model."""
+"""Tensor-parallel plans from names and shapes: the rules of five families by hand, and split models against whole ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thinwire.plan.tensor_parallel import Layer, TensorParallel, derive, waiting
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
-TOKENS[0, :4] = torch.tensor([1, 17, 33, 49])  # OPT's padding, and what stands in its place on other ranks
+TOKENS[0, :4] = torch.tensor([1, 17, 33, 49])  # OPT's padding token, and the tokens at its row on other ranks
 
 
 def gpt2(vocabulary: int = 64) -> nn.Module:
@@ -127,7 +127,7 @@ BY_HAND = {
 }
 
 
-def chosen(plan: TensorParallel) -> dict[str, str]:
+def splits_of(plan: TensorParallel) -> dict[str, str]:
     return {row.pattern: row.split for row in plan.rows if row.split != "whole"}
 
 
@@ -147,8 +147,8 @@ def outcome(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_split_model_is_the_whole_model(family):
-    """Plan as written by hand; logits and gradients to 1e-5 on 1, 2 and 4 ranks; two all-reduces a block and direction, counted."""
+def test_a_split_model_has_the_outputs_and_gradients_of_the_whole_model(family):
+    """Logits and gradients to 1e-5 on 1, 2 and 4 ranks, the plan by hand, and two all-reduces per block and direction."""
     torch.manual_seed(0)
     model = FAMILIES[family]().train()
     for parameter in model.parameters():  # biases and norms too
@@ -172,7 +172,7 @@ def test_a_split_model_is_the_whole_model(family):
 
     for ranks in (1, 2, 4):
         for plan, logits, gradients, kept, exported, called in run_ranks(ranks, run):
-            assert chosen(plan) == dict(line.split() for line in BY_HAND[family].strip().splitlines())
+            assert splits_of(plan) == dict(line.split() for line in BY_HAND[family].strip().splitlines())
             assert kept == plan.kept and plan.numel == sum(p.numel() for p in alone.parameters())
             torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
             for name, parameter in alone.named_parameters():
@@ -183,38 +183,38 @@ def test_a_split_model_is_the_whole_model(family):
             if ranks > 1 and family in ("gpt2", "llama", "opt"):
                 assert (
                     len(plan.all_reduces) == 2 * (2 * 2) + 2
-                )  # of two blocks; of the table forward, and the head backward
+                )  # two blocks, the table in the forward and the head in the backward pass
                 assert counts == {"all_reduce": 10, "all_gather_into_tensor": 1}
 
 
-def test_what_is_not_divisible_stays_whole_in_every_layer_of_its_name():
+def test_indivisible_layers_stay_whole_in_every_block():
     def why(plan: TensorParallel, end: str) -> str:
         return next(row.why for row in plan.rows if row.pattern.endswith(end))
 
     plan = derive(layers_of(gpt2(63)), 4)
-    assert chosen(plan).keys() == {line.split()[0] for line in BY_HAND["gpt2"].split("\n") if ".h." in line}
+    assert splits_of(plan).keys() == {line.split()[0] for line in BY_HAND["gpt2"].split("\n") if ".h." in line}
     assert why(plan, "wte") == "63 tokens are not divisible by 4 ranks"
     plan = derive(layers_of(llama(kv_heads=2)), 4)
     assert "k_proj: 2 heads are not divisible by 4 ranks" in why(plan, "q_proj")
-    assert not any("self_attn" in name for name in chosen(plan)) and "model.layers.*.mlp.up_proj" in chosen(plan)
+    assert not any("self_attn" in name for name in splits_of(plan)) and "model.layers.*.mlp.up_proj" in splits_of(plan)
     shapes = [
         (f"h.{block}.{name}", shape)
         for block, width in ((0, 8), (1, 6))
         for name, shape in (("a", (4, width)), ("b", (width, 4)))
     ]
     odd = [Layer(name, "linear", shape) for name, shape in shapes]
-    assert not chosen(derive(odd, 4)) and "6 inputs of h.1.b" in derive(odd, 4).rows[0].why
-    assert set(chosen(derive(odd, 2))) == {"h.*.a", "h.*.b"}
+    assert not splits_of(derive(odd, 4)) and "6 inputs of h.1.b" in derive(odd, 4).rows[0].why
+    assert set(splits_of(derive(odd, 2))) == {"h.*.a", "h.*.b"}
     with pytest.raises(tw.ConfigurationError, match="ranks=0: at least 1"):
         derive(odd, 0)
 
 
-def test_where_no_rule_is_sure_nothing_is_split():
+def test_ambiguous_layers_are_not_split():
     def pair(*layers: Layer) -> dict[str, str]:
-        return chosen(derive(layers, 2))
+        return splits_of(derive(layers, 2))
 
     up, down = Layer("m.linear_1", "linear", (8, 8)), Layer("m.linear_2", "linear", (8, 8))
-    assert pair(up, down) == {"m.linear_1": "outputs", "m.linear_2": "inputs"}  # in turn: "linear" has no "in"
+    assert pair(up, down) == {"m.linear_1": "outputs", "m.linear_2": "inputs"}  # by order: "linear" contains no "in"
     assert pair(up) == {}
     assert pair(up, down, Layer("m.norm.weight", "other", (8,))) == {}
     widths = [Layer("m.dense_4h_to_h", "linear", (32, 8)), Layer("m.dense_h_to_4h", "linear", (8, 32))]
@@ -227,7 +227,7 @@ def test_where_no_rule_is_sure_nothing_is_split():
     assert pair(fused._replace(name="attn.qkv"), out, Layer("attn.q_norm.weight", "other", (8,))) == {}
 
 
-def test_waiting_is_all_reduces_times_the_way():
+def test_waiting_is_the_number_of_all_reduces_times_their_time():
     plan = derive(layers_of(own()), 2)
     link = Link.parse("80mbit,10ms")
     found = waiting(plan, link, tokens=100, flops_per_second=1e9)
@@ -246,7 +246,7 @@ def test_the_command_prints_the_rule_of_each_parameter_and_refuses_a_thin_link(c
     assert "blocks.*.attention.qkv" in said and "each of 3 fused parts by outputs, 1 of 3 heads a rank" in said
     assert main(["plan", "tp", "nano", "--ranks", "2"]) == 0
     assert "heads" not in capsys.readouterr().out
-    assert main(["plan", "tp", "nano", "--ranks", "3"]) == 0  # nothing can be split: why stands there unasked
+    assert main(["plan", "tp", "nano", "--ranks", "3"]) == 0  # nothing can be split: the reason needs no --explain
     assert "2 heads are not divisible by 3 ranks" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "tp", "1b", "--ranks", "4", "--link", "50mbit,30ms"]) == 2
     refused = " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""What is left of a graph whose hubs drop out, against §g; and what those who are left still learn."""
+"""Graphs whose hubs fail, against §g: the components that remain, and what the survivors still learn."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from thinwire.topology import BarabasiAlbert, Listed, RandomPairs, Ring
         (5, "degree", 0.5, 0.34, 0.23),
     ],
 )
-def test_the_giant_component_is_the_published_table(attach, who, share, giant, isolated):
-    """§g, 50 replicas, 30 graphs: the share of the survivors in the largest part, and of those without a neighbour."""
+def test_the_largest_component_matches_the_published_table(attach, who, share, giant, isolated):
+    """§g, 50 replicas, 30 graphs: the share of survivors in the largest component, and of those without a neighbour."""
     found = structure(BarabasiAlbert(attach), 50, who, share, 30)
     assert found.giant == pytest.approx(giant, abs=0.06) and found.isolated == pytest.approx(isolated, abs=0.05)
 
 
-def test_betweenness_is_brandes():
+def test_betweenness_matches_values_by_hand():
     line = Listed(tuple((i, i + 1) for i in range(4))).edges(5)
     assert betweenness(line).tolist() == [0, 3, 4, 3, 0]
     assert betweenness(Ring().edges(4)).tolist() == [0.5] * 4
@@ -41,8 +41,8 @@ def test_betweenness_is_brandes():
     assert [int(survivors(line, "random", 0.4, seed).sum()) for seed in range(5)] == [3] * 5
 
 
-def test_lost_links_hurt_more_than_lost_data_and_early_more_than_late():
-    """What the paper says: hubs without data are missed as well, survivors keep what they know, and a late hit is nearly harmless."""
+def test_early_losses_and_lost_hubs_cost_the_most_accuracy():
+    """As in the paper: the loss of hubs without data costs much, too; survivors keep what they learned; a late loss costs little."""
 
     def mean(**settings):
         return Disaster(BarabasiAlbert(2), rounds=40, **settings).learned(0)
@@ -58,8 +58,8 @@ def test_lost_links_hurt_more_than_lost_data_and_early_more_than_late():
     assert early.isolated > early.alone - 0.02 and early.low <= early.mean
 
 
-def test_it_is_drawn(tmp_path, capsys):
-    """A curve for each column that has values, by its share; on a ring that loses one of eight nobody is alone."""
+def test_the_command_draws_a_curve_for_each_column(tmp_path, capsys):
+    """A column without values has none: on a ring that loses one of eight replicas no survivor is isolated."""
     picture = tmp_path / "disrupted.svg"
     few = ["--topology", "ring", "--replicas", "8", "--shares", "0.25", "0.125", "--graphs", "1", "--runs", "1"]
     assert main(["simulate", "disrupted", *few, "--rounds", "4", "--at-round", "2", "--plot", str(picture)]) == 0
@@ -80,6 +80,6 @@ def test_it_is_drawn(tmp_path, capsys):
     ],
     ids=range(6),
 )
-def test_refused(make, said):
+def test_invalid_settings_are_refused(make, said):
     with pytest.raises(ConfigurationError, match=said):
         make()

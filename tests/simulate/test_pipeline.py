@@ -1,4 +1,4 @@
-"""1F1B: the simulator against an oracle of its own, the exact form and the others, and what the command prints."""
+"""1F1B pipelines: the simulator against an independent oracle and closed forms, and the command."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PINS = [(4, 16, 0.5, 71, 60, 69), (8, 32, 1.0, 185, 131, 173), (2, 32, 0.5, 115,
 
 
 @pytest.mark.parametrize(("p", "n", "c", "simulated", "amp", "pipette"), PINS)
-def test_the_pins(p, n, c, simulated, amp, pipette):
-    """Forward 1, backward 2: simulated = exact form, Pipette's a term less, AMP's pays hops once."""
+def test_simulated_and_predicted_times_match_recorded_values(p, n, c, simulated, amp, pipette):
+    """Forward 1 s, backward 2 s. The exact form equals the simulation; Pipette has one term less, AMP counts hops once."""
     assert one_forward_one_backward(Pipeline.of(p, n, 1.0, 2.0, [c])) == simulated
     assert pipeline_seconds(p, n, 3.0, c) == simulated
     assert (amp_seconds(p, n, 3.0, c), pipette_seconds(p, n, 3.0, c)) == (amp, pipette)
@@ -37,8 +37,8 @@ def test_the_exact_form_is_exact_where_stages_divide_the_micro_batches(p):
             assert amp_seconds(p, n, forward + backward, c) <= simulated + 1e-9
 
 
-def test_where_it_ends_it_is_too_high_and_only_there():
-    """Stages that do not divide the micro-batches, and hops that cost something."""
+def test_the_exact_form_is_an_upper_bound_elsewhere():
+    """It is too high only where stages do not divide the micro-batches and hops take time."""
     high = 0
     for p in range(2, 8):
         for n in range(1, 30):
@@ -51,12 +51,12 @@ def test_where_it_ends_it_is_too_high_and_only_there():
                 high += 1
                 assert n % p
             free = one_forward_one_backward(Pipeline.of(p, n, 1, 2, [0.0]))
-            assert free == pytest.approx((n + p - 1) * 3)  # without hops all forms agree
+            assert free == pytest.approx((n + p - 1) * 3)  # all forms agree where hops take no time
     assert high > 50
 
 
 def oracle(pipeline: Pipeline) -> float:
-    """By the longest path: every pass waits for the one before it on its stage and for its neighbour's, by recursion."""
+    """The longest path by recursion: each pass waits for the pass before it on its stage and for its neighbour's."""
     p, n = pipeline.stages, pipeline.micro_batches
     before: dict[tuple[int, bool, int], tuple[int, bool, int] | None] = {}
     for i in range(p):
@@ -82,7 +82,7 @@ def oracle(pipeline: Pipeline) -> float:
     return max(end(turn) for turn in before)
 
 
-def test_unlike_stages_and_hops_against_the_longest_path():
+def test_uneven_stages_and_hops_match_the_longest_path():
     draw = Random(4)
     for _ in range(60):
         p, n = draw.randint(1, 5), draw.randint(1, 9)
@@ -91,14 +91,14 @@ def test_unlike_stages_and_hops_against_the_longest_path():
         assert one_forward_one_backward(pipeline) == pytest.approx(oracle(pipeline), rel=1e-12)
 
 
-def test_no_step_is_shorter_than_its_busiest_stage_or_its_chain():
+def test_a_step_is_at_least_as_long_as_its_busiest_stage_and_its_chain():
     pipeline = Pipeline.of(5, 20, 1.0, 2.0, hops=[0.1, 4.0], slower=[1.0, 1.7])
     took = one_forward_one_backward(pipeline)
     assert took >= max(pipeline.work_seconds) and took >= 3 * (3 + 2 * 1.7) + 2 * sum(pipeline.hop_seconds)
     assert not pipeline.even and pipeline.hop_seconds == (0.1, 4.0, 0.1, 4.0)
 
 
-def test_a_long_step_is_followed_in_time():
+def test_a_step_of_many_micro_batches_is_simulated():
     assert one_forward_one_backward(Pipeline.of(32, 4096, 1.0, 2.0, [0.1])) == pytest.approx(
         pipeline_seconds(32, 4096, 3.0, 0.1)
     )
@@ -107,25 +107,25 @@ def test_a_long_step_is_followed_in_time():
 # ---- the command
 
 
-def told(capsys, arguments: str = "") -> dict:
+def json_output(capsys, arguments: str = "") -> dict:
     assert main(["simulate", "pipeline", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_command_ends_with_the_step_and_the_forms(capsys):
-    said = told(capsys, "--stages 8 --micro-batches 32 --forward-seconds 1 --hop-seconds 1")
+def test_the_command_prints_the_simulated_and_predicted_steps(capsys):
+    said = json_output(capsys, "--stages 8 --micro-batches 32 --forward-seconds 1 --hop-seconds 1")
     assert said["provenance"] == "simulated" and said["step_seconds"] == 185
     assert said["predicted"] == {"exact": 185, "Pipette": 173, "AMP": 131}
     assert said["compute_utilization"] == pytest.approx(96 / 185)
 
 
-def test_links_between_stages(capsys):
-    said = told(capsys, "--stages 3 --links 1gbit,20ms 100mbit --activation 1MB --slower 1 2 1")
+def test_links_between_stages_give_the_hops(capsys):
+    said = json_output(capsys, "--stages 3 --links 1gbit,20ms 100mbit --activation 1MB --slower 1 2 1")
     assert said["hop_seconds"] == pytest.approx([0.028, 0.08]) and said["predicted"] is None
     assert said["busiest_utilization"] > said["compute_utilization"]
 
 
-def test_the_figure_and_the_table(capsys, tmp_path):
+def test_the_command_prints_a_table_and_draws_a_figure(capsys, tmp_path):
     assert main(["simulate", "pipeline", "--plot", str(tmp_path / "p.svg")]) == 0
     said = capsys.readouterr().out
     assert "simulated" in said and "predicted" in said and "AMP" in said
@@ -150,12 +150,12 @@ def test_the_figure_and_the_table(capsys, tmp_path):
         ("--slower 0 0 0 0", "passes of 0 seconds"),
     ],
 )
-def test_bad_input_is_said_in_a_line(arguments, says, capsys):
+def test_invalid_arguments_are_an_error_of_one_line(arguments, says, capsys):
     assert main(["simulate", "pipeline", *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
 
 
-def test_as_many_times_as_stages():
+def test_a_wrong_number_of_times_is_refused():
     with pytest.raises(ConfigurationError, match="2 forward times, 1 backward times, 1 hops"):
         Pipeline(1, (1.0, 1.0), (1.0,), (0.0,))

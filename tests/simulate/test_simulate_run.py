@@ -1,4 +1,4 @@
-"""`thinwire simulate run`: what it prints, writes and refuses; and how near it comes to runs that were emulated."""
+"""`thinwire simulate run`: its output, its run folder, its refusals, and its distance to emulated runs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 ASKED = "--model nano --steps 60 --every 12 --delay 3 --link 2mbit,30ms --step-seconds 0.2"
 
 
-def told(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
+def json_output(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
     assert main(["simulate", "run", *arguments.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_summary_has_the_keys_of_a_real_run(capsys):
-    summary = told(capsys, ASKED)
+    summary = json_output(capsys, ASKED)
     keys = "strategy replicas steps tokens parameters eval_loss wire_bytes_sent bits_per_parameter_per_step compute_utilization wall_seconds"
     assert set(keys.split()) | {"stall_seconds", "provenance"} <= set(summary)
     assert summary["provenance"] == "simulated" and summary["eval_loss"] is None
@@ -45,22 +45,22 @@ def test_the_summary_has_the_keys_of_a_real_run(capsys):
     assert summary["floor_bits_per_second"] == 8 * strategy.nbytes_per_period(shapes, 2) / (12 * 0.2)
 
 
-def test_the_table_says_what_its_figures_are(capsys):
+def test_the_table_labels_simulated_and_predicted_figures(capsys):
     assert main(["simulate", "run", *ASKED.split(), "--replicas", "20", "--failures", "5s/1min"]) == 0
     said = capsys.readouterr().out
     assert "simulated" in said and "predicted" in said and "failures" in said
     assert "the 4 that wait most and the 4 that wait least" in said
 
 
-def test_a_run_file_is_taken_and_options_replace_what_is_in_it(capsys, tmp_path):
+def test_options_replace_the_settings_of_a_run_file(capsys, tmp_path):
     Run.of(model="nano", steps=30, link="1mbit", strategy="diloco", every=10).save(tmp_path / "run.toml")
-    summary = told(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")
+    summary = json_output(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")
     assert summary["strategy"] == "diloco(every=10)" and summary["steps"] == 20
 
 
-def test_what_it_writes_is_a_run_that_can_be_reported(capsys, tmp_path):
+def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     out = tmp_path / "virtual"
-    summary = told(capsys, f"{ASKED} --replicas 3 --slower 1 2 --failures 4s/10s/1s --seed 3 --out {out}")
+    summary = json_output(capsys, f"{ASKED} --replicas 3 --slower 1 2 --failures 4s/10s/1s --seed 3 --out {out}")
     record = RunRecord.load(out)
     assert record.summary.provenance == "simulated" and record.status == "finished"
     assert record.summary.compute_utilization == pytest.approx(summary["compute_utilization"], abs=1e-6)
@@ -75,11 +75,11 @@ def test_what_it_writes_is_a_run_that_can_be_reported(capsys, tmp_path):
     assert "holds a run already" in capsys.readouterr().err
 
 
-def test_the_log_agrees_with_the_outcome(tmp_path):
-    """Without trouble, what is read back from the events alone is what was simulated."""
+def test_the_event_log_agrees_with_the_summary(tmp_path):
+    """In a run without failures, the summary computed from the events equals the simulated one."""
     out = tmp_path / "virtual"
     assert main(["simulate", "run", *ASKED.split(), "--jitter", "0.2", "--slower", "1", "1.5", "--out", str(out)]) == 0
-    for log in out.glob("events/*.jsonl"):  # as if it had not lived to say its own summary
+    for log in out.glob("events/*.jsonl"):  # remove the recorded summary
         log.write_text("".join(line for line in log.read_text().splitlines(True) if '"event":"end"' not in line))
     said, found = json.loads((out / "summary.json").read_text()), RunRecord.load(out)
     for name in ("compute_utilization", "wall_seconds", "stall_seconds", "wire_bytes_sent"):
@@ -94,7 +94,7 @@ def options(**changes: Any) -> Options:
     return Options(**({"run_settings": run, "step_seconds": 1.0} | changes))
 
 
-def test_the_scenario_is_what_was_asked_for():
+def test_the_scenario_follows_the_options():
     scenario = make_scenario(
         options(
             slower=(1.0, 2.0),
@@ -141,7 +141,7 @@ def test_the_scenario_is_what_was_asked_for():
         ({"failures": "1fortnight/2s"}, "'1fortnight' was given"),
     ],
 )
-def test_bad_input_is_refused(changes, says):
+def test_invalid_options_are_refused(changes, says):
     with pytest.raises(ConfigurationError, match=says):
         make_scenario(options(**changes))
 
@@ -157,12 +157,12 @@ def test_bad_input_is_refused(changes, says):
         "--step-seconds 1 --link 1mbit --tokenizer words",
     ],
 )
-def test_what_was_asked_wrongly_is_said_in_a_line(arguments, capsys):
+def test_wrong_arguments_are_an_error_of_one_line(arguments, capsys):
     assert main(["simulate", "run", *arguments.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_times_with_units():
+def test_times_with_units_are_parsed():
     assert [seconds_of_text(text) for text in ("250us", "1.5ms", "2s", "3 min", "1h", "7d")] == pytest.approx(
         [250e-6, 1.5e-3, 2, 180, 3600, 604800]
     )
@@ -177,15 +177,14 @@ def emulated() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", emulated(), ids=lambda row: f"{row['method']}, {row['megabits_per_second']:.3g} Mbit/s")
-def test_it_comes_near_to_what_was_emulated(row):
-    """The benchmark's real processes over a shaped link, from the strategy, step time and rate that its JSON holds.
+def test_simulated_utilization_is_close_to_the_emulated_one(row):
+    """The benchmark ran processes over a shaped link; its JSON holds strategy, step time and rate.
 
-    1448 of 1514 bytes on the wire are payload. Nothing is fitted; what the simulator does not know of is the CPU that
-    encoding takes from training.
+    1448 of 1514 bytes on the wire are payload. Nothing is fitted. The simulator does not know the CPU time of encoding.
     """
     strategy = tw.catalogue.parsing.parse(row["how"])
     numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run.of(model="mini")))]
     link = Link(row["megabits_per_second"] * 1e6 * 1448 / 1514)
     outcome = simulate(strategy, numels, Scenario.alike(2, row["inner_step_seconds"], link), 3000)
-    hidden = row["utilization"] > 0.95  # the link carries it, and encoding has time too
+    hidden = row["utilization"] > 0.95  # the overlap hides sending and encoding
     assert outcome.compute_utilization == pytest.approx(row["utilization"], rel=0.02 if hidden else 0.1)

@@ -1,4 +1,4 @@
-"""The simulator of whole runs: its laws, the slow simulator beside it, real replicas beside it, and what goes wrong."""
+"""The simulator of runs: against real replicas, a slow event-by-event simulator and the layer model; its laws; failures."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def alike(replicas: int = 2, link: Link = THIN, **changes: Any) -> Scenario:
 
 
 def sizes_for(strategy: tw.Strategy) -> list[int]:
-    """Of the toy's fragments, times a thousand: offsets are for a number of fragments."""
+    """The sizes of the toy's fragments times a thousand: methods with offsets need this number of fragments."""
     return [1000 * fragment.numel for fragment in strategy.partition.fragments(Toy())]
 
 
-class Heard:
-    """An observer that keeps everything."""
+class Recorder:
+    """An observer that records all calls."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -58,24 +58,24 @@ class Heard:
         self.changes.append((replicas.tolist(), seconds.tolist(), what))
 
 
-# ---- one source of truth
+# ---- against real replicas
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
-    """The same strategy on thread replicas and in virtual time: fragment, step, bytes, and the step of landing."""
+def test_departures_landings_and_bytes_equal_those_of_real_replicas(name):
+    """Fragment, step, bytes and landing step of the same strategy on replicas in threads and in virtual time."""
     strategy = METHODS[name]
     real = journey(strategy, replicas=2, steps=14)[0]
-    heard = Heard()
+    heard = Recorder()
     shapes = [fragment.shapes for fragment in strategy.partition.fragments(Toy())]
-    outcome = simulate(strategy, shapes, alike(2), 14, heard, lambda step: 0.01)  # as the toy's optimizer
+    outcome = simulate(strategy, shapes, alike(2), 14, heard, lambda step: 0.01)  # the learning rate of the toy
     left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
     came = [(r.fragment, r.number, step) for r, step, *_ in heard.came]
     shift = (
         1 if isinstance(strategy.signal, tw.strategy.Gradients) else 0
-    )  # those are exchanged before the step is counted
+    )  # gradients are exchanged before the step is counted
     weighed = [(e["fragment"], e["round"], e["step"] + shift, e["nbytes"]) for e in real.heard("depart")]
-    if isinstance(strategy.policy, Deciding):  # by data, which there are none of here: at most so many bytes
+    if isinstance(strategy.policy, Deciding):  # it decides by data, which a simulation lacks: the bytes are a bound
         assert [where[:3] for where in left] == [where[:3] for where in weighed]
         assert all(most[3] >= real[3] for most, real in zip(left, weighed))
         return
@@ -84,7 +84,7 @@ def test_what_departs_lands_and_weighs_is_what_real_replicas_do(name):
     assert outcome.nbytes_sent[0] == sum(e["nbytes"] for e in real.heard("depart"))
 
 
-def test_the_strategys_own_schedule_and_exchange_are_asked(monkeypatch):
+def test_the_simulator_calls_the_strategys_schedule_and_exchange(monkeypatch):
     asked: list[tuple[str, int]] = []
     departs, nbytes_sent = tw.pieces.schedule.Staggered.departs, tw.exchange.Direct.nbytes_sent
     monkeypatch.setattr(tw.pieces.schedule.Staggered, "departs", lambda *a: asked.append(("step", a[1])) or departs(*a))
@@ -99,7 +99,7 @@ def test_the_strategys_own_schedule_and_exchange_are_asked(monkeypatch):
 
 @over("more", [0, 1])
 @over("name", METHODS)
-def test_bytes_are_those_of_the_formula(name, more):
+def test_sent_bytes_match_nbytes_per_period(name, more):
     strategy, numels = METHODS[name], sizes_for(METHODS[name])
     periods = 5
     steps = periods * strategy.schedule.every + more
@@ -107,9 +107,9 @@ def test_bytes_are_those_of_the_formula(name, more):
     calendar = Calendar(strategy.schedule, len(numels), lambda step: 1.0)
     departures = [(p, step) for step in range(1, steps + 1) for p in calendar.departs(step)]
     departed, last = [p for p, _ in departures], dict(departures)
-    forgets = strategy.merge.forgets  # then what is trained in flight is in no delta
+    forgets = strategy.merge.forgets  # then no delta contains the steps of the flight
     ended = strategy.schedule.delay if forgets else 0
-    rounds = [last.get(p, 0) + ended < steps for p in range(len(numels))]  # one more, in `finish`
+    rounds = [last.get(p, 0) + ended < steps for p in range(len(numels))]  # one more round in `finish`
     if isinstance(strategy.signal, tw.strategy.Gradients):
         rounds = [False] * len(numels)
     expected = sum(
@@ -122,8 +122,8 @@ def test_bytes_are_those_of_the_formula(name, more):
 
 
 @over("name", METHODS)
-def test_nothing_happens_before_its_cause(name):
-    strategy, heard = METHODS[name], Heard()
+def test_events_follow_their_causes(name):
+    strategy, heard = METHODS[name], Recorder()
     speeds = spread(1.0, 0.3, 4, 0, "speeds")
     scenario = alike(4, step_seconds=speeds, jitter=0.2, encode_seconds=1e-6, decode_seconds=2e-6)
     outcome = simulate(strategy, sizes_for(strategy), scenario, 40, heard)
@@ -141,7 +141,7 @@ def test_nothing_happens_before_its_cause(name):
 
 
 @over("name", METHODS)
-def test_on_a_perfect_link_there_is_nothing_but_computing(name):
+def test_a_perfect_link_leaves_only_compute_time(name):
     outcome = simulate(METHODS[name], sizes_for(METHODS[name]), alike(3, FAST), 50)
     assert outcome.compute_utilization == pytest.approx(1, abs=1e-6)
     assert outcome.wall_seconds == pytest.approx([50.0] * 3) and outcome.compute_seconds.tolist() == [50.0] * 3
@@ -163,12 +163,14 @@ TROUBLE = {
 }
 
 
-def all_of(outcome: SimulationResult) -> list[Any]:
+def values_of(outcome: SimulationResult) -> list[Any]:
     return [np.asarray(getattr(outcome, field.name)).tolist() for field in dataclasses.fields(outcome)]
 
 
 def test_the_same_seed_gives_the_same_run():
-    first, again, other = (all_of(simulate(STREAM, NUMELS, alike(4, seed=seed, **TROUBLE), 100)) for seed in (1, 1, 2))
+    first, again, other = (
+        values_of(simulate(STREAM, NUMELS, alike(4, seed=seed, **TROUBLE), 100)) for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -183,10 +185,10 @@ def test_more_rate_never_takes_longer(trouble):
     assert (np.diff(walls) <= 1e-9).all() and walls[0] > 5 * walls[-1]
 
 
-# ---- beside the slow simulator
+# ---- against the slow simulator
 
 
-def drawn_scenario(draw: random.Random) -> Scenario:
+def random_scenario(draw: random.Random) -> Scenario:
     replicas = draw.choice([1, 2, 3, 4, 6])
     count = draw.choice([replicas, replicas, 1, 2])
     shares = None if count == replicas else tuple(draw.randrange(count) for _ in range(replicas))
@@ -196,11 +198,11 @@ def drawn_scenario(draw: random.Random) -> Scenario:
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.exchange == tw.exchange.Direct()])
-def test_events_one_by_one_give_the_same_times(name):
+def test_times_equal_those_of_a_simulation_event_by_event(name):
     strategy, draw = METHODS[name], random.Random(name)
     for _ in range(8):
-        scenario, numels = drawn_scenario(draw), [n + draw.randrange(9999) for n in sizes_for(strategy)]
-        slow, heard = Oracle(strategy, numels, scenario), Heard()
+        scenario, numels = random_scenario(draw), [n + draw.randrange(9999) for n in sizes_for(strategy)]
+        slow, heard = Oracle(strategy, numels, scenario), Recorder()
         slow.run(40)
         fast = simulate(strategy, numels, scenario, 40, heard)
         assert fast.wall_seconds == pytest.approx(slow.wall, rel=1e-12), scenario
@@ -208,15 +210,15 @@ def test_events_one_by_one_give_the_same_times(name):
         landings = np.array([begin + stall for _, _, begin, stall, _ in heard.came])
         before = len(landings) - len(
             numels
-        )  # in `finish` all ask at the same instant: any order is first come, first served
+        )  # in `finish` all requests come at the same instant, so their order is arbitrary
         assert np.allclose(landings.T[:, :before], np.array(slow.landings)[:, :before], rtol=1e-12, atol=0), scenario
 
 
 @pytest.mark.parametrize(
     "name", ["diloco", "streaming_diloco", "eager_diloco", "feedback in the air", "torchft's phase"]
 )
-def test_a_message_for_every_peer_takes_as_long(name):
-    """A round that is complete for all at once stands for messages that arrive one by one: the run's time is the same."""
+def test_rounds_take_as_long_as_separate_messages_to_each_peer(name):
+    """The simulator completes a round for all at once; the oracle delivers its messages one by one."""
     strategy, draw = METHODS[name], random.Random(name)
     for replicas in (3, 4, 8):
         steps = tuple(draw.uniform(0.5, 2) for _ in range(replicas))
@@ -230,12 +232,12 @@ def test_a_message_for_every_peer_takes_as_long(name):
         assert fast.compute_utilization == pytest.approx(used, abs=5e-3)
 
 
-# ---- beside the layers
+# ---- against the layer model
 
 
 @pytest.mark.parametrize(("delay", "rate"), [(0, 1e5), (0, 1e7), (1, 1e5), (1, 3e5), (5, 2e5), (11, 1e5)])
 def test_a_model_of_one_layer_is_the_same_in_both_simulators(delay, rate):
-    """A layer that is the model departs when the step ends, and is needed when step t + 1 + τ begins: after step t + τ."""
+    """The only layer departs at the end of step t and is needed at the begin of step t + 1 + τ."""
     codec, numel = tw.codecs.Cast(), 100_000
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(12, delay), codec=codec, outer=tw.pieces.outer.Nesterov())
     bits = 8 * strategy.exchange.nbytes_sent(codec, numel, 2) / numel
@@ -249,21 +251,21 @@ def test_a_model_of_one_layer_is_the_same_in_both_simulators(delay, rate):
 # ---- scale
 
 
-def test_events_are_counted_and_memory_does_not_grow_with_them():
-    """Departure, arrival and landing of every round, and the inner steps; arrays of finished rounds are let go."""
+def test_events_are_counted_and_memory_does_not_grow_with_the_rounds():
+    """Departures, arrivals, landings and inner steps are counted. Arrays of finished rounds are freed."""
     replicas, peaks = 500, []
     for steps in (120, 1200):
         tracemalloc.start()
         outcome = simulate(STREAM, NUMELS, alike(replicas, Link(1e10)), steps)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        assert outcome.rounds == 3 * (steps // 12)  # of the two that depart in mid-period the last one ends the run
+        assert outcome.rounds == 3 * (steps // 12)  # `finish` sends the last round of two fragments
         assert outcome.events == replicas * (steps + 3 * outcome.rounds)
     assert peaks[1] < 2 * peaks[0]  # ten times as many rounds
 
 
-def test_only_steps_in_which_something_happens_cost_arrays(monkeypatch):
-    """Work is linear in departures and landings: none for the steps between them, whatever their number."""
+def test_only_departures_and_landings_cost_array_operations(monkeypatch):
+    """The work is linear in departures and landings. The number of steps between them does not matter."""
     from thinwire.simulate import replicas as room
 
     calls = []
@@ -273,24 +275,24 @@ def test_only_steps_in_which_something_happens_cost_arrays(monkeypatch):
     assert len([steps for _, steps in calls if steps]) == 10
 
 
-# ---- what goes wrong
+# ---- outages, losses, sharing and failures
 
 
-def test_an_outage_by_hand():
-    """10 s of sending from t = 4 (H = 4, 1 s a step), down from 6 to 9: the message arrives at 17 and not at 14."""
+def test_an_outage_delays_a_message_by_its_length():
+    """Sending takes 10 s from t = 4 (H = 4, 1 s per step). With an outage from 6 to 9 the message arrives at 17, not at 14."""
     strategy = tw.diloco(every=4, codec=tw.codecs.Cast())
     nbytes = strategy.exchange.nbytes_sent(strategy.codec, 1000, 2)
     link = Link(8 * nbytes / 10)
     for down, arrival in (((), 14.0), (((6.0, 9.0),), 17.0), (((3.0, 5.0),), 15.0), (((1.0, 2.0), (14.5, 90.0)), 14.0)):
-        heard = Heard()
+        heard = Recorder()
         scenario = alike(2, wires=(Wire(link), Wire(link, outages=down)))
         simulate(strategy, [1000], scenario, 4, heard)
         assert heard.left[0].messages.arrival[1] == pytest.approx(arrival), down
         assert heard.came[0][3] == pytest.approx([arrival - 4] * 2)  # both wait for it
 
 
-def test_outages_are_over_when_they_are_over():
-    """Many short ones: a wire that is down for a tenth of the time takes a ninth longer, in the long run."""
+def test_many_short_outages_slow_a_link_by_their_share():
+    """A wire that is down for a tenth of the time takes a ninth longer in the long run."""
     down = tuple((float(t), t + 0.1) for t in range(1, 5000))
     strategy, link = tw.local_sgd(every=1), Link(8e4)
     plain = simulate(strategy, [10_000], alike(2, link), 300)
@@ -300,22 +302,22 @@ def test_outages_are_over_when_they_are_over():
     assert broken.busy_seconds == pytest.approx(plain.busy_seconds)
 
 
-def test_outages_by_chance_never_end():
-    """Down for 2 s after 18 s on average: all in all a tenth of the time, however long the run is."""
+def test_random_outages_last_for_the_whole_run():
+    """The wire is down for 2 s after 18 s on average: a tenth of the time of a run of any length."""
     strategy, link = tw.local_sgd(every=1), Link(8e4)
     plain = simulate(strategy, [20_000], alike(2, link), 3000)
     broken = simulate(strategy, [20_000], alike(2, wires=(Wire(link, outages=Outages(18.0, 2.0)), Wire(link))), 3000)
     assert broken.stall_seconds[0] == pytest.approx(plain.stall_seconds[0] / 0.9, rel=0.05)
 
 
-def test_lost_bytes_travel_again():
+def test_lost_bytes_are_sent_again():
     plain = simulate(tw.diloco(every=5), [10_000], alike(2, Link(1e5)), 50)
     lossy = simulate(tw.diloco(every=5), [10_000], alike(2, wires=(Wire(Link(1e5), loss=0.2),) * 2), 50)
     assert lossy.busy_seconds == pytest.approx(plain.busy_seconds / 0.8)
     assert lossy.nbytes_sent.tolist() == plain.nbytes_sent.tolist()
 
 
-def test_who_shares_a_wire_waits_for_the_other():
+def test_replicas_that_share_a_wire_wait_for_each_other():
     alone = simulate(tw.diloco(every=5), [10_000], alike(4, Link(1e6)), 50)
     shared = simulate(tw.diloco(every=5), [10_000], alike(4, Link(1e6), shares=(0, 0, 0, 0)), 50)
     assert shared.stall_seconds == pytest.approx(4 * alone.stall_seconds)
@@ -328,17 +330,17 @@ def test_the_slowest_replica_sets_the_pace():
     assert outcome.compute_seconds.tolist() == [200.0, 200.0, 400.0, 200.0]
 
 
-def test_jitter_and_pauses_have_the_means_that_are_asked_for():
+def test_jitter_and_pauses_have_the_requested_means():
     scenario = alike(2000, FAST, jitter=0.5, stragglers=Stragglers(10.0, 2.0))
     outcome = simulate(tw.local_sgd(every=100), [1], scenario, 100)
     assert outcome.compute_seconds.mean() == pytest.approx(100 + 100 / 10 * 2, rel=0.01)
-    variance = 100 * 0.5**2 + 10 * 2 * 2.0**2  # of gamma steps, and of a compound Poisson of exponentials
+    variance = 100 * 0.5**2 + 10 * 2 * 2.0**2  # gamma steps plus a compound Poisson sum of exponentials
     assert outcome.compute_seconds.var() == pytest.approx(variance, rel=0.1)
 
 
-def test_a_failure_costs_the_others_the_time_to_notice_it():
-    """Replica 1 dies at 7.3, the round of step 10 waits until it is noticed, and later rounds go on without it."""
-    heard = Heard()
+def test_a_failure_costs_the_others_the_time_to_detect_it():
+    """Replica 1 dies at 7.3 s. The round of step 10 waits until this is detected; later rounds run without the replica."""
+    heard = Recorder()
     scenario = alike(3, FAST, failures=Failures(1e9, 22.0, 5.0))
     fleet_failures = iter([np.array([1e9, 7.3, 1e9])])
     with pytest.MonkeyPatch.context() as patch:
@@ -355,7 +357,7 @@ def test_a_failure_costs_the_others_the_time_to_notice_it():
         ([1], "this replica is back, with the anchors"),
     ]
     times = [seconds[0] for _, seconds, _ in heard.changes]
-    assert times == pytest.approx([7.3, 32.3], abs=1e-2)  # repaired at 29.3, back at the next landing
+    assert times == pytest.approx([7.3, 32.3], abs=1e-2)  # repaired at 29.3 s, back at the next landing
     assert outcome.failures == 1
     assert outcome.steps.tolist() == [60, 37, 60]  # 7 before, 30 after
     assert outcome.compute_seconds == pytest.approx([60, 37.3, 60], abs=1e-2)
@@ -363,9 +365,9 @@ def test_a_failure_costs_the_others_the_time_to_notice_it():
     assert away[0] == tw.local_sgd().exchange.nbytes_sent(tw.codecs.Identity(), 100, 2) < away[-1]
 
 
-def test_when_all_have_died_the_first_to_return_goes_on():
-    """No step is passed over: alone, the steps of the run take their time, and every failure its repair and a part of a step."""
-    alone, heard = alike(1, FAST, failures=Failures(10.0, 50.0)), Heard()
+def test_after_the_death_of_all_the_first_to_return_continues():
+    """No step is skipped. A single replica takes the time of all steps, and for each failure the repair and part of a step."""
+    alone, heard = alike(1, FAST, failures=Failures(10.0, 50.0)), Recorder()
     outcome = simulate(STREAM, NUMELS, alone, 600, heard)
     assert outcome.failures == pytest.approx(60, rel=0.4) and outcome.steps.tolist() == [600]
     lost = outcome.wall_seconds[0] - 600 - 50 * outcome.failures
@@ -378,8 +380,8 @@ def test_when_all_have_died_the_first_to_return_goes_on():
     assert three.steps.sum() >= 60 and 0 < three.compute_utilization < 0.3
 
 
-def test_steps_that_take_next_to_nothing_still_count():
-    """So unlike are steps at a variation of 10 that most of them underflow to zero seconds."""
+def test_steps_of_zero_seconds_are_counted():
+    """With a jitter of 10 most steps underflow to zero seconds."""
     outcome = simulate(tw.local_sgd(every=1), [1], alike(50, FAST, jitter=10.0, failures=Failures(500.0, 5.0)), 200)
     assert outcome.steps.max() == 200 and outcome.steps.min() > 100 and np.isfinite(outcome.compute_seconds).all()
 
@@ -392,7 +394,7 @@ def test_utilisation_falls_as_failures_rise():
     assert used == sorted(used, reverse=True) and used[0] > 0.99 and used[-1] < 0.7
 
 
-# ---- bad input
+# ---- invalid input
 
 
 @pytest.mark.parametrize(
@@ -423,7 +425,7 @@ def test_utilisation_falls_as_failures_rise():
         (lambda: simulate(STREAM, [], alike(), 5), "0 fragments"),
     ],
 )
-def test_bad_input_is_refused(make, says):
+def test_invalid_scenarios_are_refused(make, says):
     with pytest.raises(ConfigurationError, match=says):
         make()
 
@@ -432,11 +434,11 @@ def test_bad_input_is_refused(make, says):
 
 
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(), tw.exchange.AllReduce()])
-def test_a_round_on_an_idle_link_takes_what_the_exchange_predicts(exchange):
-    """Bytes over the rate, and as many delays as it has hops: 1 or 2."""
+def test_a_round_on_an_idle_link_takes_the_time_that_the_exchange_predicts(exchange):
+    """Bytes over the rate, and one delay for each of its 1 or 2 hops."""
     link = Link(8e6, 0.3)
     strategy = tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange)
-    heard = Heard()
+    heard = Recorder()
     simulate(strategy, [100_000], alike(4, link), 10, heard)
     stall = heard.came[0][3]
     assert stall == pytest.approx([exchange.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)
@@ -444,8 +446,8 @@ def test_a_round_on_an_idle_link_takes_what_the_exchange_predicts(exchange):
     assert stall[0] == pytest.approx(exchange.nbytes_sent(tw.codecs.Identity(), 100_000, 4) / 1e6 + 0.3 * hops)
 
 
-def test_sites_take_one_delay_between_them():
+def test_a_round_of_a_hierarchy_takes_the_predicted_time():
     exchange, link = tw.exchange.Hierarchy(sites=((0, 1), (2, 3))), Link(8e6, 0.3)
-    heard = Heard()
+    heard = Recorder()
     simulate(tw.diloco(every=10, codec=tw.codecs.Identity(), exchange=exchange), [100_000], alike(4, link), 10, heard)
     assert heard.came[0][3] == pytest.approx([exchange.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)

@@ -1,4 +1,4 @@
-"""Stragglers in virtual time: rounds by hand, what codes gain, and the command."""
+"""Stragglers in virtual time: rounds by hand, the gain of gradient codes, and the command."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ def rounds(*rows, batch_seconds=0.0):
     return Delays(np.array(rows, dtype=float), batch_seconds)
 
 
-def test_rounds_by_hand():
+def test_ends_of_rounds_match_values_by_hand():
     delays = rounds([1, 1, 9, 1.5], [1, 1, 1, 1], [1, 8, 9, 1], batch_seconds=4.0)
     assert simulate(Coded(gradient_code(4, 0)), delays).ends == (9, 10, 19)
     coded = simulate(
         Coded(Repetition(4, 1)), delays
-    )  # each computes a batch's quarter more: 1 s; one of {0, 1}, one of {2, 3}
+    )  # each computes another quarter of a batch (1 s); one of {0, 1} and one of {2, 3} are needed
     assert coded.ends == (2.5, 4.5, 6.5) and coded.jobs == 3 and coded.lost == 0
     dropped = without_the_slowest(delays, 1)
     assert dropped.ends == (1.5, 2.5, 10.5) and dropped.lost == 0.25
 
 
-def test_sequential_rounds_wait_where_the_pattern_is_not_allowed():
-    scheme = Multiplexed(4, 1, 2, 1)  # one replica in two rounds, and not twice
+def test_sequential_codes_wait_for_patterns_that_are_not_allowed():
+    scheme = Multiplexed(4, 1, 2, 1)  # one late replica in any two rounds
     late_once, late_twice = [1, 1, 1, 9], [1, 1, 1, 8]
     run = simulate(scheme, rounds(late_once, late_twice, [1, 1, 1, 1], late_once), patience=1.0)
     assert run.ends == (2, 10, 11, 13) and run.late == 2
     two = simulate(scheme, rounds([1, 1, 5, 9], [1, 1, 1, 1]), patience=1.0)
-    assert two.ends[0] == 5  # not 9: the first further arrival is enough
+    assert two.ends[0] == 5  # not 9: one more arrival is enough
 
 
-def test_a_burst_costs_a_repeat_and_no_waiting():
+def test_a_burst_is_repeated_without_waiting():
     delays = rounds([1, 1, 9, 9, 1, 1], *[[1.0] * 6] * 4)
     scheme = SelectiveRepeat(6, 1, 2, 2)
     run = simulate(scheme, delays)
     assert run.late >= 1 and run.ends[-1] < simulate(Coded(gradient_code(6, 0)), delays).ends[-1]
 
 
-def test_delays_are_what_they_are_called():
+def test_drawn_delays_have_the_moments_of_their_distribution():
     bursts = gilbert_elliott(4000, 8, 1.0, 5.0, every=20, length=3, seed=0) > 1
     begins = int((bursts[1:] & ~bursts[:-1]).sum())
     assert bursts.mean() == pytest.approx(3 / 23, rel=0.1) and bursts[1:].sum() / begins == pytest.approx(3, rel=0.1)
@@ -60,8 +60,8 @@ def test_delays_are_what_they_are_called():
     assert drawn.min() >= 1 and drawn.mean() == pytest.approx(1.5, rel=0.02)
 
 
-def test_codes_help_where_pauses_are_long_and_work_is_cheap():
-    """With much work to repeat, the search finds that no redundancy is better than a little of it."""
+def test_codes_help_only_where_pauses_are_long_and_work_is_cheap():
+    """Where repeated work is expensive, the search finds that no redundancy is best."""
     seconds = gilbert_elliott(120, 8, 1.0, 5.0, every=20, length=2, seed=1)
     for batch_seconds, helps in ((0.4, True), (400.0, False)):
         probe, rest = Delays(seconds, batch_seconds).part(0, 40), Delays(seconds, batch_seconds).part(40)
@@ -70,7 +70,7 @@ def test_codes_help_where_pauses_are_long_and_work_is_cheap():
         assert (best < 0.7 * plain) == helps
 
 
-def test_the_command(capsys, tmp_path):
+def test_the_command_compares_all_codes(capsys, tmp_path):
     plot = tmp_path / "s.svg"
     arguments = f"--replicas 8 --steps 60 --probe 20 --compute-share 0.2 --stragglers 1 --plot {plot} --json"
     assert main(["simulate", "stragglers", *arguments.split()]) == 0
@@ -84,7 +84,7 @@ def test_the_command(capsys, tmp_path):
     assert plot.read_text().count("<polyline") == 5
 
 
-def test_recorded_delays(capsys, tmp_path):
+def test_the_command_takes_the_delays_of_a_recorded_run(capsys, tmp_path):
     made = "--strategy data_parallel --model nano --link 1gbit --step-seconds 0.5 --replicas 4 --jitter 0.5 --steps 60"
     assert main(["simulate", "run", *made.split(), "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
@@ -107,7 +107,7 @@ def test_recorded_delays(capsys, tmp_path):
         ("--replicas 100000 --steps 1000", "4,000,000 delays"),
     ],
 )
-def test_bad_input_is_said_in_a_line(arguments, says, capsys):
+def test_invalid_arguments_are_an_error_of_one_line(arguments, says, capsys):
     assert main(["simulate", "stragglers", *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1

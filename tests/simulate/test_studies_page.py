@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
         "overlap --ranks 8 --produce-seconds 1 --send-seconds 0.5",
     ],
 )
-def test_what_the_page_shows_is_what_is_printed(command, capsys):
+def test_outputs_on_the_page_are_those_of_the_commands(command, capsys):
     block = PAGE.split(f"thinwire simulate {command}\n")[1].split("```text\n")[1].split("```")[0]
     assert main(["simulate", *command.split()]) == 0
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

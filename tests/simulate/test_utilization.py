@@ -1,4 +1,4 @@
-"""The study of compute utilisation: the paper's table, the closed forms and where they end, and what the command prints."""
+"""The study of compute utilisation: the paper's table, the layer model, closed forms and their range, and the command."""
 
 from __future__ import annotations
 
@@ -27,50 +27,56 @@ PAPER = {  # arXiv 2501.18512, Table 4: Gbit/s for 50, 80, 90, 95, 99 %, the row
 ONE, TEN, HUNDRED = Stack(1e9, 24, 0.1), Stack(1e10, 48, 0.8), Stack(1e11, 108, 4.9)
 
 
-def place(gbit_per_second: float) -> int:
-    """On the paper's grid: the point that a printed value was rounded from."""
+def grid_index(gbit_per_second: float) -> int:
+    """The index of the point on the paper's grid from which a printed value was rounded."""
     return int(np.abs(np.log(PAPER_GRID / (gbit_per_second * 1e9))).argmin())
 
 
-def off(study: Study, method: str, printed: list[float], targets: tuple[float, ...] = TARGETS) -> list[int]:
-    """By how many grid points each value differs from the printed one."""
+def grid_differences(
+    study: Study, method: str, printed: list[float], targets: tuple[float, ...] = TARGETS
+) -> list[int]:
+    """The number of grid points by which each value differs from the printed one."""
     rates = study.paper_rates(method, targets)
-    return [place(rate / 1e9) - place(value) for rate, value in zip(rates, printed) if rate is not None]
+    return [grid_index(rate / 1e9) - grid_index(value) for rate, value in zip(rates, printed) if rate is not None]
 
 
 # ---- the paper's table
 
 
 @pytest.mark.parametrize("bits", [13.4, 13.5])
-def test_all_cells_of_the_papers_1b_rows(bits):
+def test_all_cells_of_the_papers_1b_rows_are_reproduced(bits):
     study = Study(ONE, bits_per_parameter=bits)
-    assert {method: off(study, method, PAPER[method]) for method in PAPER} == {m: [0] * 5 for m in PAPER}
+    assert {method: grid_differences(study, method, PAPER[method]) for method in PAPER} == {m: [0] * 5 for m in PAPER}
 
 
 def test_with_16_bits_nearly_all_cells_move_up_one_point():
-    differences = [d for method in PAPER for d in off(Study(ONE), method, PAPER[method])]
+    differences = [d for method in PAPER for d in grid_differences(Study(ONE), method, PAPER[method])]
     assert set(differences) == {0, 1} and differences.count(1) == 23
 
 
-def test_the_pattern_matters_as_the_paper_has_it():
-    """With the long run instead of a run from an idle link, two cells leave the table; they stay next to it."""
+def test_rates_of_a_long_run_differ_by_at_most_one_grid_point():
+    """The paper's run begins with an idle link. For a long run two cells differ, by one grid point each."""
     study = Study(ONE, bits_per_parameter=PAPER_BITS)
-    found = [place(rate / 1e9) <= place(value) for m in PAPER for rate, value in zip(study.rates(m), PAPER[m])]
+    found = [
+        grid_index(rate / 1e9) <= grid_index(value) for m in PAPER for rate, value in zip(study.rates(m), PAPER[m])
+    ]
     assert all(found)
     points = [
-        int(np.searchsorted(PAPER_GRID, rate)) - place(v) for m in PAPER for rate, v in zip(study.rates(m), PAPER[m])
+        int(np.searchsorted(PAPER_GRID, rate)) - grid_index(v)
+        for m in PAPER
+        for rate, v in zip(study.rates(m), PAPER[m])
     ]
     assert sorted(points) == [-1, -1] + [0] * 23
 
 
 @pytest.mark.parametrize(("stack", "printed"), [(TEN, [1.4, 1.7]), (HUNDRED, [1.1, 1.4])])
-def test_what_is_published_of_larger_models(stack, printed):
+def test_published_rates_of_larger_models_are_reproduced(stack, printed):
     study = Study(stack, bits_per_parameter=PAPER_BITS)
-    assert off(study, "streaming-overlap-fp4", printed, (0.95, 0.99)) == [0, 0]
+    assert grid_differences(study, "streaming-overlap-fp4", printed, (0.95, 0.99)) == [0, 0]
 
 
 def test_671_billion_parameters_need_about_4_gbit_per_second():
-    """ "~100 % at about 4 Gbit/s against 1 Tbit/s for data-parallel"; 61 layers make fragments of three and of two."""
+    """Published: ~100 % at about 4 Gbit/s against 1 Tbit/s for data-parallel. 61 layers make fragments of three and of two."""
     study = Study(Stack(671e9, 61, 20.1))
     assert study.rates("streaming-overlap-fp4")[-1] / 1e9 == pytest.approx(4.06, abs=0.01)
     assert study.paper_rates("data-parallel")[-1] == 1000e9
@@ -78,16 +84,16 @@ def test_671_billion_parameters_need_about_4_gbit_per_second():
     assert set(sizes) == {2, 3} and sum(sizes) == 61 and len(sizes) == 21
 
 
-def test_no_overlap_beats_the_floor():
-    """Published rates for an overlap of a whole outer step lie below it (0.2 Gbit/s); they cannot be had."""
+def test_no_overlap_needs_less_than_the_floor():
+    """The published rates for an overlap of a whole outer step (0.2 Gbit/s) lie below the floor and cannot be reached."""
     study = Study(ONE, delay=95, bits_per_parameter=PAPER_BITS)
     floor = study.floor("streaming-overlap-fp4")
     assert floor / 1e9 == pytest.approx(3.35 / 9.6)
     assert study.rates("streaming-overlap-fp4", (0.99, 0.5)) == pytest.approx([0.99 * floor, 0.5 * floor], rel=1e-6)
 
 
-def test_the_period_is_the_papers():
-    """P·⌊H/P⌋ and at least P: specs of the paper's figures for three sizes, H = 100 and 30."""
+def test_the_periods_match_the_paper():
+    """P·⌊H/P⌋ and at least P, for the three sizes of the paper's figures and H = 100 and 30."""
     periods = [Study(s, every=h).strategy("streaming").schedule.every for h in (100, 30) for s in (ONE, TEN, HUNDRED)]
     assert periods == [96, 96, 72, 24, 16, 36]
 
@@ -95,7 +101,7 @@ def test_the_period_is_the_papers():
 # ---- the model
 
 
-def test_the_strategys_own_schedule_is_asked(monkeypatch):
+def test_the_model_calls_the_strategys_schedule(monkeypatch):
     asked = []
     departs = Staggered.departs
     monkeypatch.setattr(Staggered, "departs", lambda *given: asked.append(given[1]) or departs(*given))
@@ -104,14 +110,14 @@ def test_the_strategys_own_schedule_is_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("method", STUDIED)
-def test_utilisation_rises_with_the_rate_to_pure_compute(method):
+def test_utilisation_rises_with_the_rate_to_one(method):
     used = Study(ONE, delay=5).utilization(method, np.geomspace(1e7, 1e18, 100))
     assert (np.diff(used) >= -1e-12).all() and used[0] < 0.1 and used[-1] == pytest.approx(1, abs=1e-8)
     assert (used <= 1).all()
 
 
 @pytest.mark.parametrize("method", STUDIED)
-def test_the_least_rate_is_the_least(method):
+def test_the_least_rate_reaches_its_target_exactly(method):
     study = Study(TEN, every=30)
     for target, rate in zip(TARGETS, study.rates(method)):
         below, at = study.utilization(method, np.array([rate * (1 - 1e-6), rate]))
@@ -119,8 +125,10 @@ def test_the_least_rate_is_the_least(method):
 
 
 def test_a_layer_is_sent_when_its_own_backward_pass_ends():
-    """By hand: 2 layers, a step of 3 s (forward ½ s, backward 1 s a layer), 1 s of link a layer, every step.
-    Layer 1 is ready at 2 s, there at 3; layer 0 ready at 3, there at 4; so a step takes 4 s."""
+    """By hand: 2 layers, a step of 3 s (½ s forward and 1 s backward per layer), and 1 s on the link per layer and step.
+
+    Layer 1 is ready at 2 s and arrives at 3 s; layer 0 is ready at 3 s and arrives at 4 s. So a step takes 4 s.
+    """
     strategy = Study(Stack(10, 2, 3.0)).strategy("data-parallel")
     used = compute_utilization(Stack(10, 2, 3.0), strategy, 1.0, np.array([5.0]))
     assert used == pytest.approx(3 / 4)
@@ -149,8 +157,8 @@ def test_simulator_and_closed_forms_agree(layers):
         assert study.utilization(method, RATES) == pytest.approx(predicted, abs=1e-12)
 
 
-def test_where_the_closed_form_ends():
-    """Up to τ = 11 of 12 steps between departures it is exact; from 12 on flights share the link and it is too high."""
+def test_the_closed_form_is_too_high_once_flights_share_the_link():
+    """It is exact up to τ = 11 of 12 steps between departures."""
     errors = {}
     for delay in (11, 12, 20):
         study = Study(ONE, delay=delay)
@@ -171,7 +179,7 @@ def test_no_schedule_beats_the_sustained_rate():
         assert (study.utilization("streaming-overlap", RATES) <= np.array(bound) + 1e-9).all()
 
 
-def test_the_floors_of_the_specification():
+def test_floors_match_the_specification():
     """Gbit/s, two replicas: 16 bits with H = 1, and 4 bits with H = 100, for 1 B, 10 B, 100 B and 671 B."""
     sizes = [(1e9, 0.1), (1e10, 0.8), (1e11, 4.9), (671e9, 20.0)]
     assert [round(formulas.floor_bits_per_second(n, 16, 1, t) / 1e9) for n, t in sizes] == [160, 200, 327, 537]
@@ -182,48 +190,48 @@ def test_the_floors_of_the_specification():
 # ---- the command
 
 
-def told(capsys, *arguments: str) -> dict:
+def json_output(capsys, *arguments: str) -> dict:
     assert main(["simulate", "utilization", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_command_ends_with_the_five_rates(capsys):
+def test_the_command_prints_the_five_rates(capsys):
     asked = "--parameters 1e9 --layers 24 --step-seconds 0.1 --method streaming-overlap-fp4 --every 100 --grid paper --bits-per-parameter 13.4"
-    row = told(capsys, *asked.split())
-    assert [place(rate) for rate in row["bandwidth_gbit_per_second"]] == [
-        place(v) for v in PAPER["streaming-overlap-fp4"]
+    row = json_output(capsys, *asked.split())
+    assert [grid_index(rate) for rate in row["bandwidth_gbit_per_second"]] == [
+        grid_index(v) for v in PAPER["streaming-overlap-fp4"]
     ]
     assert row["provenance"] == "simulated" and "13.4 bits" in row["volume"] and row["every"] == 96
 
 
-def test_eager_updates_need_the_floor_and_no_more(capsys):
-    """A whole period in the air: below the floor the link is busy all the time, so U = rate / floor, at it all is hidden."""
+def test_eager_updates_need_exactly_the_floor(capsys):
+    """The delay is a whole period. Below the floor the link is always busy, so U = rate / floor."""
     asked = "--method streaming-eager-fp4 --every 30 --parameters 1e9 --layers 24 --step-seconds 0.08"
-    row = told(capsys, *asked.split())
+    row = json_output(capsys, *asked.split())
     assert row["delay"] == row["every"] == 24 and row["bits_per_parameter"] == 4
     needed = [target * row["floor_gbit_per_second"] for target in TARGETS]
     assert row["bandwidth_gbit_per_second"] == pytest.approx(needed, rel=1e-6)
-    overlap = told(capsys, *asked.replace("eager", "overlap").split())
+    overlap = json_output(capsys, *asked.replace("eager", "overlap").split())
     assert overlap["bandwidth_gbit_per_second"][-1] > 1.5 * needed[-1]
 
 
-def test_without_a_method_all_are_shown(capsys):
+def test_the_command_without_a_method_shows_all(capsys):
     assert main(["simulate", "utilization"]) == 0
     said = capsys.readouterr().out
     assert (
         all(method in said for method in STUDIED) and "simulated" in said and "16 bits" in said and "predicted" in said
     )
-    rows = told(capsys)["methods"]
+    rows = json_output(capsys)["methods"]
     assert [row["method"] for row in rows] == list(STUDIED)
     assert all(sorted(row["bandwidth_gbit_per_second"]) == row["bandwidth_gbit_per_second"] for row in rows)
 
 
-def test_what_no_rate_of_the_paper_reaches_is_null(capsys):
-    row = told(capsys, "--parameters", "1e13", "--method", "data-parallel", "--grid", "paper")
+def test_targets_beyond_the_papers_grid_are_null(capsys):
+    row = json_output(capsys, "--parameters", "1e13", "--method", "data-parallel", "--grid", "paper")
     assert row["bandwidth_gbit_per_second"] == [None] * 5
 
 
-def test_the_figure_as_svg_and_as_page(capsys, tmp_path: Path):
+def test_the_figure_is_written_as_svg_and_as_page(capsys, tmp_path: Path):
     for name in ("figure.svg", "figure.html"):
         assert main(["simulate", "utilization", "--method", "diloco", "--plot", str(tmp_path / name)]) == 0
     picture = ElementTree.parse(tmp_path / "figure.svg").getroot()
@@ -258,19 +266,19 @@ def test_the_figure_as_svg_and_as_page(capsys, tmp_path: Path):
         (["utilization", "--plot", "nowhere/figure.svg"], "nowhere/figure.svg"),
     ],
 )
-def test_bad_input_is_said_in_a_line(arguments, says, capsys, tmp_path, monkeypatch):
+def test_invalid_arguments_are_an_error_of_one_line(arguments, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["simulate", *arguments]) in (1, 2)
     said = capsys.readouterr().err
     assert re.search(re.escape(says), said) and said.count("\n") == 1
 
 
-def test_a_method_that_does_not_exist():
+def test_an_unknown_method_is_refused():
     with pytest.raises(ConfigurationError, match="method='gossip' is not known; choose from data-parallel"):
         Study(ONE).strategy("gossip")
 
 
-def test_the_docs_table_is_the_study():
+def test_the_table_in_the_docs_matches_the_study():
     text = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
     rows = text.split("<!-- needed -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
     assert [row.strip("| ").split(" | ")[0] for row in rows] == list(STUDIED)

@@ -1,6 +1,6 @@
 """Compiles what a GPU would run, without one, and prints for each program the instructions that touch a float.
 
-A process of its own: in that of the tests Triton interprets. Started by test_kernels_gpu.py.
+A process of its own: in that of the tests Triton interprets. Started by test_gpu_kernels.py.
 """
 
 from __future__ import annotations

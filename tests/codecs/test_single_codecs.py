@@ -1,4 +1,4 @@
-"""What the larger codecs promise beyond their row: selection by a sample, tables, other bases, low rank, sums on the way."""
+"""Properties of single codecs: selection by a sample, codebooks, transforms, low rank, and sums of encoded values."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def student(n: int) -> torch.Tensor:
     return gaussian(n) / gaussian(3, n).square().mean(0).sqrt()
 
 
-def lost(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> float:
+def relative_error(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> float:
     return ((roundtrip(codec, x, key) - x).double().square().sum() / x.double().square().sum()).item()
 
 
-# ---- the largest, by a sample
+# ---- the largest values, found by a sample
 
 MANY = 1 << 18
 TENSORS = {
@@ -67,22 +67,22 @@ def above(x: torch.Tensor, threshold: float) -> int:
 
 @over("name", TENSORS)
 @over("count", [1, 100, 2622, MANY // 10, MANY // 4])
-def test_a_sample_changes_no_result(name, count):
-    """Exactly the largest, of equal ones the first: as a stable sort has them."""
+def test_selection_by_a_sample_equals_a_stable_sort(name, count):
+    """It finds exactly the largest values, and among equal ones the first."""
     x = TENSORS[name]
     assert torch.equal(largest(x, count), x.abs().sort(descending=True, stable=True).indices[:count].sort().values)
 
 
 @pytest.mark.parametrize("name", ["gaussian", "laplace", "student", "rising", "clustered"])
 @pytest.mark.parametrize("count", [262, 2622, MANY // 10])
-def test_a_sample_saves_sorting(name, count):
-    """What reaches the threshold is enough, and not much more: so one pass over all, and a search among few."""
+def test_the_sampled_threshold_leaves_few_candidates(name, count):
+    """Enough values reach the threshold, but not many more: one pass over all values and a search among few."""
     found = above(TENSORS[name], suggested(TENSORS[name], count))
     assert count <= found <= count * (1 + 8 / count**0.25) + 50
 
 
-def test_a_sample_that_misses_costs_time_only():
-    """Large values exactly where the sample does not look."""
+def test_a_misleading_sample_changes_no_result():
+    """The sample sees the largest values only, then almost none of them."""
     x, count = gaussian(MANY) * 1e-3, 2622
     stride = math.isqrt(count) | 1
     x[stride // 2 + 1 :: stride] += 1
@@ -95,22 +95,22 @@ def test_a_sample_that_misses_costs_time_only():
 
 
 @pytest.mark.parametrize("name", ["gaussian", "laplace", "student"])
-def test_top_k_is_as_contractive_as_can_be(name):
-    """No other k values hold more: ‖q(x) − x‖² is what the n − k smallest weigh, and below (1 − k/n)·‖x‖²."""
+def test_top_k_has_the_least_possible_error(name):
+    """‖q(x) − x‖² is the energy of the n − k smallest values, and below (1 − k/n)·‖x‖²."""
     x = TENSORS[name]
     for density in (0.001, 0.01, 0.1):
         codec = tw.codecs.TopK(density, tw.codecs.Identity())
         kept = math.ceil(density * MANY)
         best = x.double().square().sort().values[: MANY - kept].sum() / x.double().square().sum()
-        assert lost(codec, x) == pytest.approx(best.item(), rel=1e-6) and best < 1 - density
+        assert relative_error(codec, x) == pytest.approx(best.item(), rel=1e-6) and best < 1 - density
         assert len(encoded(codec, x)) == codec.nbytes(MANY) == 4 * kept + -(-18 * kept // 8)
 
 
-# ---- the table of two bits
+# ---- the codebook of two bits
 
 
-def test_the_codebook_is_the_listing():
-    """SparseLoCo's quantiser (specification, j2), in Python's numbers."""
+def test_the_codebook_follows_its_listing():
+    """SparseLoCo's quantiser (specification, j2) in Python floats."""
     x = laplace(1000) + 0.2
     values = x.double().tolist()
     mean = sum(values) / 1000
@@ -123,22 +123,22 @@ def test_the_codebook_is_the_listing():
 
 
 def test_the_published_codec_has_its_published_size():
-    """64 of 4096 in 2 + 12 bits: 0.219 bits a parameter, 146 times less than fp32."""
+    """64 of 4096 values in 2 + 12 bits: 0.219 bits per parameter, 146 times less than fp32."""
     n = 1 << 24
     bits = 8 * tw.codecs.ChunkedTopK(4096, 64, tw.codecs.Codebook()).nbytes(n) / n
     assert bits == pytest.approx(0.21875, rel=1e-4) and 146 < 32 / bits < 147
 
 
-def test_of_what_is_kept_two_bins_hold_nearly_all():
-    """As the specification saw on Laplace: 0.0, 49.6, 0.2 and 50.1 %; so a sign is as good (0.192 each, of the norm)."""
+def test_nearly_all_kept_values_fall_in_two_bins_of_the_codebook():
+    """The specification has 0.0, 49.6, 0.2 and 50.1 % on Laplace values. So a sign is as good: both errors are 0.192 of the norm."""
     kept = torch.cat([part[part.abs().topk(64).indices] for part in laplace(1 << 20).split(4096)])
     share = torch.tensor(list(encoded(tw.codecs.Codebook(), kept)[:-16]))
     share = torch.stack([(share >> place & 3 == i).sum() for place in (0, 2, 4, 6) for i in range(4)]).view(4, 4).sum(0)
     assert (share[[0, 2]].sum() / share.sum()).item() < 0.01 and (share[1] / share.sum()).item() == pytest.approx(
         0.5, abs=0.02
     )
-    assert lost(tw.codecs.Codebook(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
-    assert lost(tw.codecs.Sign(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
+    assert relative_error(tw.codecs.Codebook(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
+    assert relative_error(tw.codecs.Sign(), kept) ** 0.5 == pytest.approx(0.192, abs=0.004)
 
 
 def test_a_codebook_of_equal_values_is_exact():
@@ -146,28 +146,30 @@ def test_a_codebook_of_equal_values_is_exact():
     assert same_bits(roundtrip(tw.codecs.Codebook(), torch.tensor([2.5])), torch.tensor([2.5]))
 
 
-# ---- other bases
+# ---- transforms
 
 
-def seen(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> torch.Tensor:
-    """What the inner codec, an Identity, was given."""
+def transformed(codec: tw.codecs.Codec, x: torch.Tensor, key: Key = Key()) -> torch.Tensor:
+    """The values that the inner codec, an Identity, encodes."""
     return torch.tensor(list(encoded(codec, x, key)), dtype=torch.uint8).view(torch.float32)
 
 
-def test_the_dct_is_its_definition():
+def test_the_dct_matches_its_definition():
     x = gaussian(8)
     due = [
         math.sqrt((2 - (f == 0)) / 8)
         * sum(v * math.cos(math.pi * f * (2 * i + 1) / 16) for i, v in enumerate(x.tolist()))
         for f in range(8)
     ]
-    torch.testing.assert_close(seen(tw.codecs.DCT(tw.codecs.Identity(), 8), x), torch.tensor(due), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        transformed(tw.codecs.DCT(tw.codecs.Identity(), 8), x), torch.tensor(due), rtol=1e-5, atol=1e-6
+    )
 
 
-def test_the_dct_of_a_square():
-    """Along both sides; the rows that are left as a rectangle, the rest as a row."""
+def test_the_dct_of_a_square_runs_along_both_sides():
+    """The remaining full rows are one rectangle, the remaining values one row."""
     x, c = gaussian(3 * 16 + 2 * 4 + 3), exact.cosines(4).float()
-    y = seen(tw.codecs.DCT(tw.codecs.Identity(), 4, axes=2), x)
+    y = transformed(tw.codecs.DCT(tw.codecs.Identity(), 4, axes=2), x)
     for square, turned in zip(x[:48].view(3, 4, 4), y[:48].view(3, 4, 4)):
         torch.testing.assert_close(turned, c @ square @ c.T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
@@ -177,12 +179,12 @@ def test_the_dct_of_a_square():
 
 
 @pytest.mark.parametrize("block", [2, 8, 64])
-def test_hadamard_is_its_definition(block):
-    """Signs, then (−1)^popcount(i & j) / √block; the shorter run behind as powers of two."""
+def test_hadamard_matches_its_definition(block):
+    """Random signs, then (−1)^popcount(i & j) / √block. The shorter rest is cut into powers of two."""
     n = 2 * block + block // 2 + (block > 2)
     x, key = gaussian(n), Key(5, 1, 2, 3)
-    y = seen(tw.codecs.Hadamard(tw.codecs.Identity(), block), x, key)
-    signs = seen(tw.codecs.Hadamard(tw.codecs.Identity(), block), torch.eye(block)[0], key)
+    y = transformed(tw.codecs.Hadamard(tw.codecs.Identity(), block), x, key)
+    signs = transformed(tw.codecs.Hadamard(tw.codecs.Identity(), block), torch.eye(block)[0], key)
     for begin, length in ((0, block), (block, block), (2 * block, block // 2)):
         h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(length)] for i in range(length)]) / length**0.5
         turned = h.T @ y[begin : begin + length]  # D·x
@@ -190,39 +192,39 @@ def test_hadamard_is_its_definition(block):
     assert signs.abs().allclose(torch.tensor(block**-0.5)) and y[-1].abs() == x[-1].abs()
 
 
-def test_the_signs_of_a_round():
-    """Shared by all senders, the same for all runs, and about as many + as −."""
+def test_hadamard_signs_are_equal_for_all_senders_and_new_each_round():
+    """All blocks share them, and about half of them are negative."""
     codec = tw.codecs.Hadamard(tw.codecs.Identity(), 64)
     x = torch.ones(128)
-    first = seen(codec, x, Key(round=1))
-    assert same_bits(first, seen(codec, x, Key(round=1, sender=4))) and same_bits(first[:64], first[64:])
-    assert not same_bits(first, seen(codec, x, Key(round=2)))
-    sums = torch.stack([seen(codec, x, Key(round=r))[0] for r in range(200)])  # the mean sign, times 8
+    first = transformed(codec, x, Key(round=1))
+    assert same_bits(first, transformed(codec, x, Key(round=1, sender=4))) and same_bits(first[:64], first[64:])
+    assert not same_bits(first, transformed(codec, x, Key(round=2)))
+    sums = torch.stack([transformed(codec, x, Key(round=r))[0] for r in range(200)])  # the mean sign, times 8
     assert abs(sums.mean()) < 5 * 200**-0.5 and sums.std() == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_rotation_helps_even_steps_on_heavy_tails():
-    """And is of no use to a logarithmic grid (docs/formats.md)."""
+def test_a_rotation_helps_uniform_grids_on_heavy_tails():
+    """It does not help a logarithmic grid (docs/formats.md)."""
     x = student(1 << 16)
-    plain, turned = (lost(codec, x) for codec in (tw.codecs.Int(4), tw.codecs.Hadamard(tw.codecs.Int(4))))
+    plain, turned = (relative_error(codec, x) for codec in (tw.codecs.Int(4), tw.codecs.Hadamard(tw.codecs.Int(4))))
     assert turned < 0.5 * plain
-    plain, turned = (lost(codec, x) for codec in (tw.codecs.E3M0(), tw.codecs.Hadamard(tw.codecs.E3M0())))
+    plain, turned = (relative_error(codec, x) for codec in (tw.codecs.E3M0(), tw.codecs.Hadamard(tw.codecs.E3M0())))
     assert turned > 0.9 * plain
 
 
 def test_squares_are_cut_out_of_matrices():
-    """2 × 2 out of 3 × 5, then what is right of them, what is below them, and the vector."""
+    """Squares of 2 × 2 from a matrix of 3 × 5, then the rest to their right, the rest below them, and the vector."""
     x = torch.arange(17.0)
-    order = seen(tw.codecs.Squares(tw.codecs.Identity(), 2, ((3, 5), (2,))), x)
+    order = transformed(tw.codecs.Squares(tw.codecs.Identity(), 2, ((3, 5), (2,))), x)
     assert order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14, 15, 16]
 
 
 def test_a_smooth_matrix_has_few_coefficients():
-    """DeMo's form keeps nearly all of one with 32 of 4096; chunks of the flat matrix do not."""
+    """DeMo's codec keeps nearly all of it with 32 of 4096 values; chunks of the flat matrix do not."""
     side = torch.linspace(0, 3, 128)
     x = (torch.sin(side)[:, None] * torch.cos(2 * side)[None] + side[:, None]).reshape(-1)
     demo = tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)).fitted(((128, 128),))
-    assert lost(demo, x) < 0.001 < 0.5 < lost(tw.codecs.ChunkedTopK(4096, 32), x)
+    assert relative_error(demo, x) < 0.001 < 0.5 < relative_error(tw.codecs.ChunkedTopK(4096, 32), x)
     assert 8 * demo.nbytes(1 << 24) / (1 << 24) == pytest.approx(32 / 4096 * (16 + 12))
 
 
@@ -243,8 +245,8 @@ def test_products_do_not_depend_on_the_order_of_sums(k):
     assert torch.equal(exact.product(a[:, :0], b[:0]), torch.zeros(50, 40).double())
 
 
-def test_the_cosines_round_alike_everywhere():
-    """Far enough from a tie that a last bit of somebody's `cos` changes nothing in what `product` makes of them."""
+def test_the_cosines_are_far_from_rounding_ties():
+    """So another last bit of `cos` on another machine does not change the result of `product`."""
     for size in range(2, 65):
         whole, _ = exact._whole(exact.cosines(size), 1, 23)
         scaled = exact.cosines(size) / exact._whole(exact.cosines(size), 1, 23)[1]
@@ -252,7 +254,7 @@ def test_the_cosines_round_alike_everywhere():
         torch.testing.assert_close(exact.cosines(size) @ exact.cosines(size).T, torch.eye(size).double())
 
 
-def test_decoding_is_the_same_with_more_threads():
+def test_decoding_has_the_same_bits_with_any_number_of_threads():
     x, before = gaussian(70_000), torch.get_num_threads()
     shapes = ((200, 300), (10_000,))
     for codec in (
@@ -277,7 +279,7 @@ def test_decoding_is_the_same_with_more_threads():
 
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_low_rank_is_exact_on_low_rank(rank, iterations):
+def test_low_rank_is_exact_on_matrices_of_its_rank(rank, iterations):
     x = torch.cat(
         [
             (gaussian(40, rank) @ gaussian(rank, 30)).view(-1),
@@ -290,16 +292,16 @@ def test_low_rank_is_exact_on_low_rank(rank, iterations):
     assert codec.nbytes(x.numel()) == 4 * (rank * (40 + 30) + 9 + rank * (5 + 200))
 
 
-def test_low_rank_comes_near_the_best():
-    """Of a matrix with a decaying spectrum: within a third of what singular values allow; more iterations, nearer."""
+def test_more_iterations_bring_low_rank_close_to_the_best_error():
+    """The matrix has a decaying spectrum. The best error is that of the singular values."""
     u, v = torch.linalg.qr(gaussian(100, 60))[0], torch.linalg.qr(gaussian(80, 60))[0]
     x = (u * 0.6 ** torch.arange(60)) @ v.T
     best = (torch.linalg.svdvals(x)[4:].square().sum() / x.square().sum()).item()
-    errors = [lost(tw.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
+    errors = [relative_error(tw.codecs.LowRank(4, i, shapes=((100, 80),)), x.view(-1)) for i in (1, 2, 4)]
     assert best <= errors[2] < errors[1] < errors[0] and errors[2] < 1.3 * best
 
 
-def test_matrices_that_would_not_get_smaller_stay_as_they_are():
+def test_low_rank_leaves_matrices_that_it_would_not_make_smaller():
     x = gaussian(64 + 21)
     codec = tw.codecs.LowRank(4, shapes=((8, 8), (3, 7)))
     assert codec.nbytes(85) == 4 * 85 and same_bits(roundtrip(codec, x), x)
@@ -308,12 +310,12 @@ def test_matrices_that_would_not_get_smaller_stay_as_they_are():
 @pytest.mark.parametrize(
     "x", [torch.zeros(600), torch.full((600,), 1e30), torch.eye(20, 30).view(-1)], ids=["0", "1e30", "eye"]
 )
-def test_columns_that_depend_on_others_become_zero(x):
+def test_low_rank_of_degenerate_matrices_is_finite_and_no_larger(x):
     q = roundtrip(tw.codecs.LowRank(4, shapes=((20, 30),)), x)
     assert torch.isfinite(q).all() and (q - x).norm() <= x.norm() * (1 + 1e-6)
 
 
-def test_orthonormal():
+def test_orthonormal_zeroes_dependent_columns():
     columns = torch.cat([gaussian(50, 3), torch.zeros(50, 1), gaussian(50, 1)], 1)
     columns = columns.double()
     columns = torch.cat([columns, columns[:, :1] * 2 + columns[:, 1:2]], 1)
@@ -323,22 +325,22 @@ def test_orthonormal():
     torch.testing.assert_close(p @ (p.T @ columns), columns, rtol=1e-5, atol=1e-5)
 
 
-# ---- sums on the way
+# ---- sums of encoded values
 
 LINEAR = [row.piece for row in CODECS if row.piece.linear]
 
 
-def test_there_are_linear_codecs():
+def test_random_k_and_low_rank_are_the_linear_codecs():
     assert {type(codec) for codec in LINEAR} == {tw.codecs.RandomK, tw.codecs.LowRank}
 
 
 @pytest.mark.parametrize("codec", LINEAR, ids=str)
-def test_all_together_are_one_with_the_mean(codec):
+def test_the_sum_of_linear_packets_encodes_the_mean(codec):
     laws.adds_on_the_way(codec)
 
 
 def test_the_linear_form_of_one_replica_is_its_packet():
-    """With one iteration; so the two forms are the same codec."""
+    """With one iteration both forms are the same codec."""
     x, codec = gaussian(900), tw.codecs.LowRank(3, 1, shapes=((25, 30), (150,)))
     estimate, _ = laws.summed(codec, [x], Key(1))
     torch.testing.assert_close(estimate, roundtrip(codec, x, Key(1)), rtol=1e-5, atol=1e-6)
@@ -346,8 +348,9 @@ def test_the_linear_form_of_one_replica_is_its_packet():
 
 
 def test_the_local_residual_stays_bounded():
-    """Two replicas that differ for good: what each holds back against its own reconstruction levels off; against the
-    estimate it would grow for ever (specification, j4).
+    """Two replicas have constant, different signals. A residual against a replica's own reconstruction levels off.
+
+    A residual against the estimate grows without bound (specification, j4).
     """
     codec, target = tw.codecs.LowRank(2, shapes=((20, 30),)), [gaussian(600) for _ in range(2)]
     norms = {}

@@ -1,4 +1,4 @@
-"""What others may have written, and signals, meet the command: files are bounded, text is shown and not obeyed, a stop is told by the exit code."""
+"""Hostile files and signals at the command line: bounded reading, escaped text, and exit codes of stopped commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A run of four steps with checkpoints of steps 2 and 4; not to be changed."""
+    """A run of four steps with checkpoints of steps 2 and 4. Tests must not change it."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("All that glisters is not gold. " * 4000)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ def _endless(path: Path) -> None:
 
 
 def _huge(path: Path) -> None:
-    """4 TB declared, and nothing there; its checksum is right."""
+    """A file that declares 4 TB and holds none of them, with the right checksum."""
     from thinwire.checkpoint import _fingerprint
 
     head = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
@@ -123,8 +123,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_a_hostile_checkpoint_is_passed_over_by_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them at once lie above the last good one."""
+def test_hostile_checkpoints_are_skipped_and_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are all newer than the last good one."""
     good = run / "checkpoints/replica-0/step-00000004"
     for step, (change, _) in enumerate(HOSTILE.values(), start=5):
         change(Path(shutil.copytree(good, good.with_name(f"step-{step:08d}"))))
@@ -132,12 +132,12 @@ def test_a_hostile_checkpoint_is_passed_over_by_name(run: Path, capsys: pytest.C
     assert resumed(run)["from_step"] == 4
     for skipped, (name, (_, says)) in zip(resumed(run)["skipped"], HOSTILE.items(), strict=True):
         assert says in skipped["reason"], name
-    read(run / "checkpoints/replica-0/step-00000005")  # those of later steps did not push the new one out
+    read(run / "checkpoints/replica-0/step-00000005")  # hostile ones of later steps do not displace the new one
     said = capsys.readouterr().out
     assert "no regular file" in said and all(line.isprintable() for line in said.split("\n"))
 
 
-def test_losing_everything_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_without_whole_checkpoints_needs_from_start(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "checkpoints/replica-1/step-00000004")
     (run / "checkpoints/replica-1/step-00000002/inner.safetensors").unlink()
     resume = ["train", "--resume", "--out", str(run), "--steps", "5"]
@@ -154,7 +154,7 @@ def test_losing_everything_is_asked_for(run: Path, capsys: pytest.CaptureFixture
     assert main(["train", "--from-start", "--out", str(run)]) == 2
 
 
-def test_replicas_that_come_and_go_begin_again_only_if_asked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_elastic_resume_without_checkpoints_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchft", reason="the extra thinwire[elastic] is not installed")
     Run.load(run / "run.toml").changed(carrier="elastic").save(run / "run.toml")
     shutil.rmtree(run / "checkpoints")
@@ -162,8 +162,10 @@ def test_replicas_that_come_and_go_begin_again_only_if_asked(run: Path, capsys: 
     assert "none of replica-0, replica-1 has a complete checkpoint" in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_from_the_start(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither checkpoints nor the model find room; the resume says so, and begins at the first step only when asked."""
+def test_a_full_disk_is_reported_and_a_later_resume_needs_from_start(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the checkpoints nor the model fit on the disk."""
     settings, out = [str(trained / "run.toml"), "--steps", "2"], ["--out", str(tmp_path / "full")]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
@@ -187,7 +189,7 @@ def test_all_files_of_a_run_have_the_same_modes(trained: Path) -> None:
 # Event logs and names
 
 
-def test_text_of_others_is_shown_and_not_obeyed(
+def test_control_characters_in_run_folders_are_escaped(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "LONGEST", 1 << 16)
@@ -200,8 +202,8 @@ def test_text_of_others_is_shown_and_not_obeyed(
     warning = {"event": "warning", "seconds": 1.0, "step": 1, "message": ESCAPES}
     more = [
         json.dumps(warning),
-        json.dumps(warning | {"message": "A" * (1 << 20)}),  # passed over and counted
-        json.dumps(warning | {"step": 10**30}),  # no step
+        json.dumps(warning | {"message": "A" * (1 << 20)}),  # skipped and counted
+        json.dumps(warning | {"step": 10**30}),  # not a valid step
         json.dumps(warning | {"message": "kept " + "B" * 60_000}),  # cut
         "[" * 50_000,
         json.dumps(
@@ -228,7 +230,7 @@ def test_text_of_others_is_shown_and_not_obeyed(
     assert "\x1b" not in page
 
 
-def test_a_console_sends_no_control_characters_but_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_escapes_all_control_characters_but_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -288,7 +290,7 @@ def _parquet(path: Path, texts: list[str], times: int, **options: Any) -> None:
         ("row.parquet", lambda path: _parquet(path, ["A" * (1 << 17)], 1), "has a row of 131,072 characters"),
     ],
 )  # fmt: skip
-def test_text_that_expands_is_refused_in_a_line(
+def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
     name: str,
     write: Callable[[Path], None],
     says: str,
@@ -309,14 +311,14 @@ def test_text_that_expands_is_refused_in_a_line(
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """The command leaves the handlers of signals as they were."""
+    """Check that the command restores the signal handlers."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_verb_that_was_stopped_says_by_which_signal(
+def test_the_exit_code_of_a_stopped_verb_names_the_signal(
     number: int, code: int, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
     def busy(arguments: object) -> int:
@@ -329,7 +331,7 @@ def test_a_verb_that_was_stopped_says_by_which_signal(
 
 
 def _once(there: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
-    """Do `act` beside the test, as soon as something is there."""
+    """Start a thread that calls `act` once `there()` is true."""
 
     def body() -> None:
         while not there():
@@ -341,7 +343,7 @@ def _once(there: Callable[[], bool], act: Callable[[], None]) -> threading.Threa
     return thread
 
 
-def test_a_comparison_that_was_stopped_begins_no_other_run_and_marks_the_one(
+def test_a_stopped_comparison_begins_no_other_run_and_marks_the_stopped_one(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], handlers: None
 ) -> None:
     run = Run.load(trained / "run.toml")

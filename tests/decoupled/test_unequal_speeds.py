@@ -1,4 +1,4 @@
-"""Replicas of unequal speed: what they agree on, that every inner step counts once, and that nobody holds up others."""
+"""Replicas of unequal speed: they agree on anchors, each inner step counts once, and no replica blocks another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = {"codec": Identity(), "down": Identity(), "feedback": None, "correct": N
 
 
 class Vector(torch.nn.Module):
-    """Eight numbers, whose loss has one gradient everywhere, or is a quadratic."""
+    """A model of eight numbers, for a linear or a quadratic loss."""
 
     def __init__(self, start=0.0):
         super().__init__()
@@ -40,24 +40,27 @@ def gradient_of(rank):
     return torch.randn(8, generator=torch.Generator().manual_seed(rank))
 
 
-def pull(model, optimizer, loss):
+def one_step(model, optimizer, loss):
     optimizer.zero_grad()
     loss(model.x).backward()
     optimizer.step()
 
 
 def patient(method):
-    """With time for everybody at the end, however busy the machine is."""
+    """The method with a patience that no busy machine exceeds."""
     return replace(method, patience=600.0)
 
 
-def least(steps, every, size=3):
-    """Inner steps of all together, in real time: a replica takes the others for `every`·`size` further than it has heard, at most."""
+def least_steps(steps, every, size=3):
+    """The least sum of inner steps over all replicas in real time.
+
+    A replica estimates each other one at most `every`·`size` steps ahead of its last report.
+    """
     return size * steps - (size - 1) * every * size
 
 
 def on_toy(method, steps, observe=lambda rank, event, step, **fields: None, before=lambda rank, step, model: None):
-    """A replica's whole run: its weights in the end, and how many inner steps it took."""
+    """The body of a replica. It returns its final weights, its number of inner steps and the digest of its anchors."""
 
     def body(group):
         model = toy()
@@ -80,12 +83,12 @@ def on_toy(method, steps, observe=lambda rank, event, step, **fields: None, befo
     return body
 
 
-# ---- what it is where nothing is unequal
+# ---- equal speeds
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_equal_speeds_are_the_fixed_group_bit_for_bit(delay):
-    """Full quorum, no grace: the rounds of `Keep` in a fixed group, at the same steps."""
+def test_equal_speeds_give_the_bits_of_a_fixed_group(delay):
+    """With a full quorum and no grace the rounds are those of `Keep` in a fixed group, at the same steps."""
     pieces = {"partition": Strided(2), "outer": Nesterov()}
     method = Decoupled(every=5, slow=(1, 1, 1), quorum=3, grace=0.0, delay=delay, **pieces, **PLAIN)
     ours = run_threads(3, on_toy(method, 23), timeout=600.0)
@@ -94,8 +97,8 @@ def test_equal_speeds_are_the_fixed_group_bit_for_bit(delay):
     assert all(same_bits(final, fixed[0].final) for final, _, _ in ours)
 
 
-def test_one_replica_is_its_inner_optimizer():
-    """Averaging with itself, late: what departs and lands again takes nothing away and adds nothing."""
+def test_one_replica_trains_as_its_inner_optimizer_alone():
+    """A replica that averages with itself changes nothing when its own delta lands late."""
     method = Decoupled(every=4, slow=(1,), delay=3, outer=Average(), **PLAIN)
     ((final, steps, _),) = run_threads(1, on_toy(method, 18), timeout=600.0)
     model = toy()
@@ -134,7 +137,7 @@ def _over_gloo(rank):
 
 
 def _dies_after(steps):
-    """A replica whose process ends without a word."""
+    """The body of a replica whose process ends after `steps` without `finish`."""
 
     def body(group):
         model = toy()
@@ -146,16 +149,16 @@ def _dies_after(steps):
     return body
 
 
-def test_processes_are_threads_and_one_that_dies_holds_up_nobody(tmp_path):
-    """Over gloo: in virtual time the same bits as threads; in real time all agree, and those who are left when one has died."""
+def test_processes_over_gloo_have_the_bits_of_threads_and_survive_a_dead_one(tmp_path):
+    """In virtual time the bits are those of threads. In real time all agree, and after a death the remaining two do."""
     threads = run_threads(3, on_toy(decoupled_diloco(every=6, slow=(1, 2, 4)), 30), timeout=600.0)
     told = run_world(_over_gloo, tmp_path, machines=({},) * 3)
     assert [one[0][2] for one in told] == [one[2] for one in threads]
     assert len({one[1][2] for one in told}) == 1
-    assert sum(one[1][1] for one in told) >= least(30, 6)
+    assert sum(one[1][1] for one in told) >= least_steps(30, 6)
     (_, first, agreed), (_, second, other) = told[0][2], told[1][2]
     assert agreed == other
-    assert first + second >= least(30, 6) - 5  # they take over the steps of the third
+    assert first + second >= least_steps(30, 6) - 5  # the two take over the steps of the third
 
 
 # ---- every inner step counts once
@@ -168,7 +171,7 @@ def test_processes_are_threads_and_one_that_dies_holds_up_nobody(tmp_path):
     ids=["async", "late", "all", "real time"],
 )
 def test_every_inner_step_counts_once(quorum, grace, delay, slow, coded):
-    """Each replica has one gradient for ever, all count alike: the anchor has moved by all steps of all, but for what codecs hold back."""
+    """Each replica has a constant gradient and equal weight: the anchor moves by all steps of all, less what codecs hold back."""
     pieces = {"codec": E3M0(4), "down": E3M0(4), "correct": None} if coded else PLAIN
     method = patient(
         Decoupled(every=7, outer=Average(), weigh=Alike(), quorum=quorum, grace=grace, delay=delay, slow=slow, **pieces)
@@ -186,7 +189,7 @@ def test_every_inner_step_counts_once(quorum, grace, delay, slow, coded):
         attached = method.attach(model, optimizer, group, observer=observe)
         mine = gradient_of(group.rank)
         while attached.progress < 50:
-            pull(model, optimizer, lambda x: (x * mine).sum())
+            one_step(model, optimizer, lambda x: (x * mine).sum())
         attached.finish()
         held = attached._states[0].feedback.get("residual", torch.zeros(8))
         syncer = attached._host and attached._host.syncer.agreed[0].residual
@@ -201,9 +204,11 @@ def test_every_inner_step_counts_once(quorum, grace, delay, slow, coded):
     assert len({digest([one[0]]) for one in told}) == 1
 
 
-def test_the_fixed_point_of_late_deltas_on_quadratics():
-    """Replica m pulls towards c_m and contracts by ρ = 1 − lr·h a step. Where nothing moves any more its delta, which lands τ of H steps
-    late, is (a − c_m)·q with q = (1 − ρ^H)/(1 − ρ^H + ρ^(H−τ)), and a = Σ w·q·c / Σ w·q.
+def test_late_deltas_on_quadratics_reach_the_predicted_fixed_point():
+    """Replica m descends towards c_m and contracts by ρ = 1 − lr·h per step.
+
+    At the fixed point its delta, which lands τ of H steps late, is (a − c_m)·q with q = (1 − ρ^H)/(1 − ρ^H + ρ^(H−τ)),
+    and the anchor is a = Σ w·q·c / Σ w·q.
     """
     method = Decoupled(every=14, delay=7, slow=(1, 2, 4), outer=Average(), weigh=ByTokens(0.0), quorum=3, **PLAIN)
     assert method.timeline(1).every == [24, 12, 6] and method.timeline(1).latency == 12
@@ -215,7 +220,7 @@ def test_the_fixed_point_of_late_deltas_on_quadratics():
         attached = method.attach(model, optimizer, group)
         centre = gradient_of(group.rank)
         for _ in range(attached.strategy.timeline(1).every[group.rank] * 40):
-            pull(model, optimizer, lambda x: rates[group.rank] / 2 * (x - centre).square().sum())
+            one_step(model, optimizer, lambda x: rates[group.rank] / 2 * (x - centre).square().sum())
         anchor = attached.anchors()[0]
         attached.finish()
         return anchor
@@ -231,11 +236,11 @@ def test_the_fixed_point_of_late_deltas_on_quadratics():
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-# ---- nobody is held up
+# ---- frozen and faulty replicas
 
 
-def test_a_replica_that_freezes_holds_up_nobody_and_has_the_agreed_weights_when_it_thaws(monkeypatch):
-    """In real time: replica 2 stands still after 3 inner steps until the others have finished; it alone counts as late then."""
+def test_a_frozen_replica_blocks_no_other_and_has_the_agreed_weights_when_it_thaws(monkeypatch):
+    """In real time, replica 2 freezes after 3 inner steps until the others have finished. Only it counts as late."""
     finished, warnings = threading.Semaphore(0), []
     monkeypatch.setattr(Quorum, "overdue", lambda _, rank, since: since + (0.0 if rank == 2 else 600.0))
 
@@ -255,7 +260,7 @@ def test_a_replica_that_freezes_holds_up_nobody_and_has_the_agreed_weights_when_
 
     first, second, frozen = run_threads(3, body, timeout=600.0)
     assert first[2] == second[2] == frozen[2] and frozen[1] <= 5
-    assert first[1] + second[1] >= least(30, 5) - 5
+    assert first[1] + second[1] >= least_steps(30, 5) - 5
     ((rank, message),) = warnings
     assert rank == 0 and message.startswith("replica 2 was lost, the others continue")
 
@@ -278,7 +283,7 @@ def test_a_delta_that_is_not_finite_is_refused(slow, rank):
     assert refused == [(0, [rank])]
 
 
-def test_who_asks_stops_all():
+def test_a_stop_request_on_one_replica_stops_all():
     def ask(rank, step, model):
         if rank == 1 and step == 8:
             asked[rank].request_stop()
@@ -298,8 +303,8 @@ def test_who_asks_stops_all():
     assert min(run_threads(3, body, timeout=600.0)) > 0
 
 
-def test_the_syncers_replica_is_needed():
-    """The others hear that it is gone; they do not wait for ever."""
+def test_the_loss_of_the_syncers_replica_is_an_error():
+    """The other replica raises a link error instead of waiting."""
 
     def body(group):
         if group.rank == 0:
@@ -316,19 +321,19 @@ def test_the_syncers_replica_is_needed():
 # ---- on the wire
 
 
-def test_bytes_predicted_are_bytes_counted():
-    """Law 5, both ways: 4 bits up, 4 bits down, and notes."""
+def test_predicted_bytes_equal_sent_bytes():
+    """Law 5 in both directions: 4 bits up, 4 bits down, and notes."""
     method, ledgers = decoupled_diloco(every=6, slow=(1, 1, 1)), [Ledger() for _ in range(3)]
     run_threads(3, lambda group: on_toy(method, 24)(CountedGroup(group, ledgers[group.rank])), timeout=600.0)
     numel = sum(p.numel() for p in toy().parameters() if p.requires_grad)
     up, down = (method.nbytes_per_period(numel, 3, rank) for rank in (1, 0))
     assert up == 48 + 32 + E3M0().nbytes(numel)
-    ends = 2 * 2 * (48 + 8 + 3 * 17)  # that one has finished, and that the run is over; to both others
+    ends = 2 * 2 * (48 + 8 + 3 * 17)  # to each of the two others: a replica has finished, and the run is over
     assert ledgers[1].sent("packet") == 4 * up + 48 + 32
     assert ledgers[0].sent("packet") == 4 * down + ends
 
 
-def test_replicas_that_differ_are_found_out():
+def test_different_strategies_are_refused():
     def body(group):
         with pytest.raises(DisagreementError, match="strategy"):
             decoupled_diloco(every=5 + group.rank).attach(model := toy(), adamw(model), group)
@@ -344,8 +349,8 @@ def test_replicas_that_differ_are_found_out():
 
 @pytest.mark.parametrize("slow", [(1, 2, 4), ()], ids=["virtual", "real"])
 @pytest.mark.parametrize("delay", [0, 5])
-def test_a_resume_counts_nothing_twice_and_agrees(slow, delay):
-    """From checkpoints of unlike moments, with deltas in the air: what is agreed and every replica's own steps go on."""
+def test_a_resumed_run_counts_each_step_once(slow, delay):
+    """The checkpoints are taken at different times with deltas in flight. Anchors and each replica's own steps continue."""
     method = Decoupled(
         every=7, outer=Average(), weigh=Alike(), slow=slow, delay=delay if slow else 0, feedback=None,
         correct=None, codec=Identity(), down=Identity(),
@@ -354,7 +359,7 @@ def test_a_resume_counts_nothing_twice_and_agrees(slow, delay):
     def train(attached, model, optimizer, steps):
         mine = gradient_of(attached.group.rank)
         while attached.progress < steps:
-            pull(model, optimizer, lambda x: (x * mine).sum())
+            one_step(model, optimizer, lambda x: (x * mine).sum())
 
     def begin(group):
         model = Vector()
@@ -383,7 +388,7 @@ def test_a_resume_counts_nothing_twice_and_agrees(slow, delay):
 
     told = run_threads(3, go_on, timeout=600.0)
     assert len({digest([anchor]) for anchor, _ in told}) == 1
-    assert sum(steps for _, steps in told) in (range(170, 200) if slow else range(least(60, 7), 10**9))
+    assert sum(steps for _, steps in told) in (range(170, 200) if slow else range(least_steps(60, 7), 10**9))
     due = sum(0.125 * steps * gradient_of(rank) for rank, (_, steps) in enumerate(told)) / 3
-    if slow:  # in real time the syncer may have counted what its replica had not heard of when another saved
+    if slow:  # in real time the syncer may have counted steps that the checkpoint of another replica does not have yet
         assert torch.allclose(-told[0][0], due, atol=1e-3), (told[0][0], due)

@@ -1,4 +1,4 @@
-"""The compiled loops do what the reference does, bit for bit, and what they promise beside."""
+"""The compiled loops for the CPU have the bits of the reference, compile ahead of the first round and allocate nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ codecs = pytest.mark.parametrize("row", CODECS, ids=str)
 
 @pytest.fixture
 def by_reference(monkeypatch):
-    """Call a function with the reference in the place of the kernels."""
+    """Call a function with the reference instead of the kernels."""
 
     def run(function):
         with monkeypatch.context() as patch:
@@ -57,8 +57,8 @@ def by_reference(monkeypatch):
 
 @codecs
 @everything
-def test_same_bytes(row, data, by_reference):
-    """As the reference, for all sizes, at any address."""
+def test_codecs_have_the_bytes_of_the_reference(row, data, by_reference):
+    """Sizes differ, and payloads begin at odd addresses."""
     for n in SIZES:
         x, base = DATA[data](n), gaussian(n)
 
@@ -76,8 +76,8 @@ def test_same_bytes(row, data, by_reference):
 
 @pytest.mark.parametrize("row", [row for row in CODECS if "refuses" not in row.claims], ids=str)
 @over("n", [1, 130, 5000])
-def test_any_bytes_decode_alike(row, n, by_reference):
-    """Codes that no encoding makes, scales of all kinds: NaN where the reference has NaN."""
+def test_any_bytes_decode_as_by_the_reference(row, n, by_reference):
+    """The random bytes include invalid codes and scales. NaN may differ in its bits."""
     payload = torch.randint(0, 256, (row.piece.nbytes(n),), generator=_draw, dtype=torch.uint8)
     base = gaussian(n)
 
@@ -91,8 +91,8 @@ def test_any_bytes_decode_alike(row, n, by_reference):
 
 
 @codecs
-def test_strides_and_odd_addresses(row):
-    """What no kernel takes the reference does; a caller need not know."""
+def test_strided_and_misaligned_tensors_have_the_same_bytes(row):
+    """The reference takes the tensors that no kernel accepts."""
     n = 300
     x, base = gaussian(n), gaussian(n)
     straight = torch.empty(row.piece.nbytes(n), dtype=torch.uint8)
@@ -111,8 +111,8 @@ def test_strides_and_odd_addresses(row):
 
 
 @codecs
-def test_what_does_not_fit_is_refused(row):
-    """A kernel looks at no size: it would write behind the end."""
+def test_buffers_that_do_not_fit_are_refused(row):
+    """A kernel checks no size and would write beyond the end."""
     payload = torch.empty(row.piece.nbytes(100), dtype=torch.uint8)
     wrong = [
         (gaussian(100).double(), payload),
@@ -128,11 +128,11 @@ def test_what_does_not_fit_is_refused(row):
             row.piece.decode_add(room.zero_(), x, Key())
 
 
-# ---- the loops by themselves
+# ---- single loops
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 12, 20, 33])
-def test_packing(width):
+def test_pack_and_unpack_match_the_reference(width):
     for count in (0, 1, 2, 7, 8, 1001):
         numbers = torch.randint(0, 1 << width, (count,), generator=_draw)
         packed = [torch.full((packed_nbytes(count, width),), 0xA5, dtype=torch.uint8) for _ in range(2)]
@@ -144,8 +144,8 @@ def test_packing(width):
 
 
 @everything
-def test_add_sent(data):
-    """Few values, and all of them; the values are zeros afterwards."""
+def test_add_sent_and_divide_sent_match_the_reference(data):
+    """With few values, all and one. Afterwards the values are zeros."""
     for n in SIZES:
         found = []
         for kernels_ in (cpu, reference):
@@ -162,7 +162,7 @@ def test_add_sent(data):
 
 @everything
 @over("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
-def test_select_above(data, threshold):
+def test_select_above_matches_the_reference(data, threshold):
     for n in SIZES:
         x = DATA[data](n)
         x[::9], x[1::9] = float("nan"), float("inf")
@@ -177,8 +177,8 @@ def test_select_above(data, threshold):
     ("chunk", "count"), [(1, 1), (7, 7), (64, 3), (4096, 64), (5000, 4999), (10**9, 0.01), (10**9, 0.4)]
 )
 @everything
-def test_select_largest(data, chunk, count):
-    """Of equal ones the first. Many, so that a sample is taken, which "few values" and all that are equal mislead."""
+def test_select_largest_matches_the_reference(data, chunk, count):
+    """The first of equal values counts. The largest size takes a sample, which data of few or equal values mislead."""
     for n in (*SIZES[1:], 70_001):
         x = DATA[data](n)
         size = min(chunk, n) if isinstance(count, float) else chunk
@@ -192,7 +192,7 @@ def test_select_largest(data, chunk, count):
 
 
 @pytest.mark.parametrize("density", [0.0, 1e-4, 0.01, 0.3, 1.0])
-def test_select_drawn(density):
+def test_select_drawn_matches_the_reference(density):
     for n in (*SIZES, 100_001):
         for stream in (0, 2**63 - 1):
             index, due = (torch.empty(int(density * n), dtype=torch.int64) for _ in range(2))
@@ -202,8 +202,8 @@ def test_select_drawn(density):
 
 
 @everything
-def test_nesterov(data):
-    """As the formula, every product and sum rounded, whatever lies where; in place too. It notices what is not finite."""
+def test_nesterov_matches_the_formula(data):
+    """Every product and sum is rounded, also in place. The result says whether all values are finite."""
     for n in SIZES:
         anchor, delta, momentum = gaussian(n), DATA[data](n) / 4, gaussian(n)
         velocity = momentum * 0.9 + delta
@@ -219,11 +219,11 @@ def test_nesterov(data):
     assert not cpu.nesterov(anchor, delta, momentum, 0.4, 0.9, *into)
 
 
-# ---- beside the loops
+# ---- choice, compilation and memory
 
 
-def test_by_device():
-    """Compiled loops for contiguous tensors of the CPU, the reference for all else that nothing is compiled for."""
+def test_the_kernels_depend_on_device_and_layout():
+    """Contiguous tensors on the CPU have compiled loops; strided tensors and other devices have the reference."""
     x = torch.zeros(8)
     assert kernels.of(x, x) is cpu and kernels.of(x, x[::2]) is reference
     assert kernels.of(torch.zeros(8, device="meta")) is reference
@@ -232,8 +232,8 @@ def test_by_device():
 MODULES = ("numba_support", "cpu_dense", "cpu_sparse", "cpu_block")
 
 
-def fresh() -> list[CPUDispatcher]:
-    """The modules anew, as in a process that has encoded nothing yet: every compiled function of theirs."""
+def import_again() -> list[CPUDispatcher]:
+    """Import the modules again, as in a process that has encoded nothing yet, and return their compiled functions."""
     for name in MODULES:
         sys.modules.pop(f"thinwire.kernels.{name}", None)
     modules = [importlib.import_module(f"thinwire.kernels.{name}") for name in MODULES]
@@ -241,12 +241,12 @@ def fresh() -> list[CPUDispatcher]:
 
 
 @pytest.fixture
-def anew(monkeypatch):
+def fresh_kernels(monkeypatch):
     for name in MODULES:
         monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
         monkeypatch.setattr(kernels, name, getattr(kernels, name))
     kernels._of.cache_clear()
-    yield fresh()
+    yield import_again()
     kernels._of.cache_clear()
 
 
@@ -262,32 +262,32 @@ def anew(monkeypatch):
     ],
     ids=str,
 )
-def test_a_first_round_compiles_nothing(codec, anew):
-    """Neither after `warm_up` nor in a replica; and `warm_up` itself compiles no more than the codec needs."""
+def test_a_warmed_up_codec_compiles_nothing_when_used(codec, fresh_kernels):
+    """`warm_up` compiles only the functions that the codec needs."""
     warm_up(codec)
-    before = [len(function.signatures) for function in anew]
-    assert 0 < sum(before) < len(anew)
+    before = [len(function.signatures) for function in fresh_kernels]
+    assert 0 < sum(before) < len(fresh_kernels)
     for n in (1, 1000, 200_001):
         payload = torch.empty(codec.nbytes(n), dtype=torch.uint8)
         codec.encode(gaussian(n), payload, Key())
         codec.decode_add(payload, gaussian(n), Key(), 0.5)
-    assert [len(function.signatures) for function in anew] == before
+    assert [len(function.signatures) for function in fresh_kernels] == before
 
 
-def test_a_replica_is_warm(anew):
+def test_a_replica_compiles_nothing_while_it_trains(fresh_kernels):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (group,) = tw.ThreadGroup.create(1)
     with tw.Replica(tw.diloco(every=1, codec=tw.codecs.E2M1()), model, optimizer, group):
-        before = [len(function.signatures) for function in anew]
+        before = [len(function.signatures) for function in fresh_kernels]
         for _ in range(2):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-        assert [len(function.signatures) for function in anew] == before and sum(before) > 0
+        assert [len(function.signatures) for function in fresh_kernels] == before and sum(before) > 0
 
 
-def test_where_nothing_can_be_kept(monkeypatch):
-    """No folder to write to, as in a container without a home: compiled each time, and no error."""
+def test_functions_compile_without_a_cache_folder(monkeypatch):
+    """A container without a home directory has no such folder: functions compile in each process."""
     monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
 
     def double(x):
@@ -309,9 +309,10 @@ def test_where_nothing_can_be_kept(monkeypatch):
     ],
     ids=str,
 )
-def test_nothing_is_allocated(codec, alone):
-    """No tensor at all, and of other memory what a stripe needs and no more, whatever the size: by torch's profile of its
-    allocator, and over 1000 encodings and decodings by tracemalloc, which sees numba's arrays too.
+def test_encoding_and_decoding_allocate_no_tensors(codec, alone):
+    """Torch's allocator profile counts tensors. Tracemalloc, which also counts numba's arrays, bounds other memory by a stripe.
+
+    It covers 1000 encodings and decodings.
     """
     allocated, most = alone(profiled.of_a_codec, codec, 1 << 17, 1000)
     assert allocated == [4]  # the one that the measurement makes itself

@@ -1,4 +1,4 @@
-"""Verbs around a run, on one that was trained by `thinwire train`: checkpoints, sample, export, resume with another number."""
+"""Verbs on a trained run: checkpoints, resume with another number of replicas, sample, export and top."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A run of six steps of two replicas with checkpoints of steps 2, 4 and 6, rounds in the air at each; not to be changed."""
+    """A run of two replicas with checkpoints of steps 2, 4 and 6, each with a round in flight. Tests must not change it."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
     options = ["--steps", "6", "--every", "2", "--delay", "1", "--fragments", "1", "--checkpoint-every", "2"]
@@ -53,8 +53,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """What a verb says: its JSON, and the text for people."""
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """The JSON output of a verb, and its text output."""
     capsys.readouterr()
     assert main([*map(str, arguments), "--json"]) == 0
     said = capsys.readouterr()
@@ -62,7 +62,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[s
 
 
 def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, text = told(capsys, "checkpoints", run)
+    found, text = output_of(capsys, "checkpoints", run)
     assert [(one["step"], one["whole"], one["replicas"]) for one in found["checkpoints"]] == [
         (step, True, ["replica-0", "replica-1"]) for step in (2, 4, 6)
     ]
@@ -71,17 +71,19 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    assert "a resume starts at step 6" in told(capsys, "checkpoints", run)[1]  # sizes are right
-    found, text = told(capsys, "checkpoints", run, "--verify")
+    assert (
+        "a resume starts at step 6" in output_of(capsys, "checkpoints", run)[1]
+    )  # without --verify only sizes are checked
+    found, text = output_of(capsys, "checkpoints", run, "--verify")
     assert not found["checkpoints"][2]["whole"] and "a resume starts at step 4" in text
     assert found["checkpoints"][2]["problems"] == [
         "replica-1: is damaged: outer.safetensors is not what was written (size or checksum)."
     ]
     shutil.rmtree(run / "checkpoints/replica-0/step-00000002")
-    assert told(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
-    found, _ = told(
+    assert output_of(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
+    found, _ = output_of(
         capsys, "checkpoints", run, "--prune", "1"
-    )  # what is newer than the newest whole one may be in the making
+    )  # a set newer than the newest whole one may still be written
     assert [one["step"] for one in found["checkpoints"]] == [4, 6] and len(found["deleted"]) == 1
     assert sorted(path.name for path in (run / "checkpoints/replica-1").iterdir()) == ["step-00000004", "step-00000006"]
     shutil.rmtree(run / "checkpoints/replica-0")
@@ -90,13 +92,13 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     assert main(["checkpoints", "nothing"]) == 2
 
 
-def test_a_manifest_that_was_changed_is_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own hash covers facts and notes, which no file's hash does."""
+def test_a_changed_manifest_is_reported_as_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifest's hash covers its facts and notes, which the hashes of the files do not."""
     manifest = run / "checkpoints/replica-0/step-00000006/manifest.json"
     said = json.loads(manifest.read_text())
     said["facts"]["rounds"][0] += 1
     manifest.write_text(json.dumps(said))
-    found, _ = told(capsys, "checkpoints", run)
+    found, _ = output_of(capsys, "checkpoints", run)
     assert found["checkpoints"][2]["problems"] == [
         "replica-0: is damaged: manifest.json is not what was written (checksum)."
     ]
@@ -113,9 +115,9 @@ def same(a: dict[str, Any], b: dict[str, Any], without: str = "") -> bool:
     return all(torch.equal(a[name], b[name]) for name in names) and set(names) <= a.keys()
 
 
-def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed_with_more_and_then_fewer_replicas(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["resume", run, "--replicas", 3, "--steps", 8, "--keep", 9]
-    summary, text = told(capsys, *asked)
+    summary, text = output_of(capsys, *asked)
     assert (
         "from 2 to 3 replicas at step 6: at the agreed weights begin replica 2 with the inner moments of replica 0"
         in text
@@ -128,7 +130,7 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pyte
         model_before, inner_before, outer_before, before = parts(run / "checkpoints-1", rank % 2, 6)
         assert before.manifest["facts"]["flights"] and not made.manifest["facts"]["flights"]
         assert same(outer, outer_before, "0.delta") or rank == 2
-        if rank < 2:  # all of its own is as it was
+        if rank < 2:  # an old replica keeps its own state
             assert same(model, model_before) and same(inner, inner_before)
         else:
             anchors = [value for name, value in outer.items() if name.endswith(".anchor")]
@@ -137,14 +139,16 @@ def test_a_run_goes_on_with_more_replicas_and_with_fewer(run: Path, capsys: pyte
             stream = torch.Generator().manual_seed(derive(0, "random state", 2, 6) % 2**63)
             assert same(inner, inner_before, "random") and torch.equal(inner["random"], stream.get_state())
             assert all(torch.equal(outer[name], outer_before[name]) for name in outer if "feedback" not in name)
-    summary, text = told(capsys, "resume", run, "--replicas", 1, "--steps", 9)
+    summary, text = output_of(capsys, "resume", run, "--replicas", 1, "--steps", 9)
     assert "from 3 to 1 replicas at step 8: replica 1, 2 leaves" in text
     assert summary["status"] == "finished" and summary["replicas"] == 1
     assert summary["tokens"] == (2 * 6 + 3 * 2 + 1) * 16 and (run / "checkpoints-2/replica-2.jsonl").is_file()
 
 
-def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused, and left as it was: a set that is not whole, a changed setting, a method that remembers by replica."""
+def test_a_resume_with_another_number_of_replicas_is_refused_without_a_whole_set(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also refused: a changed setting and a method with a state per replica. The run folder stays unchanged."""
     for path in (run / "checkpoints/replica-1").iterdir():
         (path / "inner.safetensors").unlink()
     before = sorted(path.name for path in run.iterdir())
@@ -160,16 +164,16 @@ def test_another_number_needs_all_that_there_was(run: Path, capsys: pytest.Captu
         assert says in capsys.readouterr().err
 
 
-def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sampled; exported, and loaded by transformers, with equal logits; trained further as a Hugging Face model; exported again."""
+def test_a_trained_model_is_sampled_exported_and_trained_further(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers loads the export with equal logits, and a run trains it further as a Hugging Face model."""
     asked = ["sample", run, "line 7", "--tokens", 12, "--seed", 3]
-    said, _ = told(capsys, *asked)
+    said, _ = output_of(capsys, *asked)
     assert said["text"].startswith("line 7") and 0 < said["tokens"] <= 12 and said["step"] is None
-    assert told(capsys, *asked)[0] == said != told(capsys, *asked[:-1], 4)[0]
+    assert output_of(capsys, *asked)[0] == said != output_of(capsys, *asked[:-1], 4)[0]
     assert main([*map(str, asked)]) == 0 and said["text"].split("\n")[0] in capsys.readouterr().out
-    assert told(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # from nothing
+    assert output_of(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # without a prompt
 
-    told(capsys, "export", run, "--out", "hf")
+    output_of(capsys, "export", run, "--out", "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained("hf")
     spoken = transformers.AutoTokenizer.from_pretrained("hf")
     text = "thin wires é\x01 carry\n 42"
@@ -180,10 +184,10 @@ def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[st
         assert torch.allclose(loaded(input_ids=tokens).logits, own(tokens).logits, atol=1e-4)
     assert main(["export", str(run), "--out", "hf"]) == 2 and "is there already" in capsys.readouterr().err
 
-    told(capsys, "export", run, "--to", "safetensors", "--out", "plain")
+    output_of(capsys, "export", run, "--to", "safetensors", "--out", "plain")
     assert Path("plain/model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     fresh = {name: torch.zeros_like(value) for name, value in own.state_dict().items()}
-    told(capsys, "export", run, "--to", "dcp")
+    output_of(capsys, "export", run, "--to", "dcp")
     dcp.load({"model": fresh}, checkpoint_id=run / "exported-dcp", no_dist=True)  # by torch's own reader
     assert all(torch.equal(value, fresh[name]) for name, value in own.state_dict().items())
     more = [
@@ -195,38 +199,38 @@ def test_the_model_is_used_in_a_line(run: Path, capsys: pytest.CaptureFixture[st
         "--checkpoint-every",
         "1",
     ]
-    told(capsys, "train", "--model", "hf:hf", *more, "--out", "further")
-    said, _ = told(capsys, "sample", "further", "line", "--tokens", 3)
+    output_of(capsys, "train", "--model", "hf:hf", *more, "--out", "further")
+    said, _ = output_of(capsys, "sample", "further", "line", "--tokens", 3)
     assert said["text"].startswith("line")
-    told(capsys, "export", "further", "--out", "again")
+    output_of(capsys, "export", "further", "--out", "again")
     transformers.AutoModelForCausalLM.from_pretrained("again")
 
 
-def test_a_run_that_goes_on_gives_the_weights_that_all_agree_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_is_sampled_from_the_agreed_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "model.safetensors").unlink()
     found = trained_model(run)
     assert found.step == 6
     outer = load_file(run / "checkpoints/replica-1/step-00000006/outer.safetensors")
     anchors = torch.cat([value for name, value in outer.items() if name.endswith(".anchor")])
     assert torch.equal(torch.cat([p.detach().flatten() for p in found.model.parameters()]).sort()[0], anchors.sort()[0])
-    assert "this is the model of step 6" in told(capsys, "sample", run, "a", "--tokens", 2)[1]
+    assert "this is the model of step 6" in output_of(capsys, "sample", run, "a", "--tokens", 2)[1]
     shutil.rmtree(run / "checkpoints")
     assert main(["export", str(run)]) == 2
     assert "holds no model.safetensors yet" in capsys.readouterr().err
 
 
-def test_all_replicas_are_on_one_screen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that has ended; one whose replicas were killed; one that goes on, with one replica that is dead."""
-    facts, text = told(capsys, "top", run.parent)
+def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run, a run whose replicas were killed, and a running one with a dead replica."""
+    facts, text = output_of(capsys, "top", run.parent)
     assert [(one["name"], one["state"], one["checkpoint"]) for one in facts["replicas"]] == [
         ("replica-0", "ended", 6), ("replica-1", "ended", 6)
     ]  # fmt: skip
     assert facts["step"] == facts["steps"] == 6 and "step 6/6 · 0 of 2 live · evaluation" in text
     assert all(one["nbytes"] > 0 and one["loss"] > 0 for one in facts["replicas"])
     logs = [run / f"events/replica-{n}.jsonl" for n in range(2)]
-    for log in logs:  # as if killed: without its end
+    for log in logs:  # as if killed: without the last event
         log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-1]))
-    assert {one["state"] for one in told(capsys, "top", run)[0]["replicas"]} == {"dead"}
+    assert {one["state"] for one in output_of(capsys, "top", run)[0]["replicas"]} == {"dead"}
     with EventLog(logs[1]) as going:
         start = next(event for event in read_events(logs[0]) if event["event"] == "start")
         going.emit(
@@ -235,11 +239,11 @@ def test_all_replicas_are_on_one_screen(run: Path, capsys: pytest.CaptureFixture
             **{n: v for n, v in start.items() if n not in ("event", "seconds", "step")} | {"wall_time": time.time()},
         )
         going.emit("step", 7, loss=2.0, lr=0.1, grad_norm=1.0, tokens=16, begin=0.0, compute_seconds=0.5)
-        facts, text = told(capsys, "top", run)
+        facts, text = output_of(capsys, "top", run)
         assert [one["state"] for one in facts["replicas"]] == ["dead", "trains"]
         assert "1 of 2 live" in text and "32 tokens/s" in text and facts["seconds_left"] is not None
         going.emit("retry", 7, reason="the lighthouse is silent")
-        assert told(capsys, "top", run)[0]["replicas"][1]["state"] == "waits: the lighthouse is silent"
+        assert output_of(capsys, "top", run)[0]["replicas"][1]["state"] == "waits: the lighthouse is silent"
         top = Top(run)
         top.read(time.time())
         assert top.facts(time.time() + 3600)["replicas"][1]["state"].startswith("silent for 1 h") and not top.over

@@ -1,4 +1,4 @@
-"""Files that people write and edit: what is read back, and what is said of a mistake."""
+"""Files of links and machines that users write: reading, saving, errors with their place, and a measured machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_links_written_by_hand(tmp_path: Path) -> None:
+def test_a_links_file_is_read_and_saved(tmp_path: Path) -> None:
     links = Links.load(written(tmp_path, BY_HAND))
     assert len(links) == 3 and links.alone[1, 0] == links.alone[0, 1] == Link(1e9, 0.015)
     assert links.together == {(2, 0): 10e6} and links.asymmetric() == [(2, 0)]
@@ -79,7 +79,7 @@ def test_links_written_by_hand(tmp_path: Path) -> None:
         ("[[link]]", "[[link]", "cannot be read"),
     ],
 )
-def test_what_is_wrong_with_links_is_said_with_its_place(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_errors_in_a_links_file_name_their_place(tmp_path: Path, old: str, new: str, says: str) -> None:
     assert old in BY_HAND
     with pytest.raises(ConfigurationError, match=says):
         Links.load(written(tmp_path, BY_HAND.replace(old, new, 2 if old == "[[link]]" else 1)))
@@ -96,12 +96,12 @@ def machine() -> Machine:
     )  # fmt: skip
 
 
-def test_a_machine_is_read_back(tmp_path: Path) -> None:
+def test_a_saved_machine_file_is_read_back(tmp_path: Path) -> None:
     machine().save(tmp_path / "machine.toml", "hand\nmade")
     assert Machine.load(tmp_path / "machine.toml") == machine()
 
 
-def test_three_facts_are_enough(tmp_path: Path) -> None:
+def test_memory_and_flops_are_enough_for_a_machine_file(tmp_path: Path) -> None:
     own = Machine.load(written(tmp_path, 'memory = "16GB"\nflops_per_second = 1e12\n'))
     assert (own.name, own.memory_nbytes) == ("facts", 16 * 10**9)
     shape = SIZES["35m"]
@@ -110,7 +110,7 @@ def test_three_facts_are_enough(tmp_path: Path) -> None:
     assert own.warnings(shape, 512)[0].name == "step-time-scaled"
 
 
-def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None:
+def test_measured_step_times_are_used_and_scaled_for_other_batches() -> None:
     own, tiny = machine(), SIZES["tiny"]
     assert own.inner_seconds(tiny, 128, batch=4, accumulate=2) == pytest.approx(2 * 0.05 + 0.001)
     assert own.micro_seconds(tiny, 128, 8) == pytest.approx(2 * 0.05)
@@ -153,12 +153,12 @@ def test_step_times_are_those_that_were_measured_and_scaled_for_others() -> None
         ('memory = "1GB"\nflops_per_second = 1\n[[step]]\nbatch = 0\nseconds = 1', "both must be more than 0"),
     ],
 )
-def test_what_is_wrong_with_a_machine(tmp_path: Path, text: str, says: str) -> None:
+def test_errors_in_a_machine_file_are_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Machine.load(written(tmp_path, text))
 
 
-def test_quantities() -> None:
+def test_quantities_with_units_are_parsed() -> None:
     assert (quantities.nbytes("1.5GB"), quantities.nbytes("2 GiB"), quantities.nbytes(7)) == (1_500_000_000, 1 << 31, 7)
     assert (quantities.seconds("3d"), quantities.seconds("90min"), quantities.count("20B")) == (
         259_200,
@@ -170,18 +170,18 @@ def test_quantities() -> None:
             quantities.seconds(wrong)
 
 
-def test_a_machine_is_measured(tmp_path: Path) -> None:
+def test_probe_machine_measures_steps_and_codecs(tmp_path: Path) -> None:
     run = Run.of(model="nano", sequence=32)
     own = compute.probe_machine(run, "here", 10**9, seconds=0.02, place=tmp_path)
     assert own.parameters == compute.shape_of(run).parameters() and own.word == "measured"
     assert own.steps[0].batch == 1 and all(step.seconds > 0 for step in own.steps)
-    assert own.flops_per_second > 0 and own.base_nbytes > 100_000_000  # torch alone is more
-    assert {c.parameters for timed in own.codecs.values() for c in timed} == {own.parameters}  # its largest fragment
+    assert own.flops_per_second > 0 and own.base_nbytes > 100_000_000  # torch alone takes more
+    assert {c.parameters for timed in own.codecs.values() for c in timed} == {own.parameters}  # the largest fragment
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("change", [{"model": "hf:somewhere"}, {"tokenizer": "bpe:words.json"}])
-def test_what_a_plan_cannot_know_is_refused(change: dict[str, str]) -> None:
+def test_models_and_tokenizers_that_are_missing_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(
         ConfigurationError, match=r"needed here|package transformers is needed|a folder with config\.json, a hub name"
     ):

@@ -1,4 +1,4 @@
-"""Triton's kernels make the reference's bytes: on a GPU if there is one, else through Triton's interpreter."""
+"""The Triton kernels have the bytes of the reference, on a GPU if there is one, otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ BLOCKS = {
 
 
 def everything(n: int) -> torch.Tensor:
-    """Of each kind of data n values, one after the other, and two more."""
+    """n values of each kind of data in one tensor, and two more."""
     return torch.cat([draw(data, n) for data in (*NORMAL, *EXTREME)] + [gaussian(2)])
 
 
 def inputs(block: int) -> list[torch.Tensor]:
-    """Nothing, one, an odd number; then all kinds of data, so that blocks hold one kind, or several."""
+    """No value, one value, and all kinds of data, so that blocks hold one kind or several."""
     return [gaussian(0), gaussian(1), everything(block if 40 <= block <= 1000 else 130)]
 
 
 def buffer(nbytes: int) -> torch.Tensor:
-    """At an odd address, full of garbage."""
+    """A buffer of garbage at an odd address."""
     return torch.full((nbytes + 3,), 0xA5, dtype=torch.uint8, device=DEVICE)[3:]
 
 
 def check_encode(encode: str, x: torch.Tensor, nbytes: int, *args: object) -> torch.Tensor:
-    """Both kernels' bytes, which must be equal."""
+    """Encode with both kernels, check that their bytes are equal, and return them."""
     wanted, got = torch.full((nbytes,), 0x5A, dtype=torch.uint8), buffer(nbytes)
     assert getattr(reference, encode)(x, wanted, *args) and getattr(gpu, encode)(x.to(DEVICE), got, *args)
     assert torch.equal(got.cpu(), wanted)
@@ -70,7 +70,7 @@ def check_add(add: str, payload: torch.Tensor, n: int, *args: object) -> None:
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Call a function with Triton's kernels whatever the device."""
+    """Call a function with Triton's kernels on any device."""
 
     def run(function):
         with monkeypatch.context() as patch:
@@ -81,8 +81,8 @@ def on_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS if runs_anywhere(row.piece)], ids=str)
-def test_codecs(row, on_gpu):
-    """Every codec makes the bytes and the values that it makes on the CPU, and refuses the same."""
+def test_codecs_have_the_bytes_of_the_cpu(row, on_gpu):
+    """The decoded values are equal, too, and values that are not finite are refused."""
     for n in (0, 1, 301):
         x = gaussian(n)
         due, payload = roundtrip(row.piece, x, Key(3)), torch.zeros(row.piece.nbytes(n), dtype=torch.uint8)
@@ -98,7 +98,7 @@ def test_codecs(row, on_gpu):
         on_gpu(lambda: encode_from(x.to(DEVICE), row.piece, payload, Key(3)))
 
 
-def test_two_devices_are_refused():
+def test_values_and_payload_on_different_devices_are_refused():
     elsewhere = torch.zeros(4, dtype=torch.uint8, device="meta")
     with pytest.raises(
         tw.ConfigurationError, match="values on cpu with a payload on meta were given, one device is needed"
@@ -107,7 +107,7 @@ def test_two_devices_are_refused():
 
 
 @pytest.mark.parametrize("form", BLOCKS, ids=BLOCKS.get)
-def test_blocks(form):
+def test_block_formats_match_the_reference(form):
     grid, block, scale, stream = form
     for x in inputs(block):
         nbytes = -(-len(x) * grid.bits // 8) + -(-len(x) // block) * {"exponent": 1, "bf16": 2, "fp32": 4}[scale]
@@ -118,7 +118,7 @@ def test_blocks(form):
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "fp16"])
-def test_floats(form):
+def test_float_formats_match_the_reference(form):
     for x in inputs(1):
         payload = check_encode("encode_floats", x, len(x) * (4 if form == "fp32" else 2), form)
         check_add("add_floats", payload, len(x), form, 0.3)
@@ -127,14 +127,14 @@ def test_floats(form):
 
 
 @pytest.mark.parametrize(("norm", "block"), NORMS)
-def test_signs(norm, block):
+def test_signs_match_the_reference(norm, block):
     for x in [*inputs(block), gaussian(9001)]:
         payload = check_encode("encode_signs", x, -(-len(x) // 8) + 4 * -(-len(x) // block), block, norm)
         check_add("add_signs", payload, len(x), block, 0.3)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 7, 12, 33])
-def test_packing(width):
+def test_pack_and_unpack_match_the_reference(width):
     for count in (0, 1, 1001):
         numbers = torch.randint(1 << width, (count,))
         packed, got = torch.empty(-(-count * width // 8), dtype=torch.uint8), buffer(-(-count * width // 8))
@@ -147,7 +147,7 @@ def test_packing(width):
 
 
 @pytest.mark.parametrize("row", [row for row in OUTERS if "momentum" in repr(row.piece)], ids=str)
-def test_nesterov(row):
+def test_nesterov_matches_the_reference(row):
     for x in inputs(1):
         steps = [everything(130)[: len(x)] * 3, x / 4, x.flip(0) / 4]
         wanted, got = [torch.empty_like(x) for _ in range(2)], [torch.empty_like(x, device=DEVICE) for _ in range(2)]
@@ -157,8 +157,8 @@ def test_nesterov(row):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_told(bad):
-    """Wherever it stands; and a finite tensor is not suspected, however large."""
+def test_kernels_report_values_that_are_not_finite(bad):
+    """At the first and the last place. Large finite values are not reported."""
     grid = next(iter(BLOCKS))[0]
     calls = {
         (gpu.encode_blocks, 2304): (grid, 1024, "bf16", None),
@@ -177,9 +177,10 @@ def test_what_is_not_finite_is_told(bad):
 
 
 @pytest.mark.slow
-def test_compiled_for_a_gpu(tmp_path):
-    """What the interpreter cannot see: every program compiles for an A100 and an H100, and rounds as IEEE says: nothing
-    is fused, approximate or flushed to zero.
+def test_kernels_compile_for_a_gpu_with_ieee_rounding(tmp_path):
+    """The interpreter does not show this: every program compiles for an A100 and an H100 and rounds as IEEE 754 says.
+
+    No operation is fused, approximate or flushed to zero.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
