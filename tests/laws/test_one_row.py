@@ -100,7 +100,11 @@ def test_a_piece_is_added_by_one_file_and_one_row(tmp_path: Path) -> None:
     count, where = run("-c", SAYS).split()
     assert int(count) >= 15 and where.startswith(str(tmp_path))
     tried = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *TESTS)
-    for test in ("test_claims[Mine(spare=1)]", "test_text_is_the_value", "test_what_is_public"):
+    for test in (
+        "test_claims[Mine(spare=1)]",
+        "test_text_is_the_value",
+        "test_the_public_names_are_exactly_those_listed",
+    ):
         assert f"PASSED {next(line for line in tried.splitlines() if test in line).split()[1]}", test
     assert "test_law_1_any_codec_and_partition[Mine(spare=1)" in tried
     page = run("-c", "import sys; sys.path.insert(0, 'docs'); import tables; print(tables.catalogue())")
