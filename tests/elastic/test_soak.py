@@ -61,7 +61,7 @@ def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], t
             stage.fault(kind, chance)
             stage.until_all_take_part()
         stage.end()
-        stage.reckon()
+        stage.check_anchors()
         everything = [line for name in "abc" for line in stage.lines(name)]
         assert any("damaged" in line["reason"] for line in everything if line["kind"] == "round")
         (refused,) = [line for line in everything if line["kind"] == "not saved"]
@@ -86,10 +86,10 @@ def test_random_kills_of_real_processes_lose_nothing(tmp_path: Path, capsys: pyt
             stage.fault(kind, chance)
             pause = time.monotonic() + chance.uniform(0.0, 1.5)
             while time.monotonic() < pause:
-                stage.tend()
+                stage.restart_ended()
                 time.sleep(0.05)
         stage.end()
-        said.append(stage.figures(stage.reckon()))
+        said.append(stage.figures(stage.check_anchors()))
         with capsys.disabled():
             print("\n" + "\n".join(said))
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage import FORKS, stand_as_hub
+from stage import FORKS, serve_hub
 from tcp_proxy import Proxy
 
 from thinwire.cli import main
@@ -179,7 +179,7 @@ class KilledHub:
     def begin(self) -> None:
         hear, tell = FORKS.Pipe(duplex=False)
         with hear, tell:
-            self.process = FORKS.Process(target=stand_as_hub, args=(tell, self.folder, 600.0), daemon=True)
+            self.process = FORKS.Process(target=serve_hub, args=(tell, self.folder, 600.0), daemon=True)
             self.process.start()
             self.token = Token.read(hear.recv()[0])
 
