@@ -1,4 +1,4 @@
-"""Adding a piece is one file and one row: in a copy of the repository, parser, docs and laws follow from the row."""
+"""Adding a piece takes one file and one row: in a copy of the repository, parser, docs and laws follow from the row."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_piece_is_added_by_one_file_and_one_row(tmp_path: Path) -> None:
 
 
 def test_a_piece_without_its_row_is_not_found() -> None:
-    """So that what is found above is found by the row."""
+    """So it is the row by which the test above finds the piece."""
     import thinwire as tw
 
     with pytest.raises(tw.ConfigurationError, match="'Mine' in 'Mine' is not known"):
