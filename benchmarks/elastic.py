@@ -36,7 +36,7 @@ Line = dict[str, Any]
 
 
 def run(space: Namespaces, bridge: Bridge, method: str, window: float, megabits: float, folder: Path) -> list[Line]:
-    """Kills one replica in a window of `seconds`. Returns all lines that the replicas wrote, and a line for the kill."""
+    """Kills one replica in a window of `window` seconds. Returns all lines that the replicas wrote, and a line for the kill."""
     bridge.shape(None)
     lighthouse = f"{space.addresses[0]}:{PORT}"
     torchft = ["torchft_lighthouse", "--bind", f"{space.addresses[0]}:{PORT}", "--min_replicas", "2"]

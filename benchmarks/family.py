@@ -7,7 +7,7 @@ The inner optimizer is AdamW unless a method has its own. Every method has the d
 learning rate; docs/family.md names what was chosen by trial. Control variates and FedAvg use plain SGD at its rate, like recipes
 with SGD.
 --only: these recipes alone, the control first: `--only data_parallel streaming_sign --steps 500 --into benchmarks/results/defaults.json`.
-It leaves out `just_one_byte` and `flasc`, which tune a trained model. An interrupted run continues with the same --out.
+`just_one_byte` and `flasc` are not compared, because they tune a trained model. An interrupted run continues with the same --out.
 `make tables` writes docs/family.md and its picture from the result.
 --quick: one seed and 100 steps, in a separate file. It shows that all methods run, and nothing about their loss.
 """
