@@ -19,11 +19,12 @@ import torch
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+# child processes inherit these
 sys.path[:0] = [
     str(TESTS / "support"),
     str(TESTS.parent / "docs"),
     str(TESTS.parent / "benchmarks"),
-]  # child processes inherit these
+]
 pytest_plugins = ("leaks", "run_folders", "inline")  # in tests/support
 
 # No Hypothesis example has a deadline, so a busy machine fails no test; no example is stored on disk.

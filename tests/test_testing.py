@@ -244,6 +244,7 @@ def test_the_page_lists_every_declaration_of_a_protocol():
         tw.pieces.transforms.Filter,
     ):
         own = {name for name in vars(protocol) if not name.startswith("_")} - protocol.__abstractmethods__
+        # methods that do work, not declarations
         work = {
             "check",
             "init",
@@ -253,5 +254,5 @@ def test_the_page_lists_every_declaration_of_a_protocol():
             "into",
             "signal",
             "settle",
-        }  # methods that do work, not declarations
+        }
         assert own - work <= known, (protocol, own - work - known)

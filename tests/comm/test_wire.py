@@ -43,9 +43,8 @@ class Bench:
         self.space, self.size = space, size
         for namespace, interface in zip(space.namespaces, space.interfaces):
             device = ["ip", "-n", namespace, "link", "set", interface, "gso_max_segs", "1"]
-            subprocess.run(
-                device, check=True
-            )  # TCP makes real segments, so the interface counts what a wire would carry
+            # TCP makes real segments, so the interface counts what a wire would carry
+            subprocess.run(device, check=True)
         program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_replica.py")]
         self.running = [
             space.start(rank, [*program, str(rank), str(size), space.addresses[0], "29500"]) for rank in range(size)

@@ -121,9 +121,8 @@ def test_an_encoded_ledger_decodes_to_itself_and_damage_is_refused(seed: int) ->
 
 def test_a_false_length_is_refused() -> None:
     data = encoded(ledger_of("a"))
-    ranges = (
-        len(data) - 8 - 12
-    )  # the position of the number of ranges; counts of holes and fences, and the landed rounds, follow it
+    # the position of the number of ranges; counts of holes and fences, and the landed rounds, follow it
+    ranges = len(data) - 8 - 12
     with pytest.raises(DataError, match="cut short"):
         decoded(data[:ranges] + b"\xff" * 4 + data[ranges + 4 :])
 

@@ -81,9 +81,8 @@ def test_slow_links_are_attributed_to_a_link_a_side_or_a_replica(names, bad, fou
     rounds += [round_of(number, names, dict.fromkeys(bad, 0.5)) for number in range(6, 14)]
     assert watched(rounds[:11]) == []  # five slow rounds may be chance
     assert watched(rounds) == found
-    assert (
-        watched([*rounds, *(round_of(number, names) for number in range(14, 19))]) == []
-    )  # the finding ends with the fault
+    # the finding ends with the fault
+    assert watched([*rounds, *(round_of(number, names) for number in range(14, 19))]) == []
 
 
 def test_unscheduled_rounds_are_not_compared_with_scheduled_ones():

@@ -276,9 +276,8 @@ def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, n
     assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
     kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
     missed = any(event == "round" and "d" not in fields["members"] for _, event, fields in book.events)
-    assert kept == (
-        [("a", ["d"])] if frozen and joined and (missed or kept) else []
-    )  # otherwise it froze during the vote on the end
+    # otherwise it froze during the vote on the end
+    assert kept == ([("a", ["d"])] if frozen and joined and (missed or kept) else [])
     assert cluster.time.now < 220  # 150 s frozen, and its own steps before and after
 
 

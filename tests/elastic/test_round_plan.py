@@ -68,9 +68,8 @@ def test_no_delta_counts_once_a_sound_member_knows_the_end() -> None:
     ended = status(6, finishing=True, over=True, step=90)
     plan = reconcile([status(5, "old"), ended], ORDER)
     assert (plan.over, plan.counted, plan.behind, plan.step, plan.round) == (True, (), (0,), 90, 6)
-    further = reconcile(
-        [status(7, "further"), ended], ORDER
-    )  # the others were cut off and have held more rounds, so their state is the right one
+    # the others were cut off and have held more rounds, so their state is the right one
+    further = reconcile([status(7, "further"), ended], ORDER)
     assert not further.over and further.counted == (0, 1) and further.behind == (1,)
 
 
@@ -86,9 +85,8 @@ def test_among_newcomers_the_first_gives_the_state() -> None:
 
 def test_the_majoritys_state_digest_is_sound() -> None:
     assert reconcile([status(5, "drifted"), status(5, "b"), status(5, "b")], ORDER).behind == (0,)
-    assert reconcile([status(5, "x"), status(5, "y")], ORDER).sound == (
-        0,
-    )  # without a majority, the lowest rank decides
+    # without a majority, the lowest rank decides
+    assert reconcile([status(5, "x"), status(5, "y")], ORDER).sound == (0,)
 
 
 def test_fresh_members_never_outvote_trained_ones() -> None:

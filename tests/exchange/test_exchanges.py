@@ -396,9 +396,8 @@ def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
         seen[group.rank] = Slow(group, 0.03)
         return seen[group.rank]
 
-    rounds(
-        tw.exchange.Direct(), tw.codecs.Identity(), deltas(2, 128), wrap
-    )  # eight messages of 112 bytes; two fit into the window
+    # eight messages of 112 bytes; two fit into the window
+    rounds(tw.exchange.Direct(), tw.codecs.Identity(), deltas(2, 128), wrap)
     times = [at for at, _ in seen[0].posts]
     assert len(times) == 8 and times[-1] - times[0] > 0.08
 

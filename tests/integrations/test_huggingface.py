@@ -126,9 +126,8 @@ def test_evaluation_uses_the_anchors_or_the_own_weights(world):
     """By default the anchors, which are equal on both replicas; on request each replica's own weights."""
     (zero, one), _, _ = world
     assert zero["losses"] == one["losses"] and len(zero["losses"]) == STEPS // 4
-    assert (
-        zero["own"][0] != one["own"][0] and zero["own"][-1] == one["own"][-1]
-    )  # after training both have the same weights
+    # after training both have the same weights
+    assert zero["own"][0] != one["own"][0] and zero["own"][-1] == one["own"][-1]
 
 
 @pytest.mark.slow

@@ -156,9 +156,8 @@ def test_a_job_without_a_state_reads_its_batches_again_on_resume(
     record = RunRecord.load("whole")
     assert record.unit == "samples" and record.summary.tokens == 36
     events = [json.loads(line) for line in Path("whole/events/replica-0.jsonl").read_text().splitlines()]
-    assert {event["lr"] for event in events if event["event"] == "step"} == {
-        0.05
-    }  # the rate of the job's own optimizer
+    # the rate of the job's own optimizer
+    assert {event["lr"] for event in events if event["event"] == "step"} == {0.05}
     shutil.copytree("whole", "cut")
     drop_checkpoints("cut", 5)
     assert main(["train", "--resume", "--out", "cut"]) == 0
@@ -235,9 +234,8 @@ def test_probe_plan_and_doctor_accept_a_job_and_the_plan_trains(
     findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     assert {"memory of a replica", "link"} <= {finding["what"] for finding in findings}
     (here / "plain.py").write_text("def model(): ...\n")
-    assert (
-        main(["plan", "20mbit", "machine.toml", "--job", "plain.py"]) == 1
-    )  # a `JobError`: the other functions are missing
+    # a `JobError`: the other functions are missing
+    assert main(["plan", "20mbit", "machine.toml", "--job", "plain.py"]) == 1
 
 
 def test_a_changed_job_file_is_refused(here: Path) -> None:

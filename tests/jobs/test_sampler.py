@@ -102,9 +102,8 @@ def test_a_replica_that_loses_its_lease_reads_only_from_the_new_one(make: Make) 
     batches = Batches(Path("any.py"), make, dataclasses.replace(Share(0, 0, 2), reader=reader))
     reader.adopt(ledger)
     assert len(take(batches, 2)) == 4 and reader.count == 4
-    ledger, named = ledger.commit(
-        0, {}, {"replica-1": ReadCount(0, 0, 0)}
-    )  # replica-0 was away, so its samples pass to the other
+    # replica-0 was away, so its samples pass to the other
+    ledger, named = ledger.commit(0, {}, {"replica-1": ReadCount(0, 0, 0)})
     assert named.returned
     ledger, _ = ledger.commit(0, {}, {"replica-1": ReadCount(0, 1, 0), "replica-0": ReadCount()})
     reader.begin_again(ledger)

@@ -28,12 +28,13 @@ from thinwire.testing.values import encoded
 
 RECORDED = Path(__file__).with_name("recorded.json")
 STEPS, REPLICAS = 14, 2
+# a library computes matrix products, transforms and zstd, and may round differently
 LIBRARIES = (
     "Muon",
     "LowRank",
     "DCT",
     "Entropy",
-)  # a library computes matrix products, transforms and zstd, and may round differently
+)
 
 
 def numbers(count: int, seed: int) -> Tensor:
@@ -78,9 +79,8 @@ def portable(name: object) -> bool:
 
 
 PACKETS = {repr(row.piece): row.piece for row in CODECS if portable(row.piece)}
-RUNS = {
-    n: s for n, s in METHODS.items() if portable(s) and n != "sparse_loco"
-}  # a library's sum computes the means that are their scales
+# a library's sum computes the means that are their scales
+RUNS = {n: s for n, s in METHODS.items() if portable(s) and n != "sparse_loco"}
 
 GUARDED = ("streaming_diloco", "streaming_sign", "eager_diloco")
 

@@ -59,9 +59,8 @@ def test_progress_with_rounds_in_flight_survives_a_refusal():
     zero, one = line(strategy, 2, 8, poisoned(1, 2))
     assert zero[:7] == [1 - 0.25 * t for t in range(1, 8)]
     assert one[4:7] == [1.0, 0.5, 0.0]
-    agreed = (
-        1 - (6 * 0.25 + 0.5) / 2
-    )  # the round departed at 6, with six steps of replica 0 and one of replica 1 since it restarted
+    # the round departed at 6, with six steps of replica 0 and one of replica 1 since it restarted
+    agreed = 1 - (6 * 0.25 + 0.5) / 2
     assert zero[7] == one[7] == agreed
 
 

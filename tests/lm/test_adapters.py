@@ -114,9 +114,8 @@ def test_adapters_train_a_pretrained_model_further(tmp_path: Path, text: str) ->
     second = train(tmp_path / "second", run_of(text, model=str(path), steps=4, lr=1e-5, eval_every=1))
     evaluated = [e["loss"] for e in read_events(tmp_path / "second/events/replica-0.jsonl") if e["event"] == "eval"]
     assert evaluated[0] == pytest.approx(first["eval_loss"], rel=0.01) and second["steps"] == 4
-    again = stored_model(
-        tmp_path / "second/model.safetensors", 256, 32
-    )  # the model of a second training also names its size
+    # the model of a second training also names its size
+    again = stored_model(tmp_path / "second/model.safetensors", 256, 32)
     assert sum(p.numel() for p in again.parameters()) == first["parameters"]
 
 

@@ -448,9 +448,8 @@ def test_a_replica_that_arrives_later_gets_an_error_and_saves_no_model(
     for error in ended["replica-2"]:
         assert isinstance(error, EndedError) and "the run has ended without replica 'replica-2'" in str(error), error
     assert "where replica-0, replica-1 ended" in str(ended["replica-2"][0])
-    assert (
-        came[0] < 330 and came[1] - came[0] < 10
-    )  # it ends neither after training all its steps, nor after the timeout
+    # it ends neither after training all its steps, nor after the timeout
+    assert came[0] < 330 and came[1] - came[0] < 10
     assert list(models(tmp_path)) == ["replica-0", "replica-1"] and not list(tmp_path.glob("replica-2/*.safetensors"))
     assert RunRecord.load(tmp_path / "replica-2").status.startswith("stopped: the run has ended without")
 

@@ -272,9 +272,8 @@ def test_an_absent_lighthouse_is_reported_with_advice():
     assert isinstance(told, LinkError) and f"no lighthouse at 127.0.0.1:{port}" in str(told)
     assert "thinwire lighthouse" in str(told) and f"port {port}" in str(told)
     pauses = [fields["seconds"] for kind, fields in said if kind == "retry"]
-    assert pauses and set(pauses) == {
-        DEADLINES.heartbeat_interval
-    }  # the pause never grows, so all return at about the same time
+    # the pause never grows, so all return at about the same time
+    assert pauses and set(pauses) == {DEADLINES.heartbeat_interval}
 
 
 def test_another_server_at_the_port_is_reported():

@@ -33,9 +33,8 @@ def test_a_member_votes_for_itself_alone():
     keys = SharedKeys()
     refused("a votes for another member", keys.put, A, BALLOTS[1], "1", VIEW)
     refused("b votes for another", keys.put, Writer("b", "b-2"), BALLOTS[1], "1", VIEW)  # another incarnation of b
-    refused(
-        "c votes for another", keys.put, Writer("c", "b-1"), BALLOTS[1], "1", VIEW
-    )  # the incarnation of another member
+    # the incarnation of another member
+    refused("c votes for another", keys.put, Writer("c", "b-1"), BALLOTS[1], "1", VIEW)
     refused("has other members", keys.put, C, BALLOTS[1], "1", [VIEW[0], ["c", "c-1", 7]])
     refused("no ballot", keys.put, A, BALLOTS[0][:-1] + "2", "1", VIEW)
     refused("no ballot", keys.put, A, OUTCOME, "yes", VIEW)

@@ -97,11 +97,12 @@ def test_a_broken_link_excludes_one_member():
         present("c"),
         present("d", views=9),
     ]
+    # the member that reaches nobody leaves, not those that it cannot reach
     assert names(judge(star)) == [
         "b",
         "c",
         "d",
-    ]  # the member that reaches nobody leaves, not those that it cannot reach
+    ]
     assert "b, d" in judge(star).left_out[0].reason
     assert names(judge([present("a", unreachable=["somebody who is not here"])])) == ["a"]
 

@@ -59,9 +59,8 @@ def test_gauges_keep_the_last_value_and_counters_add() -> None:
     }
     values.take(step)
     assert values.take(step | {"loss": 1.0})["loss"] == 1.0 and values.now["tokens"] == 16 and values.now["steps"] == 2
-    assert (
-        values.take({"event": "round", "members": 3})["members"] != values.now["steps"]
-    )  # a malformed event, whose members is no list
+    # a malformed event, whose members is no list
+    assert values.take({"event": "round", "members": 3})["members"] != values.now["steps"]
     assert not values.take({"event": "start"})
 
 

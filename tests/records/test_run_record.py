@@ -114,9 +114,8 @@ def test_a_resume_drops_the_steps_that_are_repeated(tmp_path: Path, write_events
     assert "y (torn)" in record.notes[1].text
     (lost,) = replica.lost
     assert (lost.steps, lost.nbytes) == (1, 40)
-    assert record.summary.wall_seconds == pytest.approx(
-        2.0 + 3.0
-    )  # neither lost steps nor the restart count as time of the loop
+    # neither lost steps nor the restart count as time of the loop
+    assert record.summary.wall_seconds == pytest.approx(2.0 + 3.0)
     assert record.summary.compute_utilization == pytest.approx(1.0)
     assert any("lost to restarts" in remark for remark in record.remarks)
 

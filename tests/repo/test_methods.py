@@ -155,10 +155,11 @@ def test_the_table_of_measurements_marks_old_and_missing_rows(tmp_path):
     assert "commit 0123456, A CPU, 2 cores." in lines[7] and lines[7].endswith("[family.md](../../docs/family.md).*")
     assert lines[-1].startswith("† Before its defaults")
     assert recipes.measured(["econtrol"], tmp_path, "").startswith("*Not measured yet: ")
+    # each beside its own control
     more = [
         found[0] | {"eval_loss": 2.0},
         found[0] | {"strategy": "econtrol", "eval_loss": 2.2},
-    ]  # each beside its own control
+    ]
     (tmp_path / recipes.DEFAULTS).write_text(json.dumps(result | {"rows": more}))
     assert "| +10.00% |" in recipes.measured(["econtrol"], tmp_path, "")
     assert recipes.measured(["data_parallel"], tmp_path, "").splitlines()[2] == lines[2]

@@ -113,9 +113,8 @@ def test_python_blocks_on_pages_run(page, elsewhere):
     """The blocks of a page run one after the other, as a reader would paste them."""
     names: dict[str, object] = {}
     for block in blocks(page, "python"):
-        exec(
-            compile("\n" * block.line + block.text, str(page), "exec"), names
-        )  # line numbers in a traceback are those of the page
+        # line numbers in a traceback are those of the page
+        exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
 
 
 def test_replicas_of_the_readme_end_equal():

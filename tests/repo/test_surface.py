@@ -130,9 +130,8 @@ def test_examples_in_docstrings_run():
         "thinwire.metrics.mlflow": "mlflow",
         "thinwire.metrics.wandb": "wandb",
     }
-    here = [
-        n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])
-    ]  # the dev extra does not install every bridge's library
+    # the dev extra does not install every bridge's library
+    here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]
     counts = {name: doctest.testmod(importlib.import_module(name)) for name in here}
     assert not [name for name, count in counts.items() if count.failed]
     assert sum(count.attempted for count in counts.values()) > 20

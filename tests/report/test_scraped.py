@@ -38,9 +38,8 @@ def test_top_shows_a_run_behind_an_endpoint(
         for second in range(5):
             top.read(100.0 + second)
         assert {one["state"] for one in top.facts(1e4)["replicas"]} != {"trains"}
-        assert {one["tokens_per_second"] for one in top.facts(104.0)["replicas"]} == {
-            0.0
-        }  # no step was taken meanwhile
+        # no step was taken meanwhile
+        assert {one["tokens_per_second"] for one in top.facts(104.0)["replicas"]} == {0.0}
     for _ in range(MISSED):  # the run has ended, and its endpoint with it
         assert not top.over
         top.read(200.0)

@@ -32,9 +32,8 @@ def test_no_round_departs_without_a_step_trained(name, over):
     departures = [(e["fragment"], e["step"]) for e in journey(strategy, 2, steps=steps)[0].heard("depart")]
     assert len(departures) == len(set(departures)), "twice after one step"
     last = dict(departures)
-    forgets = (
-        isinstance(strategy.merge, tw.pieces.merge.Mix) and strategy.merge.alpha == 0
-    )  # then steps trained in flight are discarded
+    # then steps trained in flight are discarded
+    forgets = isinstance(strategy.merge, tw.pieces.merge.Mix) and strategy.merge.alpha == 0
     least = steps - (strategy.schedule.delay if forgets else 0)
     assert all(last.get(fragment, 0) >= least for fragment in range(count))
 

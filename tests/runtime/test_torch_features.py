@@ -177,10 +177,11 @@ def on_two_devices(attach, rank):
     return weights(model.cpu())
 
 
+# each replica has its own average; one compiler serves two threads
 OWN, COMPILED = (
     "EMA of own weights",
     "torch.compile",
-)  # each replica has its own average; one compiler serves two threads
+)
 FEATURES = {
     "nothing": plain,
     COMPILED: lambda attach, rank: plain(attach, rank, lambda: torch.compile(toy(), backend="eager")),

@@ -237,9 +237,8 @@ def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
             thread.join()
             assert ended.is_set()
             grown = resident(hub.process.pid) - before
-        assert grown < 8 * BUDGET_NBYTES, (
-            f"{grown:,} bytes"
-        )  # of 12 that were sent; gRPC and the allocator need some memory, too
+        # of 12 that were sent; gRPC and the allocator need some memory, too
+        assert grown < 8 * BUDGET_NBYTES, f"{grown:,} bytes"
         assert "the sender floods" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         hub.close()

@@ -33,9 +33,8 @@ def train(
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     x = torch.randn(2 * BATCHES * accumulate * accelerator.num_processes, 4)
-    data = DataLoader(
-        TensorDataset(x, x.prod(dim=1, keepdim=True)), batch_size=2
-    )  # a new iterator of the loader draws random numbers
+    # a new iterator of the loader draws random numbers
+    data = DataLoader(TensorDataset(x, x.prod(dim=1, keepdim=True)), batch_size=2)
     made = torch.optim.AdamW(plain.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(plain, made, data)
     attached = LocalSGD(accelerator=accelerator, model=model, **local) if local else nullcontext()

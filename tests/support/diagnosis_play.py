@@ -44,9 +44,8 @@ class Wan:
     delay: dict[tuple[str, str], float]
     rate: dict[tuple[str, str], float]
     jitter: float = 0.1
-    slower: dict[tuple[str, str], float] = field(
-        default_factory=dict
-    )  # "*" stands for any: the sender's or the receiver's side
+    # "*" stands for any: the sender's or the receiver's side
+    slower: dict[tuple[str, str], float] = field(default_factory=dict)
     busy: dict[tuple[str, str], float] = field(default_factory=dict)  # until when a side is busy
 
 

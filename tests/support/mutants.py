@@ -59,9 +59,8 @@ ALSO = {
 }
 EXPLAINED = TESTS / "mutants.toml"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the real output, also in forks whose output goes to a log
-RESULT = defaultdict(
-    lambda: "killed", {0: "survived", 5: "survived", None: "late"}
-)  # exit status of a fork; 5: no tests
+# exit status of a fork; 5: no tests
+RESULT = defaultdict(lambda: "killed", {0: "survived", 5: "survived", None: "late"})
 
 
 class Instead(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

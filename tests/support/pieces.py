@@ -276,10 +276,11 @@ EXCHANGES = [
 ]
 AGGREGATES = [row(tw.pieces.aggregate.Mean(), "linear"), row(tw.pieces.aggregate.MeanOverSenders())]
 SIGNALS = [row(tw.strategy.Deltas()), row(tw.strategy.Gradients())]
+# tests/pieces/test_privacy.py holds its own laws
 PRIVACIES = [
     row(tw.pieces.privacy.Privacy()),
     row(tw.pieces.privacy.Privacy(0.25, 10.0, 1e-6)),
-]  # tests/pieces/test_privacy.py holds its own laws
+]
 FEEDBACKS = [
     row(tw.pieces.feedback.Feedback(), "conserves"),
     row(tw.pieces.feedback.Feedback(0, 0.95, 0.95)),

@@ -75,9 +75,8 @@ def test_a_silent_replica_counts_as_alive_until_its_timeout():
         lighthouse.silence("b")
         time.after(1.0, lambda: lighthouse.silence("b"))  # it is already silent
         assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
-        assert (
-            names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
-        )  # all living members of the last view
+        # all living members of the last view
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
         with pytest.raises(LinkError, match="no view within 3 s: too few others called"):
             lighthouse.call("b", presence("b", 2), 3.0)  # half are not enough
         assert time.now == 8.0
