@@ -1,13 +1,13 @@
-"""What an attached Replica costs while nothing is in the air: a ratio to the bare loop, goal at most 1.01.
+"""The cost of an attached Replica while nothing is in the air: a ratio to the bare loop, goal at most 1.01.
 
     python benchmarks/attach.py            # about three minutes
     python benchmarks/attach.py --quick    # about half a minute
 
-One process, one core, two equal models with their optimizers; a Replica is attached to one of them. Their steps
-alternate, in the order ABBA, so that whatever else this machine does falls on both alike, and from repeat to repeat
-the Replica changes over to the other model, so that the place of a model in memory does too. A repeat's figure is the
-median of attached / bare over its pairs; the table shows the median and quartiles of the repeats. The same with no Replica
-at all, bare / bare, shows what can be resolved here. Measured.
+One process on one core has two equal models with their optimizers; a Replica is attached to one of them. Their steps
+alternate in the order ABBA, so other load of the machine affects both alike. From repeat to repeat the Replica
+changes to the other model, so the place of a model in memory affects both alike. The figure of a repeat is the
+median of attached / bare over its pairs; the table shows the median and quartiles of the repeats. The same without any
+Replica, bare / bare, shows the resolution of the measurement. Measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEVER = 1 << 30  # steps between two exchanges: nothing is ever in the air
 
 
 def language_model() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """7.2 million parameters, 512 tokens a step."""
+    """7.2 million parameters, 512 tokens in a step."""
     model = Transformer(SIZES["mini"], seed=SEED)
     tokens = torch.randint(0, 256, (4, 128), generator=torch.Generator().manual_seed(SEED))
 
@@ -49,7 +49,7 @@ def language_model() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 
 
 def tiny() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    """Two layers of 64: a step is nearly all overhead of PyTorch itself, the hardest case."""
+    """Two layers of width 64. A step is almost only overhead of PyTorch, which is the hardest case."""
     torch.manual_seed(SEED)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     x = torch.randn(32, 64)
@@ -58,14 +58,14 @@ def tiny() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Loop:
-    """A model's training loop."""
+    """The training loop of a model."""
 
     loss: Callable[[], torch.Tensor]
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def seconds(self, steps: int) -> float:
-        """The mean time of a step."""
+        """Returns the mean time of a step."""
         began = time.perf_counter()
         for _ in range(steps):
             self.loss().backward()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: `steps` at a time, `pairs` of them a repeat."""
+    """The size of a measurement: `steps` at a time, in `pairs` for each repeat."""
 
     steps: int
     pairs: int
@@ -84,7 +84,7 @@ class Size:
 
 
 def measure(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], size: Size) -> dict[str, Any]:
-    """Step times and ratios, with a Replica and, as a control, without."""
+    """Returns step times and ratios, with a Replica and, as a control, without."""
     loops = []
     for _ in range(2):
         model, loss = make()
@@ -99,7 +99,7 @@ def measure(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], si
         replica = Replica(strategy, other.model, other.optimizer, group) if attached else None
         pairs[attached].append(_pairs(bare, other, size))
         if replica is not None:
-            replica.close()  # and not `finish`, which would exchange
+            replica.close()  # `finish` would exchange
     ratios = {kind: [statistics.median(b / a for a, b in repeat) for repeat in pairs[kind]] for kind in pairs}
     return {
         "parameters": sum(p.numel() for p in loops[0].model.parameters()),
@@ -114,7 +114,7 @@ def measure(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], si
 
 
 def _pairs(bare: Loop, other: Loop, size: Size) -> list[tuple[float, float]]:
-    """Seconds of a step, bare and other, in the order ABBA."""
+    """Returns seconds of a step, bare and other, in the order ABBA."""
     pairs = []
     for number in range(size.pairs):
         if number % 2 == 0:
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="where the JSON goes (default: benchmarks/results/attach.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with suppress(AttributeError):  # not on every system
+    with suppress(AttributeError):  # some systems do not have it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     result = {"benchmark": "attach", "word": "measured", "seed": SEED, **provenance()}
     large, small = Size(steps=1, pairs=20, repeats=10), Size(steps=20, pairs=200, repeats=20)

@@ -1,21 +1,21 @@
-"""Does training on a link do what probing it and simulating say? Two and four replicas; goal: utilisation within 10 %.
+"""Compares training on a link with probing and simulating it, for two and four replicas; goal: utilisation within 10 %.
 
     python benchmarks/calibration.py            # about four minutes
-    python benchmarks/calibration.py --quick    # one rate a method, about a minute
+    python benchmarks/calibration.py --quick    # one rate for each method, about a minute
 
-Every replica is a process, joined by gloo on this machine, its uplink an emulated one (a token bucket in the group, 20 ms one way).
-For every number of replicas, method and rate, in the same processes, one after the other:
+Every replica is a process, joined by gloo on this machine. Its uplink is emulated (a token bucket in the group, 20 ms one way).
+For every number of replicas, method and rate, the same processes do these one after the other:
 
-* probe     `probe_links` measures rate (to one alone, and while all send to all) and delay of that link, a bare loop the inner step
-            (before and after training), `codec_speed` encoding and decoding
+* probe     `probe_links` measures the link's rate (to one replica alone, and while all send to all) and delay; a bare loop
+            measures the inner step before and after training; `codec_speed` measures encoding and decoding
 * train     a Replica over the same link (emulated)
-* simulate  `simulate` is told what was probed, and nothing else (simulated)
+* simulate  `simulate` gets what was probed, and nothing else (simulated)
 
-An inner step sleeps for 40 ms and then really updates a model of 1.2 million parameters: so that four replicas have a step of their
-own on two cores. `train` rows are `thinwire train` itself, two replicas of the model nano that compute, with the median step of their
-own run without a link. Utilisation: steps × inner step / seconds from the first step to the last landing, the exchange at the end
-included (of `train` rows as the run says it). Error: simulated / emulated − 1. Rates are multiples of the floor, below which no
-schedule computes all the time.
+An inner step sleeps for 40 ms and then really updates a model of 1.2 million parameters, so four replicas have equal steps on
+two cores. `train` rows are `thinwire train` itself with two replicas of the model nano that compute; their inner step is the
+median of a run without a link. Utilisation: steps × inner step / seconds from the first step to the last landing, including the
+exchange at the end (in `train` rows as the run reports it). Error: simulated / emulated − 1. Rates are multiples of the floor,
+below which no schedule computes all the time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GOAL = 0.1
 
 
 class Unclosed:
-    """The carrier goes on when the emulated link on it is closed."""
+    """A group whose carrier stays open when the emulated link on it is closed."""
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self.post = group.rank, group.size, group.post
@@ -72,7 +72,7 @@ class Unclosed:
 
 
 class Stack(nn.Module):
-    """Layers that are never called: what counts is their size."""
+    """Layers that are never called; only their size matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def loop(optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Seconds."""
+    """Runs `steps` steps and returns the seconds of the loop."""
     began = time.perf_counter()
     for _ in range(steps):
         time.sleep(STEP)
@@ -101,7 +101,7 @@ def floor(strategy: Strategy, numels: Sequence[int], size: int) -> float:
 
 
 def case(group: Group, strategy: Strategy, factor: float) -> dict[str, Any]:
-    """One row; collective."""
+    """Returns one row of the table. All replicas must call it."""
     numels = [fragment.numel for fragment in strategy.partition.fragments(Stack())]
     link = Link(factor * floor(strategy, numels, group.size), WAY)
     linked = LinkedGroup(Unclosed(group), link)
@@ -117,9 +117,9 @@ def case(group: Group, strategy: Strategy, factor: float) -> dict[str, Any]:
         replica.finish()
         seconds = time.perf_counter() - began - attached
     linked.close()
-    step_seconds = (step_seconds + loop(model()[1], 25) / 25) / 2  # before and after
+    step_seconds = (step_seconds + loop(model()[1], 25) / 25) / 2  # mean of before and after
     found = probe.links.alone.items()
-    # what an uplink carries while everybody sends to everybody, as in an exchange: never more than to one alone
+    # an uplink's rate while all send to all, as in an exchange, is at most its rate to one alone
     together = [sum(rate for (a, _), rate in probe.links.together.items() if a == own) for own in range(group.size)]
     alone = [min(way.bits_per_second for (a, _), way in found if a == own) for own in range(group.size)]
     rates = [min(pair) for pair in zip(alone, together, strict=True)]
@@ -137,7 +137,7 @@ def case(group: Group, strategy: Strategy, factor: float) -> dict[str, Any]:
 
 
 def replica(out: Path, quick: bool) -> None:
-    """One process: all cases of its number of replicas; rank 0 writes what all saw, the mean."""
+    """Runs all cases of one number of replicas in one process. Rank 0 writes the mean over replicas."""
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
     rows = []
@@ -169,7 +169,7 @@ def slept(size: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def trained(run: Run, folder: Path) -> RunRecord:
-    """By `thinwire train`, as processes."""
+    """Runs `thinwire train` with processes and returns its record."""
     run.save(folder.with_suffix(".toml"))
     command = [sys.executable, "-m", "thinwire", "train", str(folder.with_suffix(".toml")), "--out", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -177,7 +177,7 @@ def trained(run: Run, folder: Path) -> RunRecord:
 
 
 def computed(quick: bool) -> list[dict[str, Any]]:
-    """`thinwire train`, two replicas that compute."""
+    """Returns rows of `thinwire train` with two replicas that compute."""
     base = Run.of(
         model="nano",
         every=EVERY,

@@ -1,13 +1,13 @@
-"""How fast codecs are on one core: GB/s of their fp32 input, beside a copy of the same tensor and beside plain torch.
+"""The speed of codecs on one core: GB/s of their fp32 input, beside a copy of the same tensor and beside plain torch.
 
     python benchmarks/codecs.py            # about five minutes
     python benchmarks/codecs.py --quick    # half a minute, up to 16 MiB
 
-For each codec and size it takes turns: `copy_` of the input, encoding, decoding onto a sum with a weight that is not one. Times
-are of the thread on its core. Caches and memory are shared, so other load of the machine affects all three. A ratio is
-the median over turns of copy / other, with its quartiles.
-Then the same codec by the reference (plain torch, eager). Goal from 16 MiB on: 0.6 of the copy for formats with a scale
-per block, signs and casts, 0.2 for the largest of a tensor. Measured.
+For each codec and size three operations take turns: `copy_` of the input, encoding, and decoding onto a sum with a weight other
+than one. Times are those of the thread on its core. Caches and memory are shared, so other load of the machine affects all three.
+A ratio is the median over turns of copy / other, with its quartiles.
+Then the same codec is run in its reference (plain torch, eager). Goal from 16 MiB on: 0.6 of the copy for formats with a scale
+for each block, signs and casts; 0.2 for the largest values of a tensor. Measured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Work = Callable[[], object]
 
 
 def measure(codec: Codec, nbytes: int, turns: int) -> dict[str, Any]:
-    """GB/s of input, and what that is of the copy's."""
+    """Returns GB/s of input, and the ratio to the copy's."""
     numel = nbytes // 4
     generator = torch.Generator().manual_seed(SEED)
     x, out = torch.randn(numel, generator=generator), torch.zeros(numel)
@@ -93,7 +93,7 @@ def measure(codec: Codec, nbytes: int, turns: int) -> dict[str, Any]:
 
 
 def _seconds(work: Work, again: int) -> float:
-    """Seconds of this thread on a core, without those in which other threads had the core."""
+    """Returns the seconds that this thread ran on a core, without those in which other threads had it."""
     began = time.thread_time()
     for _ in range(again):
         work()
@@ -101,7 +101,7 @@ def _seconds(work: Work, again: int) -> float:
 
 
 def _ratio(copies: list[float], others: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile of the turns."""
+    """Returns lower quartile, median and upper quartile of the turns."""
     return statistics.quantiles([copy / other for copy, other in zip(copies, others)], n=4)
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="where the JSON goes (default: benchmarks/results/codecs.json)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with suppress(AttributeError):  # not on every system
+    with suppress(AttributeError):  # some systems do not have it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     result = {"benchmark": "codecs", "word": "measured", "seed": SEED, **provenance()}
     sizes = [size for size in SIZES if size <= 1 << 24] if arguments.quick else SIZES

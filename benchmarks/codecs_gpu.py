@@ -1,11 +1,11 @@
-"""How fast codecs are on a GPU: GB/s of their fp32 input, beside a copy of the same tensor on the device.
+"""The speed of codecs on a GPU: GB/s of their fp32 input, beside a copy of the same tensor on the device.
 
     python benchmarks/codecs_gpu.py
 
-For each codec, in turns: `copy_` of the input, encoding, decoding onto a sum with a weight that is not one; from launch
-to the end of the work on the device, so with the look at whether all was finite. A ratio is the median over turns of
-copy / other. Goal: 0.7 of the copy for formats with a scale per block. Measured, if it runs: *nobody has run it yet*,
-the kernels were written and tested without a GPU.
+For each codec three operations take turns: `copy_` of the input, encoding, and decoding onto a sum with a weight other than one.
+A time is from launch to the end of the work on the device, including the check that all values are finite. A ratio is the median
+over turns of copy / other. Goal: 0.7 of the copy for formats with a scale for each block. Measured, if it runs: *nobody has run
+it yet*; the kernels were written and tested without a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CODECS: tuple[Codec, ...] = (
 
 
 def measure(codec: Codec, nbytes: int) -> dict[str, Any]:
-    """GB/s of input, and what that is of the copy's."""
+    """Returns GB/s of input, and the ratio to the copy's."""
     numel = nbytes // 4
     generator = torch.Generator("cuda").manual_seed(SEED)
     x, out = torch.randn(numel, generator=generator, device="cuda"), torch.zeros(numel, device="cuda")

@@ -1,11 +1,11 @@
-"""What do late replicas cost, and what do gradient codes save? All figures are simulated, over three seeds.
+"""The cost of late replicas, and what gradient codes save. All figures are simulated, over three seeds.
 
     python benchmarks/coding.py            # about three minutes on one core
     python benchmarks/coding.py --quick    # one seed, a quarter of the steps
 
-Data-parallel training waits for the slowest replica; ignoring the slowest loses their share of the batch; codes compute more. The first
-three cases are of 16 replicas, and parameters are the fastest of 40 steps before those that count. The last has 256 replicas, on
-which work costs little (2.2 s for a whole batch), with the parameters of arXiv 2211.13802.
+Data-parallel training waits for the slowest replica; ignoring the slowest loses their share of the batch; codes compute more. The
+first three cases have 16 replicas, and use the parameters that were fastest in 40 steps before those that count. The last case has
+256 replicas on which work costs little (2.2 s for a whole batch), with the parameters of arXiv 2211.13802.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def runs(case: str, steps: int, seed: int) -> dict[str, CodedRun]:
 
 
 def case(name: str, steps: int, seeds: int) -> dict[str, Any]:
-    """Means over seeds, and all that they are of."""
+    """Returns the means over seeds, and the setting."""
     rows: dict[str, Any] = {}
     for seed in range(seeds):
         for method, run in runs(name, steps, seed).items():

@@ -1,18 +1,18 @@
-"""Do three replicas of unlike size learn more when they tell each other what they predict? Beside each of them alone, at equal steps.
+"""Codistillation of three replicas of different size, beside each of them alone, at equal steps.
 
     python benchmarks/codistill.py [--seeds 3] [--steps 120] [--quick] [--out FOLDER] [--into FILE]
 
-Replicas of 0.5, 2 and 7 million parameters train on shares of Python's standard library, as threads of one process, with the defaults of
-`codistill` but for probe and warm-up, which are set for so short a run. Three arms at equal steps, each replica with the same text, order
-and first weights in all of them:
+Replicas of 0.5, 2 and 7 million parameters train on shares of Python's standard library, as threads of one process, with the
+defaults of `codistill` except probe and warm-up, which are set for so short a run. There are three arms at equal steps; each
+replica has the same text, order and first weights in all of them:
 
-- alone: λ = 0, which is each model by itself, bit for bit (tests/methods/test_codistill.py holds that)
+- alone: λ = 0, which equals each model by itself, bit for bit (tests/methods/test_codistill.py holds that)
 - talking: codistill
-- alone, larger batch: λ = 0, and as many sequences more as talking costs: its probe set is run forward twice and backward once, so two
-  windows cost 2.67 sequences. Equal compute and not equal text.
+- alone, larger batch: λ = 0, and as many more sequences as codistillation costs: its probe set is run forward twice and backward
+  once, so two windows cost 2.67 sequences. Compute is equal, text is not.
 
 An interrupted run continues with the same --out.
---quick: one seed and few steps, whose results are deleted: it shows that all run, and nothing about their loss.
+--quick: one seed and few steps, whose results are deleted. It shows that all arms run, and nothing about their loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LARGER = BATCH + round(PROBE / SEQUENCE * 4 / 3)
 
 
 def arms(steps: int) -> dict[str, tuple[str, int]]:
-    """The strategy and the batch of each."""
+    """Returns the strategy and the batch of each arm."""
     settings = f"probe={PROBE}, warmup={steps // 5}"
     return {
         "alone": (f"codistill({settings}, weight=0)", BATCH),
@@ -51,7 +51,7 @@ def arms(steps: int) -> dict[str, tuple[str, int]]:
 
 
 class Run(NamedTuple):
-    """The evaluation loss of each replica, the bytes that one has sent, and the commit."""
+    """The evaluation loss of each replica, the bytes that one replica sent, and the commit."""
 
     losses: list[float]
     nbytes: int
@@ -59,11 +59,11 @@ class Run(NamedTuple):
 
 
 def one_run(strategy: str, batch: int, steps: int, seed: int, out: Path) -> Run:
-    """Train, unless `out` holds this run already."""
+    """Trains, unless `out` holds this run already."""
     command = ["train", "--strategy", strategy, "--models", *MODELS, "--replicas", len(MODELS), "--carrier", "threads"]
     command += ["--batch", batch, "--sequence", SEQUENCE, "--steps", steps, "--eval-every", steps, "--eval-batches", 32]
     if not (out / "summary.json").exists():
-        shutil.rmtree(out, ignore_errors=True)  # an interrupted run
+        shutil.rmtree(out, ignore_errors=True)  # the rest of an interrupted run
         train(command, seed, out)
     record = RunRecord.load(out)
     commit = str(record.replicas[0].start["machine"]["commit"])
@@ -106,14 +106,14 @@ def main() -> None:
             setting |= {"trained at": sorted({run.commit for runs in found.values() for run in runs})}
             setting |= {"seconds of this process": round(time.monotonic() - began)}
             result = about | {"benchmark": "codistill", "word": "measured", "setting": setting, "rows": rows}
-            written = save("codistill", result, into)  # after every run, so that an interruption keeps these
+            written = save("codistill", result, into)  # after every run, so that an interruption keeps its results
         for row in rows:
             print(f"{row['model']:<6} {row['arm']:<20} {row['eval_loss']:.4f} ± {row['eval_loss_spread'] or 0:.4f}")
         print(f"written: {written}")
 
 
 def rows_of(arm: str, runs: list[Run], alone: list[Run], steps: int) -> list[dict]:
-    """A row for each model: its losses, and the differences from the same model alone, seed by seed."""
+    """Returns a row for each model: its losses, and the differences from the same model alone, seed by seed."""
     rows = list[dict]()
     for number, model in enumerate(MODELS):
         losses = [run.losses[number] for run in runs]

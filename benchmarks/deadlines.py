@@ -1,11 +1,12 @@
-"""What does a replica gain that sends late rounds at a coarser level? Five minutes of one core.
+"""The gain of a replica that sends late rounds at a coarser level. Five minutes on one core.
 
     python benchmarks/deadlines.py [--seeds 2] [--into FILE]
 
-On uplinks whose rate changes, for `streaming_sign` on the model nano, two replicas, steps of 0.1 s: each level alone, `Levelled`, which knows
-what its rounds have taken, and an oracle, which knows the trace. *Stalls and utilisation are simulated*, in virtual time; no trace is recorded:
-one is a step down and up, two are drawn (a mobile uplink, a walk of the rate by the second; a cable on an evening, one by ten seconds). *Losses are
-measured*: each run is trained with the levels that its rounds had in virtual time, on all replicas alike.
+On uplinks whose rate changes, with `streaming_sign` on the model nano, two replicas and steps of 0.1 s, it compares each level
+alone, `Levelled`, which knows how long its rounds took, and an oracle, which knows the trace. *Stalls and utilisation are
+simulated*, in virtual time. No trace is recorded: one is a step down and up, two are drawn (a mobile uplink whose rate changes
+every second, and a cable in the evening, every ten seconds). *Losses are measured*: each run is trained with the levels that its
+rounds had in virtual time, equal on all replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Levels = dict[tuple[int, int], int]
 
 
 def walk(seed: int, every: float, middle: float, step: float, least: float, delay: float) -> RateTrace:
-    """A rate that walks by factors, and comes back to the `middle`."""
+    """Returns a random walk of a rate by factors, which returns to `middle`."""
     drawn, at, rates = random.Random(seed), 0.0, list[float]()
     for _ in range(int(2 * STEPS * STEP_SECONDS / every)):
         at = 0.9 * at + drawn.gauss(0.0, step)
@@ -49,7 +50,7 @@ def walk(seed: int, every: float, middle: float, step: float, least: float, dela
 
 
 def traces(full: int) -> dict[str, RateTrace]:
-    """Around the rate at which the finest level, `full` bytes a round, just arrives."""
+    """Returns traces around the rate at which the finest level, `full` bytes in a round, just arrives in time."""
     needed = 8 * full / (STRATEGY.schedule.delay * STEP_SECONDS)
     return {
         "falls to a sixth": RateTrace((0.0, 8.0, 30.0), (2 * needed, needed / 6, 2 * needed), 0.03),
@@ -59,7 +60,7 @@ def traces(full: int) -> dict[str, RateTrace]:
 
 
 def trained(levels: Levels, seed: int) -> float:
-    """Held-out loss of a run whose rounds have these levels."""
+    """Returns the held-out loss of a run whose rounds have these levels."""
 
     def set_level(self: RoundPipeline, update: RoundUpdate, now: float, seconds: float) -> None:
         update.codec = replace(LEVELS, level=levels.get((update.of.index, update.number), 0))
@@ -90,7 +91,7 @@ def trained(levels: Levels, seed: int) -> float:
 
 
 def sizes() -> list[list[int]]:
-    """Bytes of a round of each fragment, at each level."""
+    """Returns the bytes of a round of each fragment at each level."""
     model = make_model(RUN.model, RUN.data.sequence, RUN.seed, open_corpus(RUN.data, RUN.model.model).vocabulary)
     every = [replace(LEVELS, level=level) for level in range(len(LEVELS.codecs))]
     return [

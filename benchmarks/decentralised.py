@@ -1,22 +1,22 @@
-"""Gossip beside methods in which all hear all: methods x topologies x 8 and 32 replicas, at equal tokens.
+"""Gossip beside methods in which all hear all: methods × topologies × 8 and 32 replicas, at equal tokens.
 
     python benchmarks/decentralised.py [--steps 210] [--seeds 0 1 2] [--into FILE] [--quick]
     python benchmarks/decentralised.py --cut
 
-Replicas are threads of one process, with one thread of torch, and a small model of the next byte, on the sources of Python's standard
-library; all have the same start and different batches. AdamW, at the same rate, where a method has no inner optimizer of its own.
+Replicas are threads of one process with one thread of torch. They train a small model of the next byte on the sources of Python's
+standard library, from the same start with different batches. The inner optimizer is AdamW at one rate, unless a method has its own.
 
-*Measured*: held-out loss of what is saved (in gossip the mean of all replicas' weights), held-out loss of a replica's own weights before that
-mean, the distance of replicas from their mean ‖x_i − x̄‖ / ‖x̄‖ (rms), and packets counted by pair: bytes of the busiest link (one way) and of the
-busiest replica. The mean at the end is not counted.
+*Measured*: the held-out loss of the saved model (in gossip the mean of all replicas' weights), the held-out loss of a replica's own
+weights before that mean, the distance of replicas from their mean ‖x_i − x̄‖ / ‖x̄‖ (rms), and packets counted by pair: bytes of the
+busiest link (one way) and of the busiest replica. The mean at the end is not counted.
 
-*Simulated*: seconds of an inner step of a model of 10⁸ parameters, 1 s of computing included; 2,100 steps in virtual time. Uplinks have
-1 Gbit/s and carry one message at a time, a path takes 50 ms. Then the same, and the path between the replicas 0 and 1 has 20 Mbit/s.
+*Simulated*: seconds of an inner step of a model of 10⁸ parameters, including 1 s of compute; 2,100 steps in virtual time. Uplinks
+have 1 Gbit/s and carry one message at a time; a path takes 50 ms. A second case gives the path between replicas 0 and 1 20 Mbit/s.
 
 An interrupted run continues with the same --into. `make tables` writes docs/gossip.md and its picture from the result.
---cut: d_psgd among eight on a ring that is cut in two for a third of the rounds and healed: how far replicas are apart within the halves, and
-the halves from each other, relative to the mean's norm. Into results/cut.json.
---quick: 30 steps of two methods and 8 replicas, one seed, kept apart.
+--cut: d_psgd among eight replicas on a ring that is cut in two for a third of the rounds and then heals. It shows the distance of
+replicas within the halves, and of the halves from each other, relative to the mean's norm. The result is results/cut.json.
+--quick: 30 steps of two methods and 8 replicas, one seed, in a separate file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from thinwire.topology import Complete, Cut, Exponential, OnePeerExponential, Ra
 
 SIZES, EVERY = (8, 32), 10
 BATCH, CONTEXT, WARMUP = 16, 8, 20
-# The best of 0.005, 0.015 and 0.04 for three methods; and of 0.015 and 0.05, because from 0.15 on some runs diverge.
+# The best of 0.005, 0.015 and 0.04 for three methods, and of 0.015 and 0.05. From 0.15 on some runs diverge.
 LR, SGD_LR = 0.04, 0.05
 METHODS: dict[tuple[str, str], Callable[[], Any]] = {
     ("streaming_sign (default)", "all"): streaming_sign,
@@ -88,7 +88,7 @@ METHODS: dict[tuple[str, str], Callable[[], Any]] = {
     ("a2cid2", "ring"): lambda: a2cid2(every=EVERY),
     ("a2cid2, 4 bits", "ring"): lambda: a2cid2(every=EVERY, codec=tw.codecs.E3M0()),
 }  # fmt: skip
-LARGE = [  # the pairs that are run among 32, the most informative first
+LARGE = [  # pairs that also run with 32 replicas, the most informative first
     ("streaming_sign (default)", "all"),
     ("d_psgd", "ring"),
     ("d_psgd", "one-peer exp."),
@@ -102,11 +102,11 @@ LARGE = [  # the pairs that are run among 32, the most informative first
     ("d_psgd, SGD", "ring"),
     ("d_psgd", "complete"),
 ]
-NUMEL, COMPUTE, RATE, DELAY, SLOW, STEPS = 10**8, 1.0, 1e9, 0.05, 2e7, 2100  # of the simulated time
+NUMEL, COMPUTE, RATE, DELAY, SLOW, STEPS = 10**8, 1.0, 1e9, 0.05, 2e7, 2100  # for the simulated time
 
 
 class Bytes(nn.Module):
-    """The next byte from those before it: six layers of width 48."""
+    """A model of the next byte: six layers of width 48."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Bytes(nn.Module):
 
 @cache
 def text() -> tuple[Tensor, Tensor]:
-    """The training text and the held-out text, as windows of `CONTEXT` bytes and the next one."""
+    """Returns training text and held-out text as windows of `CONTEXT` bytes and the next byte."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     whole = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     windows = whole.clamp(max=127).long().unfold(0, CONTEXT + 1, 1)
@@ -158,7 +158,7 @@ class Told:
 
 
 def trained(method: Any, size: int, steps: int, seed: int, told: Told | None = None) -> dict[str, float]:
-    """One run. Losses are of held-out text, in nats a byte."""
+    """Returns one run. Losses are of held-out text, in nats for each byte."""
     train, held_out = text()
     ledgers = [Ledger() for _ in range(size)]
     torch.manual_seed(seed)
@@ -206,7 +206,7 @@ def trained(method: Any, size: int, steps: int, seed: int, told: Told | None = N
 
 
 def seconds(strategy: Strategy, size: int, slow: bool, steps: int = STEPS) -> float:
-    """Simulated seconds of an inner step, in the mean: replicas with clocks of their own, each of which waits for what its next weights need."""
+    """Returns simulated mean seconds of an inner step. Replicas have separate clocks; each waits for what its next weights need."""
     with torch.device("meta"):
         count = len(strategy.partition.fragments(Bytes()))
     coded = [strategy.coded(((1000, NUMEL // count // 1000),)) for _ in range(count)]
@@ -242,7 +242,8 @@ def seconds(strategy: Strategy, size: int, slow: bool, steps: int = STEPS) -> fl
 def landed(
     began: np.ndarray, free: np.ndarray, edges: np.ndarray, sent: list[float], rate: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When each has heard all its neighbours, if uplinks send to one after another, the next rank first; and when uplinks are free."""
+    """Returns when each replica has heard all its neighbours, and when uplinks are free. An uplink sends to one neighbour after another,
+    the next rank first."""
     size, heard, free = len(began), began.copy(), np.maximum(free, began)
     for one in range(size):
         targets = [(one + far) % size for far in range(1, size) if edges[one, (one + far) % size]]
@@ -254,7 +255,7 @@ def landed(
 
 
 def cell(name: tuple[str, str], size: int, steps: int, seeds: list[int]) -> dict[str, Any]:
-    """A row of the table."""
+    """Returns a row of the table."""
     method, began = METHODS[name](), time.process_time()
     runs = [trained(method, size, steps, seed) for seed in seeds]
     row: dict[str, Any] = {"method": name[0], "topology": name[1], "replicas": size, "composition": repr(method)}
@@ -267,7 +268,7 @@ def cell(name: tuple[str, str], size: int, steps: int, seeds: list[int]) -> dict
 
 
 def cut_apart(steps: int, seed: int) -> list[dict[str, float]]:
-    """Eight replicas on a ring that is cut in two for the second third of the rounds, beside a whole ring: a row for each round."""
+    """Runs eight replicas on a ring that is cut in two for the second third of the rounds, and on a whole ring. Returns a row for each round."""
     count, size = steps // EVERY, 8
     told = {"whole": Told(), "cut": Told()}
     for name, topology in (("whole", Ring()), ("cut", Cut(Ring(), count // 3, 2 * count // 3))):

@@ -1,10 +1,10 @@
-"""What a killed replica costs the others, beside torchft's own DiLoCo: three replicas on an emulated link. Emulated.
+"""The cost of a killed replica for the others, beside torchft's own DiLoCo: three replicas on an emulated link. Emulated.
 
     sudo python benchmarks/elastic.py                # about four minutes
     sudo python benchmarks/elastic.py --quick        # about one and a half: a smoke run
 
-Three processes and a lighthouse, each in a network namespace; what leaves each of them is shaped by `tc tbf` to 20 Mbit/s, for both
-methods alike. Once a minute (and once in the window) the third is killed with kill -9, and started again two seconds later.
+Three processes and a lighthouse each have a network namespace. `tc tbf` shapes what leaves a namespace to 20 Mbit/s, alike for both
+methods. Once a minute (and once in the window) the third process is killed with kill -9, and restarted two seconds later.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rich.table import Table
 
 NAMES = ("a", "b", "c")
 PORT = 29510
-AWAY = 2.0  # seconds from the kill to the start of the one that returns
+AWAY = 2.0  # seconds from the kill to the restart
 LIMIT = 120.0  # seconds until all three take part
 Line = dict[str, Any]
 
 
 def run(space: Namespaces, bridge: Bridge, method: str, window: float, megabits: float, folder: Path) -> list[Line]:
-    """One kill in a window of so many seconds; all that the replicas wrote, and a line for the kill."""
+    """Kills one replica in a window of `window` seconds. Returns all lines that the replicas wrote, and a line for the kill."""
     bridge.shape(None)
     lighthouse = f"{space.addresses[0]}:{PORT}"
     torchft = ["torchft_lighthouse", "--bind", f"{space.addresses[0]}:{PORT}", "--min_replicas", "2"]
@@ -60,7 +60,7 @@ def run(space: Namespaces, bridge: Bridge, method: str, window: float, megabits:
         processes = [start(place) for place in range(3)]
 
         def rest(seconds: float, done: Callable[[], bool] = lambda: False) -> bool:
-            """Meanwhile, restart processes that end by themselves."""
+            """Sleeps, and restarts processes that end by themselves."""
             until = time.monotonic() + seconds
             while time.monotonic() < until and not done():
                 for place, process in enumerate(processes):
@@ -98,7 +98,7 @@ def _all_in(written: list[Line]) -> bool:
 
 
 def row(method: str, written: list[Line], part: Part) -> dict[str, Any]:
-    """The figures of the window."""
+    """Returns the figures of the window."""
     window, rest = written[0], [line for line in written[1:] if line["kind"] != "start"]
     inside = [line for line in rest if window["begin"] <= line["at"] <= window["end"]]
     still, inner, wall, dropped = [], 0.0, 0.0, 0
@@ -116,7 +116,7 @@ def row(method: str, written: list[Line], part: Part) -> dict[str, Any]:
         if line["kind"] == "round" and line["good"] and line["members"] == 3 and line["at"] > window["back"]
         and line["name"] == "c"
     ]  # fmt: skip
-    # A round that fails resets torchft's fragment, and with it what was trained in a period; here its delta travels in the next.
+    # A failed round resets torchft's fragment, and loses the training of a period; in Thinwire the delta is sent in the next round.
     lost = 0.0 if method == "thinwire" else dropped / 2 * part.every / part.fragments
     return {
         "method": method,
@@ -161,7 +161,7 @@ def main() -> None:
         raise SystemExit(f"elastic.py cannot run here: {reason}")
     if installed("torchft") is None:
         raise SystemExit("elastic.py needs torchft, for its lighthouse too: pip install thinwire[rivals]")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, as with Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the namespaces, as Ctrl-C does
     window, part, each = 30.0 if options.quick else 60.0, Part("", "", "", "", "", 0.0), []
     result = {"benchmark": "elastic", "word": "emulated", **provenance()}
     result["setting"] = {
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def _median(several: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over the repeats that have it."""
+    """Returns the median of each figure over the repeats that have it."""
     good = [one for one in several if "problem" not in one]
     if not good:
         return several[0]

@@ -1,7 +1,7 @@
-"""One replica that may be killed at any time, by Thinwire's rounds or torchft's DiLoCo: started by elastic.py in its namespace.
+"""One replica that may be killed at any time, with Thinwire's rounds or torchft's DiLoCo. elastic.py starts it in its namespace.
 
-Its inner step is a pause of a given length and an update, so that three replicas need no three cores. It writes what it does, a
-line at a time, until it is killed.
+Its inner step is a pause of given length and an update, so three replicas do not need three cores. It writes a line for each
+event until it is killed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from thinwire.pieces.partition import Sequential
 
 @dataclass(frozen=True)
 class Part:
-    """The settings of one replica. `timeout` is torchft's, for everything; Thinwire's timeouts follow from the rest."""
+    """The settings of one replica. `timeout` is torchft's only timeout; Thinwire's timeouts follow from the other settings."""
 
-    method: str  # thinwire, torchft
+    method: str  # thinwire or torchft
     name: str
     host: str
     lighthouse: str
@@ -71,7 +71,7 @@ def thinwire(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer,
 
 
 def torchft(part: Part, model: nn.Sequential, optimizer: torch.optim.Optimizer, write: Write) -> object:
-    """Set up torchft as its own tests do, with its default transport for the state of a returning replica."""
+    """Sets up torchft as its own tests do, with its default transport for the state of a returning replica."""
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
@@ -116,7 +116,9 @@ def main(part: Part) -> None:
         watch = Stopwatch()
         optimizer.register_step_post_hook(watch.after)
         write("start")
-        while not Path(part.file).with_name("go").exists():  # all begin together: torchft's first quorum would run out
+        while (
+            not Path(part.file).with_name("go").exists()
+        ):  # all start together; otherwise torchft's first quorum would time out
             time.sleep(0.1)
         attached = {"thinwire": thinwire, "torchft": torchft}[part.method](part, model, optimizer, write)
         optimizer.register_step_pre_hook(watch.before)
@@ -129,7 +131,7 @@ def main(part: Part) -> None:
             watch.backward_done()
             try:
                 optimizer.step()
-            except Exception as error:  # as where torchft gives up a quorum; elastic.py starts it again
+            except Exception as error:  # for example, torchft gives up a quorum; elastic.py restarts the replica
                 write("failed", reason=f"{type(error).__name__}: {error}"[:300])
                 raise
             write("step", inner=watch.inner[-1])

@@ -1,11 +1,11 @@
-"""How many bytes does the entropy stage save on real deltas, and what does it cost? Two minutes of one core.
+"""The bytes that the entropy stage saves on real deltas, and its cost. Two minutes on one core.
 
     python benchmarks/entropy.py [--steps 90] [--into FILE]
 
 Deltas: the outer gradients of replica 0 in three short runs of the model nano (two seeds, and another text), each of 15 inner steps.
-Sparse codecs send them with feedback, as `sparse_loco` does. Bytes: of a run's packets, without and with `Entropy`, beside the empirical entropy
-of their symbols (codes of the codec's width, or bytes) and of the gaps between their places, pooled over a run. Speed: GB/s of fp32 input on a
-message's worth of such deltas, time of the thread, median of the turns. Measured.
+Sparse codecs send them with feedback, as `sparse_loco` does. Bytes: those of a run's packets without and with `Entropy`, beside the
+empirical entropy of their symbols (codes of the codec's width, or bytes) and of the gaps between their places, pooled over a run.
+Speed: GB/s of fp32 input on one message of such deltas, time of the thread, median of the turns. Measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from thinwire.lm.run import Run
 from thinwire.rng import Key
 
 EVERY, TURNS = 15, 7
-NUMEL = 7 << 17  # of a message of 4 bits
+NUMEL = 7 << 17  # values in a message of 4 bits each
 RUN = Run.of(model="nano", batch=8, sequence=128, lr=6e-3, replicas=2)
 RUNS = {"seed 0": RUN, "seed 1": RUN.changed(seed=1), "other text": RUN.changed(text=("docs",), seed=2)}
 CODECS: dict[Codec, int] = {  # with the bits of a symbol; 8: bytes
@@ -52,12 +52,12 @@ CODECS: dict[Codec, int] = {  # with the bits of a symbol; 8: bytes
 def deltas(run: Run, steps: int) -> list[Tensor]:
     recorded = Recorded()
     train(tw.diloco(every=EVERY, codec=recorded), steps, run)
-    whole = [x for x, _ in recorded.kept if x.numel() == recorded.kept[-1][0].numel()]  # without the warm-up's
+    whole = [x for x, _ in recorded.kept if x.numel() == recorded.kept[-1][0].numel()]  # without those of the warm-up
     return whole[: steps // EVERY]
 
 
 def signals(codec: Codec, run: list[Tensor]) -> list[Tensor]:
-    """The values to encode: the deltas, plus the feedback of a sparse codec."""
+    """Returns the values to encode: the deltas, plus the feedback of a sparse codec."""
     if not codec.sparse:
         return run
     feedback, found = tw.pieces.feedback.Feedback(eta=0.95, beta=0.95), []
@@ -77,7 +77,7 @@ def encoded(codec: Codec, x: Tensor) -> Tensor:
 
 
 def least(codec: Codec, width: int, payloads: list[tuple[int, Tensor]]) -> float:
-    """Bytes that the empirical entropies of symbols and gaps ask for: each part of a payload has its own distribution."""
+    """Returns the bytes that the empirical entropies of symbols and gaps require; each part of a payload has its own distribution."""
     counts: dict[tuple[int, int], Counter[int]] = {}
     for numel, payload in payloads:
         at = 0
@@ -107,7 +107,7 @@ def _nbytes(counts: NDArray[np.int64]) -> float:
 
 
 def speed(codec: Codec, x: Tensor) -> dict[str, float]:
-    """GB/s of fp32."""
+    """Returns GB/s of fp32 input."""
     payload, out = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.zeros_like(x)
     used = codec.encode(x, payload, Key())
     sent = payload if used is None else payload[:used]
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="where the result goes (default: benchmarks/results/entropy.json)")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    with suppress(AttributeError):  # not on every system
+    with suppress(AttributeError):  # some systems do not have it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     result = {"benchmark": "entropy", "word": "measured", **provenance()}
     result["versions"]["zstandard"] = installed("zstandard")

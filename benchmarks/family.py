@@ -1,14 +1,15 @@
-"""What does each method make of the same tokens, and for how many bits? All that train a model from the start, several seeds.
+"""The loss and the bits of every method that trains a model from the start, at equal tokens, over several seeds.
 
     python benchmarks/family.py [--seeds 3] [--steps 2000] [--only NAME ...] [--quick] [--out FOLDER] [--into FILE]
 
-Two replicas as processes, model, text (Python's standard library) and batches alike for all: those of quality.py; AdamW inside, where a
-method is not one with another optimizer. Every method is as it stands, with the defaults of its paper or Thinwire's own, the learning rate too;
-what was chosen by trying is named in docs/family.md. Control variates and FedAvg have plain SGD inside and get its rate, as recipes with SGD do.
+Two replicas are processes. Model, text (Python's standard library) and batches are equal for all methods, and those of quality.py.
+The inner optimizer is AdamW unless a method has its own. Every method has the defaults of its paper or of Thinwire, including the
+learning rate; docs/family.md names what was chosen by trial. Control variates and FedAvg use plain SGD at its rate, like recipes
+with SGD.
 --only: these recipes alone, the control first: `--only data_parallel streaming_sign --steps 500 --into benchmarks/results/defaults.json`.
-Not here: `just_one_byte` and `flasc`, which tune a model that is trained. Broken off, it goes on where it was with the same --out.
+`just_one_byte` and `flasc` are not compared, because they tune a trained model. An interrupted run continues with the same --out.
 `make tables` writes docs/family.md and its picture from the result.
---quick: one seed and 100 steps, kept apart: whether all methods run, nothing about their loss.
+--quick: one seed and 100 steps, in a separate file. It shows that all methods run, and nothing about their loss.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="where the result goes; without, benchmarks/results/family.json")
     asked = parser.parse_args()
     seeds, steps = (1, 100) if asked.quick else (asked.seeds, asked.steps)
-    about = provenance()  # before the load is our own
+    about = provenance()  # before this benchmark adds to the load
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
         into = asked.into or (out / "family.json" if asked.quick else None)
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def compared(names: Sequence[str], out: Path, seeds: int, steps: int, more: dict[str, float]) -> list[dict]:
-    """The rows of `thinwire compare` for `names`, which goes on where it was broken off."""
+    """Returns the rows of `thinwire compare` for `names`; an interrupted comparison continues."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps} | more).items()]
     command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *names, "--seeds", str(seeds)]
     done = subprocess.run(

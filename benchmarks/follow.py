@@ -1,10 +1,10 @@
-"""How many bytes does a follower fetch, beside a full copy? Three minutes of one core.
+"""The bytes that a follower fetches, beside a full copy. Three minutes on one core.
 
     python benchmarks/follow.py [--steps 360] [--into FILE]
 
-Two replicas train the model nano; one publishes each version of the agreed weights. Followers come after every round, every 10 and every
-100 rounds, and fetch what leads from what they have to the newest version. Bytes are all that they fetch, lists included, in the mean of
-their visits after the first; a full copy is that of the weights in bf16. Each version is checked bit for bit. Measured.
+Two replicas train the model nano; one publishes each version of the agreed weights. Followers come after every round, every 10 and
+every 100 rounds, and fetch what leads from their version to the newest. Bytes are everything that they fetch, lists included, as
+the mean of their visits after the first. A full copy has the weights in bf16. Each version is checked bit for bit. Measured.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What does each format lose? Every codec on drawn values and on real deltas: bits, error, zeros, cosine; and what feedback gets through.
+"""The loss of each format: every codec on drawn values and on real deltas, with bits, error, zeros, cosine, and what feedback recovers.
 
     python benchmarks/formats.py [--steps 300] [--into FILE]
 
-Drawn: 2^20 values of each distribution. Real: what one of two replicas has to send while they train a language model on real text: the outer
-gradient of 30 inner steps (DiLoCo's loop) and the gradient of a step, in the last rounds of the run; all the model is one fragment.
-FragmentState back: all outer gradients of the run, one after another, go through the codec with `Feedback()`; the share (of energy) of their sum that
-has not arrived in the end. The deltas are those of the run, whatever the codec. The table is docs/formats.md's.
+Drawn: 2^20 values of each distribution. Real: what one of two replicas sends while they train a language model on real text: the
+outer gradient of 30 inner steps (DiLoCo's loop) and the gradient of a step, in the last rounds of the run. The whole model is one
+fragment. Feedback: all outer gradients of the run, one after another, go through the codec with `Feedback()`; the figure is the share
+(of energy) of their sum that has not arrived in the end. The deltas are those of the run for every codec. docs/formats.md has the table.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FORMATS: dict[str, tuple[Codec, ...]] = {
 
 @dataclass(frozen=True)
 class Recorded(Codec):
-    """An Identity that keeps what replica 0 has it encode."""
+    """An Identity that keeps what replica 0 encodes."""
 
     kept: list[tuple[Tensor, Shapes]] = field(default_factory=list, repr=False, compare=False)
     shapes: Shapes = ()
@@ -84,7 +84,7 @@ class Recorded(Codec):
         return Identity().nbytes(numel)
 
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        if key.sender == 0 and self.shapes:  # a warm-up has none
+        if key.sender == 0 and self.shapes:  # a warm-up has no shapes
             self.kept.append((x.clone(), self.shapes))
         Identity().encode(x, payload, key)
 
@@ -93,7 +93,7 @@ class Recorded(Codec):
 
 
 def drawn() -> dict[str, list[tuple[Tensor, Shapes]]]:
-    """One tensor of each distribution, the same on every machine."""
+    """Returns one tensor of each distribution, the same on every machine."""
     random = np.random.default_rng(8)
     values = {
         "Gaussian": random.standard_normal(NUMEL),
@@ -104,7 +104,7 @@ def drawn() -> dict[str, list[tuple[Tensor, Shapes]]]:
 
 
 def real(steps: int) -> dict[str, list[tuple[Tensor, Shapes]]]:
-    """All outer gradients of one run, and the last gradients of another."""
+    """Returns all outer gradients of one run, and the last gradients of another."""
     outer, gradients = Recorded(), Recorded()
     train(tw.diloco(every=EVERY, codec=outer), steps)
     train(tw.data_parallel(codec=gradients), steps)
@@ -112,7 +112,7 @@ def real(steps: int) -> dict[str, list[tuple[Tensor, Shapes]]]:
 
 
 def train(strategy: tw.Strategy, steps: int, of: Run = RUN) -> None:
-    """The main job's loop without its log: the same model, batches, optimizer and learning rate."""
+    """Runs the trainer's loop without its log: the same model, batches, optimizer and learning rate."""
     run = of.changed(steps=steps)
     corpus = open_corpus(run.data, run.model.model)
 
@@ -135,7 +135,7 @@ def train(strategy: tw.Strategy, steps: int, of: Run = RUN) -> None:
 
 
 def measure(codec: Codec, samples: list[tuple[Tensor, Shapes]]) -> dict[str, float] | None:
-    """Over all samples together. None for a codec that asks for shapes where there are none."""
+    """Returns the figures over all samples together; None for a codec that needs shapes if there are none."""
     bits = off = energy = zeros = count = dot = norm = 0.0
     for number, (x, shapes) in enumerate(samples):
         made = codec.fitted(shapes)

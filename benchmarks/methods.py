@@ -1,7 +1,7 @@
 """One replica of one method: the process that utilization.py starts in each namespace.
 
 The model, its batches and the inner optimizer are the same for all methods; a method only attaches itself. Protocol: one JSON
-line on stdout when it stands and is warm, a line on stdin to go, one JSON line with what was measured, a line on stdin to leave.
+line on stdout when it is attached and warm, a line on stdin to start, one JSON line with the measurements, a line on stdin to leave.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Ledger, start_torch
 from thinwire.lm.model import SIZES, Transformer
 
-TIMEOUT = 300.0  # seconds; nobody dies here
-Facts = Callable[[], dict[str, float]]  # counters that a method keeps; they only grow
+TIMEOUT = 300.0  # seconds; no process dies here
+Facts = Callable[[], dict[str, float]]  # counters of a method; they only grow
 Model = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one replica is to do. `method` is bare, ddp, torchft, or a Thinwire strategy's text."""
+    """The settings of one replica. `method` is bare, ddp, torchft, or the text of a Thinwire strategy."""
 
     method: str
     rank: int
@@ -45,17 +45,17 @@ class Part:
     port: int
     interface: str
     warm: int  # steps before the window, on the unshaped link
-    steps: int  # in the window
+    steps: int  # steps in the window
     every: int
     delay: int
-    fragments: int  # torchft's; a Thinwire strategy says its own
+    fragments: int  # torchft's; a Thinwire strategy has its own
     size: str = "mini"
     batch: tuple[int, int] = (4, 128)
     seed: int = 0
 
 
 class Stopwatch:
-    """Time in inner steps, taken apart from what a method does in its optimizer hooks: register `after` before, `before` after it."""
+    """Measures time in inner steps without what a method does in its optimizer hooks: register `after` before, `before` after it."""
 
     def __init__(self) -> None:
         self.inner: list[float] = []
@@ -76,7 +76,7 @@ class Stopwatch:
 
 @contextmanager
 def bare(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
-    """No exchange: the ceiling."""
+    """No exchange: the upper limit."""
     yield model, dict
 
 
@@ -96,14 +96,14 @@ def thinwire(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 @contextmanager
 def ddp(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
-    """Exchanges within backward, so its inner steps cannot be timed apart; gradients only, no buffers."""
+    """Exchanges within backward, so its inner steps cannot be timed separately; gradients only, no buffers."""
     start_torch(part.rank, 2, part.addresses[0], part.port, TIMEOUT)
     yield DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False), dict
 
 
 @contextmanager
 def torchft(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
-    """torchft's streaming DiLoCo as its own tests set it up: fp32, the layers strided, all else in the first fragment."""
+    """torchft's streaming DiLoCo as its own tests set it up: fp32, strided layers, all other parameters in the first fragment."""
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
@@ -148,7 +148,7 @@ class Reading:
     seconds: float
     process_cpu: float  # all threads of this process
     thread_cpu: float  # the training thread
-    core_cpu: float  # all that this core did
+    core_cpu: float  # everything that this core did
     sent: int  # the interface's counter
     facts: dict[str, float]
 
@@ -159,7 +159,7 @@ class Reading:
 
 
 def _core_cpu() -> float:
-    """Seconds that the core of this process was busy since boot; interrupts count, idling and waiting do not."""
+    """Returns the busy seconds of this process's core since boot; interrupts count, idling and waiting do not."""
     core = min(os.sched_getaffinity(0))
     line = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} "))
     user, nice, system, _, _, irq, soft, steal = map(int, line.split()[1:9])
@@ -167,7 +167,7 @@ def _core_cpu() -> float:
 
 
 def run(part: Part) -> None:
-    """Attach, warm up, wait for the word, train `steps` steps, and say what it took."""
+    """Attaches, warms up, waits for the start line, trains `steps` steps, and returns the measurements."""
     model = Transformer(SIZES[part.size], seed=part.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(part.seed + 1 + part.rank)
@@ -196,7 +196,7 @@ def run(part: Part) -> None:
         ends = [begin.seconds, *(step(number) for number in range(part.steps))]
         end = Reading.now(part, facts)
         _say(_measured(part, begin, end, ends, watch.inner))
-        _hear()  # the peer may still need us
+        _hear()  # the peer may still need this process
 
 
 def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner: list[float]) -> dict[str, Any]:

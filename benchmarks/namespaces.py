@@ -2,11 +2,11 @@
 
     bridge = Bridge()
     with Namespaces(2, bridge) as space:
-        bridge.shape(20e6)                                  # bits per second, what each may send
+        bridge.shape(20e6)                                  # bits per second that each may send
         process = space.start(0, ["python", "replica.py"])  # runs in namespace 0
 
-A `Bridge` has a rate alone: `tc tbf`, which counts Ethernet frames, headers included. MTU 1500, no added delay, a
-queue of 0.1 s, TCP's congestion control as the kernel has it. router.py has a rate and a delay.
+A `Bridge` has a rate alone: `tc tbf`, which counts Ethernet frames including headers. The MTU is 1500; there is no added delay, a
+queue of 0.1 s, and the kernel's TCP congestion control. router.py has a rate and a delay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _numbers = count()
 
 
 def missing() -> str | None:
-    """Why this machine cannot make namespaces, in words; None if it can."""
+    """Returns why this machine cannot make namespaces; None if it can."""
     programs = [program for program in ("ip", "tc", "taskset") if shutil.which(program) is None]
     if programs:
         return f"no {', '.join(programs)} here; install iproute2 and util-linux."
@@ -40,7 +40,7 @@ def missing() -> str | None:
 
 
 class Wires(Protocol):
-    """What joins the namespaces: it makes an interface with an address in each."""
+    """Joins the namespaces: it makes an interface with an address in each."""
 
     def connect(self, namespaces: Sequence[str], interfaces: Sequence[str], addresses: Sequence[str]) -> None: ...
 
@@ -48,14 +48,14 @@ class Wires(Protocol):
 
 
 class Bridge:
-    """A veth pair from each namespace to a bridge in one more; `tc tbf` delays what leaves a namespace."""
+    """A veth pair from each namespace to a bridge in a further one; `tc tbf` limits what leaves a namespace."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[str, str]] = []
         self._hub = ""
 
     def connect(self, namespaces: Sequence[str], interfaces: Sequence[str], addresses: Sequence[str]) -> None:
-        """Make the interfaces. Raises `RuntimeError`."""
+        """Makes the interfaces. Raises `RuntimeError`."""
         self._ends, self._hub = list(zip(namespaces, interfaces)), f"{namespaces[0]}-hub"
         _call("ip", "netns", "add", self._hub)
         _call("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
@@ -68,7 +68,7 @@ class Bridge:
             _call("ip", "-n", namespace, "link", "set", interface, "mtu", str(MTU), "up")
 
     def shape(self, bits_per_second: float | None) -> None:
-        """Let every namespace send at `bits_per_second`; None takes the limit away."""
+        """Lets every namespace send at `bits_per_second`; None removes the limit."""
         for namespace, interface in self._ends:
             device = ("dev", interface, "root")
             if bits_per_second is None:
@@ -79,13 +79,13 @@ class Bridge:
             _call("tc", "-n", namespace, "qdisc", "replace", *device, "tbf", *limits.split())
 
     def close(self) -> None:
-        """Delete what joins; the interfaces go with it."""
+        """Deletes the bridge; the interfaces disappear with it."""
         if self._hub:
             subprocess.run(["ip", "netns", "delete", self._hub], capture_output=True)
 
 
 class Namespaces:
-    """`count` namespaces, the wires between them and the processes started there; all of it is gone after the `with`."""
+    """`count` namespaces, the links between them and the processes started there; all of it is removed after the `with`."""
 
     def __init__(self, count: int = 2, wires: Wires | None = None) -> None:
         number = next(_numbers)
@@ -101,7 +101,7 @@ class Namespaces:
             for namespace in self.namespaces:
                 _call("ip", "netns", "add", namespace)
                 _call("ip", "-n", namespace, "link", "set", "lo", "up")
-                self.tell(namespace, "net.ipv6.conf.all.disable_ipv6=1")  # its neighbour talk is not our traffic
+                self.tell(namespace, "net.ipv6.conf.all.disable_ipv6=1")  # neighbour discovery would add traffic
             self.wires.connect(self.namespaces, self.interfaces, self.addresses)
         except BaseException:
             self.close()
@@ -114,14 +114,14 @@ class Namespaces:
         self.close()
 
     def tell(self, namespace: str, *settings: str) -> None:
-        """Set what the kernel does in a namespace, such as net.ipv4.tcp_congestion_control=cubic."""
+        """Sets a kernel parameter in a namespace, such as net.ipv4.tcp_congestion_control=cubic."""
         for setting in settings:
             name, _, value = setting.partition("=")
             path = Path("/proc/sys", *name.split("."))
             _call("ip", "netns", "exec", namespace, "sh", "-c", f"echo {value} > {path}")
 
     def counters(self, end: int) -> dict[str, int]:
-        """What the kernel counted at the interface of namespace `end`: tx_bytes, rx_bytes, tx_packets, rx_packets, ..."""
+        """Returns the kernel's counters of the interface of namespace `end`: tx_bytes, rx_bytes, tx_packets, rx_packets, ..."""
         shown = _call(
             "ip", "-n", self.namespaces[end], "-json", "-statistics", "link", "show", "dev", self.interfaces[end]
         )
@@ -131,9 +131,9 @@ class Namespaces:
     def start(
         self, end: int, command: Sequence[str], core: int | None = None, errors: IO[str] | None = None
     ) -> subprocess.Popen[str]:
-        """Run `command` in namespace `end` (on one `core`, if given), with text pipes; its stderr goes to `errors`.
+        """Runs `command` in namespace `end` (on one `core`, if given), with text pipes; its stderr goes to `errors`.
 
-        It ends with this object at the latest. gloo is told which interface to use.
+        The process ends with this object at the latest. gloo is told which interface to use.
         """
         pinned = ["taskset", "-c", str(core)] if core is not None else []
         process = subprocess.Popen(
@@ -143,13 +143,13 @@ class Namespaces:
             stderr=errors,
             text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": self.interfaces[end]},
-            start_new_session=True,  # Ctrl-C is for the parent, which ends its processes itself
+            start_new_session=True,  # Ctrl-C goes to the parent, which ends its processes itself
         )
         self._processes.append(process)
         return process
 
     def end_processes(self) -> None:
-        """Kill what `start` started and is still running."""
+        """Kills what `start` started and is still running."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -160,7 +160,7 @@ class Namespaces:
         self._processes.clear()
 
     def close(self) -> None:
-        """End the processes and delete the namespaces, the wires with them. Idempotent."""
+        """Ends the processes and deletes the namespaces with their links. Idempotent."""
         self.end_processes()
         self.wires.close()
         for namespace in self.namespaces:

@@ -1,4 +1,4 @@
-"""What a result needs beside its figures: the machine, the versions, the commit."""
+"""The provenance of a result: the machine, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def provenance() -> dict[str, Any]:
-    """For the JSON of every benchmark. `load` is the one-minute load before the benchmark: other people's work, so noise."""
+    """Returns the provenance for the JSON of a benchmark. `load` is the one-minute load before the benchmark, which is noise."""
     versions = {name: installed(name) for name in ("torch", "numpy", "numba", "torchft")}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,7 +36,7 @@ def installed(name: str) -> str | None:
 
 
 def save(name: str, result: dict[str, Any], into: Path | None = None) -> Path:
-    """Write `result` where the table says it is: benchmarks/results/NAME.json unless `into` is given."""
+    """Writes `result` where the table reads it: benchmarks/results/NAME.json unless `into` is given."""
     path = into or HERE / "results" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

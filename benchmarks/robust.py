@@ -1,13 +1,13 @@
-"""What is left of training when two of eight replicas lie: every attack against every rule, beside honest training.
+"""Training in which two of eight replicas lie: every attack against every rule, beside honest training.
 
     python benchmarks/robust.py [--steps 100] [--into FILE] [--quick]
 
-Eight replicas as threads of one process, one thread of torch, DiLoCo with a round every 10 inner steps, the nano model on Python's standard
-library. Loss is that of the agreed anchors on held-out text. One seed: differences of less than about 0.02 are noise. Rules that look at
-each coordinate, or at inner products, get the deltas in fp32. Each rule knows how many lie. Costs are of the aggregate alone, what a rule
-costs when nobody lies: the median CPU time on the deltas of a million values.
-Broken off, it goes on where it was with the same --into. `make tables` writes docs/robust.md from the result.
---quick: 20 steps of two cells, kept apart.
+Eight replicas are threads of one process with one thread of torch. They train the nano model on Python's standard library by DiLoCo
+with a round every 10 inner steps. Loss is that of the agreed anchors on held-out text. There is one seed, so differences below about
+0.02 are noise. Rules that use single coordinates or inner products get the deltas in fp32. Each rule knows how many replicas lie.
+Costs are of the aggregate alone, without liars: the median CPU time on the deltas of a million values.
+An interrupted run continues with the same --into. `make tables` writes docs/robust.md from the result.
+--quick: 20 steps of two cells, in a separate file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ATTACKS = (
 
 
 def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
-    """Of the anchors on held-out text at the end; and how many rounds were refused. Infinite where training broke."""
+    """Returns the loss of the anchors on held-out text at the end (infinite if training broke), and the number of refused rounds."""
     lies = {} if attack == "none" else {"attack": attack, "liars": LIARS}
     run = Run.of(**SETTINGS, **lies, aggregate=rule, steps=steps, replicas=REPLICAS)
     refused: list[int] = []
@@ -74,7 +74,7 @@ def loss(rule: str, attack: str, steps: int) -> tuple[float, int]:
 
 
 def seconds(rule: str, repeats: int = 5, numel: int = 1 << 20) -> float:
-    """The median CPU time in which the deltas of eight replicas become one, range by range, as `Direct` does."""
+    """Returns the median CPU time in which the deltas of eight replicas are aggregated, range by range, as `Direct` does."""
     aggregate: Aggregate = tw.catalogue.parsing.parse(rule)
     x = torch.randn(REPLICAS, numel, generator=torch.Generator().manual_seed(0))
     span, taken = 1 << 17, []

@@ -1,13 +1,13 @@
-"""How long it takes to simulate: thousands of replicas for a day, and the paper's table. Goals: a minute, ten seconds.
+"""The time to simulate thousands of replicas for a day, and the paper's table. Goals: a minute, ten seconds.
 
     python benchmarks/simulate.py            # about two minutes
     python benchmarks/simulate.py --quick    # an hour of virtual time instead of a day
 
-One core. Replicas and uplinks are unlike (lognormal, 10 % and 50 %), steps jitter, replicas pause, fail and return,
-uplinks go down: all that the simulator knows at once. Streaming DiLoCo, H = 30, τ = 5, nine fragments of 100,000 parameters
-in 4 bits, each replica's packets to all others. How many steps a day has is found with a short run. Every case has a
-process of its own, so that its peak memory is its own. A flight event is a departure, an arrival or a
-landing. Times and memory are measured, what was simulated is simulated.
+It uses one core. Replicas and uplinks differ (lognormal, 10 % and 50 %), steps jitter, replicas pause, fail and return, and
+uplinks go down: everything that the simulator has, together. The method is Streaming DiLoCo with H = 30, τ = 5 and nine fragments of
+100,000 parameters in 4 bits; each replica's packets go to all others. A short run finds how many steps a day has. Every case runs
+in a separate process, for its peak memory. A flight event is a departure, an arrival or a landing.
+Times and memory are measured; the runs are simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DAY, HOUR = 86_400.0, 3600.0
 
 
 def scenario(replicas: int, sharing: int = 1) -> Scenario:
-    """Uplinks of about 2 Mbit/s a replica of the group: sixteen times the floor, so that the slowest of them get by."""
+    """Uplinks of about 2 Mbit/s for each replica of the group: sixteen times the floor, so that the slowest replicas keep up."""
     rates = spread(2e6 * replicas * sharing, 0.5, replicas // sharing, SEED, "links")
     wires = [
         Wire(Link(rate, 0.03), loss=0.001, outages=Outages(30 * DAY, 20.0, derive(SEED, "outages", number)))
@@ -60,13 +60,13 @@ def scenario(replicas: int, sharing: int = 1) -> Scenario:
 
 
 def case(replicas: int, seconds: float, sharing: int = 1) -> dict[str, Any]:
-    """Simulate until `seconds` of virtual time are over, in a process that does nothing else."""
-    with suppress(AttributeError):  # not on every system
+    """Simulates until `seconds` of virtual time are over, in a separate process."""
+    with suppress(AttributeError):  # some systems do not have it
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     here = scenario(replicas, sharing)
     pilot = simulate(STRATEGY, NUMELS, here, 300)
-    steps = round(1.05 * seconds / (pilot.wall_seconds.max() / 300))  # a little more than asked for
+    steps = round(1.05 * seconds / (pilot.wall_seconds.max() / 300))  # slightly more than asked for
     began, burnt = time.perf_counter(), time.process_time()
     outcome = simulate(STRATEGY, NUMELS, here, steps)
     took, used = time.perf_counter() - began, time.process_time() - burnt
@@ -81,7 +81,7 @@ def case(replicas: int, seconds: float, sharing: int = 1) -> dict[str, Any]:
         "failures": outcome.failures,
         "compute_utilization": outcome.compute_utilization,
         "seconds": took,
-        "cpu_seconds": used,  # less than the seconds where others used the core
+        "cpu_seconds": used,  # less than the seconds if other processes used the core
         "nanoseconds_per_flight_event": used / array_events * 1e9,
         "peak_nbytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
     }

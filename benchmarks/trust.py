@@ -1,13 +1,14 @@
-"""What is left of training over a graph when three of twelve neighbours lie: every attack against every rule of gossip, three seeds.
+"""Training over a graph in which three of twelve replicas lie: every attack against every rule of gossip, three seeds.
 
     python benchmarks/trust.py [--into FILE] [--quick]
 
-Twelve replicas as threads of one process, one thread of torch, on a drawn graph in which each has four neighbours; a round every 5 inner
-steps. The task is made: 10 classes of 32 numbers each, a network with one hidden layer. Each replica has its own mix of classes, drawn by
-Dirichlet's distribution with α = 0.5. Accuracy is on samples of all classes, of the honest replicas' own weights before the last mean:
-their mean, and the worst replica's. Bristle's validation samples are 4 batches of 25, of all classes or of the replica's own mix.
-Liars are the last three ranks; with LabelFlip they train on class 9 − y. `make tables` writes docs/robust.md from the result.
-Broken off, it goes on where it was with the same --into. --quick: two cells of one seed, kept apart.
+Twelve replicas are threads of one process with one thread of torch, on a drawn graph in which each has four neighbours; a round
+follows every 5 inner steps. The task is synthetic: 10 classes of 32 numbers each, and a network with one hidden layer. Each replica
+has its own mix of classes, drawn by Dirichlet's distribution with α = 0.5. Accuracy is on samples of all classes, of the honest
+replicas' own weights before the last mean: their mean, and the worst replica's. Bristle's validation samples are 4 batches of 25, of
+all classes or of the replica's own mix. Liars are the last three ranks; with LabelFlip they train on class 9 − y.
+`make tables` writes docs/robust.md from the result.
+An interrupted run continues with the same --into. --quick: two cells of one seed, in a separate file.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SEEDS = (0, 1, 2)
 
 
 def samples(seed: int, name: str, mix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Samples of classes drawn by `mix`; those of a class lie around its centre."""
+    """Returns samples of classes drawn by `mix`; those of a class lie around its centre."""
     generator = torch.Generator().manual_seed(derive(seed, name))
     centres = torch.randn(CLASSES, NUMBERS, generator=torch.Generator().manual_seed(derive(seed, "centres"))) * 0.6
     classes = torch.multinomial(mix, count, replacement=True, generator=generator)
@@ -49,7 +50,7 @@ def samples(seed: int, name: str, mix: Tensor, count: int) -> tuple[Tensor, Tens
 
 
 def mixes(seed: int) -> Tensor:
-    """A row of shares of the classes for each replica: Dirichlet(½), from squares of normals."""
+    """Returns the shares of the classes for each replica, by row: Dirichlet(½), from squares of normals."""
     generator = torch.Generator().manual_seed(derive(seed, "mixes"))
     squares = torch.randn(REPLICAS, CLASSES, generator=generator).square()
     return squares / squares.sum(1, keepdim=True)
@@ -64,7 +65,7 @@ def strategy_of(method: str, attack: str, seed: int) -> tw.Strategy:
 
 
 def accuracies(method: str, attack: str, seed: int) -> list[float]:
-    """Of each honest replica."""
+    """Returns the accuracy of each honest replica."""
     strategy, of_all = strategy_of(method, attack, seed), torch.ones(CLASSES)
     test_x, test_y = samples(seed, "test", of_all, 2000)
 

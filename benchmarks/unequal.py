@@ -1,15 +1,16 @@
-"""What unequal machines cost: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
+"""The cost of unequal machines: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
 
     python benchmarks/unequal.py [--steps 150] [--seeds 0 1] [--into FILE] [--emulated | --simulated] [--quick]
 
-*Simulated*: replicas are threads, and time is virtual: an inner step of replica m takes slow[m], messages take none. Every run trains
-on the same number of tokens, `steps` inner steps in the mean over its replicas. A fixed group takes as long for a step as its slowest
-machine. "Time to the control's loss" is when a run's agreed weights were first as good as the last of the control's: the same fixed group
-on equal machines (linear between two evaluations). "The fast alone": one replica of the fastest kind trains all tokens.
+*Simulated*: replicas are threads in virtual time: an inner step of replica m takes slow[m], messages take none. Every run trains
+on the same number of tokens, `steps` inner steps in the mean over its replicas. A step of a fixed group takes as long as on its
+slowest machine. "Time to the control's loss" is when a run's agreed weights first reached the control's final loss (linear between
+two evaluations); the control is the same fixed group on equal machines. "The fast alone": one replica of the fastest kind trains all
+tokens.
 
-*Emulated*: three processes of `thinwire train --slow 1 2 4` on this machine, wall seconds of the training loop: our fixed group, our elastic
-mode (whose replicas jump ahead, so that the slow ones train fewer tokens), and the decoupled one. torchft's is named as absent where it
-cannot be imported. --quick: 20 steps of one cell, kept apart.
+*Emulated*: three processes of `thinwire train --slow 1 2 4` on this machine, wall seconds of the training loop: the fixed group, the
+elastic mode (whose replicas jump ahead, so slow ones train fewer tokens), and the decoupled mode. torchft's is named as absent if it
+cannot be imported. --quick: 20 steps of one cell, in a separate file.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def asynchronous(slow: tuple[float, ...]) -> str:
 
 
 def curve(strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int) -> list[tuple[float, float]]:
-    """The loss of the agreed weights over virtual time, as replica 0 knows them; last after the last round."""
+    """Returns the loss of the agreed weights over virtual time, as replica 0 knows them; the last entry is after the last round."""
     run = Run.of(**SETTINGS, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
     method, cpu = run.make_method(), torch.device("cpu")
 
@@ -94,7 +95,7 @@ def curve(strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: 
 
 
 def when(told: list[tuple[float, float]], loss: float) -> float:
-    """When `told` first came down to `loss`; infinite: never."""
+    """Returns when the curve `told` first reached `loss`; infinity if never."""
     for (before, high), (after, low) in pairwise([(0.0, math.inf), *told]):
         if low <= loss:
             return after if not math.isfinite(high) else before + (after - before) * (high - loss) / (high - low)

@@ -1,9 +1,9 @@
-"""Streaming DiLoCo in a loop of your own: two replicas as threads of one process, each with its own data.
+"""Streaming DiLoCo in your own loop: two replicas as threads of one process, each with its own data.
 
     python examples/01_own_loop.py
     python examples/01_own_loop.py --steps 400 --every 50
 
-The two `tw.` calls, the context manager and `run_threads`, are all there is of Thinwire in it.
+Thinwire is only in the two calls of `tw.`: the context manager and `run_threads`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import thinwire as tw
 
 
 def batch(data: torch.Generator, size: int = 64) -> tuple[Tensor, Tensor]:
-    """Points on the plane, and the product of their coordinates: a saddle."""
+    """Returns points on the plane, and the product of their coordinates: a saddle."""
     points = torch.rand(size, 2, generator=data) * 2 - 1
     return points, points.prod(dim=1, keepdim=True)
 
@@ -30,13 +30,13 @@ def main() -> None:
     def train(group: tw.Group) -> float:
         model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        data = torch.Generator().manual_seed(group.rank)  # every replica has data of its own
+        data = torch.Generator().manual_seed(group.rank)  # every replica has its own data
         with tw.Replica(strategy, model, optimizer, group):
             for step in range(1, options.steps + 1):
                 points, height = batch(data)
                 loss = nn.functional.mse_loss(model(points), height)
                 loss.backward()
-                optimizer.step()  # counts an inner step; departures and landings happen in here
+                optimizer.step()  # counts an inner step; rounds depart and land in here
                 optimizer.zero_grad()
                 if group.rank == 0 and step % (options.steps // 5) == 0:
                     print(f"step {step:4d}: loss {loss.item():.5f} on replica 0's own data")

@@ -1,4 +1,4 @@
-"""The loop of 01 with a process for each replica, under torch.distributed; on several machines the same file.
+"""The loop of 01 with a process for each replica, under torch.distributed; the same file runs on several machines.
 
 python examples/02_processes.py                                               # starts two processes here
 torchrun --standalone --nproc-per-node 2 examples/02_processes.py             # the same, by hand
@@ -25,7 +25,7 @@ def train(steps: int) -> None:
     ledger = Ledger()
     group = CountedGroup(tw.TorchGroup.from_world(replicas=world), ledger)
 
-    torch.manual_seed(0)  # equal weights from the start; without it all would take replica 0's
+    torch.manual_seed(0)  # equal weights from the start; otherwise all would take replica 0's
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     data = torch.Generator().manual_seed(rank)

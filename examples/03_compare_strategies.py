@@ -1,9 +1,9 @@
-"""Four methods on one small problem, the same data and seeds: the loss beside the bits that it took.
+"""Four methods on one small problem, with the same data and seeds: the loss, and the bits that were sent.
 
     python examples/03_compare_strategies.py
     python examples/03_compare_strategies.py --steps 600 --replicas 4
 
-The problem is a landscape of waves; one replica sees its left more often, the other its right.
+The problem is a landscape of waves; one replica sees its left part more often, the other its right part.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def heights(points: Tensor) -> Tensor:
 
 
 def run(strategy: tw.Strategy, replicas: int, steps: int) -> tuple[float, float]:
-    """The loss on the whole landscape, and the bits that a replica sent per parameter and inner step."""
+    """Returns the loss on the whole landscape, and the bits that a replica sent per parameter and inner step."""
 
     def train(group: tw.Group) -> tuple[float, float]:
         ledger = Ledger()

@@ -26,9 +26,8 @@ def train(steps: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     book = os.environ.get("TORCHELASTIC_RUN_ID")  # torchrun keeps the address book
     start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), book=book)
-    group = tw.TorchGroup.from_world(
-        replicas=REPLICAS
-    )  # joins a shard with its twin; `group.site` joins the shards of a replica
+    # `group` joins equal shards of both replicas; `group.site` joins the shards of one replica
+    group = tw.TorchGroup.from_world(replicas=REPLICAS)
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
@@ -36,7 +35,7 @@ def train(steps: int) -> None:
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after sharding: it must hold the shards
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made after sharding, because it must hold the shards
 
     data = torch.Generator().manual_seed(rank)
     with tw.Replica(

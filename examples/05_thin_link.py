@@ -1,9 +1,9 @@
-"""What the delay is for: the same training on an emulated thin link, waiting for each packet and flying over it.
+"""Why there is a delay: the same training on an emulated thin link, without and with computing while packets fly.
 
     python examples/05_thin_link.py
     python examples/05_thin_link.py --link 2mbit,50ms --delays 0 2 8
 
-Bytes and steps are equal in every row. With delay 0 a replica stands still until the packet is there; with a delay long enough it never waits.
+Bytes and steps are equal in every row. With delay 0 a replica waits until the packet arrives; with a sufficient delay it never waits.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from thinwire.comm import Link, LinkedGroup
 
 
 def run(link: Link, delay: int, steps: int, step_seconds: float) -> tuple[float, float]:
-    """Seconds that replica 0 spent in its loop, and those among them in which it waited."""
+    """Returns the seconds that replica 0 spent in its loop, and those in which it waited."""
     strategy = tw.streaming_diloco(every=10, fragments=2, delay=delay)
 
     def train(group: tw.Group) -> tuple[float, float]:
@@ -31,10 +31,10 @@ def run(link: Link, delay: int, steps: int, step_seconds: float) -> tuple[float,
             for _ in range(steps):
                 x = torch.randn(8, 128, generator=data)
                 nn.functional.mse_loss(model(x), x).backward()
-                time.sleep(step_seconds)  # a larger model
+                time.sleep(step_seconds)  # takes as long as a larger model
                 optimizer.step()
                 optimizer.zero_grad()
-            return time.monotonic() - began, replica.stall_seconds  # before the last exchange, which nothing hides
+            return time.monotonic() - began, replica.stall_seconds  # without the last exchange, which nothing hides
 
     return tw.run_threads(2, train)[0]
 

@@ -1,9 +1,9 @@
-"""A method is a composition of pieces: take a recipe apart, change a piece, see what it does to a model and to the wire.
+"""A method is a composition of pieces: take a recipe apart, change a piece, and see the effect on a model and on the wire.
 
     python examples/06_pieces.py
     python examples/06_pieces.py --model 1b --replicas 4
 
-Nothing is trained and no weights are made: the models lie on the meta device.
+Nothing is trained, and no weights are made, because the models are on the meta device.
 """
 
 import argparse
@@ -25,15 +25,13 @@ def main() -> None:
 
     recipe = tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(every=30, delay=5),  # when fragments depart and land
-        partition=tw.pieces.partition.Strided(
-            share=5 / 30
-        ),  # which parameters travel together: every P-th layer, three or fewer
+        partition=tw.pieces.partition.Strided(share=5 / 30),  # which layers travel together: every P-th, at most three
         codec=tw.codecs.E3M0(),  # how a delta becomes bytes: 4 bits and a scale for each block
         exchange=tw.exchange.Direct(),  # how packets become one estimate: each to all, mean in fp32
         outer=tw.pieces.outer.Nesterov(lr=0.4, momentum=0.9),  # how the anchor moves
         merge=tw.pieces.merge.Mix(0.5),  # how the anchor reaches the replica's own parameters
     )
-    assert recipe == tw.streaming_diloco()  # it is no more than that
+    assert recipe == tw.streaming_diloco()  # the recipe is exactly this
 
     variants = {
         "as the recipe has it": recipe,
@@ -44,7 +42,7 @@ def main() -> None:
     }
     for name, strategy in variants.items():
         print(f"{name}\n{strategy}\n{strategy.describe(model, options.replicas)}\n")
-        assert tw.catalogue.parsing.parse(repr(strategy)) == strategy  # what is printed can be read back
+        assert tw.catalogue.parsing.parse(repr(strategy)) == strategy  # the printed text can be parsed
 
     try:
         replace(recipe, schedule=tw.pieces.schedule.Staggered(every=30, delay=30))

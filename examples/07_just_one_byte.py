@@ -1,9 +1,9 @@
-"""Fine-tune a model of the main job with forward passes only and one byte a value; a third replica joins on the way.
+"""Fine-tunes a language model with forward passes only and one byte for each value; a third replica joins later.
 
     python examples/07_just_one_byte.py
     python examples/07_just_one_byte.py --pretrain 400 --steps 600
 
-The model learns to spell from the source of Python's json package, then to write sums, such as 12+7=19.
+The model learns to spell from the source of Python's json package, then to write sums such as 12+7=19.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from thinwire.methods import ZerothOrder, just_one_byte
 
 
 def sums(seed: str, batch: int = 8, length: int = 32) -> tuple[Tensor, Tensor]:
-    """Lines of sums as bytes, and the byte after each."""
+    """Returns lines of sums as bytes, and the byte after each."""
     pairs = random.Random(seed)
     lines = (f"{(a := pairs.randrange(20))}+{(b := pairs.randrange(20))}={a + b}\n" for _ in range(20 * batch))
     tokens = torch.frombuffer(bytearray("".join(lines).encode()), dtype=torch.uint8).long()[: batch * length + 1]
@@ -62,7 +62,7 @@ def main() -> None:
         tuner = just_one_byte().attach(model, optimizer, first, names=names[:2] if rank < 2 else names[2:])
         if rank < 2:
             go_on(tuner, half)
-        tuner.meet(CountedGroup(three[rank], ledgers[rank]), names)  # cedar takes the log, and replays it
+        tuner.meet(CountedGroup(three[rank], ledgers[rank]), names)  # cedar receives the log and replays it
         go_on(tuner, options.steps)
         with torch.no_grad():
             return before, float(model(*sums("held out", 64)).loss)

@@ -1,4 +1,4 @@
-"""A saddle point that several replicas look for together: compressed differences converge where compressed values do not.
+"""Several replicas find a saddle point together: compressed differences converge where compressed values do not.
 
     python examples/08_min_max.py
     python examples/08_min_max.py --replicas 10 --numbers 25 --iterations 600

@@ -1,7 +1,7 @@
 """A saddle point over processes: linear regression against the worst shift of the data, which all replicas share.
 
     python examples/09_robust_regression.py                            # four processes here
-    python examples/09_robust_regression.py --out robust               # saved on the way: killed, the same command goes on
+    python examples/09_robust_regression.py --out robust               # saves; after a kill, the same command resumes
 
 min over w, max over r of (1/M) Σ mean (w·(a + r) − b)²/2 + ρ/2·|w|² − β/2·|r|²: replica m knows its own pairs (a, b).
 """
@@ -25,7 +25,7 @@ N, PAIRS, RHO, BETA = 20, 200, 0.01, 8.0
 
 def pairs(replica: int) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(replica)
-    a = torch.randn(PAIRS, N, generator=g) + torch.randn(N, generator=g)  # each replica's data lie elsewhere
+    a = torch.randn(PAIRS, N, generator=g) + torch.randn(N, generator=g)  # each replica's data have another centre
     return a, 0.6 * a[:, :10].sum(1) + 3 + torch.randn(PAIRS, generator=g)
 
 
@@ -42,7 +42,7 @@ def solve(method: Masha1, iterations: int, out: str | None) -> None:
     at = Saddle(method, operators[rank], torch.zeros(2 * N), group)
     file = out and Path(f"{out}-{rank}.safetensors")
     tensors = load_file(file) if file and file.exists() else at.state()[0] | {"step": torch.zeros(1)}
-    at.load_state(tensors, {"step": tensors["step"]})  # whoever was saved earlier takes over from the others
+    at.load_state(tensors, {"step": tensors["step"]})  # takes another replica's state if that is later
     while at.step < iterations:
         at.iterate()
         if file and at.step % 50 == 0:
@@ -53,7 +53,7 @@ def solve(method: Masha1, iterations: int, out: str | None) -> None:
             print(f"iteration {at.step:>5}: slope {slope:.1e}, {ledger.sent() / 1000:.1f} kB sent by each", flush=True)
     a, b = map(torch.cat, zip(*everybody))
     for name, w in ("least squares", torch.linalg.lstsq(a, b[:, None]).solution[:, 0]), ("robust", at.z[:N]):
-        error = a @ w - b  # and the worst shift is w·mean(error)/(β − |w|²)
+        error = a @ w - b  # the worst shift is w·mean(error)/(β − |w|²)
         worst = error.square().mean() + w @ w * error.mean() ** 2 / (BETA - w @ w)
         if rank == 0:
             print(f"{name}: mean square {error.square().mean():.3f}, with the worst shift {worst:.3f}", flush=True)
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--out", help="where each replica saves: OUT-RANK.safetensors")
     options = parser.parse_args()
-    method = Masha1(step=options.step)  # refuses a step that cannot be, before any process is started
+    method = Masha1(step=options.step)  # refuses an impossible step before any process starts
     if "RANK" in os.environ:
         solve(method, options.iterations, options.out)
     else:

@@ -1,4 +1,4 @@
-"""transformers' Trainer with a process for each replica: the usual script, and one callback.
+"""transformers' Trainer with a process for each replica: the usual script and one callback.
 
 python examples/10_hugging_face_trainer.py                                           # starts two processes here
 torchrun --nproc-per-node 2 examples/10_hugging_face_trainer.py --out runs/trainer   # the same, by hand
@@ -20,7 +20,7 @@ LENGTH = 64
 
 
 class Windows(torch.utils.data.Dataset):
-    """Bytes of this repository's README, in windows."""
+    """The bytes of this repository's README, in windows."""
 
     def __init__(self, text: bytes) -> None:
         self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, LENGTH, LENGTH // 4)

@@ -20,7 +20,7 @@ from thinwire.integrations.lightning import ThinwireCallback
 
 
 class Product(LightningModule):
-    """Learns to multiply two numbers."""
+    """A network that learns to multiply two numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ def points(count: int, seed: int) -> TensorDataset:
 
 def train(out: str, epochs: int, resume: str | None) -> None:
     callback = ThinwireCallback(tw.streaming_diloco(every=10, delay=2))
-    folder = Path(out) / f"replica-{callback.rank}"  # each replica keeps checkpoints of its own
+    folder = Path(out) / f"replica-{callback.rank}"  # each replica keeps its own checkpoints
     data = points(2048, seed=1)
     loader = DataLoader(data, batch_size=32, sampler=callback.share(data))  # each trains on its share
     trainer = Trainer(
         max_epochs=epochs,
         accelerator="cpu",
-        devices=1,  # in every process the whole model
+        devices=1,  # every process has the whole model
         default_root_dir=folder,
         callbacks=[callback],
         enable_progress_bar=False,

@@ -1,4 +1,4 @@
-"""The loop of 01 over networks that nobody owns: each replica dials a hub, by mutual TLS and with a token.
+"""The loop of 01 over open networks: each replica dials a hub with a token, by mutual TLS.
 
 python examples/12_own_loop_over_a_hub.py                                  # a hub and two replicas, all here
 thinwire hub --out hub-folder --listen 0.0.0.0:29530 --uses 2              # the same by hand: where all can reach it,
@@ -39,7 +39,7 @@ def train(token: str, name: str, size: int, steps: int, keys: str) -> None:
 
 
 def start_all(size: int, steps: int) -> int:
-    """A hub and `size` replicas on this machine."""
+    """Starts a hub and `size` replicas on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         hub = Hub(Path(folder, "hub"))
         more = ["--token", str(hub.invite(size)), "--replicas", str(size), "--steps", str(steps), "--keys", folder]

@@ -1,9 +1,9 @@
-"""Experts for three domains of unequal difficulty, at equal compute, and their exact mixture: HDEE and Branch-Train-Merge.
+"""Experts for three domains of different difficulty, at equal compute, and their exact mixture: HDEE and Branch-Train-Merge.
 
     python examples/13_experts.py
     python examples/13_experts.py --steps 400 --out runs/experts
 
-All of it is `thinwire train`, `branch`, `evaluate`, `sample` and `export`; every command is printed before it runs. A domain is text
+It consists of `thinwire train`, `branch`, `evaluate`, `sample` and `export`, and prints every command before it runs. A domain is text
 of a random source of letters: the more letters may follow two others, the harder it is to predict.
 """
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from thinwire.cli import main as thinwire
 
 LETTERS = {"easy": ("abcd ", 2), "medium": ("efghijklm ", 3), "hard": ("abcdefghijklmnopqrstuvwxyz ", 6)}
-SHARES = {"easy": 0.75, "medium": 1.0, "hard": 1.25}  # of the steps: the paper's 300, 400 and 500
+SHARES = {"easy": 0.75, "medium": 1.0, "hard": 1.25}  # of the steps; the paper has 300, 400 and 500
 
 
 def text_of(domain: str, length: int) -> str:
-    """`length` letters, in which one of a few letters, drawn for this domain, follows every two."""
+    """Returns `length` letters; after every two, one of a few letters that are drawn for this domain follows."""
     (letters, few), draw = LETTERS[domain], random.Random(domain)
     after = {a + b: draw.sample(letters, few) for a in letters for b in letters}
     text = letters[:2]

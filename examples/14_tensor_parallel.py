@@ -3,8 +3,8 @@
     python examples/14_tensor_parallel.py                                    # starts four gloo processes here
     torchrun --standalone --nproc-per-node 4 examples/14_tensor_parallel.py  # the same, by hand
 
-World rank r is rank r % 2 of replica r // 2. The ranks of a replica read the same batches, and lie side by side: `thinwire plan tp`
-shows the plan, and what a link costs. With GPUs: `init_device_mesh("cuda", ...)`, and start_torch(..., backend="cpu:gloo,cuda:nccl").
+World rank r is rank r % 2 of replica r // 2. The ranks of a replica read the same batches and need fast links: `thinwire plan tp`
+shows the plan, and the cost of a link. With GPUs: `init_device_mesh("cuda", ...)`, and start_torch(..., backend="cpu:gloo,cuda:nccl").
 """
 
 import argparse
@@ -29,16 +29,16 @@ def train(steps: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     book = os.environ.get("TORCHELASTIC_RUN_ID")  # torchrun keeps the address book
     start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), book=book)
-    group = tw.TorchGroup.from_world(replicas=REPLICAS)  # joins a rank with its twin in the other replica
+    group = tw.TorchGroup.from_world(replicas=REPLICAS)  # joins equal ranks of both replicas
 
     model = Transformer(
         Architecture(layers=3, width=64, heads=4, vocabulary=64), seed=0
-    )  # one seed: all ranks have the same weights
+    )  # one seed, so all ranks have the same weights
     mesh = init_device_mesh("cpu", (REPLICAS, world // REPLICAS), mesh_dim_names=("replica", "shard"))["shard"]
     plan = split(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after the split: it must hold the parts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # made after the split, because it must hold the parts
 
-    data = torch.Generator().manual_seed(group.rank)  # of the replica, not of the rank
+    data = torch.Generator().manual_seed(group.rank)  # depends on the replica, not on the rank
     with tw.Replica(
         tw.streaming_diloco(every=10, fragments=2, delay=2), model, optimizer, group, site=group.site
     ) as replica:
@@ -46,7 +46,7 @@ def train(steps: int) -> None:
             tokens = torch.randint(0, 16, (8, 1), generator=data) + torch.arange(17)
             loss = model(tokens[:, :-1], tokens[:, 1:]).loss
             loss.backward()
-            with implicit_replication():  # parts and whole parameters together
+            with implicit_replication():  # mixes split and whole parameters
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

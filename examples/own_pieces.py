@@ -1,10 +1,10 @@
-"""Pieces of your own in a file of your own: a codec, an outer step and an exchange, used wherever Thinwire's are.
+"""Pieces in your own file: a codec, an outer step and an exchange, which work wherever Thinwire's do.
 
     python examples/own_pieces.py                # try the laws on them
     thinwire train --codec "examples/own_pieces.py:Truncated(2)" --exchange "examples/own_pieces.py:DirectBelow(100_000)"
     thinwire train --elastic --strategy "Strategy(schedule=Every(30), outer=examples/own_pieces.py:Smoothed(0.9))"
 
-A piece is a frozen dataclass, a subclass of its protocol: it writes what is its own and declares what else it can do.
+A piece is a frozen dataclass, a subclass of its protocol: it implements what is specific to it and declares what else it can do.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class Truncated(tw.codecs.Codec):
-    """The first `kept` bytes of every fp32 value: 8 bits each, sign and exponent first. The rest is cut off, towards zero."""
+    """The first `kept` bytes of every fp32 value, sign and exponent first. The rest is cut off, towards zero."""
 
     kept: int = 2
 
-    grain: ClassVar[int] = 1  # every value by itself: a delta may be cut anywhere, so messages overlap
+    grain: ClassVar[int] = 1  # each value is coded separately: a delta may be cut anywhere, so messages overlap
     claims: ClassVar[frozenset[str]] = frozenset({"odd", "contractive", "idempotent", "local"})
 
     def __post_init__(self) -> None:
@@ -49,29 +49,29 @@ class Truncated(tw.codecs.Codec):
 
 @dataclass(frozen=True)
 class Smoothed(tw.pieces.outer.Outer):
-    """v ← decay·v + (1 − decay)·Δ;  anchor ← anchor − v: the mean of the last deltas, of which each counts 1 in all."""
+    """v ← decay·v + (1 − decay)·Δ;  anchor ← anchor − v: a moving mean of deltas, in which each delta counts 1 in total."""
 
     decay: float = 0.5
 
     linear: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True  # so it writes `step_into`, which gets any range of a fragment
+    elementwise: ClassVar[bool] = True  # so it implements `step_into`, which gets any range of a fragment
 
     def init(self, anchor: Tensor) -> State:
-        return {"mean": torch.zeros_like(anchor)}  # saved in checkpoints, handed to whoever joins
+        return {"mean": torch.zeros_like(anchor)}  # saved in checkpoints, and sent to replicas that join
 
     def step_into(self, anchor: Tensor, delta: Tensor, state: State, moved: Tensor, after: State) -> None:
-        # Each operation rounds by itself, so all processors get the same bits.
+        # Each operation is rounded separately, so all processors get the same bits.
         after["mean"].copy_(torch.mul(state["mean"], self.decay).add_(torch.mul(delta, 1 - self.decay)))
         torch.sub(anchor, after["mean"], out=moved)
 
 
 @dataclass(frozen=True)
 class DirectBelow(tw.exchange.Exchange):
-    """Short packets go to everybody at once, those of `nbytes` and more in two shots: one exchange around two others."""
+    """Short packets go directly to all replicas, those of `nbytes` and more in two shots: one exchange around two others."""
 
     nbytes: int = 1 << 20
 
-    needs_fixed_group: ClassVar[str] = ""  # replicas may come and go: neither remembers who was there
+    needs_fixed_group: ClassVar[str] = ""  # replicas may join and leave: neither exchange keeps state of them
 
     def check(self, codec: tw.codecs.Codec, feedback: tw.pieces.feedback.Feedback | None) -> None:
         tw.exchange.TwoShot().check(codec, feedback)

@@ -1,8 +1,8 @@
-"""What all tests share: one thread for torch, so that results and times do not depend on the machine's cores, and where there
-is no GPU Triton's interpreter in its place: Triton asks for it when it is imported.
+"""Settings for all tests. torch runs one thread, so that results do not depend on the number of cores. Without a GPU,
+Triton's interpreter is chosen here, because Triton reads the choice when it is imported.
 
-tests/ mirrors src/thinwire; tests/laws holds what is true of every piece and method, tests/repo the pages to the code, and
-tests/support has what several tests use, with the programs that tests start.
+tests/ mirrors src/thinwire. tests/laws holds what is true of every piece and method, tests/repo compares pages with code,
+and tests/support has helpers of several tests and the programs that tests start.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ import torch
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+# child processes inherit these
 sys.path[:0] = [
     str(TESTS / "support"),
     str(TESTS.parent / "docs"),
     str(TESTS.parent / "benchmarks"),
-]  # of processes, too
-pytest_plugins = ("leaks", "run_folders", "inline")  # of tests/support
+]
+pytest_plugins = ("leaks", "run_folders", "inline")  # in tests/support
 
-# Whatever else the machine does: no example has a deadline, and none is kept on disk.
+# No Hypothesis example has a deadline, so a busy machine fails no test; no example is stored on disk.
 settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP; processes of tests would inherit it.
+# A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-os.environ["OMP_NUM_THREADS"] = "1"  # processes of tests, too: threads that wait for one another spin
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # tests call nobody; its thread would stay, too
+os.environ["OMP_NUM_THREADS"] = "1"  # in child processes too: OpenMP threads that wait for each other spin
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # tests send no telemetry; its thread would outlive the test
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -48,7 +49,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def alone():
-    """Calls a function of an importable module in a process of its own, in which no other thread runs."""
+    """Calls a function of an importable module in a separate process, in which no other thread runs."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        pool.submit(int).result()  # it is there before any test looks around
+        pool.submit(int).result()  # the worker exists before the leak check of any test
         yield lambda function, *given: pool.submit(function, *given).result()

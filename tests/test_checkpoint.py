@@ -1,4 +1,4 @@
-"""Law 6: save, kill, resume = never killed, bit for bit, for every replica, at every step, with flights in the air."""
+"""Law 6: a run that is saved, killed and resumed equals an uninterrupted run, bit for bit: every replica, every step, rounds in the air."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 25
 
 AT_EVERY_STEP = METHODS | {
     "plain, in the air": tw.Strategy(schedule=tw.pieces.schedule.Every(4, 3)),
-    # the longest delay there is, with all fragments in the air at once
+    # the longest possible delay, with all fragments in the air at once
     "H − 1 in the air": tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(7, 6),
         partition=tw.pieces.partition.Strided(3),
@@ -36,7 +36,7 @@ AT_EVERY_STEP = METHODS | {
 }
 
 
-# The two longest and those that differ in kind; the rest of the table is slow only by its number.
+# The two longest runs, and those that differ in kind. The others are slow only because there are many.
 FAST = {
     "data_parallel",
     "feedback in the air",
@@ -45,7 +45,7 @@ FAST = {
     "eager_diloco",
     "1-bit, both sides",
     "two sites",
-    "qsr",  # alone remembers when its round began
+    "qsr",  # the only schedule that stores when its round began
 }
 
 
@@ -54,14 +54,16 @@ FAST = {
     [(name, 1) for name in ("local_sgd", "plain, in the air", "eager_diloco")]
     + [pytest.param(name, 2, marks=() if name in FAST else pytest.mark.slow) for name in AT_EVERY_STEP],
 )
-def test_law_6_at_every_step(name, replicas):
+def test_a_run_resumed_at_any_step_equals_an_uninterrupted_one(name, replicas):
     strategy = AT_EVERY_STEP[name]
     whole = tw.run_threads(replicas, lambda group: whole_run(strategy, group, STEPS), timeout=600.0)
     if strategy.schedule.delay > 1:
         assert whole[0][2] >= 1, "nothing was in the air"
-    # By then all that was in the air has landed, travelled again and landed again.
+    # After this many steps, all rounds that were in the air have landed, departed again and landed again.
     horizon = strategy.schedule.every + 2 * strategy.schedule.delay + 1
-    for at in range(0, STEPS + 1, 1 if strategy.schedule.delay else 3):  # without delay nothing is in the air at a save
+    for at in range(
+        0, STEPS + 1, 1 if strategy.schedule.delay else 3
+    ):  # without delay, nothing is in the air at a save
         until = STEPS if at % 8 == 1 else min(STEPS, at + horizon)
         again = tw.run_threads(
             replicas,
@@ -76,14 +78,14 @@ def test_law_6_at_every_step(name, replicas):
                 assert same and facts == due_facts, f"saved at {at}, differs at {later}"
 
 
-def test_several_fragments_are_in_the_air_at_once():
+def test_strategies_under_test_have_several_fragments_in_the_air():
     for name, least in (("three in the air", 3), ("H − 1 in the air", 4), ("eager, five fragments", 5)):
         ((_, _, most),) = tw.run_threads(1, lambda group, name=name: whole_run(AT_EVERY_STEP[name], group, STEPS))
         assert most >= least, name
 
 
-def test_saving_waits_for_nothing():
-    """A state is taken with a round in the air that cannot land: the peer has not sent its part."""
+def test_saving_does_not_wait_for_a_round_in_the_air():
+    """The round cannot land, because the peer has sent nothing; the state is saved all the same."""
 
     def replica(group):
         model = toy()
@@ -102,7 +104,7 @@ def test_saving_waits_for_nothing():
     assert saved["facts"]["flights"] == {"0": [0, 2]} and "0.delta" in saved["tensors"]
 
 
-def test_a_file_brings_back_what_torch_draws_next(tmp_path):
+def test_a_checkpoint_restores_the_generator_of_torch(tmp_path):
     def replica(group):
         model = toy()
         with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group) as attached:
@@ -115,8 +117,8 @@ def test_a_file_brings_back_what_torch_draws_next(tmp_path):
     tw.run_threads(1, replica)
 
 
-def test_a_folder_that_goes_while_it_trains_is_made_again_or_named(tmp_path):
-    """Deleted: made again. A file in its place: named, and nothing else happens."""
+def test_saving_recreates_a_deleted_folder_and_refuses_a_file_in_its_place(tmp_path):
+    """A deleted folder is made again. A file in its place is named in the error, and stays."""
     folder = tmp_path / "checkpoints/replica-0"
 
     def replica(group):
@@ -163,7 +165,7 @@ def test_a_checkpoint_of_another_strategy_is_refused(other, message):
     tw.run_threads(1, replica)
 
 
-def test_the_other_outer_state_is_refused_too():
+def test_a_checkpoint_without_the_outer_state_of_the_strategy_is_refused():
     def replica(group):
         model = toy()
         with tw.Replica(tw.diloco(outer_momentum=0.0), model, adamw(model), group) as first:
@@ -176,8 +178,8 @@ def test_the_other_outer_state_is_refused_too():
     tw.run_threads(1, replica)
 
 
-def test_replicas_that_resume_at_different_steps_find_out():
-    """Named, with the step; on every replica, before anything is trained."""
+def test_replicas_that_resume_at_different_steps_are_refused():
+    """Every replica refuses before it trains, and names the step."""
 
     def replica(group):
         model = toy()

@@ -1,4 +1,4 @@
-"""Killed at every write: the next load finds a whole checkpoint, none that was finished is lost, and the next save clears up."""
+"""A process is killed at each write of a save: the next load finds a complete checkpoint, no finished one is lost, and the next save clears up."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def undisturbed(saver: Saver, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return outcome.changes
 
 
-def test_all_is_flushed_before_it_has_its_name(undisturbed: tuple[Change, ...]) -> None:
-    """So a power cut, which takes what was not flushed, takes nothing that can be seen."""
+def test_a_checkpoint_is_flushed_before_it_gets_its_name(undisturbed: tuple[Change, ...]) -> None:
+    """A power cut loses what was not flushed; none of that is visible under a final name."""
     named = [n for n, one in enumerate(undisturbed) if one.what == "rename" and one.paths[0].endswith(".partial")]
     assert len(named) == 2
     for place in named:
@@ -50,7 +50,7 @@ def _survives(saver: Saver, folder: Path, number: int) -> None:
     found, skipped = checkpoint.newest(folder)
     assert found and found.step >= max(outcome.saved, default=2), where
     assert found.step in (2, 3) and not skipped, where
-    steps = [checkpoint.read(path).step for path in checkpoint.found_in(folder)]  # whatever can be seen is whole
+    steps = [checkpoint.read(path).step for path in checkpoint.found_in(folder)]  # every visible checkpoint is complete
     assert steps in ([1, 2], [1, 2, 3], [2, 3]), where
 
     def resumed(group: tw.Group) -> int:
@@ -61,13 +61,13 @@ def _survives(saver: Saver, folder: Path, number: int) -> None:
 
     (step,) = tw.run_threads(1, resumed, timeout=600.0)
     names = sorted(path.name for path in folder.iterdir())
-    assert names == [f"step-{n:08d}" for n in (found.step, step)], where  # nothing is left of the killed save
+    assert names == [f"step-{n:08d}" for n in (found.step, step)], where  # no file of the killed save remains
 
 
 def test_a_kill_at_some_writes_leaves_a_whole_checkpoint(
     saver: Saver, tmp_path: Path, undisturbed: tuple[Change, ...]
 ) -> None:
-    """A sample, with those moments in which a checkpoint changes its name."""
+    """Four drawn writes, the last one, and each at which a checkpoint changes its name."""
     renames = [n for n, one in enumerate(undisturbed) if one.what == "rename" and "/.tmp" not in one.paths[0]]
     drawn = random.Random(12).sample(range(len(undisturbed)), 4)
     for number in sorted({*renames, *drawn, len(undisturbed) - 1}):

@@ -39,7 +39,7 @@ def sealed(header: Header = DUE, flags: int = 0, nbytes: int = DUE.nbytes) -> to
 
 
 def resealed(packet: torch.Tensor) -> torch.Tensor:
-    """With a checksum that fits: what a peer of another build, or an enemy, would send."""
+    """Returns the packet with a checksum that fits, as a peer of another build or an attacker would send it."""
     raw = bytearray(packet.numpy().tobytes())
     raw[CHECKSUM_AT:HEADER_NBYTES] = bytes(4)
     raw[CHECKSUM_AT:HEADER_NBYTES] = struct.pack("<I", zlib.crc32(raw))
@@ -53,7 +53,7 @@ def tensor(raw: bytes) -> torch.Tensor:
 GOOD = sealed().numpy().tobytes()
 
 
-def test_the_layout():
+def test_the_header_has_the_documented_layout():
     """48 bytes, little-endian, in this order. A change here needs another VERSION."""
     assert HEADER_NBYTES == 48
     head = struct.unpack("<4sHHIHHIIIQQI", GOOD[:48])
@@ -67,11 +67,11 @@ def test_the_layout():
 
 
 @pytest.mark.parametrize("flags", [0, REFUSED, STOP, REFUSED | STOP])
-def test_what_is_due_is_opened(flags):
+def test_the_expected_packet_opens_and_gives_its_flags(flags):
     assert open_packet(sealed(flags=flags), DUE) == flags
 
 
-def is_due_or_refused(raw: bytes) -> None:
+def opens_or_raises(raw: bytes) -> None:
     try:
         open_packet(tensor(raw), DUE)
     except (tw.PacketError, tw.DisagreementError) as error:
@@ -81,33 +81,33 @@ def is_due_or_refused(raw: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes(raw):
-    is_due_or_refused(raw)
+def test_arbitrary_bytes_are_refused(raw):
+    opens_or_raises(raw)
 
 
 @given(st.integers(0, len(GOOD)), st.binary(max_size=12))
-def test_truncated_and_extended(end, more):
-    is_due_or_refused(GOOD[:end] + more)
+def test_truncated_and_extended_packets_are_refused(end, more):
+    opens_or_raises(GOOD[:end] + more)
 
 
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=6))
 @settings(max_examples=300)
-def test_changed_bytes(changes):
+def test_packets_with_changed_bytes_are_refused(changes):
     raw = bytearray(GOOD)
     for at, byte in changes:
         raw[at] = byte
-    is_due_or_refused(bytes(raw))
+    opens_or_raises(bytes(raw))
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, len(GOOD) - 1), st.integers(1, 40))
-def test_moved_bytes(source, target, count):
+def test_packets_with_moved_bytes_are_refused(source, target, count):
     raw = bytearray(GOOD)
     piece = raw[source : source + count]
     raw[target : target + len(piece)] = piece
-    is_due_or_refused(bytes(raw[: len(GOOD)]))
+    opens_or_raises(bytes(raw[: len(GOOD)]))
 
 
-def test_every_bit_counts():
+def test_a_packet_with_any_bit_flipped_is_refused():
     for bit in range(8 * len(GOOD)):
         raw = bytearray(GOOD)
         raw[bit // 8] ^= 1 << bit % 8
@@ -116,8 +116,8 @@ def test_every_bit_counts():
 
 
 @given(st.binary(min_size=HEADER_NBYTES, max_size=HEADER_NBYTES))
-def test_a_header_with_a_fitting_checksum(head):
-    """Past the checksum, too, nothing but the packet that is due: any header with the right sum over it."""
+def test_an_unexpected_header_is_refused_though_its_checksum_fits(head):
+    """Any header with a correct checksum is refused, except that of the expected packet."""
     raw = b"TWPK" + struct.pack("<H", 4) + head[6:] + GOOD[HEADER_NBYTES:]
     packet = resealed(tensor(raw))
     if bytes(packet[8:CHECKSUM_AT].tolist()) == GOOD[8:CHECKSUM_AT]:
@@ -128,8 +128,8 @@ def test_a_header_with_a_fitting_checksum(head):
 
 @over("field", ["codec", "sender", "fragment", "round", "part", "numel", "nbytes"])
 @over("value", [0, (1 << 32) - 1, (1 << 60) + 7])
-def test_each_field_is_compared(field, value):
-    """The error names the given and the expected value. A length leads to no allocation, because the size was known before."""
+def test_each_field_of_the_header_is_compared(field, value):
+    """The error names the given and the expected value. A length causes no allocation, because the size was known before."""
     value &= {"numel": (1 << 64) - 1, "nbytes": (1 << 64) - 1, "sender": 0xFFFF, "fragment": 0xFFFF}.get(
         field, 0xFFFFFFFF
     )
@@ -138,8 +138,8 @@ def test_each_field_is_compared(field, value):
         open_packet(packet, DUE)
 
 
-def test_other_steps_are_a_disagreement():
-    """Where the step is the same on all; where it is not said, a packet that says one is not the one that is due."""
+def test_a_packet_of_another_step_is_a_disagreement():
+    """If the receiver states no step, a packet that states one is not the expected one."""
     with pytest.raises(
         tw.DisagreementError, match=r"replica 3 is in this round after 1235 inner steps, .* counted 1234"
     ):
@@ -148,8 +148,8 @@ def test_other_steps_are_a_disagreement():
         open_packet(sealed(DUE), replace(DUE, step=0))
 
 
-def test_a_packet_may_be_shorter_where_that_is_agreed():
-    """Its buffer has room for the most; how much of that counts it says itself, and may lie."""
+def test_a_shorter_packet_opens_only_where_variable_sizes_are_agreed():
+    """The buffer has room for the longest packet. The packet states its own length, and may lie."""
     for nbytes in (10, 30, DUE.nbytes):
         packet = sealed(replace(DUE, nbytes=nbytes), nbytes=nbytes)
         room = torch.cat([packet, torch.full((DUE.nbytes - nbytes,), 0xA5, dtype=torch.uint8)])
@@ -166,7 +166,7 @@ def test_a_packet_may_be_shorter_where_that_is_agreed():
     assert said_nbytes(sealed()[:20]) == 20
 
 
-def test_what_is_said():
+def test_messages_name_the_sender_and_the_problem():
     cases = {
         r"replica 3 sent 93 bytes, 94 were expected\. Do all replicas run the same strategy\?": tensor(GOOD[:-1]),
         r"replica 3 sent magic b'NOPE' version 4, .* Run the same version of Thinwire on every replica": tensor(
@@ -181,11 +181,11 @@ def test_what_is_said():
             open_packet(packet, DUE)
 
 
-# ---- values that no honest replica would send
+# ---- values that no honest replica sends
 
 
 class Hostile(tw.codecs.Codec):
-    """A codec that, from some packet on, sends other bytes than were encoded, with a header and a checksum that fit."""
+    """A codec that after some packets sends other bytes than it encoded, with a header and a checksum that fit."""
 
     def __init__(self, codec: tw.codecs.Codec, after: int) -> None:
         self.codec, self.packets, self.after = codec, 0, after
@@ -221,7 +221,7 @@ class Hostile(tw.codecs.Codec):
 
 
 def with_hostile(strategy: tw.Strategy, replicas: int, after: int, **plan) -> list[Journey]:
-    """Replica 1 is hostile."""
+    """Runs the replicas; replica 1 is hostile."""
     own = replace(strategy, codec=Hostile(strategy.codec, after))
     plans = [Plan(own if rank == 1 else strategy, **plan) for rank in range(replicas)]
     return tw.run_threads(replicas, lambda group: travel(plans[group.rank], group), timeout=600.0)
@@ -229,7 +229,7 @@ def with_hostile(strategy: tw.Strategy, replicas: int, after: int, **plan) -> li
 
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS if "refuses" not in row.claims], ids=str)
 def test_hostile_values_reach_no_anchor(codec):
-    """Random bytes decode to NaN, infinity and 1e38 now and then. The anchors stay finite and equal on all replicas."""
+    """Random bytes sometimes decode to NaN, infinity and 1e38. The anchors stay finite and equal on all replicas."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(2, 1),
         partition=tw.pieces.partition.Strided(3),
@@ -248,14 +248,14 @@ def test_hostile_values_reach_no_anchor(codec):
 
 
 @pytest.mark.parametrize("codec", [row.piece for row in CODECS if "refuses" in row.claims], ids=str)
-def test_hostile_indices_end_training_and_say_why(codec):
+def test_hostile_indices_end_training_with_a_message(codec):
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), codec=codec)
     with pytest.raises(tw.PacketError, match=r"indices are not ascending|a coded payload|coded indices"):
         with_hostile(strategy, 2, 2)
 
 
 class Damaging:
-    """A group whose packets are damaged on the way."""
+    """A group that damages packets on the way."""
 
     def __init__(self, group: tw.Group) -> None:
         self.group, self.rank, self.size, self.close = group, group.rank, group.size, group.close
@@ -269,9 +269,11 @@ class Damaging:
 
 
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
-def test_a_damaged_packet_ends_training_and_says_why(exchange):
-    """No round is judged on damaged bytes: `PacketError`, naming the sender, and nothing has changed."""
+def test_a_damaged_packet_ends_training_with_a_message(exchange):
+    """No replica decides on a round with damaged bytes: it raises `PacketError`, names the sender, and changes nothing."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), exchange=exchange)
     replicas = sum(map(len, exchange.ranks)) if isinstance(exchange, tw.exchange.Hierarchy) else 2
-    with pytest.raises(tw.PacketError, match=r"the packet of replica [01] is damaged"):  # 0: what 1 passes on in a site
+    with pytest.raises(
+        tw.PacketError, match=r"the packet of replica [01] is damaged"
+    ):  # 0: replica 1 passes on packets within its site
         journey(strategy, replicas, wrap=lambda group: Damaging(group) if group.rank == 1 else group)

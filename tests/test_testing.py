@@ -1,4 +1,4 @@
-"""`thinwire.testing.check`: sound pieces keep all laws, and each law finds the piece that breaks it."""
+"""`thinwire.testing.check` accepts sound pieces, and each law rejects the piece that breaks it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OURS = [
 
 
 @pytest.mark.parametrize("piece", OURS, ids=str)
-def test_our_own_keep_them(piece):
+def test_pieces_of_the_library_pass(piece):
     checked = check(piece)
     assert checked.piece == piece and "resumed is never stopped" in checked.laws
 
@@ -42,11 +42,11 @@ def test_our_own_keep_them(piece):
 @pytest.mark.parametrize(
     "text", [f"{EXAMPLE}:Truncated(2)", pytest.param(f"{EXAMPLE}:Smoothed(0.5)", marks=SLOW), pytest.param(f"{EXAMPLE}:DirectBelow(64)", marks=SLOW)]
 )  # fmt: skip
-def test_those_of_the_example_keep_them(text):
+def test_pieces_of_the_example_pass(text):
     assert len(check(parse(text, own_files=True)).laws) >= 8
 
 
-def test_it_needs_no_pytest():
+def test_check_does_not_import_pytest():
     code = "import sys, thinwire.testing; print('pytest' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -56,8 +56,8 @@ def test_it_needs_no_pytest():
 
 
 @dataclass(frozen=True)
-class Twice(tw.codecs.Codec):
-    """An Identity, but for what a subclass breaks."""
+class Plain(tw.codecs.Codec):
+    """An Identity codec; each subclass breaks one law."""
 
     grain: ClassVar[int | None] = 1
 
@@ -72,7 +72,7 @@ class Twice(tw.codecs.Codec):
 
 
 @dataclass(frozen=True)
-class Claiming(Twice):
+class Claiming(Plain):
     claims = frozenset({"exact"})
 
     def decode_add(self, payload, out, key, weight=1.0):
@@ -80,7 +80,7 @@ class Claiming(Twice):
 
 
 @dataclass(frozen=True)
-class Garbage(Twice):
+class Garbage(Plain):
     def nbytes(self, numel):
         return 5 * numel
 
@@ -92,21 +92,21 @@ class Garbage(Twice):
 
 
 @dataclass(frozen=True)
-class Overwriting(Twice):
+class Overwriting(Plain):
     def decode_add(self, payload, out, key, weight=1.0):
         out.zero_()
         super().decode_add(payload, out, key, weight)
 
 
 @dataclass(frozen=True)
-class Weightless(Twice):
+class Weightless(Plain):
     def decode_add(self, payload, out, key, weight=1.0):
         super().decode_add(payload, out, key)
 
 
 @dataclass(frozen=True)
-class Cut(Twice):
-    """Its scale is the whole's: no grain is so."""
+class Cut(Plain):
+    """Its scale depends on the whole tensor, so it cannot be cut at any grain."""
 
     def encode(self, x, payload, key):
         most = x.abs().max() if x.numel() else 1.0
@@ -114,21 +114,21 @@ class Cut(Twice):
 
 
 @dataclass(frozen=True)
-class Lucky(Twice):
-    """Draws, and does not say so."""
+class Lucky(Plain):
+    """Its packets depend on the round, which it does not declare."""
 
     def encode(self, x, payload, key):
         super().encode(x * (1 + key.round % 2), payload, key)
 
 
 @dataclass(frozen=True)
-class Infinite(Twice):
+class Infinite(Plain):
     def encode(self, x, payload, key):
         super().encode(x.nan_to_num(), payload, key)
 
 
 @dataclass(frozen=True)
-class Misspelt(Twice):
+class Misspelt(Plain):
     claims = frozenset({"contractiv"})
 
 
@@ -148,7 +148,7 @@ class NotLinear(tw.pieces.outer.Outer):
 
 @dataclass(frozen=True)
 class Whole(tw.pieces.outer.Outer):
-    """Says elementwise, and takes the mean of what it gets."""
+    """Declares `elementwise`, but subtracts the mean of the delta."""
 
     elementwise = True
 
@@ -158,7 +158,7 @@ class Whole(tw.pieces.outer.Outer):
 
 @dataclass(frozen=True)
 class Remembering(tw.pieces.outer.Outer):
-    """Keeps what no checkpoint has."""
+    """Keeps state that no checkpoint contains."""
 
     kept: list = field(default_factory=list, compare=False, repr=False)
 
@@ -169,7 +169,7 @@ class Remembering(tw.pieces.outer.Outer):
 
 @dataclass(frozen=True)
 class Around(tw.exchange.Exchange):
-    """A Direct, but for what a subclass breaks."""
+    """A Direct exchange; each subclass breaks one law."""
 
     def depart(self, round_, state):
         return tw.exchange.Direct().depart(round_, state)
@@ -192,7 +192,7 @@ class Mispredicting(Around):
 
 @dataclass(frozen=True)
 class Selfish(Around):
-    """Every replica believes its own."""
+    """Every replica uses only its own delta."""
 
     def arrive(self, departure, settle):
         return tw.exchange.Direct().arrive(departure, lambda begin, mean, sent: settle(begin, sent().clone(), sent))
@@ -219,19 +219,19 @@ class Selfish(Around):
     ],
     ids=lambda one: type(one).__name__ if not isinstance(one, str) else "",
 )
-def test_each_law_finds_who_breaks_it(piece, law):
+def test_each_law_rejects_the_piece_that_breaks_it(piece, law):
     with pytest.raises(BrokenLawError) as caught:
         check(piece)
     assert f"breaks the law “{law}" in str(caught.value)
 
 
-def test_a_piece_of_another_kind_is_put_into_a_strategy():
+def test_a_piece_that_cannot_be_checked_alone_is_refused():
     with pytest.raises(tw.ConfigurationError, match="put another piece into a Strategy"):
         check(tw.pieces.schedule.Every(3))
 
 
-def test_the_page_has_every_declaration():
-    """docs/own-pieces.md names all that a protocol asks of a piece and answers itself."""
+def test_the_page_lists_every_declaration_of_a_protocol():
+    """docs/own-pieces.md names each attribute that a protocol defines with a default."""
     page = (EXAMPLE.parents[1] / "docs/own-pieces.md").read_text()
     table = page.split("## What a piece declares")[1].split("## Try")[0]
     known = set(re.findall(r"`(\w+)`", table))
@@ -244,6 +244,7 @@ def test_the_page_has_every_declaration():
         tw.pieces.transforms.Filter,
     ):
         own = {name for name in vars(protocol) if not name.startswith("_")} - protocol.__abstractmethods__
+        # methods that do work, not declarations
         work = {
             "check",
             "init",
@@ -253,5 +254,5 @@ def test_the_page_has_every_declaration():
             "into",
             "signal",
             "settle",
-        }  # what it does, not what it declares
+        }
         assert own - work <= known, (protocol, own - work - known)

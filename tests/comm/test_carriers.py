@@ -1,4 +1,4 @@
-"""Every carrier, bare and wrapped, under every law."""
+"""Every carrier, plain and wrapped, satisfies every law of carriers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_thread_groups_satisfy_every_carrier_law(case):
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory):
-    """The failures of all cases on each of four processes, run once."""
+    """The failures of all cases on each of four processes, which run once."""
     return run_processes(all_laws, 4, tmp_path_factory.mktemp("gloo"))
 
 
@@ -38,5 +38,5 @@ def hub(tmp_path_factory):
 
 @over("case", CASES)
 def test_secure_groups_satisfy_every_carrier_law(case, hub, tmp_path):
-    """Each replica a thread, with a key and TLS connections of its own."""
+    """Each replica is a thread with its own key and TLS connections."""
     run_secure(hub, int(case[-1]), lambda group: run_case(case, group), tmp_path)

@@ -1,4 +1,4 @@
-"""The emulated link: its text, its books, and that nothing arrives early."""
+"""The emulated link: its text, its bookings, and that no message arrives early."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def linked_pair(link, timeout=60.0):
 
 
 def test_no_message_arrives_early_on_an_emulated_link():
-    link = Link(bits_per_second=8e6, delay_seconds=0.05)  # 20 kB occupy it for 0.02 s
+    link = Link(bits_per_second=8e6, delay_seconds=0.05)  # 20 kB take 0.02 s
     sender, receiver = linked_pair(link)
     begin = time.monotonic()
     transfers = [sender.post(tag, {1: torch.full((20_000,), tag, dtype=torch.uint8)}, {}) for tag in range(3)]
@@ -101,7 +101,7 @@ def test_no_message_arrives_early_on_an_emulated_link():
     for tag, transfer in enumerate(transfers):
         transfer.wait()
         assert transfer.transfer_seconds == pytest.approx(0.07)
-        assert 0.0 <= transfer.queued_seconds <= 0.02 * tag + 1e-9  # each was posted a little after the first
+        assert 0.0 <= transfer.queued_seconds <= 0.02 * tag + 1e-9  # each was posted shortly after the first
     assert sender.busy_seconds == pytest.approx(0.06)
     sender.close()
 
@@ -113,7 +113,7 @@ def test_a_message_to_each_peer_is_serialised_for_each():
     transfer = sender.post(0, {1: message, 2: message}, {})
     assert transfer.transfer_seconds == pytest.approx(0.03) and sender.busy_seconds == pytest.approx(0.02)
     transfer.wait()
-    assert sender.post(1, {1: message[:0]}, {}).transfer_seconds == 0.0  # nothing travels
+    assert sender.post(1, {1: message[:0]}, {}).transfer_seconds == 0.0  # an empty message takes no time
     assert sender.busy_seconds == pytest.approx(0.02)
     sender.close()
 
@@ -144,7 +144,7 @@ def test_close_wakes_waiters_for_the_uplink():
 def test_an_error_of_the_carrier_reaches_the_waiter():
     sender, receiver = linked_pair(Link(1e9, 0.01))
     transfer = sender.post(0, {1: torch.zeros(10, dtype=torch.uint8)}, {})
-    sender.group.close()  # the carrier ends under the link
+    sender.group.close()  # the carrier below the link ends
     with pytest.raises(LinkError, match="group of replica 0 is closed"):
         transfer.wait()
     receiver.close()

@@ -78,12 +78,12 @@ def test_threads_may_write_to_the_ledger_concurrently():
 
 
 def test_the_ledger_counts_seconds_of_an_emulated_link(monkeypatch):
-    """What the link booked for the sender; for the receiver, all of the way."""
+    """The sender counts what the link booked for it, the receiver the whole way."""
     ledgers = [Ledger() for _ in range(3)]
     zero, one, two = (CountedGroup(group, ledger) for group, ledger in zip(ThreadGroup.create(3), ledgers))
-    linked = LinkedGroup(zero, Link(8e6, 0.05), ledgers[0])  # 20 kB occupy it for 0.02 s
+    linked = LinkedGroup(zero, Link(8e6, 0.05), ledgers[0])  # 20 kB take 0.02 s
     arriving = [one.post(0, {}, {0: zeros(20_000)}), two.post(0, {}, {0: zeros(10_000)}, "vote")]
-    with monkeypatch.context() as still:  # both are posted at once
+    with monkeypatch.context() as still:  # both are posted at the same time
         now = time.monotonic()
         still.setattr(time, "monotonic", lambda: now)
         sending = [linked.post(0, {1: zeros(20_000)}, {}), linked.post(0, {2: zeros(10_000)}, {}, "vote")]
@@ -95,7 +95,7 @@ def test_the_ledger_counts_seconds_of_an_emulated_link(monkeypatch):
         {"nbytes": 20_000, "messages": 1, "queued_seconds": 0.0, "transfer_seconds": 0.07}, abs=1e-6
     )
     assert sent["vote"]["2"]["transfer_seconds"] == pytest.approx(0.06)
-    assert sent["vote"]["2"]["queued_seconds"] == pytest.approx(0.02)  # behind the packet
+    assert sent["vote"]["2"]["queued_seconds"] == pytest.approx(0.02)  # queued behind the packet
     for ledger, purpose, least in ((ledgers[1], "packet", 0.07), (ledgers[2], "vote", 0.07)):
         assert ledger.as_dict()["received"][purpose]["0"]["transfer_seconds"] >= least
 

@@ -1,4 +1,4 @@
-"""Connections are found among this process's files, and told their share of the uplink. Linux."""
+"""Pacing finds the connections among this process's files and limits each to its share of the uplink. Linux only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file_of(one: socket.socket) -> SocketFile:
 
 
 def paced_to(files: set[SocketFile]) -> list[int]:
-    """The rates of those that are connections still: torch's store has some for a moment, while a group is made."""
+    """Returns the rates of those that are still connections. While a group is made, torch's store has some for a moment."""
     rates = []
     for file in sorted(files):
         with suppress(OSError), opened(file) as one:
@@ -75,7 +75,7 @@ def paced_group(rank, size):
         with pytest.raises(ConfigurationError, match="a positive rate"):
             TorchGroup.from_world(size, uplink=refused)
     rates = [paced_to(files) for files in (plain, paced)]
-    dist.barrier()  # whoever leaves takes its connections from those that have not looked yet
+    dist.barrier()  # a process that leaves closes connections that others have not counted yet
     group.close()
     return rates
 

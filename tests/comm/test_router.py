@@ -1,4 +1,4 @@
-"""The benchmarks' router: what a packet is on a wire, when it is handed over, and that it says what it dropped. No root needed."""
+"""The router of the benchmarks: the size of a packet on a wire, when it is delivered, and reports of drops. No root needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.comm import Link
 
 
 def packet(nbytes, receiver=2, segment=0, network=b"\x0a\x61\x00", version=4):
-    """A virtio header and an IP packet of `nbytes` for 10.97.0.`receiver`; TCP's data in segments, if there are any."""
+    """Returns a virtio header and an IP packet of `nbytes` for 10.97.0.`receiver`, with TCP segments if `segment` is given."""
     virtio = struct.pack("<BBHHHH", 0, 1 if segment else 0, 52, segment, 0, 0)
     address = bytes([version << 4]) + bytes(15) + network + bytes([receiver])
     return virtio + address + bytes(nbytes - len(address))

@@ -1,4 +1,4 @@
-"""What arrives is what was sent, or an error that names the sender."""
+"""A state transfer delivers exactly what was sent, or raises an error that names the sender."""
 
 import hashlib
 import struct
@@ -19,7 +19,7 @@ Given = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def between(send: Callable[[Group], object], limit: int = 1 << 20) -> Given:
-    """Replica 0 sends, replica 1 takes."""
+    """Runs a transfer in which replica 0 sends and replica 1 receives."""
     first, second = ThreadGroup.create(2)
     thread = threading.Thread(target=send, args=(first,))
     thread.start()
@@ -87,7 +87,7 @@ def test_hostile_state_bytes_are_refused_by_name(messages: tuple[bytes, ...], ma
 
 
 def test_waiting_members_learn_of_a_failed_transfer() -> None:
-    """The one who takes has gone. Who stands by does not wait until its patience ends."""
+    """The receiver has gone. A waiting member does not wait until its patience ends."""
     donor, taker, other = ThreadGroup.create(3, 60.0)
     taker.close()
 

@@ -1,4 +1,4 @@
-"""What only the thread carrier promises, and what every carrier refuses."""
+"""Promises of the thread carrier alone, and misuse that every carrier refuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_timeout_names_the_late_peer_and_protects_the_buffer():
     two.post(4, {1: octets(9)}, {})
     with pytest.raises(LinkError, match=r"no message from replica 0 \(tag 4\) within 0.05 s"):
         one.post(4, {}, {0: landing, 2: octets(0)}).wait()
-    zero.post(4, {1: octets(7)}, {})  # too late: it belongs to the receive that failed
+    zero.post(4, {1: octets(7)}, {})  # too late: it would belong to the receive that failed
     zero.post(4, {1: octets(8)}, {})
     later = octets(0)
     one.post(4, {}, {0: later}).wait()
@@ -105,7 +105,7 @@ def test_run_threads_gives_results_in_rank_order():
     started = threading.Barrier(4)
 
     def fn(group):
-        started.wait()  # all run at once
+        started.wait()  # all run at the same time
         return group.rank, gather(group, str(group.rank).encode(), 10, "name")
 
     assert run_threads(4, fn) == [(rank, [b"0", b"1", b"2", b"3"]) for rank in range(4)]
@@ -150,7 +150,7 @@ def test_an_emulated_link_has_a_thread_only_while_messages_are_in_flight():
     assert threading.active_count() == before
     byte = torch.zeros(1, dtype=torch.uint8)
     on_the_way = [first.post(0, {1: byte}, {}), second.post(0, {0: byte}, {})]
-    on_the_way[1].wait()  # its message has been handed over; the other one's takes an hour
+    on_the_way[1].wait()  # its message has been delivered; that of the other takes an hour
     (waiting,) = [thread for thread in threading.enumerate() if thread.name == "uplink-0"]
     first.close()
     waiting.join()

@@ -1,4 +1,4 @@
-"""What only real processes can show: death, time-outs, shards, and how a world begins."""
+"""What only real processes show of the torch carrier: deaths, timeouts, shards, and setup."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def receive(group, peer, tag=1):
 
 
 def death(rank, size):
-    """Replica 1 dies in two ways, one after the other in two groups of three, while the others wait for it."""
+    """Replica 1 dies in two ways, in two groups of three one after the other, while the others wait for it."""
     group = TorchGroup.from_world(size)
     Exchange(group, 0, 0, 1000).check()
     if rank == 1:
         os._exit(3)
     if rank == 2:
-        time.sleep(0.2)  # so that replica 0 waits when replica 3 is killed
+        time.sleep(0.2)  # most likely replica 0 waits when replica 3 is killed
         os.kill(os.getpid(), signal.SIGKILL)
     said = []
     for dead in (1, 2):
         with pytest.raises(LinkError) as caught:
             receive(group, dead)
         said.append(str(caught.value))
-    with pytest.raises(LinkError) as caught:  # sending to the dead is refused in `wait`, not in `post`
+    with pytest.raises(LinkError) as caught:  # a send to a dead peer fails in `wait`, not in `post`
         group.post(2, {1: torch.zeros(5, dtype=torch.uint8)}, {}).wait()
-    if rank == 0:  # the living go on with each other
+    if rank == 0:  # the surviving replicas continue with each other
         group.post(3, {3: torch.zeros(5, dtype=torch.uint8)}, {}).wait()
     else:
         receive_from_zero = torch.zeros(5, dtype=torch.uint8)
@@ -65,7 +65,7 @@ def test_a_dead_replica_is_named_at_once(tmp_path):
 
 
 def silence(rank, size):
-    """Replica 1 is alive and says nothing; replica 0 gives up, and that ends both groups."""
+    """Replica 1 is alive and sends nothing. Replica 0 times out, which ends both groups."""
     group = TorchGroup.from_world(size, timeout=600.0)
     if rank == 0:
         group.timeout = 2.0
@@ -85,12 +85,12 @@ def test_a_silent_replica_causes_a_timeout(tmp_path):
 
 
 def shards(rank, size):
-    """Six ranks: three replicas of two shards."""
+    """Runs six ranks as three replicas of two shards."""
     group = TorchGroup.from_world(3)
     assert (group.rank, group.size, group.shard, group.shards) == (rank // 2, 3, rank % 2, 2)
     site = group.site
     assert site is not None and (site.rank, site.size, site.site) == (rank % 2, 2, None)
-    for members, tag in ((group, 1), (site, 1)):  # one tag in both: they must not mix
+    for members, tag in ((group, 1), (site, 1)):  # both groups use one tag, and must not mix messages
         Exchange(members, tag, 1, 1000).check()
     mine = torch.tensor([rank], dtype=torch.uint8)
     twins = {peer: torch.zeros(1, dtype=torch.uint8) for peer in range(3) if peer != group.rank}
@@ -115,7 +115,7 @@ def test_shards_exchange_with_equal_shards_and_their_site(tmp_path):
 
 
 def own_listeners(rank, size):
-    """Where this rank listens, how many of three connections to each port are accepted, and that the group works on."""
+    """Returns where this rank listens, and how many of three connections to each port it accepted; the group still works after them."""
     group = TorchGroup.from_world(size)
     knocks = []
     for place in set(listening().values()):
@@ -131,7 +131,7 @@ def own_listeners(rank, size):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process listens at, and shuts a port")
 def test_after_setup_gloo_listens_nowhere_and_the_address_book_only_where_asked(tmp_path):
-    """Rank 0's address book alone stays open: at the address that was given."""
+    """Only rank 0's address book stays open, at the address that was given."""
     for rank, said in enumerate(run_processes(own_listeners, 2, tmp_path)):
         assert set(said["listens"]) == {"127.0.0.1"}, said
         assert said["answered"] == (3 if rank == 0 else 0), said
@@ -153,7 +153,7 @@ RUBBISH = {
 
 @pytest.mark.parametrize("what", RUBBISH)
 def test_a_malformed_peer_address_is_refused(what):
-    """gloo would end this process, or ask for memory until there is none."""
+    """gloo itself would end this process, or allocate without bound."""
     store = dist.HashStore()
     store.set("0/1", RUBBISH[what])
     with pytest.raises(LinkError, match="instead of the address at which gloo"):
@@ -161,7 +161,7 @@ def test_a_malformed_peer_address_is_refused(what):
 
 
 def test_a_peer_that_never_connects_causes_a_timeout():
-    """By gloo itself: the call comes back, and no thread is left that waits. Of two, the one with the higher address connects: 127.0.0.2."""
+    """The call into gloo returns, and leaves no waiting thread. Of two addresses the higher one connects: 127.0.0.2."""
     store = dist.HashStore()
     store.set("0/1", LEGAL[:25] + b"\x02" + LEGAL[26:] + bytes(8))
     before = set(threading.enumerate())

@@ -1,14 +1,14 @@
-"""Predicted = counted = what the kernel's counters saw, in network namespaces. Linux and root; else skipped, saying why.
+"""Predicted bytes equal those of the ledger and of the kernel's counters, in network namespaces. Needs Linux and root; otherwise skipped.
 
 For one replica that sends P bytes in S messages and receives Q bytes in R messages:
 
 * Exactly: P is what the codecs and the votes predict. The payload that its peers acknowledged, by the kernel's counters of its
-  connections, is P, and 48 bytes of gloo for each message that it sends and for each receiver that it declares ready; and 48 more
-  for each receiver that was not ready yet. The payload that came, likewise.
-* At the interface, over veth with an MTU of 1500 and segmentation in the kernel's TCP, so that it counts real segments: at least
-  that payload in full segments behind 66 bytes of Ethernet (14), IP (20) and TCP with timestamps (32). At most what the kernel
-  says that it sent, repeated segments and segments that only acknowledge too, each with all the options that TCP allows; and 1 %
-  for what is no TCP, such as ARP. How many ACKs and repetitions that is, the kernel alone decides.
+  connections, is P, and 48 bytes of gloo for each message that it sends and for each receive that it declares ready; and 48 more
+  for each receive that was not ready in time. The same holds for the payload that it received.
+* At the interface, over veth with an MTU of 1500 and segmentation in the kernel's TCP, so that real segments are counted: at least
+  that payload in full segments behind 66 bytes of Ethernet (14), IP (20) and TCP with timestamps (32). At most all segments that
+  the kernel says it sent, including repeated ones and pure acknowledgements, each with all options that TCP allows; and 1 %
+  for other protocols, such as ARP. Only the kernel decides how many acknowledgements and repetitions there are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REASON = missing()
 
 
 def total(before: dict[str, Any], after: dict[str, Any], way: str, field: str) -> int:
-    """Of all purposes and peers, what the ledger counted between."""
+    """Returns what the ledger counted, summed over purposes and peers."""
     later, earlier = (
         sum(count[field] for peers in said["ledger"][way].values() for count in peers.values())
         for said in (after, before)
@@ -37,20 +37,21 @@ def total(before: dict[str, Any], after: dict[str, Any], way: str, field: str) -
 
 
 class Bench:
-    """Replicas in namespaces, told what to do together."""
+    """Replicas in namespaces, which get commands together."""
 
     def __init__(self, space: Namespaces, size: int) -> None:
         self.space, self.size = space, size
         for namespace, interface in zip(space.namespaces, space.interfaces):
             device = ["ip", "-n", namespace, "link", "set", interface, "gso_max_segs", "1"]
-            subprocess.run(device, check=True)  # TCP cuts segments itself, so the interface counts what a wire would
+            # TCP makes real segments, so the interface counts what a wire would carry
+            subprocess.run(device, check=True)
         program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_replica.py")]
         self.running = [
             space.start(rank, [*program, str(rank), str(size), space.addresses[0], "29500"]) for rank in range(size)
         ]
 
     def do(self, what: str) -> list[dict[str, Any]]:
-        """What each said, when all have said it."""
+        """Sends a command to all replicas, and returns their answers."""
         for process in self.running:
             print(what, file=process.stdin, flush=True)
         lines = [process.stdout.readline() if process.stdout else "" for process in self.running]

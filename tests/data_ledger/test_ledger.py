@@ -1,4 +1,4 @@
-"""The ledger by itself: members that train, die, come back, freeze and join, drawn at random; every sample once, or named as lost."""
+"""The ledger alone, with members that train, die, return, freeze and join at random: each sample is trained once or named as lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def at(ledger: DataLedger, **counts: int) -> dict[str, ReadCount]:
     }
 
 
-def test_equal_parts_of_every_epoch_for_ever() -> None:
+def test_a_fixed_group_reads_equal_parts_of_every_epoch() -> None:
     ledger = ledger_of("ab")
     a, b = ledger.leases
     assert ledger.positions(a, 0, 25) == ((0, 10), (20, 30), (40, 45))
@@ -47,21 +47,21 @@ def test_equal_parts_of_every_epoch_for_ever() -> None:
     assert sorted([*ledger.read(a, 0, 10), *ledger.read(b, 0, 10)]) == list(range(20))
 
 
-def test_a_dead_replicas_samples_are_trained_by_the_others() -> None:
+def test_samples_of_a_dead_replica_pass_to_the_others() -> None:
     ledger = ledger_of("ab")
     ledger, _ = ledger.commit(0, {"a": claim(ledger, "a", 0, 3), "b": claim(ledger, "b", 0, 4)}, at(ledger, a=3, b=4))
     assert (ledger.trained, ledger.lost) == (7, 0)
     ledger, named = ledger.commit(0, {"a": claim(ledger, "a", 3, 5)}, at(ledger, a=5))
-    assert not named.returned  # it may come back
+    assert not named.returned  # b may still return
     ledger, named = ledger.commit(0, {"a": claim(ledger, "a", 5, 6)}, at(ledger, a=6))
     assert named.returned == (("b", (14, 20)),) and not named.lost
     a = ledger.lease("a")
     assert a and ledger.lease("b") is None and ledger.positions(a, 6, 16) == ((6, 10), (14, 20)) == a.ranges
     assert ledger.positions(a, 16, 40) == ((20, 44),)
-    assert not ledger.admits("b", 0, Claim(0, 0, ((4, 6),)))  # what it had trained comes too late
+    assert not ledger.admits("b", 0, Claim(0, 0, ((4, 6),)))  # b's claim comes too late
 
 
-def test_a_newcomer_gets_a_part_of_what_is_left() -> None:
+def test_a_joiner_gets_a_part_of_the_remaining_samples() -> None:
     ledger = ledger_of("ab")
     present = at(ledger, a=3, b=4) | {"c": ReadCount()}
     ledger, _ = ledger.commit(0, {"a": claim(ledger, "a", 0, 3)}, present)
@@ -73,7 +73,7 @@ def test_a_newcomer_gets_a_part_of_what_is_left() -> None:
     assert ledger.admits("a", 0, Claim(0, 0, ((3, 5),))) and not ledger.admits("a", 0, Claim(0, 0, ((3, 6),)))
 
 
-def test_what_is_in_some_anchors_only_is_lost_with_who_had_it() -> None:
+def test_samples_in_only_some_anchors_are_lost_if_their_reader_leaves() -> None:
     ledger = ledger_of("ab", fragments=2, patience=0)
     ledger, _ = ledger.commit(0, {"b": claim(ledger, "b", 0, 4)}, at(ledger, a=4, b=4))
     ledger, _ = ledger.commit(1, {"b": claim(ledger, "b", 0, 3)}, at(ledger, a=4, b=4))
@@ -82,7 +82,7 @@ def test_what_is_in_some_anchors_only_is_lost_with_who_had_it() -> None:
     assert named.lost == (("b", (13, 14)),) and named.returned == (("b", (14, 20)),) and ledger.lost == 1
 
 
-def test_a_delta_that_leaves_samples_out_names_them() -> None:
+def test_samples_missing_from_a_claim_are_named_as_lost() -> None:
     ledger = ledger_of("a")
     ledger, named = ledger.commit(0, {"a": Claim(0, 0, ((0, 2), (5, 7)))}, at(ledger, a=7))
     assert named.lost == (("a", (2, 5)),) and (ledger.trained, ledger.lost) == (4, 3)
@@ -90,7 +90,7 @@ def test_a_delta_that_leaves_samples_out_names_them() -> None:
 
 
 @pytest.mark.parametrize("members", [3, 9])
-def test_fewer_samples_than_members(members: int) -> None:
+def test_a_group_may_have_more_members_than_samples(members: int) -> None:
     names = "abcdefghi"[:members]
     ledger = ledger_of(names, samples=2)
     read = [r for lease in ledger.leases for r in ledger.positions(lease, 0, 2)]
@@ -99,13 +99,13 @@ def test_fewer_samples_than_members(members: int) -> None:
         LeasedReader(0, 1, 1, samples=2).open(9)
 
 
-def test_names_are_in_order_of_their_numbers() -> None:
+def test_names_are_sorted_by_the_numbers_in_them() -> None:
     assert in_order(["r-10", "r-9", "r-1b", "oslo"]) == ["oslo", "r-1b", "r-9", "r-10"]
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
-def test_bytes_and_back(seed: int) -> None:
+def test_an_encoded_ledger_decodes_to_itself_and_damage_is_refused(seed: int) -> None:
     ledger = Play(random.Random(seed), commits=6).run()
     data = encoded(ledger)
     assert decoded(data) == ledger and digest(decoded(data)) == digest(ledger)
@@ -119,18 +119,19 @@ def test_bytes_and_back(seed: int) -> None:
         assert encoded(decoded(bytes(damaged))) == damaged
 
 
-def test_a_length_that_is_a_lie_allocates_nothing() -> None:
+def test_a_false_length_is_refused() -> None:
     data = encoded(ledger_of("a"))
-    ranges = len(data) - 8 - 12  # the number of ranges, before that of holes and of fences, and what has landed
+    # the position of the number of ranges; counts of holes and fences, and the landed rounds, follow it
+    ranges = len(data) - 8 - 12
     with pytest.raises(DataError, match="cut short"):
         decoded(data[:ranges] + b"\xff" * 4 + data[ranges + 4 :])
 
 
-# ---- members at random
+# ---- members that come and go at random
 
 
 class Blind(LeasedReader):
-    """Counts what it reads, and does not look up which samples these are."""
+    """Counts its reads without looking up the samples."""
 
     def draw(self, number: int) -> NDArray[np.int64]:
         self._drawn += number
@@ -139,7 +140,7 @@ class Blind(LeasedReader):
 
 @dataclass
 class Member:
-    """A replica, reduced to what it read: by fragment the positions that are in its parameters and not in the anchors."""
+    """A replica, reduced to its reads: `inside[f]` has the positions in its parameters, but not in the anchor, of fragment f."""
 
     reader: LeasedReader
     inside: list[Counter[int]]
@@ -149,7 +150,7 @@ class Member:
 
 
 class Play:
-    """Commits one after another. What is in the anchors is counted by the samples themselves, not by the ledger."""
+    """A random sequence of commits. It counts the samples in the anchors itself, independently of the ledger."""
 
     def __init__(self, chance: random.Random, commits: int = 60) -> None:
         self.chance, self.commits = chance, commits
@@ -205,7 +206,7 @@ class Play:
                 lease = self.ledger.lease(name)
                 for fragment in range(
                     self.fragments
-                ):  # counted since its checkpoint: the parameters begin at the anchor
+                ):  # its delta was counted after its checkpoint, so its parameters restart at the anchor
                     before = ledger.lease(name)
                     if lease and before and lease.landed[fragment] > before.landed[fragment]:
                         back.inside[fragment].clear()
@@ -234,7 +235,7 @@ class Play:
         for member in here.values():
             self.bring(member, fragment)
         statuses = {name: (member.reader.read_count, member.waits.get(fragment)) for name, member in here.items()}
-        for member in here.values():  # training goes on meanwhile
+        for member in here.values():  # training continues during the round
             for _ in range(chance.choice([0, 0, 1, 6])):
                 self.train(member)
         claims = {
@@ -271,7 +272,7 @@ class Play:
         return self.ledger
 
     def check(self) -> None:
-        """Against what was really added to the anchors."""
+        """Compares the ledger with the samples that were really added to the anchors."""
         ledger = self.ledger
         assert all(number == 1 for anchor in self.anchors for number in anchor.values()), "trained twice"
         assert all(number == 1 for number in self.lost.values()), "named twice"
@@ -292,12 +293,12 @@ class Play:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_every_sample_once_or_named(seed: int) -> None:
+def test_each_sample_is_trained_once_or_named_as_lost(seed: int) -> None:
     Play(random.Random(seed)).run()
 
 
 @pytest.mark.slow
-def test_thousands_of_runs() -> None:
+def test_each_sample_is_trained_once_or_named_in_2000_runs() -> None:
     lost = trained = returned = 0
     for seed in range(1000, 3000):
         play = Play(random.Random(seed))
@@ -306,7 +307,7 @@ def test_thousands_of_runs() -> None:
     assert trained > 100_000 and lost > 1000 and returned > 1000
 
 
-def test_no_process_needs_the_order_in_memory() -> None:
+def test_reading_needs_no_memory_for_the_order_of_the_epoch() -> None:
     ledger = DataLedger(10**12, 3, 3, 4, 100, 8).begin(["a", "b", "c"])
     lease = ledger.leases[1]
     found = ledger.read(lease, 10**11, 10**11 + 1000)

@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation that is computed where it is asked, and its lanes."""
+"""The order of an epoch: a permutation computed on demand, divided into one lane for each replica."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from thinwire.rng import derive
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**62))
-def test_a_permutation_is_one_to_one(size: int, seed: int) -> None:
+def test_a_permutation_contains_each_index_once(size: int, seed: int) -> None:
     assert np.array_equal(np.sort(Permutation(size, seed)(np.arange(size))), np.arange(size))
 
 
 @given(st.integers(1, 2**48), st.integers(0, 2**62))
-def test_a_large_permutation_stays_inside_and_apart(size: int, seed: int) -> None:
+def test_a_large_permutation_gives_distinct_indices_in_range(size: int, seed: int) -> None:
     index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
     places = Permutation(size, seed)(index)
     assert ((places >= 0) & (places < size)).all() and len(np.unique(places)) == len(index)
 
 
-def test_a_permutation_mixes_and_hangs_on_its_seed() -> None:
+def test_a_permutation_mixes_and_depends_on_its_seed() -> None:
     n = 10_000
     index = np.arange(n)
     places = Permutation(n, 1)(index)
@@ -43,12 +43,12 @@ def test_a_permutation_mixes_and_hangs_on_its_seed() -> None:
     ],
 )
 def test_a_permutation_is_the_same_in_every_version(size: int, seed: int, begin: list[int]) -> None:
-    """A run that goes on from a checkpoint of an older version would else read some samples twice and others never."""
+    """Otherwise a run resumed from a checkpoint of an older version would read some samples twice and others never."""
     assert Permutation(size, seed)(np.arange(len(begin))).tolist() == begin
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**62))
-def test_every_epoch_has_every_sample_once_in_an_order_of_its_own(samples: int, lanes: int, seed: int) -> None:
+def test_every_epoch_contains_each_sample_once_in_another_order(samples: int, lanes: int, seed: int) -> None:
     order = Order(samples, seed, lanes)
     both = order.samples_at(np.arange(2 * samples))
     for epoch in (both[:samples], both[samples:]):
@@ -58,7 +58,7 @@ def test_every_epoch_has_every_sample_once_in_an_order_of_its_own(samples: int, 
     assert np.array_equal(backwards[::-1], both)
 
 
-def test_a_part_of_an_epoch_is_a_lane() -> None:
+def test_each_part_of_an_epoch_holds_the_samples_of_one_lane() -> None:
     order = Order(11, seed=5, lanes=3)
     for lane in range(3):
         begin, end = part_of(11, 3, lane)
@@ -66,10 +66,10 @@ def test_a_part_of_an_epoch_is_a_lane() -> None:
 
 
 @given(st.integers(8, 200), st.integers(1, 5), st.integers(0, 2**31), st.integers(0, 60))
-def test_a_run_without_events_reads_what_earlier_versions_read(
+def test_a_run_of_a_fixed_group_reads_the_order_of_earlier_versions(
     samples: int, replicas: int, seed: int, step: int
 ) -> None:
-    """Replica m has the samples m, m + replicas, ... in an order of its own for every epoch."""
+    """Replica m reads the samples m, m + replicas, ... in another order in every epoch."""
     names = [f"replica-{m}" for m in range(replicas)]
     ledger = DataLedger(samples, seed, replicas, 2, 8, 4).begin(names)
     for m, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Records, readings and causes, by values; and what comes of bad input."""
+"""The diagnosis of slow and stopped replicas and links, on constructed records; malformed records and rules are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def round_of(
     own: dict[str, float] | None = None,
     zeros: dict[str, float] | None = None,
 ) -> list[Record]:
-    """All leave at 0 and take 0.1 s a message, but those in `seconds` ("ab": from a to b); `zeros`: what clocks show then."""
+    """Returns a round in which all send at 0 and a message takes 0.1 s, or its entry of `seconds` ("ab": a to b). `zeros`: offsets of clocks."""
     zeros = zeros or {}
 
     def record(name: str) -> Record:
@@ -62,7 +62,11 @@ def watched(rounds: list[list[Record]]) -> list[str]:
         ("abcd", ["ab", "ac", "ad", "ba", "ca", "da"], ["communication slow: replica a"]),
         ("abc", ["ab", "ac"], ["communication slow: the sender side of replica a"]),
         ("abc", ["ab"], ["communication slow: the link from replica a to replica b"]),
-        ("abcd", [a + b for a in "abcd" for b in "abcd" if a != b], []),  # everything is slower: nobody is to blame
+        (
+            "abcd",
+            [a + b for a in "abcd" for b in "abcd" if a != b],
+            [],
+        ),  # all links are equally slower, so none is blamed
         (
             "ab",
             ["ab"],
@@ -72,16 +76,17 @@ def watched(rounds: list[list[Record]]) -> list[str]:
         ),
     ],
 )
-def test_slow_ways_have_a_cause(names, bad, found):
+def test_slow_links_are_attributed_to_a_link_a_side_or_a_replica(names, bad, found):
     rounds = [round_of(number, names) for number in range(6)]
     rounds += [round_of(number, names, dict.fromkeys(bad, 0.5)) for number in range(6, 14)]
-    assert watched(rounds[:11]) == []  # five rounds are chance
+    assert watched(rounds[:11]) == []  # five slow rounds may be chance
     assert watched(rounds) == found
-    assert watched([*rounds, *(round_of(number, names) for number in range(14, 19))]) == []  # over
+    # the finding ends with the fault
+    assert watched([*rounds, *(round_of(number, names) for number in range(14, 19))]) == []
 
 
-def test_rounds_that_leave_at_once_are_judged_apart():
-    """The last rounds of a run share the link: they say nothing of what it usually takes."""
+def test_unscheduled_rounds_are_not_compared_with_scheduled_ones():
+    """The last rounds of a run depart together and share the link, so they do not show its usual time."""
     rounds = [round_of(number, "ab") for number in range(6)]
     last = [round_of(number, "ab", {"ab": 2.0}) for number in range(6, 18)]
     assert watched(rounds + last) != []
@@ -89,12 +94,12 @@ def test_rounds_that_leave_at_once_are_judged_apart():
 
 
 def busy(seed: int) -> list[list[Record]]:
-    """A healthy run on a busy machine: any message, and any inner step, may wait some steps for its turn (heavy tails), and
-    every dozen rounds a replica is starved for up to three.
+    """Returns a healthy run on a busy machine. Any message and any step may be delayed by several steps (heavy tails).
+    About every dozen rounds, a replica is starved of CPU for up to three rounds.
     """
     chance = random.Random(seed)
     names, step, usual = "abcd"[: chance.choice((2, 2, 3, 4))], chance.uniform(0.01, 0.5), chance.uniform(0.001, 0.05)
-    since, rounds = {name: chance.randrange(12) for name in names}, []  # rounds since it was starved
+    since, rounds = {name: chance.randrange(12) for name in names}, []  # rounds since each replica was starved
 
     def noise() -> float:
         return step * min(30.0, chance.paretovariate(1.5) - 1)
@@ -113,46 +118,46 @@ def busy(seed: int) -> list[list[Record]]:
     return rounds
 
 
-def test_a_healthy_run_on_a_busy_machine_is_no_finding():
+def test_a_healthy_run_on_a_busy_machine_gives_no_finding():
     for seed in range(200):
         watch = Watch()
         found = [(number, str(f)) for number, records in enumerate(busy(seed)) for f in watch.add(records)]
         assert not found, f"seed {seed}: {found[0]}"
 
 
-def test_a_run_that_has_ended_hangs_no_more(tmp_path):
+def test_a_finished_run_is_not_reported_as_hanging_now(tmp_path):
     rounds = [round_of(number, "012") for number in range(3)]
     failed = [short(record, "1") if record.name != "1" else record for record in round_of(3, "012")]
     said = "\n".join(diagnose(write(tmp_path, [*rounds, failed])).lines())
     assert " now" not in said and "-" not in said.replace("non-", "")
 
 
-def test_a_name_that_says_replica_says_it_once():
+def test_a_name_with_the_word_replica_is_not_prefixed_again():
     (found,) = stuck([Seen(f"replica-{n}", {(0, 1): 1.0} if n else {}, {}, {}, 90.0) for n in range(3)])
     assert found.culprit == "replica-0" and found.seconds == 89.0 and found.began == 1.0
     gone_on = [Seen(name, {(0, 1): 1.0, (0, 2): 3.0}, {(0, 2): 4.0}, {}, 90.0) for name in "ab"]
-    assert stuck(gone_on) == []  # the round was dropped, and a later one was not
+    assert stuck(gone_on) == []  # the round was dropped, and a later one completed
 
 
-def test_starved_in_turns_is_found_while_it_is_so():
+def test_a_replica_slow_in_two_of_three_rounds_is_found():
     rounds = [round_of(number, "abc") for number in range(6)]
     rounds += [round_of(n, "abc", own={"b": 0.6} if n % 3 else {}) for n in range(6, 27)]
     assert watched(rounds) == ["non-communication slow: replica b"]
 
 
-def test_clocks_that_drift_and_jump_are_nothing():
+def test_clocks_that_drift_and_jump_give_no_finding():
     rounds = [
         round_of(n, "abc", zeros={"a": 1e6 * 1.001**n, "b": -50.0 * n, "c": 1e5 if n > 7 else 0.0}) for n in range(14)
     ]
     assert watched(rounds) == []
 
 
-def test_a_link_of_150_ms_is_not_slow():
+def test_a_constant_delay_is_not_slow():
     assert watched([round_of(number, "abcd", {"ab": 0.75, "cd": 0.0004}) for number in range(12)]) == []
 
 
-def test_a_victim_is_not_blamed():
-    """c computes four times as long; the others' messages to it lie there, its own come late to all."""
+def test_links_of_a_slow_replica_are_not_blamed():
+    """c computes four times as long, so messages to it wait, and its own messages reach all others late."""
     rounds = [round_of(number, "abcd") for number in range(5)]
     rounds += [round_of(number, "abcd", own={"c": 4.0}) for number in range(5, 13)]
     assert watched(rounds) == ["non-communication slow: replica c"]
@@ -169,7 +174,8 @@ def short(record: Record, *peers: str) -> Record:
 def stopped(
     missing: dict[str, str], absent: str = "", dark: str = "", names: str = "abcd", over: str = "", now: float = 9.0
 ) -> list[str]:
-    """Round 0 is over everywhere. In round 1 `absent` have not begun; who has a `missing` entry failed without messages of these."""
+    """Returns the findings if round 1 stops. `absent` replicas have not begun it; a replica with a `missing` entry failed
+    because messages from these were missing; `dark` ones wrote nothing since; `over` ones have finished it."""
     seen = []
     for record in round_of(1, names):
         name = record.name
@@ -180,7 +186,7 @@ def stopped(
     return [f"{f.syndrome}: {f.culprit}" for f in stuck(seen)]
 
 
-def test_who_is_missing():
+def test_a_stopped_round_is_attributed_to_the_missing_replica_or_link():
     assert stopped({}, over="abcd") == stopped({}, now=1.2) == stuck([]) == []
     assert stopped({}, absent="c") == ["non-communication hang: replica c"]
     assert stopped({"a": "c", "b": "c", "d": "c"}, absent="c") == ["non-communication hang: replica c"]
@@ -193,7 +199,7 @@ def test_who_is_missing():
     )
 
 
-def test_many_replicas_need_all_ways_but_one():
+def test_a_side_is_blamed_if_all_its_links_but_one_are_slow():
     names = [str(number) for number in range(8)]
     row = [("0", other) for other in names[1:]]
     assert [cause.side.value for cause in attribute(row[:6], names)] == ["sender side"]
@@ -205,7 +211,7 @@ def test_many_replicas_need_all_ways_but_one():
 @pytest.mark.parametrize(
     "rules", [{"ratio": 1.0}, {"ratio": math.nan}, {"rounds": 1}, {"score": 0.0}, {"known": 1}, {"seconds": -1.0}]
 )
-def test_rules_that_mean_nothing_are_refused(rules):
+def test_impossible_rules_are_refused(rules):
     with pytest.raises(ConfigurationError, match="needed"):
         Rules(**rules)
 
@@ -221,13 +227,13 @@ GOOD = round_of(3, "abc")[0].facts()
         {"received": [GOOD["sent"][0]] * 5000},
     ],
 )  # fmt: skip
-def test_records_that_are_none_are_refused(change):
+def test_malformed_records_are_refused(change):
     assert Record.of(json.loads(json.dumps(GOOD))).facts() == GOOD
     with pytest.raises(PacketError, match="run the same version"):
         Record.of(GOOD | change)
 
 
-def test_files_stay_small():
+def test_only_few_of_many_rounds_are_recorded():
     assert sum(map(recorded, range(1_000_000))) < 8_000
     assert [index for index in range(600) if timed(index)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -250,7 +256,7 @@ def write(folder: Path, rounds: list[list[Record]], replicas: int = 3) -> Path:
     return folder
 
 
-def test_a_run_is_diagnosed_from_its_files(tmp_path, capsys):
+def test_the_report_command_diagnoses_a_run_from_its_files(tmp_path, capsys):
     rounds = [round_of(number, "012", {"01": 0.5, "02": 0.5} if number > 6 else {}) for number in range(15)]
     folder = write(tmp_path, rounds)
     assert main(["report", str(folder), "--diagnose", "--json"]) == 0
@@ -265,7 +271,7 @@ def test_a_run_is_diagnosed_from_its_files(tmp_path, capsys):
     assert "500 ms ×5.0" in said.err and "5.0 times as long" in said.err and "uplink" in said.err
 
 
-def test_what_cannot_be_told_is_said(tmp_path, capsys):
+def test_the_diagnosis_states_what_it_cannot_tell(tmp_path, capsys):
     two = diagnose(write(tmp_path / "two", [round_of(n, "01") for n in range(8)], replicas=2))
     assert two.verdict == "nothing to see" and "a third would" in two.doubts[-1]
     few = diagnose(write(tmp_path / "few", [round_of(0, "012")]))
@@ -278,7 +284,7 @@ def test_what_cannot_be_told_is_said(tmp_path, capsys):
     assert "one is needed" in capsys.readouterr().err
 
 
-def test_damaged_records_are_counted_and_passed_over(tmp_path):
+def test_damaged_records_are_counted_and_skipped(tmp_path):
     folder = write(tmp_path, [round_of(n, "012") for n in range(6)])
     path = folder / "events" / "replica-0.jsonl"
     path.write_text(path.read_text().replace('"round":5,"own_seconds":0.1', '"round":5,"own_seconds":"x"'))

@@ -1,6 +1,6 @@
-"""The fault matrix over real sockets: four processes in network namespaces, gloo between them. Linux and root; else skipped, saying why.
+"""The fault matrix over real sockets: four gloo processes in network namespaces. It needs Linux and root; otherwise it is skipped.
 
-Links are shaped to 40 Mbit/s (`tc tbf`), and one of them, one egress or one ingress later to a tenth (`tc htb` with one class a peer).
+Links are shaped to 40 Mbit/s (`tc tbf`). The fault slows one link, egress or ingress to a tenth (`tc htb`, one class for each peer).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=f"
 
 
 class Bench:
-    """Four replicas that train; `rounds()` is how many the first has ended."""
+    """Four replicas that train. `rounds()` returns the number of rounds that replica 0 has ended."""
 
     def __init__(self, space: Namespaces, folder: Path) -> None:
         self.space, self.folder = space, folder
         program = [sys.executable, str(Path(__file__).parents[1] / "support" / "wire_diagnosed.py")]
         for namespace, interface in zip(
             space.namespaces, space.interfaces
-        ):  # htb lets what TCP did not cut pass in one piece
+        ):  # otherwise htb passes a large segment in one piece
             subprocess.run(["ip", "-n", namespace, "link", "set", interface, "gso_max_segs", "1"], check=True)
         quiet = (folder / "stderr").open("w")
         self.running = [
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Callable[[Bench], None], str | None, set[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_found_over_real_sockets(case, tmp_path):
+def test_each_fault_over_real_sockets_is_diagnosed(case, tmp_path):
     fault, expected, culprits = CASES[case]
     hangs = expected is not None and "hang" in expected
     bridge = Bridge()

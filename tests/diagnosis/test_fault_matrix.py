@@ -1,4 +1,4 @@
-"""The fault matrix: four replicas, eight cases, jitter, seeds, links alike and not; what is found must be what was done.
+"""The fault matrix: eight faults among four replicas, with jitter, several seeds, equal and unequal links; each is diagnosed correctly.
 
 pytest -s -m slow tests/diagnosis/test_fault_matrix.py     prints the confusion table
 """
@@ -16,7 +16,7 @@ from thinwire.diagnosis import Finding
 from thinwire.exchange import TwoShot
 
 NAMES = ("amber", "birch", "cedar", "delta")
-FROM = 7  # the round before which it happens
+FROM = 7  # the round before which the fault begins
 OVERLAPS = (0.0, 0.3, 0.8)
 pytestmark = pytest.mark.usefixtures("inline")
 
@@ -27,7 +27,7 @@ def slower(way: tuple[str, str]) -> Fault:
     return lambda stage: stage.wan.slower.__setitem__(way, 10.0)
 
 
-# name: (faults, what is to be found, the culprits)
+# name: (faults, expected finding, culprits)
 CASES: dict[str, tuple[dict[int, Fault], str, set[str]]] = {
     "healthy": ({}, "nothing", set()),
     "stopped before entering": (
@@ -59,7 +59,7 @@ def words(finding: Finding) -> str:
 
 
 def diagnosed(story: Story) -> tuple[Counter[tuple[str, frozenset[str]]], int | None]:
-    """Everything that was found at any time, and after how many rounds since the fault the first was."""
+    """Returns all findings of the run, and after how many rounds since the fault the first came."""
     found: Counter[tuple[str, frozenset[str]]] = Counter()
     first = None
     for number, findings in story.slow():
@@ -81,13 +81,13 @@ def check(case: str, seed: int) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_found_is_what_was_done(case):
+def test_each_fault_is_diagnosed(case):
     for seed in range(3):
         check(case, seed)
 
 
-def test_other_exchanges_are_diagnosed_too():
-    """Two stages: the owner's means wait for everybody's shards, and are not blamed for it."""
+def test_faults_under_a_two_stage_exchange_are_diagnosed():
+    """The owner's mean waits for the shards of all replicas; the owner is not blamed for that."""
     faults: dict[int, Fault] = {FROM: slower(("birch", "*"))}
     found, _ = diagnosed(play(uniform(NAMES), 1, 18, faults, exchange=TwoShot(), numel=1600))
     assert set(found) == {("communication slow: sender side", frozenset({"birch"}))}
@@ -96,7 +96,7 @@ def test_other_exchanges_are_diagnosed_too():
 
 @pytest.mark.slow
 def test_the_confusion_table_is_diagonal():
-    """Twelve runs of every case, sixty healthy ones: seeds 0 to 11 and 0 to 59; links alike (even seeds) and not (odd ones)."""
+    """Each fault runs with seeds 0 to 11, the healthy case with 0 to 59. Links are equal for even seeds and unequal for odd ones."""
     table: dict[str, Counter[str]] = {}
     rounds: dict[str, list[int]] = {}
     for case in CASES:
@@ -117,8 +117,8 @@ def test_the_confusion_table_is_diagonal():
 
 
 @pytest.mark.slow
-def test_normal_straggling_is_no_finding():
-    """Replicas of unequal speed (up to 1.7 times), pauses of two seconds now and then, jitter of up to 60 %."""
+def test_normal_straggling_gives_no_finding():
+    """Replicas differ in speed by up to 1.7, pause two seconds now and then, and have jitter of up to 60 %."""
     for seed in range(20):
         chance = random.Random(seed)
         speed = {name: chance.uniform(1.0, 1.7) for name in NAMES}

@@ -1,4 +1,4 @@
-"""Elastic rounds and the data ledger, in a time of their own: every sample of an epoch once, or named as lost."""
+"""Elastic rounds with the data ledger, in virtual time: every sample of an epoch is trained once, or named as lost."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_samples_of_a_dead_replica_and_of_a_newcomer_are_reassigned() -> None:
 
 
 def play(seed: int) -> tuple[int, int, int]:
-    """A run of faults, joins, resizes and returns at random; samples trained, lost, and returned."""
+    """Runs random faults, joins and returns. Returns the numbers of samples trained, lost and returned."""
     chance = random.Random(seed)
     cluster, held = SimulatedCluster(), book()
     begin = [f"replica-{n}" for n in range(chance.choice([2, 3, 3, 4]))]
     late = ["paris", "oslo"][: chance.choice([0, 0, 1, 2])]
     said = order_faults(cluster, chance, chance.randint(0, 6), [*begin, *late][:4])
     samples, steps = chance.choice([12, 40, 100, 500]), 48
-    most = (len(begin) + len(late)) // 2 + 1  # or late ones, who find nobody, are a run of their own
+    most = (len(begin) + len(late)) // 2 + 1  # with fewer, late members who find nobody would form a run of their own
     settings = {"least": most, "save_every": chance.choice([0, 3, 10]), "keep": 100.0}
     paces = {name: chance.choice([1.0, 1.0, 1.0, 2.5]) for name in [*begin, *late]}
     results = cluster.play(
@@ -80,7 +80,7 @@ def test_random_faults_lose_no_sample(seed: int) -> None:
 
 @pytest.mark.slow
 def test_random_fault_schedules_lose_no_sample() -> None:
-    """With thousands of the ledger alone in tests/data_ledger; another range of seeds is another soak."""
+    """tests/data_ledger runs thousands of ledgers alone. Another range of seeds gives other faults."""
     trained = lost = returned = 0
     for seed in range(1000, 1300):
         a, b, c = play(seed)

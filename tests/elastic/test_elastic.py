@@ -1,4 +1,4 @@
-"""Rounds among replicas that come and go, in a time of their own: every fault at every phase, by values (elastic_toy.py)."""
+"""Rounds among replicas that come and go, in virtual time: faults at every phase of a round, checked by exact sums (elastic_toy.py)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_slow_replica_delays_nobody_and_loses_no_delta() -> None:
         {name: train(cluster, book, least=2, step_seconds=9.0 if name == "s" else 1.0) for name in "abs"}
     )
     agree(results, book)
-    # all but the slow one's last deltas are in; it may come when the others have finished, and is told so
+    # the last deltas of s may be missing; if s calls after the others have finished, it gets an error
     assert (
         isinstance(results["a"], Toy) and isinstance(results["b"], Toy) and isinstance(results["s"], Toy | tw.LinkError)
     )
@@ -71,7 +71,7 @@ def test_a_slow_replica_delays_nobody_and_loses_no_delta() -> None:
 
 @pytest.mark.parametrize("ratio", [1.5, 2.0, 3.0, 4.0, 5.0])
 def test_a_replica_of_any_speed_counts_in_rounds_it_takes_part_in(ratio: float) -> None:
-    """Its steps fall between the others': of twice the step time, it would bring the fragment that is not due, for ever."""
+    """The steps of s fall between those of the others. At twice the step time, s could otherwise only bring the fragment that is not due."""
     cluster, book = SimulatedCluster(), Book()
     settings = {"steps": 120, "least": 2, "grace": 1.0}
     results = cluster.play(
@@ -99,12 +99,12 @@ def test_a_stragglers_delta_counts_within_the_grace_or_in_a_later_round(late: fl
         one for one in book.history(results["a"].elastic.rounds.loop.agreed.state_digest) if one.fragment == 0
     ]
     assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
-    if late > 10:  # what c had trained when the others went on without it: four steps
+    if late > 10:  # then the delta that c brings later starts with the four steps it had trained
         assert next(float(one.deltas[2][0]) for one in later if len(one.deltas) == 3) == 12.0
 
 
 def test_a_state_transfer_of_any_length_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece takes 3 s and all of them more than 30; no message may take more than 10."""
+    """Each piece takes 3 s and all pieces more than 30 s; a single message may take at most 10 s."""
     cluster, book, pieces = SimulatedCluster(), Book(), state_transfer._pieces
     sent: list[str] = []
 
@@ -135,7 +135,7 @@ def test_a_state_transfer_of_any_length_is_waited_for(monkeypatch: pytest.Monkey
     ("alpha", "delay", "flight"), [(0.5, 2, 2), (0.5, 2, 8), (0.0, 0, 3), (0.0, 2, 8), (1.0, 2, 8)]
 )
 def test_a_late_landing_keeps_the_steps_of_the_flight(alpha: float, delay: int, flight: int) -> None:
-    """Departed at 3 with anchor 5; trained to 3 − flight since; the new anchor is 1."""
+    """The round departs at 3 with anchor 5; the parameters have moved to 3 − flight since; the new anchor is 1."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(9, delay), merge=tw.pieces.merge.Mix(alpha), outer=tw.pieces.outer.Average()
     )
@@ -146,7 +146,7 @@ def test_a_late_landing_keeps_the_steps_of_the_flight(alpha: float, delay: int, 
     parameter.data.fill_(3.0 - flight)
     counted = Ready(0, torch.full((4,), 2.0), 1.0, step=10, feedback={})
     elastic._take_over(Outcome(0, 0, torch.ones(4), counted=counted), torch.ones(4), step=10 + flight)
-    kept = -flight + (1 - alpha) * delay  # of what was trained since, all but that share of `delay` steps
+    kept = -flight + (1 - alpha) * delay  # of the steps trained since, all remain except that share of `delay` steps
     torch.testing.assert_close(parameter.data, torch.full((4,), 1.0 + alpha * (3.0 - 1.0) + kept))
 
 
@@ -189,7 +189,7 @@ def test_a_return_from_a_checkpoint_counts_no_delta_twice(phase: str, nth: int, 
     state_digest = results["a"].elastic.rounds.loop.agreed.state_digest
     for fragment in range(
         2
-    ):  # increments are positive: with a delta counted twice there would be more than was trained
+    ):  # increments are positive, so a delta counted twice would exceed the sum of what was trained
         sent = sum(
             (delta for one in book.history(state_digest) if one.fragment == fragment for delta in one.deltas),
             torch.zeros(SIZES[fragment]),
@@ -211,13 +211,13 @@ def test_replicas_killed_together_resume_from_their_checkpoints() -> None:
         for name, event, fields in book.events
         if event == "round" and name == "a" and fields["fragment"] >= 0
     ]
-    assert numbers[0] == 0 and numbers.count(0) == 1  # nobody began again from the start
+    assert numbers[0] == 0 and numbers.count(0) == 1  # no replica started again from step 0
 
 
 @pytest.mark.parametrize("nth", range(1, 9))
 @pytest.mark.parametrize("phase", ["call", "put", "all", "settle", "wait", "post"])
 def test_a_lighthouse_death_at_any_phase_loses_no_delta(phase: str, nth: int) -> None:
-    """In the midst of a vote, some may have heard yes and others nothing: their next statuses tell."""
+    """If it dies during a vote, some members may know of the commit and others not; their next statuses tell."""
     cluster, book = SimulatedCluster(), Book()
 
     def restart() -> None:
@@ -234,7 +234,7 @@ def test_a_lighthouse_death_at_any_phase_loses_no_delta(phase: str, nth: int) ->
 def test_a_replica_that_alone_learned_of_a_commit_gets_its_delta_back(
     nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lighthouse dies as soon as it has told one, who freezes; the others vote anew without it."""
+    """The lighthouse dies after it has told one member of the commit, which then freezes; the others vote again without it."""
     cluster, book = SimulatedCluster(), Book()
     settle, told = SimulatedVoteStore.settle, []
 
@@ -261,7 +261,7 @@ def test_a_replica_that_alone_learned_of_a_commit_gets_its_delta_back(
 @pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, nth: int) -> None:
-    """Three of four are needed for a round, and two are there when it thaws."""
+    """A round needs three of four members, and two are present when the frozen one thaws."""
     cluster, book, frozen = SimulatedCluster(), Book(), list[str]()
 
     def freeze() -> None:
@@ -276,15 +276,14 @@ def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, n
     assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
     kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
     missed = any(event == "round" and "d" not in fields["members"] for _, event, fields in book.events)
-    assert kept == (
-        [("a", ["d"])] if frozen and joined and (missed or kept) else []
-    )  # else it froze in the vote on the end
-    assert cluster.time.now < 220  # 150, and what it had to do before or after that
+    # otherwise it froze during the vote on the end
+    assert kept == ([("a", ["d"])] if frozen and joined and (missed or kept) else [])
+    assert cluster.time.now < 220  # 150 s frozen, and its own steps before and after
 
 
 @pytest.mark.parametrize(("phase", "nth"), [("post", 6), ("put", 4), ("wait", 2), ("call", 5)])
 def test_a_replica_that_arrives_after_the_end_is_told_the_run_is_over(phase: str, nth: int) -> None:
-    """Two of them, who would be enough for rounds of their own, and one of whom comes from a checkpoint."""
+    """Two replicas arrive late. Both together could hold rounds alone, and one has a checkpoint."""
     cluster, book = SimulatedCluster(), Book()
     settings = {"least": 2, "keep": 60.0}
 
@@ -310,14 +309,14 @@ def test_random_faults_leave_equal_anchors(seed: int) -> None:
     least = len(names) // 2 + 1
     results = cluster.play({name: train(cluster, book, steps=60, least=least, keep=20.0) for name in names})
     agree(results, book)
-    # who comes back when the others have finished, and the end is kept no longer, is told so
+    # a replica that returns when the final state is kept no longer gets an error
     assert all(isinstance(result, Toy | tw.LinkError | EndedError) for result in results.values()), results
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
 
 
 def test_no_module_reads_the_wall_clock() -> None:
-    """Whatever a machine's clock says, and however it jumps: waiting is counted in monotonic time, or the cluster's. Certificates
-    and invitations have dates, so comm/secure needs the calendar.
+    """Waits use monotonic time or the cluster's time, so a jump of a machine's clock changes nothing. Only comm/secure reads the
+    calendar, for the dates of certificates and invitations.
     """
     source = Path(tw.__file__).parent
     paths = [*source.glob("comm/*.py"), *source.rglob("membership/**/*.py"), *source.rglob("elastic/**/*.py")]
@@ -336,7 +335,7 @@ def test_no_module_reads_the_wall_clock() -> None:
     ],
 )  # fmt: skip
 def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
-    """The others go on without it, from the first round or a later one, and end as if it had not been there."""
+    """The others continue without it, from the first round or a later one, and end as if it had not existed."""
     cluster, book = SimulatedCluster(), Book()
     told: list[str] = []
 
@@ -359,11 +358,11 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
     agree(results, book)
     assert all(isinstance(results[name], Toy) for name in "ab"), results
     assert not any("zz" in fields["members"] for _, event, fields in book.events if event == "round")
-    assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each has said it once
+    assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each of the two reports it once
 
 
 def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packet's header has 32 bits for the round; statuses have bounds far below it."""
+    """The header of a packet has 32 bits for the round; the bounds of statuses are far lower."""
     monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
     cluster, book = SimulatedCluster(), Book()
 

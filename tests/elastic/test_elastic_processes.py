@@ -1,4 +1,4 @@
-"""A replica is killed, the others go on, it comes back: real processes at a real lighthouse."""
+"""Real processes at a real lighthouse: one replica is killed, the others continue, and it returns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from thinwire.membership.lighthouse import Lighthouse
 pytestmark = [
     pytest.mark.slow,
 ]
-STEPS = 1200  # 25 seconds: time to come back
+STEPS = 1200  # 25 seconds, in which the killed replica can return
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str, str], subprocess.Popen[str]]]:
-    """Start a replica; what it says goes to a file of its name."""
+    """Starts a replica; its output goes to a file of its name."""
     lighthouse, running = Lighthouse("127.0.0.1", 0, heartbeat_timeout=1.5), []
 
     def replica(name: str, file: str) -> subprocess.Popen[str]:

@@ -1,7 +1,7 @@
-"""The round loop's table of states, row by row: each is taken by the real loop on a simulated cluster, and no other is possible.
+"""The state table of the round loop, row by row: the real loop takes each row on a simulated cluster, and no other row is possible.
 
-The loop is that of one replica. Where a row needs what only others bring about (a vote without an answer, a state to take
-over), the one function is replaced at which the loop meets it.
+The loop belongs to one replica. If a row needs something that only other replicas cause (an unanswered vote, a state to take
+over), the function at which the loop meets it is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "elastic.md"
 
 
 class Subject:
-    """One replica's loop, brought into a state, and what happens to it."""
+    """The loop of one replica. Its methods bring it into a state and cause events."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch, self.cluster, self.events = monkeypatch, SimulatedCluster(), list[str]()
@@ -57,7 +57,7 @@ class Subject:
     def state(self) -> State:
         return self.rounds.report.state
 
-    # ---- into a state
+    # ---- states
 
     def bring_into(self, state: State) -> None:
         if state is not State.JOINING:
@@ -76,11 +76,11 @@ class Subject:
             self.rounds.meet()
         elif state is State.FAILED:
             self.fail()
-        # ENDING and KEEPING are left before a command is over: their events begin where it is settled
+        # the loop leaves ENDING and KEEPING before a command ends, so their events start from FINISHING
         assert self.state is {State.ENDING: State.FINISHING, State.KEEPING: State.FINISHING}.get(state, state)
 
     def unanswered(self) -> None:
-        """The lighthouse dies in the midst of the next vote."""
+        """Makes the lighthouse die during the next vote."""
 
         def decide(view: View, question: str, yes: bool, seconds: float) -> bool:
             self.cluster.lighthouse.stop()
@@ -94,7 +94,7 @@ class Subject:
         self.rounds.depart(delta(), own_steps=4)
 
     def round(self) -> None:
-        """Whatever makes it hold a round in the state that it is in."""
+        """Makes the loop hold a round from its current state."""
         if self.state in (State.JOINING, State.TRAINING):
             with suppress(LinkError, RuntimeError):
                 self.rounds.join(0)
@@ -120,11 +120,11 @@ class Subject:
         self.level()
 
     def decide(self) -> None:
-        """The round ends; where it is behind or in doubt, without its having taken over what it lacks."""
+        """Ends a round. If the loop is behind or in doubt, the state that it lacks is not available."""
         if self.state in (State.JOINING, State.IN_DOUBT, State.FINISHING_IN_DOUBT):
 
             def level(*_: Any) -> str:
-                self.cluster.lighthouse.stop()  # and no round comes after this one
+                self.cluster.lighthouse.stop()  # so no round follows this one
                 raise LinkError("the donor has gone")
 
             self.patch.setattr(round_loop, "level", level)
@@ -135,7 +135,7 @@ class Subject:
         self.depart() if self.state is State.TRAINING else self.rounds.meet(delta())
 
     def over(self) -> None:
-        if self.state is State.TRAINING:  # it meets one that keeps the final state
+        if self.state is State.TRAINING:  # it meets a member that keeps the final state
             reconcile = round_loop.reconcile
             self.patch.setattr(round_loop, "reconcile", lambda *given: replace(reconcile(*given), over=True))
         self.round()
@@ -226,7 +226,7 @@ def test_an_impossible_event_ends_the_rounds_with_an_error(monkeypatch: pytest.M
 
 
 def test_an_undecided_delta_is_settled_by_the_state_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The delta that nobody had heard an answer about was counted, or was not, as the state that is taken over says."""
+    """The state that is taken over shows whether the delta, whose vote nobody answered, was counted."""
     for counted in (True, False):
         with monkeypatch.context() as patch:
             subject = Subject(patch)
@@ -248,7 +248,7 @@ def test_an_undecided_delta_is_settled_by_the_state_taken_over(monkeypatch: pyte
 
 
 def written(path: Path) -> set[str]:
-    """What `path` assigns to, as `self.rounds.step`."""
+    """Returns the attributes that `path` assigns, such as `self.rounds.step`."""
     found: set[str] = set()
     for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -271,7 +271,7 @@ def test_no_other_module_writes_attributes_of_the_loop_or_membership() -> None:
 
 
 def drawn() -> str:
-    """The table, for docs/elastic.md."""
+    """Returns the table in the form of docs/elastic.md."""
     lines = ["| state: this replica | event | what the loop does | next state |", "|---|---|---|---|"]
     for state in State:
         said = f"`{state.name}`: {state.value}"

@@ -1,4 +1,4 @@
-"""No thread outlives its run: real lighthouse, real sockets, and what threads there are before and after."""
+"""No thread outlives its run: the threads before and after a run with a real lighthouse and real sockets are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import thinwire as tw
 from thinwire.errors import LinkError
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
 
-LIMIT = 600.0  # ends a hang
+LIMIT = 600.0  # only ends a hang
 TIMES = Timeouts(heartbeat_interval=0.05, view=LIMIT)
 
 
@@ -59,7 +59,7 @@ def test_an_elastic_run_of_two_leaves_no_thread(lighthouse: Lighthouse) -> None:
 
 
 def test_close_ends_a_wait_for_other_members(lighthouse: Lighthouse) -> None:
-    """One replica holds rounds alone and wants two members from its second view on, who never come: it waits at the lighthouse."""
+    """From its second view on, the replica needs two members, but no other comes; so it waits at the lighthouse."""
     before, waits, views = here(), threading.Event(), []
 
     def observe(kind: str, fields: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a delta counts: 1, or the tokens behind it."""
+"""The weight of a delta: 1, or the tokens behind it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["one_thread"]  # a fixture
 
 
 def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
-    """Two speeds, two batch sizes: the weights are the tokens behind each delta, and the sums are right."""
+    """Replicas differ in speed and batch size. The weights are the tokens behind each delta."""
     cluster, book = SimulatedCluster(), Book()
     of = {"a": (1.0, 8.0), "b": (1.0, 24.0), "c": (3.0, 8.0)}  # seconds and tokens of a step
     results = cluster.play(
@@ -34,7 +34,7 @@ def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
     )
     agree(results, book)
     rounds = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
-    assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow one
+    assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow replica
     assert any(len(one.weights) == 3 and one.weights[2] < one.weights[0] for one in rounds)
 
 
@@ -47,7 +47,7 @@ def test_weighted_deltas_survive_a_killed_replica(tokens: float | None) -> None:
 
 @pytest.mark.parametrize("tokens", [None, 16.0])
 def test_an_outlier_delta_is_clipped(tokens: float | None) -> None:
-    """A replica that jumps far once takes nobody along, and goes on from near the others itself."""
+    """One replica jumps far once. The others do not follow, and it continues from near their anchor."""
     cluster, book, far = SimulatedCluster(), Book(), 1e6
 
     def inner(toy: Toy, fragment: int) -> Tensor:
@@ -63,7 +63,7 @@ def test_an_outlier_delta_is_clipped(tokens: float | None) -> None:
 
 
 def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
-    """Where the first round leaves its anchor, and how many values each replica had seen.
+    """Returns the anchor after the first round, and how many values each replica had seen.
 
     The inner step is a running mean, θ ← θ + (x − θ) / n: after n values θ is their mean. Every value of "f" is 1, every
     value of "s" is 6, and "s" is slower.
@@ -72,7 +72,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     seen = {"f": 0, "s": 0}
 
     def inner(toy: Toy, fragment: int) -> Tensor:
-        seen[toy.name] += fragment == 0  # once a step
+        seen[toy.name] += fragment == 0  # once for each step
         value = 1.0 if toy.name == "f" else 6.0
         return (value - toy.parameters[fragment].detach()) / seen[toy.name]
 
@@ -80,7 +80,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
         worth = 1.0 if tokens else None
         toy = Toy(cluster, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
         toy.elastic.join()
-        for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the slow one's step jumps to where the others are
+        for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the step of s jumps to that of f
             for fragment, parameter in enumerate(toy.parameters):
                 parameter.data += inner(toy, fragment)
             toy.elastic.after_inner_step()
@@ -92,7 +92,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
 
 
 def test_weights_by_tokens_correct_unequal_speeds() -> None:
-    """The mean of all values seen is 2: by tokens it is found; with equal weights the slow replica's value counts four times."""
+    """The mean of all values is 2. Weights by tokens give it; equal weights would count each value of the slow replica four times."""
     (biased, seen), (unbiased, same) = first_round(tokens=False), first_round(tokens=True)
     assert seen == same == [4, 1]
     torch.testing.assert_close(biased, torch.full((SIZES[0],), 3.5))
@@ -155,7 +155,7 @@ def test_replicas_with_different_weighting_are_refused() -> None:
 
 
 def test_the_last_deltas_are_averaged_without_momentum() -> None:
-    """As in a fixed group: a whole outer step for less than a period's delta would overshoot."""
+    """As in a fixed group, a whole outer step for a delta of less than a period would overshoot."""
     anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.pieces.outer.Nesterov(lr=0.5, momentum=0.8)
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=outer)
     agreed = GlobalState([anchor], [outer.init(anchor)])
@@ -172,5 +172,5 @@ def test_the_last_deltas_are_averaged_without_momentum() -> None:
     torch.testing.assert_close(first.anchor, due)
     torch.testing.assert_close(second.anchor, due - delta)
     assert second.state.keys() == state.keys()
-    for name, kept in state.items():  # a newcomer's rounds go on from it
+    for name, kept in state.items():  # rounds of a joiner continue from this state
         torch.testing.assert_close(second.state[name], kept)

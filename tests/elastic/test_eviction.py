@@ -1,4 +1,4 @@
-"""Rounds go on without a member that most find to hold them up: who leaves, who is told what, and when nobody does."""
+"""Eviction: rounds continue without a member that most members find slow; which member leaves, what each is told, and when none leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("inline")
 
 @dataclass
 class Told:
-    """What one replica heard, and what ended it."""
+    """The events of one replica, and the error that ended it."""
 
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ended: BaseException | None = None
@@ -48,7 +48,7 @@ def hold(
     rounds: int = 24,
     seed: int = 1,
 ) -> dict[str, Told]:
-    """Rounds of all replicas; from the seventh second on what is `slow` is, and `sleeper` takes four times as long."""
+    """Holds rounds of all replicas. After 9 s the links in `slow` get slower, and `sleeper` takes four times as long for a step."""
     stage, told = Play(wan, seed), {name: Told() for name in NAMES}
     stage.later(9.0, lambda: wan.slower.update(slow))
 
@@ -73,7 +73,7 @@ def hold(
                 own_steps += 10
                 held.trained(step)
                 held.depart(Ready(0, torch.ones(400), 1.0, step, {}), own_steps=own_steps)
-                # Here the round was waited for, which is nothing of its own: count from now.
+                # the replica waited for the round here, which is not its own time, so measure from now
                 held.loop._voter.departs(own_steps, membership.clock())
                 for _ in held.outcomes(1 << 40):
                     pass
@@ -134,7 +134,7 @@ def test_eviction_records_survive_serialisation():
         ({"a": "c", "b": "c", "c": ""}, 3, None),
         ({"a": "b", "b": "a"}, 1, None),
         ({"a": "b", "b": "b"}, 1, "b"),
-        ({"a": "x", "b": "x", "c": "x"}, 1, None),  # nobody of that name is here
+        ({"a": "x", "b": "x", "c": "x"}, 1, None),  # no member is called x
         ({"a": "", "b": "", "c": "a"}, 1, None),
         ({}, 1, None),
     ],

@@ -1,4 +1,4 @@
-"""A hub or lighthouse that is away, and links that flap, in virtual time: no step is lost, no sample counted twice, all end alike."""
+"""Outages of a hub or lighthouse, and flapping links, in virtual time: no step is lost, no sample counts twice, all replicas end equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = "abc"
 
 
 def play(cluster: SimulatedCluster) -> tuple[dict[str, Toy], Book]:
-    """Three replicas, of which a round needs two."""
+    """Trains three replicas; a round needs two of them."""
     held = book()
     results = cluster.play({name: train(cluster, held, 500, len(NAMES), STEPS, least=2) for name in NAMES})
     agree(results, held)
@@ -24,7 +24,7 @@ def play(cluster: SimulatedCluster) -> tuple[dict[str, Toy], Book]:
 
 
 def hold_all(results: dict[str, Toy], held: Book) -> None:
-    """All that the replicas trained is in the anchors, once: each kept its samples and its progress. One that waited has the others' step."""
+    """Checks that the anchors hold everything that was trained, once, and that all replicas end at the same step."""
     for name in NAMES:
         ledger, lost = check(held, results[name])
         assert results[name].step == STEPS and not results[name].restored and not lost, name
@@ -34,7 +34,7 @@ def hold_all(results: dict[str, Toy], held: Book) -> None:
 
 @pytest.mark.parametrize("phase", ["call", "called", "all", "wait"])
 def test_a_hub_outage_of_a_minute_loses_no_step(phase: str) -> None:
-    """At whatever a member asks of it, and with all that it knew."""
+    """The outage begins at any request of a member, and the hub keeps its state."""
     cluster = SimulatedCluster()
 
     def away() -> None:
@@ -47,7 +47,7 @@ def test_a_hub_outage_of_a_minute_loses_no_step(phase: str) -> None:
 
 
 def flap(cluster: SimulatedCluster, down: Callable[[], None], up: Callable[[], None], seconds: float) -> None:
-    """Every ten seconds it is down for so long, until the run has ended."""
+    """Calls `down` every ten seconds, and `up` after `seconds`, until the run has ended."""
 
     def begin() -> None:
         down()

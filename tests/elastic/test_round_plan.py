@@ -1,4 +1,4 @@
-"""What all members conclude from their statuses; by hand, and as laws on any statuses."""
+"""The round plan that all members compute from their statuses: examples, and laws for any statuses."""
 
 import dataclasses
 import itertools
@@ -30,25 +30,25 @@ def test_equal_statuses_are_all_sound_and_counted() -> None:
 
 
 def test_rounds_take_fragments_in_turn() -> None:
-    """Turns 3, 4, 5 are of fragments 1, 2, 0."""
+    """Rounds 3, 4 and 5 have fragments 1, 2 and 0."""
     both = {"1": 1.0, "2": 1.0}
     assert reconcile([status(3, brings=both), status(3, brings=both)], ORDER).fragment == 1
     plan = reconcile([status(4, brings=both), status(4, brings={"0": 1.0, "2": 1.0})], ORDER)
     assert (plan.round, plan.fragment, plan.counted) == (4, 2, (0, 1))
-    plan = reconcile([status(3, brings={"0": 1.0}), status(3, brings={})], ORDER)  # nobody has what is next
+    plan = reconcile([status(3, brings={"0": 1.0}), status(3, brings={})], ORDER)  # no member has the next fragment
     assert (plan.round, plan.fragment, plan.counted) == (5, 0, (0,))
-    assert reconcile([status(4, brings={"1": 1.0})], ORDER).round == 6  # the next time that it is its turn
+    assert reconcile([status(4, brings={"1": 1.0})], ORDER).round == 6  # the next round of that fragment
     nothing = reconcile([status(4, brings={})] * 2, ORDER)
     assert (nothing.round, nothing.fragment, nothing.counted) == (4, -1, ())
     broken = reconcile([status(4, brings={"2": 0.0}), status(4, brings={"0": 1.0})], ORDER)
-    assert (broken.round, broken.fragment, broken.counted) == (4, 2, ())  # the round is used up
+    assert (broken.round, broken.fragment, broken.counted) == (4, 2, ())  # the round number is used up
 
 
 def test_the_mean_is_over_all_that_train() -> None:
     one, none, fresh = status(5), status(5, brings={}), status(0, fresh=True)
     assert reconcile([one, none, none], ORDER).whole == 3.0 and reconcile([one, none, fresh], ORDER).whole == 2.0
     tokens = reconcile([status(5, brings={"0": 10.0}), status(5, brings={"0": 20.0}), none], ORDER)
-    assert tokens.whole == 45.0  # who has nothing of it now counts as the others do, in the mean
+    assert tokens.whole == 45.0  # a member without a delta in this round counts with the mean weight of the others
 
 
 def test_a_late_replica_counts_and_takes_over_the_state() -> None:
@@ -68,9 +68,8 @@ def test_no_delta_counts_once_a_sound_member_knows_the_end() -> None:
     ended = status(6, finishing=True, over=True, step=90)
     plan = reconcile([status(5, "old"), ended], ORDER)
     assert (plan.over, plan.counted, plan.behind, plan.step, plan.round) == (True, (), (0,), 90, 6)
-    further = reconcile(
-        [status(7, "further"), ended], ORDER
-    )  # they were cut off, and held more rounds: theirs is right
+    # the others were cut off and have held more rounds, so their state is the right one
+    further = reconcile([status(7, "further"), ended], ORDER)
     assert not further.over and further.counted == (0, 1) and further.behind == (1,)
 
 
@@ -86,11 +85,12 @@ def test_among_newcomers_the_first_gives_the_state() -> None:
 
 def test_the_majoritys_state_digest_is_sound() -> None:
     assert reconcile([status(5, "drifted"), status(5, "b"), status(5, "b")], ORDER).behind == (0,)
-    assert reconcile([status(5, "x"), status(5, "y")], ORDER).sound == (0,)  # no majority: the lowest rank
+    # without a majority, the lowest rank decides
+    assert reconcile([status(5, "x"), status(5, "y")], ORDER).sound == (0,)
 
 
 def test_fresh_members_never_outvote_trained_ones() -> None:
-    """A restart with new weights and a large round of its own is still fresh."""
+    """A member that restarted with new weights and states a large round number is still fresh."""
     plan = reconcile([status(9, "r", fresh=True), status(9, "r", fresh=True), status(5)], ORDER)
     assert plan.sound == (2,) and plan.round == 5
 
@@ -128,7 +128,9 @@ def test_the_run_is_over_once_no_member_brings_a_delta() -> None:
     }  # fmt: skip
     training = reconcile([one, status(5)], ORDER)
     assert not training.over
-    assert not reconcile([none, status(2, "old", brings={}, finishing=True)], ORDER).over  # it may get something back
+    assert not reconcile(
+        [none, status(2, "old", brings={}, finishing=True)], ORDER
+    ).over  # a member may still get its delta back
 
 
 def test_statuses_survive_serialisation_and_malformed_ones_are_refused() -> None:

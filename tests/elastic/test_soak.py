@@ -1,4 +1,4 @@
-"""Many faults at random, with real processes and in a time of their own; what survived is in the output (-s)."""
+"""Many random faults, with real processes and in virtual time; `-s` prints a summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.membership.testing import SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.slow
-SEED = 2026  # of the order of faults; another one is another soak
+SEED = 2026  # of the order of faults; another seed gives another order
 KINDS = {
     "kill -9": 6, "freeze": 5, "damaged bytes": 3, "disk full": 2, "lighthouse killed": 2, "lighthouse frozen": 1, "all killed": 1,
     "wrong model": 1, "a name that is taken": 1,
@@ -36,7 +36,7 @@ def test_random_faults_in_virtual_time_lose_nothing(capsys: pytest.CaptureFixtur
         settings = {"steps": 60, "least": least, "tokens": chance.choice([None, 8.0])}
         results = cluster.play({name: train(cluster, book, **settings) for name in names})
         assert all(isinstance(result, Toy | LinkError) for result in results.values()), results
-        if any(isinstance(result, Toy) for result in results.values()):  # else too many died too near to the end
+        if any(isinstance(result, Toy) for result in results.values()):  # otherwise too many died too close to the end
             agree(results, book)
         ended.update(type(result).__name__ for result in results.values())
         rounds.update(str(f["committed"]) for _, event, f in book.events if event == "round" and f["fragment"] >= 0)
@@ -53,7 +53,7 @@ def test_random_faults_in_virtual_time_lose_nothing(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("kind_of_stage", [Stage, HubStage])
 def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], tmp_path: Path) -> None:
-    """After each all take part again; at the end nothing is lost, and what happened was said."""
+    """After each fault all replicas take part again. At the end no step is lost, and the faults are in the logs."""
     stage, chance = kind_of_stage(tmp_path), random.Random(1)
     try:
         stage.begin()
@@ -61,7 +61,7 @@ def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], t
             stage.fault(kind, chance)
             stage.until_all_take_part()
         stage.end()
-        stage.reckon()
+        stage.check_anchors()
         everything = [line for name in "abc" for line in stage.lines(name)]
         assert any("damaged" in line["reason"] for line in everything if line["kind"] == "round")
         (refused,) = [line for line in everything if line["kind"] == "not saved"]
@@ -86,10 +86,10 @@ def test_random_kills_of_real_processes_lose_nothing(tmp_path: Path, capsys: pyt
             stage.fault(kind, chance)
             pause = time.monotonic() + chance.uniform(0.0, 1.5)
             while time.monotonic() < pause:
-                stage.tend()
+                stage.restart_ended()
                 time.sleep(0.05)
         stage.end()
-        said.append(stage.figures(stage.reckon()))
+        said.append(stage.figures(stage.check_anchors()))
         with capsys.disabled():
             print("\n" + "\n".join(said))
     finally:

@@ -1,4 +1,4 @@
-"""Replicas of unlike releases in one run: served where they speak one protocol, refused by name where they do not."""
+"""Replicas of different releases in one run: those that share a protocol train together, others are refused by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from thinwire.version import PROTOCOLS, Protocols
 
 __all__ = ["one_thread"]  # a fixture
 OLD = PROTOCOLS.newest
-AFTER = Protocols(OLD, OLD + 1, "0.2.0")  # reads what those before it send
-NEXT = Protocols(OLD + 1, OLD + 2, "0.3.0")  # no more
+AFTER = Protocols(OLD, OLD + 1, "0.2.0")  # understands the protocol of earlier releases
+NEXT = Protocols(OLD + 1, OLD + 2, "0.3.0")  # no longer understands it
 FAR = Protocols(OLD + 5, OLD + 7, "9.0")
 STEPS = 60
 
@@ -25,7 +25,7 @@ def toy(cluster: SimulatedCluster, held: Book, name: str, protocols: Protocols) 
 
 
 def upgraded(cluster: SimulatedCluster, held: Book, steps: int) -> Callable[[str], Toy]:
-    """A replica that leaves after so many steps, and is back two seconds later with the next release and its checkpoint."""
+    """Returns a replica that leaves after `steps` steps and returns two seconds later with the next release and its checkpoint."""
 
     def run(name: str) -> Toy:
         before = toy(cluster, held, name, PROTOCOLS)
@@ -52,8 +52,8 @@ def wait(cluster: SimulatedCluster, name: str, seconds: float) -> None:
 
 
 def test_a_rolling_upgrade_keeps_training_and_refuses_an_incompatible_release() -> None:
-    """One after another leaves and is back with a newer release. All train on, no sample is lost or trained twice, and all end with the same bits.
-    Two that speak no protocol of the oldest are told so, also the one that the upgraded one would understand."""
+    """Each replica in turn leaves and returns with a newer release. All train on, no sample is lost or trained twice, and all end with the
+    same bits. Two that share no protocol with the oldest replica are refused, also the one that an upgraded replica would understand."""
     cluster, held = SimulatedCluster(), book()
     steps = {"a": 12, "b": 24, "c": 36}
     results = cluster.play(

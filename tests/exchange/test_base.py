@@ -1,4 +1,4 @@
-"""What exchanges declare, by hand: strategies are refused or laid out by it."""
+"""The declarations of exchanges, by hand. Strategies use them to refuse combinations and to lay out tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.exchange import Exchange
 
 
 class Least(Exchange):
-    """Only what must be written."""
+    """An exchange that defines only what it must."""
 
     def __repr__(self):
         return "Least()"

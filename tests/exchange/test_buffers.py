@@ -1,4 +1,4 @@
-"""What buffers share, by hand."""
+"""Buffers that exchanges share, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a vector is cut, by hand. That all shards cover it: test_exchanges.py."""
+"""How a vector is cut into pieces, by hand. test_exchanges.py holds that the shards cover it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder makes of the packets of three replicas, by hand."""
+"""Decoding the packets of three replicas, by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = [torch.arange(1.0, 6.0), torch.arange(5.0, 0.0, -1.0), torch.tensor([9.
 
 
 def decoder(group: tw.ThreadGroup, aggregate: Aggregate, codec: Codec = Identity(), begin: int = 0) -> Decoder:
-    """Of the elements from `begin` on."""
+    """Returns a decoder of the elements from `begin` on."""
     key = Key(sender=group.rank)
     round_ = Round(SendContext(group), codec, begin + NUMEL, key, lambda begin, end: torch.zeros(end - begin))
     round_.aggregate, round_.remembered = aggregate, {"kept": torch.arange(begin + NUMEL + 9.0)}
@@ -54,7 +54,7 @@ def test_only_flagged_packets_are_refused():
 
 
 def test_an_owners_aggregate_is_not_aggregated_again():
-    """A rule that leaves out a replica at each end has nothing to say of one packet."""
+    """A rule that leaves out one replica at each end cannot be applied to a single packet."""
 
     def replica(group: tw.ThreadGroup) -> None:
         room, (message,) = decoder(group, TrimmedMean(1)), cut(Identity(), 0, NUMEL)
@@ -77,7 +77,7 @@ def test_inner_products_sum_over_all_ranges():
 
 
 class Noting(GeometricMedian):
-    """Notes what it is given, in `seen`."""
+    """An aggregate that records its arguments in `seen`."""
 
     seen: ClassVar[list[object]] = []
 
@@ -91,7 +91,7 @@ class Noting(GeometricMedian):
 
 
 def test_an_aggregate_gets_the_values_and_state_of_its_range():
-    """Values and state of these elements alone, and the key that is the same on all replicas."""
+    """It gets only the values and state of these elements, and the key, which is the same on all replicas."""
     Noting.seen.clear()
 
     def replica(group: tw.ThreadGroup) -> None:
@@ -108,7 +108,7 @@ def test_an_aggregate_gets_the_values_and_state_of_its_range():
 
 
 class Together(Identity):
-    """Decodes all packets together; the estimate is how much each counts, and its sender."""
+    """Decodes all packets together. Its estimate has the weight and sender of each packet."""
 
     joint = True
 
@@ -117,7 +117,7 @@ class Together(Identity):
 
 
 def test_a_joint_codec_gets_each_packets_weight():
-    """It makes the estimate by itself, so there are no products for it."""
+    """It computes the estimate by itself, so no products are made for it."""
 
     def replica(group: tw.ThreadGroup) -> None:
         room, (message,) = decoder(group, GeometricMedian(), Together()), cut(Identity(), 0, 3)

@@ -1,4 +1,4 @@
-"""Exchanges alone: estimates on threads, against the mean written down plainly; bytes, memory, bad input."""
+"""Exchanges alone, on threads: estimates against a plain mean, bytes, memory, and bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.testing.toy import Shuffled, adamw, journey, same_bits, toy
 SIZES = [0, 1, 2, 3, 7, 64, 1000]
 
 
-# A choice is of one of the others.
+# A `Choice` picks one of the others.
 CARRY = [row.piece for row in EXCHANGES if not isinstance(row.piece, tw.exchange.Fastest)]
 FITTING = [(exchange, row.piece) for exchange in CARRY for row in CODECS if fits(exchange, row.piece)]
 KINDS = (
@@ -71,7 +71,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(exchange, codec, small):
 )
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_sides_telescope(codec, size, small):
-    """1-bit Adam's two: Σ sent + e = Σ Δ at each replica; Σ estimates + the owners' e = Σ of the means of what was sent."""
+    """The two sides of 1-bit Adam: Σ sent + e = Σ Δ at each replica; Σ estimates + the owners' e = Σ of the means of what was sent."""
     count, numel, exchange, feedback = (
         12,
         100,
@@ -106,7 +106,7 @@ def test_two_sides_telescope(codec, size, small):
 
 
 def test_sites_telescope(small):
-    """Σ estimates + what the owners hold back, a site weighed by its replicas, = Σ means."""
+    """Σ estimates + what the owners hold back = Σ means, where a site weighs as many as it has replicas."""
     exchange, codec, count, numel = (
         tw.exchange.Hierarchy((1, 1, 3), tw.pieces.feedback.Feedback()),
         tw.codecs.Sign(),
@@ -122,7 +122,7 @@ def test_sites_telescope(small):
 
 
 def test_power_sgd_equals_one_replica_with_the_mean_delta():
-    """M replicas do what one would with the mean of their deltas (Vogels et al., §4.1); and keep the rest locally."""
+    """M replicas compute what one replica would with their mean delta (Vogels et al., §4.1), and keep the error locally."""
     codec = tw.codecs.LowRank(2, shapes=((20, 30), (40,)))
     x = deltas(4, 640)
     seen = rounds(tw.exchange.AllReduce(), codec, x)
@@ -138,7 +138,7 @@ def test_power_sgd_equals_one_replica_with_the_mean_delta():
 
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
 def test_bytes_on_each_link_are_as_promised(exchange):
-    """What each exchange promises of a packet, for one that is large against headers."""
+    """For a packet that is large against its headers, each link carries what the exchange promises."""
     codec, numel = tw.codecs.E3M0(128), 1 << 20
     if not fits(exchange, codec):
         codec = tw.codecs.Cast()
@@ -184,7 +184,7 @@ def test_bytes_inside_a_site_are_counted_apart(small):
 
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
 def test_grain_changes_no_value(exchange, request):
-    """A packet in one message or in many: the same values, the same payload, and so many headers."""
+    """A packet in one message or in many gives the same values and the same payload, and one header for each message."""
     codec, x = tw.codecs.E3M0(8), deltas(3, 1000)
     ((whole,), *_) = rounds(exchange, codec, x)
     assert exchange.nbytes_sent(codec, 1000, 3) < 6000
@@ -206,7 +206,7 @@ def test_shards_cover_everything_once():
 
 
 def test_an_overflowing_mean_voids_the_round_and_names_nobody(small):
-    """Finite deltas, a mean that is none: void on all replicas, and nobody is named."""
+    """Deltas are finite, but their mean is not: the round is void on all replicas, and no replica is named."""
     x = torch.full((1, 3, 100), 3e38)
     for exchange in (tw.exchange.TwoShot(), tw.exchange.AllReduce(), tw.exchange.Hierarchy((2, 1))):
         for (went,) in rounds(exchange, tw.codecs.Identity(), x):
@@ -229,7 +229,7 @@ def test_an_overflowing_mean_voids_the_round_and_names_nobody(small):
     ids=str,
 )
 def test_training_in_sites_satisfies_laws_1_5_6_and_7(codec, sites):
-    """Laws 1, 5, 6 and 7 for a whole strategy: anchors agree after every step, in any order of arrival, predicted is counted."""
+    """Laws 1, 5, 6 and 7 for a whole strategy: equal anchors after every step in any order of arrival; predicted bytes are counted."""
     exchange = tw.exchange.Hierarchy(sites, tw.pieces.feedback.Feedback())
     size = sum(map(len, exchange.ranks))
     strategy = tw.Strategy(
@@ -251,7 +251,7 @@ def test_training_in_sites_satisfies_laws_1_5_6_and_7(codec, sites):
 
 
 def test_a_refused_round_leaves_the_exchange_as_it_was():
-    """Law 3 for what owners hold back; and law 6, that it is saved."""
+    """Law 3 for what the owners hold back; law 6: it is saved."""
     strategy = METHODS["1-bit, both sides"]
     memories: list[dict[int, torch.Tensor]] = [{}, {}]
 
@@ -294,7 +294,7 @@ def test_sites_of_another_group_are_refused():
     tw.run_threads(2, replica)
 
 
-# ---- a choice
+# ---- Choice
 
 
 def test_fastest_chooses_the_least_predicted_time():
@@ -309,7 +309,7 @@ def test_fastest_chooses_the_least_predicted_time():
 
 
 def test_predicted_seconds_are_bytes_over_rate_plus_delays():
-    link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB a packet, 1 s
+    link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB in a packet, 1 s
     for exchange, seconds in [
         (tw.exchange.Direct(), 3 * 1.0 + 0.5),
         (tw.exchange.TwoShot(), 1.5 * 1.0 + 1.0),
@@ -333,11 +333,11 @@ def test_a_choice_is_reported():
     assert "TwoShot(feedback=None) 0.08" in line and line.endswith("(predicted)")
 
 
-# ---- beside training
+# ---- rounds beside training
 
 
 class Slow:
-    """A group that notes when what was posted, and whose messages take a while to be handed over."""
+    """A group that records each post, and completes messages only later."""
 
     def __init__(self, group, seconds):
         self.group, self.rank, self.size, self.seconds, self.posts = group, group.rank, group.size, seconds, []
@@ -366,7 +366,7 @@ class _Slow:
 
 
 def test_the_round_that_lands_first_is_sent_first(monkeypatch):
-    """Three rounds wait for a full window; the last of them lands first, and goes first."""
+    """Three rounds wait for a full window. The last of them lands first, so it is sent first."""
     monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 100)
     left = []
 
@@ -386,8 +386,8 @@ def test_the_round_that_lands_first_is_sent_first(monkeypatch):
 
 @pytest.mark.parametrize("window", [50, 200])
 def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
-    """A message is posted when those before it, but for a window's worth and one, are with the carrier: so that others may overtake,
-    and a link is not idle for a delay between two messages that are longer than the window.
+    """A message is posted when all earlier ones, except a window and one more, are complete. So later rounds can overtake, and a
+    link is not idle for a delay between two messages longer than the window.
     """
     monkeypatch.setattr(send_queue, "WINDOW_NBYTES", window)
     seen = {}
@@ -396,13 +396,14 @@ def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
         seen[group.rank] = Slow(group, 0.03)
         return seen[group.rank]
 
-    rounds(tw.exchange.Direct(), tw.codecs.Identity(), deltas(2, 128), wrap)  # eight messages of 112 bytes: two fit
+    # eight messages of 112 bytes; two fit into the window
+    rounds(tw.exchange.Direct(), tw.codecs.Identity(), deltas(2, 128), wrap)
     times = [at for at, _ in seen[0].posts]
     assert len(times) == 8 and times[-1] - times[0] > 0.08
 
 
 def test_messages_longer_than_the_window_follow_without_a_gap(monkeypatch):
-    """One by one, a link would be idle for a delay between two of them."""
+    """If they were posted one by one, a link would be idle for a delay between them."""
     monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 1)
     told = []
 
@@ -417,13 +418,13 @@ def test_messages_longer_than_the_window_follow_without_a_gap(monkeypatch):
     sent = [box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet") for tag in range(4)]
     box.close()
     assert told == ["post 0", "post 1", "wait 0", "post 2", "wait 1", "post 3"]
-    sent[0].wait()  # again, and not of the carrier
+    sent[0].wait()  # a second wait, which does not reach the carrier
     assert told[-1] == "post 3"
     assert box.put((0,), lambda: told.append("after the end")).cancelled()
 
 
 def test_encoding_sending_and_decoding_of_chunks_overlap(small):
-    """The first chunk is settled before the last is encoded: sending does not wait for encoding, nor decoding for sending."""
+    """The first chunk is decoded before the last is encoded, so encoding, sending and decoding overlap."""
     waited = []
 
     def replica(group):
@@ -446,7 +447,7 @@ def test_encoding_sending_and_decoding_of_chunks_overlap(small):
 
 @pytest.mark.parametrize("name", each(METHODS))
 def test_a_steady_round_allocates_no_buffer(name):
-    """Of a fragment's size nothing is made anew: over many rounds there are not more (how many fly at once is chance)."""
+    """Over many rounds, the number of buffers as large as the fragment does not grow (how many rounds overlap is chance)."""
     counts = []
 
     def look(replica, step):
@@ -463,5 +464,5 @@ def test_an_encoder_failure_is_raised_and_not_its_consequence():
             raise RuntimeError("a bug in an encoder")
 
     for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot()):
-        with pytest.raises(RuntimeError, match="a bug in an encoder"):  # at once, and not when the group gives up
+        with pytest.raises(RuntimeError, match="a bug in an encoder"):  # at once, not when the group times out
             journey(tw.Strategy(codec=Broken(), exchange=exchange), 2, steps=2)

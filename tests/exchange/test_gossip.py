@@ -1,4 +1,4 @@
-"""What neighbours take the mean of, by hand, and what each of them sends."""
+"""Gossip exchanges, by hand: the neighbours over which the mean is taken, and what each replica sends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.topology import Listed, MoshpitGrid, Ring
 
 @pytest.mark.parametrize("topology", [Ring(), MoshpitGrid(4)], ids=str)
 def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topology, small):
-    """On a ring over three of four replicas; in a group that takes its mean together, over all four."""
+    """On a ring the mean is over three of four replicas; in a group that averages together, over all four."""
     numel, exchange = 50, Gossip(topology, NoLoCo())
     x = torch.randn(4, 2 * numel, generator=torch.Generator().manual_seed(0))
     share = torch.from_numpy(topology.edges(4)).float() + torch.eye(4)
@@ -40,7 +40,7 @@ def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topol
 
 
 def test_each_replica_sends_to_its_neighbours_or_group():
-    """To each neighbour, or in a group as much as its place in it asks for."""
+    """It sends to each neighbour, or in a group the share that its position requires."""
     nbytes = packets_nbytes(cut(Identity(), 0, 10))
     star = Gossip(Listed(((0, 1), (0, 2), (0, 3))), AdaptThenCombine())
     assert [star.nbytes_sent(Identity(), 10, 4, rank) for rank in (None, 0, 1)] == [3 * nbytes, 3 * nbytes, nbytes]

@@ -1,4 +1,4 @@
-"""What a round says of itself, by hand."""
+"""The record of a round, by hand."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_round_times_are_the_carriers():
     def replica(group):
         round_ = a_round(group)
         round_.outgoing += [outgoing() for _ in range(4)]
-        round_.outgoing[1].sent = sent(11.0, 0.0, 0.0)  # by a carrier that does not know
+        round_.outgoing[1].sent = sent(11.0, 0.0, 0.0)  # by a carrier that does not know the times
         assert round_.times() == (0.0, 0.0)
         round_.outgoing[2].sent, round_.outgoing[3].sent = sent(12.0, 3.0, 4.0), sent(13.0, 1.0, 2.0)
-        assert round_.times() == (4.0, 5.0)  # the first bit left at 14, the last was there at 19
+        assert round_.times() == (4.0, 5.0)  # the first bit left at 14, the last arrived at 19
         assert (round_.rank, round_.size, round_.peers) == (0, 1, [])
         round_.context.close()
 

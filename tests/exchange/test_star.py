@@ -1,4 +1,4 @@
-"""A hub that averages, as a thread beside those of the replicas: the same bits as a replica that does it; what it must not take."""
+"""A hub that averages, as a thread beside those of the replicas: it gives the same bits as a replica that averages, and refuses bad packets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.testing.toy import Plan, same_bits, travel
 
 
 def at_a_hub(replica, size, most_nbytes=1 << 30):
-    """`replica(group)` of each, and last the hub's rounds and how they ended; all are threads."""
+    """Runs `replica(group)` for each replica and the hub's rounds, all as threads. Returns the results, and how the hub ended."""
 
     def member(group):
         seen = WithHub(group)
@@ -41,7 +41,7 @@ def at_a_hub(replica, size, most_nbytes=1 << 30):
     "codec", [tw.codecs.E3M0(4), tw.codecs.Sign(), tw.codecs.Int(4, 16, "fp32", "stochastic"), tw.codecs.Entropy(tw.codecs.E3M0(4))], ids=str
 )  # fmt: skip
 def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
-    """Laws 1, 5 and 7: bits, bytes, flags; a round that one refuses changes nothing at the hub either."""
+    """Laws 1, 5 and 7: bits, bytes and flags are equal. A round that one replica refuses changes nothing at the hub either."""
     x = deltas(3, 100, 4)
     x[1, 2, 77] = torch.nan
     ledgers = [Ledger() for _ in range(3)]
@@ -78,7 +78,7 @@ def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
 
 
 def test_training_at_a_hub_equals_training_with_a_replica_as_center():
-    """Fragments in turn, in the air together: the anchors of every step are those of the same run with a replica as the center."""
+    """Fragments take turns and are in the air together. The anchors of every step equal those of a run with a replica as the center."""
     made = {
         center: Plan(
             tw.streaming_diloco(
@@ -188,7 +188,7 @@ def test_numbers_of_a_fragment_are_read_within_their_range(name, least):
 
 @pytest.mark.parametrize(("codec", "parts"), [(tw.codecs.E3M0(4), 1), (tw.codecs.TopK(0.1), 3)], ids=str)
 def test_a_hub_computes_the_memory_of_a_fragment(codec, parts):
-    """Packets of two rounds, from all and to all; in fp32 two parts, the largest message, and with feedback two states."""
+    """It counts the packets of two rounds from and to all, two parts in fp32, the largest message, and with feedback two states."""
     numel = 3 * PIECE_NUMEL
     messages = cut(codec, 0, numel)
     packets = 2 * 4 * packets_nbytes(messages, marks=3)

@@ -1,4 +1,4 @@
-"""One round by itself."""
+"""A single round, run by the testing helpers."""
 
 from __future__ import annotations
 

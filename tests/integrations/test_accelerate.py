@@ -1,4 +1,4 @@
-"""The bridge to accelerate: alone it changes nothing, and two real processes agree where no gradient crosses."""
+"""The bridge to accelerate: one replica changes nothing, and two processes agree without an all-reduce of gradients."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from thinwire.testing.toy import same_bits
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_alone_it_changes_nothing(tmp_path, accumulate):
-    """Law 11, and after a resume: with one replica that averages, the loop's own weights, bit for bit."""
+def test_one_replica_with_average_changes_nothing(tmp_path, accumulate):
+    """Law 11, also after a resume: the weights equal those of the loop without Thinwire, bit for bit."""
     due, *_ = train(None, accumulate)
     local = {"local_sgd_steps": 4}
     got, accelerator, _ = train(local, accumulate, save=tmp_path / "state")
@@ -28,7 +28,7 @@ def test_alone_it_changes_nothing(tmp_path, accumulate):
     assert same_bits(train(local, accumulate, load=tmp_path / "state")[0], due)
 
 
-def test_refused_by_name(tmp_path):
+def test_unsupported_settings_are_refused(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     with pytest.raises(tw.ConfigurationError, match="one of the two is needed"):
         LocalSGD(accelerator, model)
@@ -43,7 +43,7 @@ def test_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_two_processes_end_with_equal_weights(tmp_path):
     program = Path(__file__).parents[1] / "support/accelerate_loop.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(program), str(tmp_path)]

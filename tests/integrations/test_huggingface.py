@@ -1,4 +1,4 @@
-"""The bridge to transformers' `Trainer`: alone it changes nothing, and two real processes agree."""
+"""The bridge to transformers' `Trainer`: one replica changes nothing, and two processes agree."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Then(TrainerCallback):
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulating"])
-def test_alone_it_changes_nothing(tmp_path, options):
-    """Law 11, and after a resume: with one replica that averages, the trainer's own weights, bit for bit."""
+def test_one_replica_with_average_changes_nothing(tmp_path, options):
+    """Law 11, also after a resume: the weights equal those of the trainer without Thinwire, bit for bit."""
     due = weights(train(tmp_path / "bare", None, **options))
     callback = ThinwireCallback(AVERAGE)
     assert same_bits(weights(train(tmp_path / "attached", callback, **options)), due) and callback.replica is None
@@ -44,7 +44,9 @@ def test_alone_it_changes_nothing(tmp_path, options):
     assert same_bits(weights(again), due) and not same_bits(weights(again), torch.zeros_like(due))
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])  # whose step is not called, or skips by itself
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch", "adamw_torch_fused"]
+)  # AMP does not call the step of the first; the second skips by itself
 def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     def scaled(folder: Path, *callbacks: ThinwireCallback) -> Trainer:
         trainer = Trainer(model(), arguments(folder, optim=optim), train_dataset=Tokens(), callbacks=list(callbacks))
@@ -59,17 +61,17 @@ def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
             steps.append(step)
 
     due, got = scaled(tmp_path / "bare"), scaled(tmp_path / "attached", ThinwireCallback(AVERAGE, observer=heard))
-    assert due.accelerator.scaler.get_scale() < 2.0**127  # some were skipped
+    assert due.accelerator.scaler.get_scale() < 2.0**127  # the scaler skipped some steps
     assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
 
 
-def test_a_run_too_short_for_its_momentum():
+def test_a_run_too_short_for_its_momentum_warns():
     assert "12 steps are 1 rounds of each fragment" in too_short(tw.diloco(every=10), 12)
     assert not too_short(tw.diloco(every=10), 200) and not too_short(tw.finetune(every=10), 30)
     assert not too_short(tw.local_sgd(every=10), 12) and not too_short(tw.data_parallel(), 1)
 
 
-def test_refused_by_name(tmp_path):
+def test_unsupported_settings_are_refused(tmp_path):
     said = refused(tmp_path, ThinwireCallback(AVERAGE), auto_find_batch_size=True)
     assert said.startswith("ConfigurationError: auto_find_batch_size")
     train(tmp_path / "bare", None, max_steps=4)
@@ -101,7 +103,7 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_agree_and_nothing_else_crosses(world):
+def test_two_processes_agree_and_send_only_packets(world):
     (zero, one), said, _ = world
     assert same_bits(zero["weights"], one["weights"]) and zero["steps"] == one["steps"] == STEPS
     assert zero["unwrapped"] and one["unwrapped"] and zero["calls"] == one["calls"] == []
@@ -110,25 +112,26 @@ def test_two_processes_agree_and_nothing_else_crosses(world):
         == one["packets"]
         == STEPS // STREAMING.schedule.every * STREAMING.nbytes_per_period(zero["shapes"], 2)
     )
-    assert said.count("thinwire: 2 replicas; each sends ") == 5  # once a training
+    assert said.count("thinwire: 2 replicas; each sends ") == 5  # once for each training
 
 
 @pytest.mark.slow
-def test_each_reads_a_share(world):
+def test_each_process_reads_its_share_of_the_samples(world):
     (zero, one), _, _ = world
     assert len(zero["seen"]) >= 2 * STEPS and not set(zero["seen"]) & set(one["seen"])
 
 
 @pytest.mark.slow
-def test_what_is_evaluated(world):
-    """The anchors, which are equal; or what each has."""
+def test_evaluation_uses_the_anchors_or_the_own_weights(world):
+    """By default the anchors, which are equal on both replicas; on request each replica's own weights."""
     (zero, one), _, _ = world
     assert zero["losses"] == one["losses"] and len(zero["losses"]) == STEPS // 4
-    assert zero["own"][0] != one["own"][0] and zero["own"][-1] == one["own"][-1]  # at the end there is one model
+    # after training both have the same weights
+    assert zero["own"][0] != one["own"][0] and zero["own"][-1] == one["own"][-1]
 
 
 @pytest.mark.slow
-def test_saved_rotated_and_resumed(world):
+def test_checkpoints_are_saved_rotated_and_resumed(world):
     (zero, one), _, folder = world
     assert zero["rotated"] == one["rotated"] == [f"checkpoint-{STEPS}"]
     flights = (folder / "whole/replica-1/checkpoint-8/thinwire/step-00000008/manifest.json").read_text()
@@ -142,8 +145,8 @@ def test_saved_rotated_and_resumed(world):
     assert same_bits(zero["own data"], one["own data"]) and SAVED == 4
 
 
-def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
-    """It takes their weights, their step and its learning rate, and trains samples that nobody else trains."""
+def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):
+    """It takes their weights, their step and their learning rate, and trains samples that no other replica trains."""
     facts = {"the trainer's max_steps": str(STEPS)}
     with beside(STREAMING, model(), facts=facts, steps=STEPS, alone=6, samples=512) as (other, trained):
         callback = ThinwireCallback(STREAMING, membership(other.address, "trainer"))
@@ -157,12 +160,12 @@ def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
     assert same_bits(weights(trainer), whole)
     assert not set(data.seen[: 2 * int(steps)]) & set(other.seen)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged and all(2.5 < loss < 5 for loss in logged)  # not divided by steps that others trained
+    assert logged and all(2.5 < loss < 5 for loss in logged)  # the loss is not divided by steps that others trained
     saved = sorted(path.name for path in (tmp_path / "trainer").glob("checkpoint-*/thinwire"))
     assert saved and not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_what_a_member_is_refused(tmp_path):
+def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
     member = membership(lighthouse.address, "a")
     said = refused(tmp_path, ThinwireCallback(AVERAGE, member))

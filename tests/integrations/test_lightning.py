@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` with a ThinwireCallback: the real library, alone and as two processes under torchrun."""
+"""Lightning's `Trainer` with a ThinwireCallback: one process, two processes under torchrun, and an elastic member."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STEPS = EPOCH * EPOCHS
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plain", "more"]
 )
-def test_law_11(tmp_path, options):
-    """One replica with Average: the trainer's own weights and losses, bit for bit."""
+def test_one_replica_with_average_changes_nothing(tmp_path, options):
+    """Law 11: weights and losses equal those of the trainer without Thinwire, bit for bit."""
     alone = fit(tmp_path / "alone", **options)
     callback = ThinwireCallback(tw.local_sgd(every=5), weights="own")
     attached = fit(tmp_path / "attached", callback, **options)
@@ -40,8 +40,8 @@ def test_law_11(tmp_path, options):
     assert alone.seen == attached.seen and callback.replica is None
 
 
-def test_a_resume_alone(tmp_path):
-    """Bit for bit, with rounds in the air; and what was saved is the anchors, or the own weights."""
+def test_one_replica_resumes_bit_for_bit(tmp_path):
+    """Rounds are in the air at the checkpoint, which holds the anchors or the own weights, as asked."""
     for asked in ("anchors", "own"):
         whole = fit(tmp_path / asked, ThinwireCallback(STREAMING, weights=asked))
         kept = tmp_path / asked / "checkpoints" / "epoch=0.ckpt"
@@ -65,8 +65,8 @@ def world(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_replicas(world):
-    """End equal, without a collective of torch's, in the predicted bytes; what each validates is as asked."""
+def test_two_replicas_end_equal_in_the_predicted_bytes(world):
+    """They run no collective of torch.distributed, and each validates the weights that it was asked to."""
     (first, second), said = world
     for name in ("with the world of torchrun", "whole", "own data"):
         assert same_bits(first[name], second[name]), name
@@ -84,8 +84,8 @@ def test_two_replicas(world):
 
 
 @pytest.mark.slow
-def test_two_replicas_resume(world):
-    """Bit for bit, with rounds in the air."""
+def test_two_replicas_resume_bit_for_bit(world):
+    """Rounds are in the air at the checkpoint."""
     for one in world[0]:
         assert same_bits(one["whole"], one["resumed"])
         assert one["saved"]["callbacks"]["ThinwireCallback"]["facts"]["flights"]
@@ -94,7 +94,7 @@ def test_two_replicas_resume(world):
 
 
 @pytest.mark.slow
-def test_what_two_replicas_refuse(world):
+def test_unsupported_settings_of_two_replicas_are_refused(world):
     for rank, one in enumerate(world[0]):
         assert f"a checkpoint of replica {1 - rank} of 2 · one of replica {rank} of 2" in one["of another"]
         assert "would write checkpoints into one folder" in one["one folder"]
@@ -102,7 +102,7 @@ def test_what_two_replicas_refuse(world):
         assert "max_epochs: 4 there, 3 on replica 0" in one["other steps"]
 
 
-def test_what_is_refused(tmp_path):
+def test_unsupported_settings_are_refused(tmp_path):
     (group,) = tw.ThreadGroup.create(1)
     callback = ThinwireCallback(STREAMING, group)
 
@@ -122,8 +122,8 @@ def test_what_is_refused(tmp_path):
         fit(tmp_path / "x", ThinwireCallback(tw.diloco(), group), resume=tmp_path / "checkpoints" / "epoch=0.ckpt")
 
 
-def test_lightnings_own_ddp_is_refused(tmp_path):
-    """Before it wraps the model; with the bytes that it would have sent."""
+def test_the_ddp_strategy_of_lightning_is_refused(tmp_path):
+    """The error comes before DDP wraps the model, and names the bytes that DDP would send."""
     callback = ThinwireCallback(STREAMING, tw.ThreadGroup.create(1)[0])
     trainer = Trainer(
         strategy="fsdp" if torch.cuda.is_available() else "ddp", accelerator="cpu", devices=1, logger=False
@@ -135,8 +135,8 @@ def test_lightnings_own_ddp_is_refused(tmp_path):
     assert Points(3)[0][0].shape == (4,)
 
 
-def test_a_step_that_the_scaler_skips(tmp_path):
-    """Trains nothing and counts, as the trainer counts it."""
+def test_a_step_that_the_scaler_skips_counts_but_trains_nothing(tmp_path):
+    """The trainer counts such a step too."""
     plugin = [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu")) for _ in range(2)]
 
     class Poisoned(Module):
@@ -151,7 +151,7 @@ def test_a_step_that_the_scaler_skips(tmp_path):
 
 
 class BySteps(Module):
-    """Its learning rate falls by steps. `events` are set after the first step."""
+    """A module whose learning rate falls with the steps. It sets `events` after the first step."""
 
     event = None
 
@@ -165,8 +165,8 @@ class BySteps(Module):
             self.event.set()
 
 
-def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
-    """It takes their weights, their step and its learning rate, and trains samples that nobody else trains; its checkpoint says so."""
+def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):
+    """It takes their weights, step and learning rate, and trains samples that no other replica trains; its checkpoint holds them."""
     due = 12
     with beside(STREAMING, Module(), facts={"max_steps": str(due)}, steps=due, alone=6, samples=512) as (
         other,
@@ -186,7 +186,7 @@ def test_a_trainer_that_joins_late_goes_on_where_the_others_are(tmp_path):
     assert not set(module.seen[: 2 * trains]) & set(other.seen)
 
 
-def test_what_a_member_is_refused(tmp_path):
+def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
     member, given = membership(lighthouse.address, "a"), {"max_steps": 4, "max_epochs": -1}
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Trainers whose replicas come and go: one is killed, the other goes on, and it comes back from its trainer's own checkpoint."""
+"""Elastic trainers: one is killed, the others continue, and it returns from its own trainer's checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "member_process.py"
 
 
 class Trainers:
-    """Processes of `trainer` in `folder`, at a lighthouse."""
+    """Processes that run `trainer` in `folder` and meet at a lighthouse."""
 
     def __init__(self, trainer: str, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
@@ -62,7 +62,7 @@ def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainers", ["hugging_face", "lightning"], indirect=True)
-def test_who_comes_after_the_end_gets_the_final_weights_from_who_keeps_them(trainers: Trainers) -> None:
+def test_a_member_that_returns_after_the_end_gets_the_final_weights(trainers: Trainers) -> None:
     first, second = trainers.start("a", 9), trainers.start("b", 9)
     trainers.wait_for("a.at.9", first)
     trainers.wait_for("b.at.9", first, second)
@@ -73,7 +73,7 @@ def test_who_comes_after_the_end_gets_the_final_weights_from_who_keeps_them(trai
     while "keeps the final weights for missing members" not in trainers.said("a"):
         assert first.poll() is None and time.monotonic() < until, trainers.said("a")[-3000:]
         time.sleep(0.05)
-    second = trainers.start("b")  # from its checkpoint of step 8, to the end
+    second = trainers.start("b")  # from its checkpoint of step 8 to the end
     for name, one in (("a", first), ("b", second)):
         assert one.wait(600) == 0, trainers.said(name)[-3000:]
     ends = [torch.load(trainers.folder / f"{name}.pt") for name in "ab"]
@@ -82,15 +82,15 @@ def test_who_comes_after_the_end_gets_the_final_weights_from_who_keeps_them(trai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainers", ["hugging_face", "lightning", "torchtitan"], indirect=True)
-def test_kill_9_and_come_back(trainers: Trainers) -> None:
+def test_a_killed_member_returns_from_its_checkpoint(trainers: Trainers) -> None:
     first, second = trainers.start("a", 9, 17), trainers.start("b", 9)
     trainers.wait_for("a.at.9", first)
     trainers.wait_for("b.at.9", first, second)
     second.kill()
     second.wait()
     (trainers.folder / "a.9").touch()
-    trainers.wait_for("a.at.17", first)  # it goes on alone
-    second = trainers.start("b", 17)  # from its checkpoint of step 8, to where the other is
+    trainers.wait_for("a.at.17", first)  # a continues alone
+    second = trainers.start("b", 17)  # from its checkpoint of step 8 to the step of the other
     trainers.wait_for("b.at.17", first, second)
     for name in "ab":
         (trainers.folder / f"{name}.17").touch()

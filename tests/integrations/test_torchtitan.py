@@ -1,4 +1,4 @@
-"""The bridge to torchtitan on its real optimizers, schedulers, checkpointer and overrides; its Trainer itself needs a GPU."""
+"""The bridge to torchtitan, with its real optimizers, schedulers, checkpointer and overrides. Its Trainer needs a GPU and is not run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    """torchtitan's own: of one rank."""
+    """A torch.distributed world of one rank, made by torchtitan."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_law_11(tmp_path, groups):
-    """With one of torchtitan's optimizers, and with two: its own weights, bit for bit."""
+def test_one_replica_with_average_changes_nothing(tmp_path, groups):
+    """Law 11, with one and with two optimizers of torchtitan: weights equal those without Thinwire, bit for bit."""
     alone = weights(Titan(tmp_path / "alone", groups).train())
     trainer, (group,) = Titan(tmp_path / "attached", groups), tw.ThreadGroup.create(1)
     with attach(trainer, tw.local_sgd(every=5), group) as replica:
@@ -44,8 +44,8 @@ def test_law_11(tmp_path, groups):
     assert same_bits(alone, weights(trainer.model_parts[0]))
 
 
-def test_a_resume_from_torchtitans_checkpoint(tmp_path, capsys):
-    """Bit for bit, with a round in the air, by the real CheckpointManager."""
+def test_a_resume_from_a_torchtitan_checkpoint_is_exact(tmp_path, capsys):
+    """The real CheckpointManager saves while a round is in the air; the resumed run is equal, bit for bit."""
     (group,) = tw.ThreadGroup.create(1)
     trainer = Titan(tmp_path)
     with attach(trainer, STREAMING, group):
@@ -62,7 +62,7 @@ def test_a_resume_from_torchtitans_checkpoint(tmp_path, capsys):
     assert "where DistributedDataParallel sends" in capsys.readouterr().out
 
 
-def test_pipeline_parts_are_refused():
+def test_pipeline_parallel_models_are_refused():
     trainer = SimpleNamespace(model_parts=[Toy(), Toy()])
     with (
         pytest.raises(tw.ConfigurationError, match=r"2 model parts .*pipeline_parallel_degree to 1"),
@@ -71,8 +71,8 @@ def test_pipeline_parts_are_refused():
         pass
 
 
-def test_step_and_learning_rates_go_where_the_others_are(tmp_path):
-    """At the replica's jumps by 3 and 2, by the real schedulers."""
+def test_step_and_learning_rates_follow_the_jumps_of_a_member(tmp_path):
+    """The replica jumps by 3 and by 2 steps; the schedulers are torchtitan's own."""
     seen = []
     with lone_member(tmp_path / "jumps") as (trainer, replica):
 
@@ -99,7 +99,7 @@ def lone_member(folder):
 
 
 class Numbers(BaseDataLoader):
-    """A data loader of torchtitan's kind: rank r of n reads r, r + n, ..."""
+    """A data loader of torchtitan: rank r of n reads r, r + n, ..."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -125,7 +125,7 @@ class Job(Configurable):
 
 
 def test_the_override_gives_each_replica_its_share():
-    """By torchtitan's own mechanism, for two worlds of two ranks."""
+    """torchtitan's override sets the share, for two worlds of two ranks."""
     seen = []
     for replica in (0, 1):
         config = Job.Config()

@@ -17,9 +17,9 @@ from thinwire.testing.toy import same_bits
 
 
 @pytest.mark.slow
-def test_alone_it_changes_nothing(tmp_path):
-    """Law 11, and after a resume; only adapters are kept."""
-    from trl_trainer import train, weights  # trl alone takes a second
+def test_one_replica_with_average_changes_nothing(tmp_path):
+    """Law 11, also after a resume. The checkpoint holds only the adapters."""
+    from trl_trainer import train, weights  # importing trl takes a second
 
     from thinwire.integrations.huggingface import ThinwireCallback
 
@@ -33,7 +33,7 @@ def test_alone_it_changes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_two_processes_end_with_equal_weights(tmp_path):
     program = Path(__file__).parents[1] / "support/trl_trainer.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(program), str(tmp_path)]

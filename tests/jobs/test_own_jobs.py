@@ -1,4 +1,4 @@
-"""`thinwire train --job my_job.py`: any model and any data under the real commands."""
+"""`thinwire train --job my_job.py`: a user's own model and data under the real commands."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def evaluate(model):
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     return nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
 '''
-# Without a state of its own, with samples to collate, with an optimizer of its own.
+# A job without a state of its own, with samples to collate and its own optimizer.
 PLAIN = """\
 import torch
 from torch import nn
@@ -123,8 +123,8 @@ def drop_checkpoints(out: str, after: int) -> None:
     (Path(out) / "model.safetensors").unlink()
 
 
-def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The checkpoint of step 5 has a round in the air (departed at 4, lands at 6)."""
+def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint of step 5 has a round in the air, which departed at 4 and lands at 6."""
     assert train("whole", "--steps", "12") == 0
     record = RunRecord.load("whole")
     assert record.status == "finished" and record.unit == "batches" and record.summary.tokens == 2 * 12
@@ -135,7 +135,7 @@ def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path, capsys: pytest.Capt
     assert f"{here / 'job.py'}@" in settings
     assert "24 batches" in Path("whole/report.html").read_text()
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-    model.load_state_dict(load_file("whole/model.safetensors"))  # plain torch reads what comes out
+    model.load_state_dict(load_file("whole/model.safetensors"))  # plain torch loads the weights
     shutil.copytree("whole", "cut")
     drop_checkpoints("cut", 5)
     assert main(["train", "--resume", "--out", "cut"]) == 0
@@ -146,15 +146,18 @@ def test_a_run_its_page_and_a_resume_bit_for_bit(here: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("whole has trained job.py, whose model only that file can make") == 2
 
 
-def test_without_a_state_of_its_own_what_was_read_is_read_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Alone, as replicas that are threads share torch's generator, from which this file draws."""
+def test_a_job_without_a_state_reads_its_batches_again_on_resume(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One replica, because replicas that are threads share torch's generator, from which this file draws."""
     command = ["train", "--job", "plain.py", "--carrier", "threads", "--checkpoint-every", "5", "--keep", "9"]
     command += ["--replicas", "1", "--batch", "3", "--steps", "12", "--strategy", "diloco", "--every", "4"]
     assert main([*command, "--out", "whole"]) == 0
     record = RunRecord.load("whole")
     assert record.unit == "samples" and record.summary.tokens == 36
     events = [json.loads(line) for line in Path("whole/events/replica-0.jsonl").read_text().splitlines()]
-    assert {event["lr"] for event in events if event["event"] == "step"} == {0.05}  # the optimizer's own
+    # the rate of the job's own optimizer
+    assert {event["lr"] for event in events if event["event"] == "step"} == {0.05}
     shutil.copytree("whole", "cut")
     drop_checkpoints("cut", 5)
     assert main(["train", "--resume", "--out", "cut"]) == 0
@@ -168,9 +171,9 @@ def thinwire(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed(here: Path) -> None:
-    """kill -9 at the seventh step, with a round in the air; the weights are those of threads that nobody killed. Before it, a fault
-    of the file that shows in training alone, with nothing of ours around it."""
+def test_killed_processes_resume_to_the_weights_of_an_uninterrupted_run(here: Path) -> None:
+    """kill -9 at the seventh step, with a round in the air. Before that, an error in the job that occurs only in training is shown
+    as one line."""
     (here / "fail").touch()
     failed = thinwire("train", "--job", "job.py", "--out", "failed", *SMALL, "--steps", "12")
     line = JOB[: JOB.index("        raise ValueError")].count("\n") + 1
@@ -187,8 +190,8 @@ def test_processes_that_are_killed(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_run(here: Path) -> None:
-    """One that dies comes back, and its own data goes on where its checkpoint was."""
+def test_a_job_runs_elastically_and_survives_a_kill(here: Path) -> None:
+    """The killed replica returns, and its data continues where its checkpoint was."""
     (here / "job.py").write_text(JOB.replace("os.kill(", 'Path("kill").unlink(); os.kill('))
     (here / "kill").touch()
     done = thinwire("train", "--job", "job.py", "--elastic", "--out", "run", *SMALL, "--steps", "12", "--least", "1")
@@ -196,8 +199,8 @@ def test_an_elastic_run(here: Path) -> None:
     assert not (here / "kill").exists() and RunRecord.load("run").status == "finished"
 
 
-def test_compare_methods(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the file's `evaluate`, the same number for all that end with the same weights."""
+def test_methods_are_compared_on_a_job(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are compared by the job's `evaluate`, which gives one number for each set of weights."""
     command = ["compare", "--job", "job.py", "--steps", "8", "--carrier", "threads", "--out", "runs", "--json"]
     assert main([*command, "--strategies", "data_parallel", "diloco(every=4)", "just_one_byte"]) == 0
     rows = json.loads(capsys.readouterr().out)["strategies"]
@@ -205,10 +208,10 @@ def test_compare_methods(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(0 < row["eval_loss"] < 2 for row in rows) and len({row["eval_loss"] for row in rows}) == 3
 
 
-def test_probe_plan_doctor_and_what_they_write_trains(
+def test_probe_plan_and_doctor_accept_a_job_and_the_plan_trains(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Parameters and step times of the job; its batch is what it collates, or one where it collates nothing."""
+    """They use the job's parameters and step times. The batch is what the job collates, or one where it collates nothing."""
     for module in ("compute", "base"):
         monkeypatch.setattr(f"thinwire.plan.{module}.base_nbytes", lambda: 500_000_000)
     for name, sizes, micro in (("plain", [1, 2], 8), ("job", [1], 1)):
@@ -231,11 +234,12 @@ def test_probe_plan_doctor_and_what_they_write_trains(
     findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     assert {"memory of a replica", "link"} <= {finding["what"] for finding in findings}
     (here / "plain.py").write_text("def model(): ...\n")
-    assert main(["plan", "20mbit", "machine.toml", "--job", "plain.py"]) == 1  # a `JobError`: it lacks the rest
+    # a `JobError`: the other functions are missing
+    assert main(["plan", "20mbit", "machine.toml", "--job", "plain.py"]) == 1
 
 
-def test_another_content_is_refused(here: Path) -> None:
-    """By a process of its own: this one has the first content in memory."""
+def test_a_changed_job_file_is_refused(here: Path) -> None:
+    """The resume is a separate process, because this one has the first content in memory."""
     assert train("run", "--steps", "5") == 0
     (here / "job.py").write_text(JOB + "# other\n")
     done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
@@ -246,7 +250,7 @@ def test_another_content_is_refused(here: Path) -> None:
 
 
 def two_files(here: Path) -> None:
-    """Two replicas, each with a content of its own."""
+    """Runs two replicas whose job files differ."""
     from thinwire.comm import run_threads
     from thinwire.lm.launch import train_here
     from thinwire.lm.place import Place
@@ -256,7 +260,7 @@ def two_files(here: Path) -> None:
     run_threads(2, lambda group: train_here(runs[group.rank], Place(group, here / "two")))
 
 
-def test_a_new_job_and_the_example_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_from_the_template_and_the_example_train(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "mine.py"]) == 0
     command = re.search(r"^next: thinwire (.+)$", capsys.readouterr().out, re.MULTILINE)
     assert command and command[1].split() == ["train", "--job", "mine.py", "--steps", "200"]
@@ -273,11 +277,11 @@ def test_a_new_job_and_the_example_run(here: Path, capsys: pytest.CaptureFixture
         assert last < first
 
 
-# ---- what is wrong in the file
+# ---- errors in the file
 
 
 def wrong(here: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `thinwire train` says of a job with this text; nothing of ours stands around it."""
+    """Returns what `thinwire train` prints for a job with this text: one line, without a traceback."""
     (here / "wrong.py").write_text(text)
     capsys.readouterr()
     assert train("run", "--steps", "6", job="wrong.py") == 1
@@ -301,7 +305,7 @@ def test_errors_are_shown_with_their_line(here: Path, capsys: pytest.CaptureFixt
     assert "in batches: IndexError: list index out of range" in told
 
 
-def test_what_the_file_lacks_and_what_it_returns(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_functions_and_wrong_results_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         JOB.replace(
             "def loss(", "def los("
@@ -326,8 +330,8 @@ def test_what_the_file_lacks_and_what_it_returns(here: Path, capsys: pytest.Capt
         assert expected in wrong(here, text, capsys)
 
 
-def test_what_shows_only_in_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A generator that ends, and an evaluation that returns no number."""
+def test_errors_that_occur_only_in_training_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A generator that ends, and an `evaluate` that returns no number."""
     said = wrong(
         here, JOB.replace("return Points(share)", "yield from list(next(Points(share)) for _ in range(3))"), capsys
     )
@@ -338,7 +342,7 @@ def test_what_shows_only_in_training(here: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_settings_that_a_job_excludes(here: Path) -> None:
+def test_settings_that_contradict_a_job_are_refused(here: Path) -> None:
     for settings in ({"lora": 4}, {"model": "mini"}, {"text": ("a.txt",)}, {"tokenizer": "bytes"}):
         with pytest.raises(tw.ConfigurationError, match=next(iter(settings))):
             Run.of(job="job.py", **settings)
@@ -350,8 +354,8 @@ def test_settings_that_a_job_excludes(here: Path) -> None:
 # ---- the parts
 
 
-def test_a_share_by_epochs_and_streams(here: Path) -> None:
-    """What can be iterated again is; what batches draw and what others draw do not touch each other."""
+def test_batches_repeat_a_list_and_continue_a_stream(here: Path) -> None:
+    """A list starts again when it ends. Random draws of the batches and of other code do not affect each other."""
     (here / "drawn.py").write_text(
         PLAIN.replace("while True:\n        x = torch.randn(4)", "for x in torch.randn(3, 4):")
     )
@@ -369,8 +373,8 @@ def test_a_share_by_epochs_and_streams(here: Path) -> None:
     assert [epochs.take() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1] and epochs.state() == {"taken": 7}
 
 
-def test_torchdatas_loader_goes_on_where_it_was() -> None:
-    """Shuffled, with what it draws from torch's own generator; its state goes through JSON."""
+def test_a_torchdata_loader_resumes_where_it_was() -> None:
+    """The loader shuffles with torch's own generator; its state passes through JSON."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
     def make(share: Share) -> object:
@@ -387,7 +391,7 @@ def test_torchdatas_loader_goes_on_where_it_was() -> None:
     assert [back.take().tolist() for _ in range(7)] == drawn[7:]
 
 
-def test_states_as_json() -> None:
+def test_states_of_jobs_pass_through_json() -> None:
     state = {
         "a": [1, 2.5, None, True, "x"],
         3: b"bytes",
@@ -452,8 +456,8 @@ def optimizer(model):
 """
 
 
-def test_each_optimizer_descends_its_own_loss() -> None:
-    """And no other: a generator's loss looks through the discriminator and does not train it."""
+def test_each_optimizer_descends_only_its_own_loss() -> None:
+    """For example, a generator's loss passes through the discriminator and does not train it."""
     x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
     optimizers = [torch.optim.SGD([one], lr=0.1) for one in (x, y)]
     worth = x * y
@@ -463,7 +467,7 @@ def test_each_optimizer_descends_its_own_loss() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["streaming_sign", "qsgd"])
-def test_a_job_of_two_optimizers(here: Path, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_with_two_optimizers_trains(here: Path, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "two.py").write_text(MIN_MAX)
     assert train("whole", "--steps", "12", "--strategy", strategy, job="two.py", small=[]) == 0
     summary = RunRecord.load("whole").summary
@@ -474,7 +478,7 @@ def test_a_job_of_two_optimizers(here: Path, strategy: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("strategy", ["diloco(every=4)", "data_parallel", "qsgd"])
-def test_sparse_gradients_train_as_dense_ones(here: Path, strategy: str) -> None:
+def test_sparse_gradients_train_like_dense_ones(here: Path, strategy: str) -> None:
     for sparse in (True, False):
         (here / f"{sparse}.py").write_text(SPARSE % sparse)
         arguments = ["--steps", "9", "--clip", "0.5", "--strategy", strategy]

@@ -1,4 +1,4 @@
-"""Documents packed into batches: each in one, of about equal cost, read by the ledger; and a loss over all tokens."""
+"""Documents packed into batches of similar cost, each document in one batch; the ledger assigns batches, and the loss is over all tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CAPACITY, WIDTH = 256, 64
 
 
 def mixed(count: int = 5000) -> list[int]:
-    """Most short, few long."""
+    """Returns lengths of documents; most are short, few are long."""
     drawn = random.Random(3)
     return [min(CAPACITY, 1 + int(drawn.lognormvariate(3.0, 1.0))) for _ in range(count)]
 
 
-def test_each_document_is_in_one_batch_that_fits_and_costs_are_alike():
+def test_packing_puts_each_document_into_one_batch_of_similar_cost():
     lengths, cost = mixed(), attention_cost(WIDTH)
     found = packs(lengths, CAPACITY, cost)
     assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
@@ -39,7 +39,7 @@ def test_each_document_is_in_one_batch_that_fits_and_costs_are_alike():
     assert max(tokens) <= CAPACITY and sum(tokens) > 0.9 * CAPACITY * len(found)
     costs = [sum(cost(lengths[row]) for row in batch) for batch in found]
     in_turn: list[list[int]] = [[]]
-    for length in lengths:  # as many as fit, as they come
+    for length in lengths:  # the baseline: each batch takes documents in order until one does not fit
         in_turn += [[]] if sum(in_turn[-1]) + length > CAPACITY else []
         in_turn[-1].append(length)
     before = [sum(map(cost, batch)) for batch in in_turn]
@@ -50,7 +50,7 @@ def test_each_document_is_in_one_batch_that_fits_and_costs_are_alike():
             packs(bad, CAPACITY, cost)
 
 
-def test_replicas_read_every_document_once_an_epoch_and_go_on_where_they_were():
+def test_replicas_read_each_document_once_an_epoch_and_resume():
     lengths = mixed(300)
     whole = packs(lengths, CAPACITY, attention_cost(WIDTH))
     names = ["replica-0", "replica-1"]
@@ -75,8 +75,8 @@ def test_replicas_read_every_document_once_an_epoch_and_go_on_where_they_were():
         assert [again.take() for _ in range(3)] == [replicas[index][1].take() for _ in range(3)]
 
 
-def test_what_a_loader_reads_ahead_is_not_trained():
-    """A DataLoader with workers draws batches before they are asked for: one batch is one sample of the ledger."""
+def test_batches_that_a_loader_reads_ahead_do_not_count_as_trained():
+    """A DataLoader with workers draws batches ahead. One batch is one sample of the ledger."""
     lengths = mixed(300)
     reader = LeasedReader(0, 1, 1)
     share = Share(0, 0, 1, reader)
@@ -91,7 +91,7 @@ def test_what_a_loader_reads_ahead_is_not_trained():
 
 
 class Ahead:
-    """As a DataLoader with a worker and a `batch_sampler`."""
+    """Reads ahead like a DataLoader with a worker and a `batch_sampler`."""
 
     num_workers, batch_size = 1, None
 
@@ -106,8 +106,8 @@ class Ahead:
             yield ready.pop(0)
 
 
-def test_the_loss_is_over_all_tokens_of_all_replicas():
-    """The example's epoch on two replicas has the gradient of its documents one by one. The mean of means is biased: it is not."""
+def test_the_loss_averages_over_all_tokens_of_all_replicas():
+    """The gradient of an epoch on two replicas equals that of its documents one by one. The mean of means would be biased."""
     jobs = [OwnJob(str(ROOT / "examples/jobs/documents.py"), 0) for _ in range(2)]
     model, cpu = jobs[0].make_model(), torch.device("cpu")
     names = ["replica-0", "replica-1"]
@@ -131,7 +131,7 @@ def test_the_loss_is_over_all_tokens_of_all_replicas():
     assert (biased - expected).abs().max() > 1e-4
 
 
-def test_deltas_of_packed_batches_count_their_tokens_unless_something_else_is_asked_for():
+def test_deltas_of_packed_batches_are_weighed_by_tokens_by_default():
     job = str(ROOT / "examples/jobs/documents.py")
     _, run, told = check_and_weigh(Run.of(job=job))
     assert run.placement.weigh == "tokens" and "because the job packs documents; --weigh alike" in told

@@ -1,4 +1,4 @@
-"""`share.sampler`: map-style data read by the ledger, whatever reads it; and where it goes on."""
+"""`share.sampler`: the ledger assigns map-style data to any loader, and a resume continues there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA = [100 + n for n in range(24)]
 
 
 class ReadsAhead:
-    """As a DataLoader with workers: three batches are drawn before the first is had."""
+    """Reads ahead like a DataLoader with workers: it draws three batches before it yields the first."""
 
     num_workers, batch_size = 1, 2
 
@@ -81,7 +81,7 @@ def take(batches: Batches, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("make", WAYS)
-def test_two_shares_are_an_epoch_and_a_resume_goes_on(make: Make) -> None:
+def test_two_shares_make_an_epoch_and_a_resume_continues(make: Make) -> None:
     first, second = (take(begun(make, index), 12) for index in range(2))
     assert sorted(first[:12] + second[:12]) == DATA == sorted(first[12:] + second[12:]) and first[:12] != first[12:]
     cut, back = begun(make), begun(make)
@@ -94,7 +94,7 @@ def test_two_shares_are_an_epoch_and_a_resume_goes_on(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", WAYS)
-def test_who_loses_its_lease_reads_nothing_of_it_any_more(make: Make) -> None:
+def test_a_replica_that_loses_its_lease_reads_only_from_the_new_one(make: Make) -> None:
     reader = LeasedReader(0, 2, 2)
     reader.open(len(DATA))
     ledger = DataLedger(len(DATA), 0, 2, 1, 2, 0).begin(["replica-0", "replica-1"])
@@ -102,9 +102,8 @@ def test_who_loses_its_lease_reads_nothing_of_it_any_more(make: Make) -> None:
     batches = Batches(Path("any.py"), make, dataclasses.replace(Share(0, 0, 2), reader=reader))
     reader.adopt(ledger)
     assert len(take(batches, 2)) == 4 and reader.count == 4
-    ledger, named = ledger.commit(
-        0, {}, {"replica-1": ReadCount(0, 0, 0)}
-    )  # it was away, and what it read is the other's
+    # replica-0 was away, so its samples pass to the other
+    ledger, named = ledger.commit(0, {}, {"replica-1": ReadCount(0, 0, 0)})
     assert named.returned
     ledger, _ = ledger.commit(0, {}, {"replica-1": ReadCount(0, 1, 0), "replica-0": ReadCount()})
     reader.begin_again(ledger)
@@ -114,7 +113,7 @@ def test_who_loses_its_lease_reads_nothing_of_it_any_more(make: Make) -> None:
     assert take(batches, 4) == due and reader.count == 8
 
 
-def test_another_length_is_refused() -> None:
+def test_another_number_of_samples_is_refused() -> None:
     reader = FixedReader(0, ["replica-0", "replica-1"], "replica-0")
     with pytest.raises(DataError, match="1 samples for 2 replicas"):
         reader.open(1)

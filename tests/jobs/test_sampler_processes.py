@@ -1,4 +1,4 @@
-"""Processes that read by `share.sampler`, one of which is killed: what each record says of samples, beside what the job was given."""
+"""Processes that read through `share.sampler`, one of which is killed: the records name the samples that the job was given."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loss(model, batch):
 """
 
 
-def test_one_is_killed_and_every_sample_is_trained_once_or_named(tmp_path: Path) -> None:
+def test_samples_are_trained_once_or_named_as_lost_when_a_process_is_killed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "kill").touch()
     asked = ["--elastic", "--replicas", "3", "--least", "2", "--steps", "200", "--batch", "2"]
@@ -68,7 +68,7 @@ def test_one_is_killed_and_every_sample_is_trained_once_or_named(tmp_path: Path)
     assert (record.summary.samples_trained, record.summary.samples_lost) == (len(trained), len(lost))
     assert {name for name, _ in told["lost"] + told["returned"]} <= {"replica-1"}
     order = Order(SAMPLES, 0, 3)
-    for number, name in enumerate(names):  # what it says that it trained it was given
+    for number, name in enumerate(names):  # every sample recorded as trained was given to the job
         given = Counter(map(int, (tmp_path / f"read-{number}.txt").read_text().split()))
         own = order.samples_at(np.array([x for who, x in told["trained"] if who == name], np.int64))
         assert not Counter(own.tolist()) - given, name

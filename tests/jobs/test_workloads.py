@@ -1,4 +1,4 @@
-"""Every workload of examples/workloads trains by the real command, and goes on bit for bit after a kill."""
+"""Every workload of examples/workloads trains with the real command, and resumes bit for bit after a kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.records.run_record import RunRecord
 
 FOLDER = ROOT / "examples" / "workloads"
 WORKLOADS = sorted(path.stem for path in FOLDER.glob("*.py"))
-HARDEST = ("digits", "speech")  # buffers; two models with an optimizer each
+HARDEST = ("digits", "speech")  # one has buffers; the other has two models with an optimizer each
 SMALL = ["--every", "3", "--delay", "2", "--checkpoint-every", "4", "--keep", "9", "--eval-every", "4", "--steps", "7"]
 
 
@@ -31,7 +31,7 @@ def train(job: str, out: Path, *arguments: str) -> int:
 
 
 def resumed(out: Path) -> bytes:
-    """The weights of the run in `out`, gone on from step 4, with a round in the air."""
+    """Resumes the run in `out` from step 4, with a round in the air, and returns its weights."""
     cut = out.with_name("cut")
     shutil.copytree(out, cut)
     for path in [*cut.glob("checkpoints/*/step-*"), cut / "model.safetensors"]:
@@ -42,8 +42,8 @@ def resumed(out: Path) -> bytes:
 
 
 @pytest.mark.parametrize("job", WORKLOADS)
-def test_each_trains(job: str, tmp_path: Path) -> None:
-    """With the default method, and with gradients: the losses that its `evaluate` names are in the record, and finite."""
+def test_each_workload_trains(job: str, tmp_path: Path) -> None:
+    """It trains with the default method and with a gradient method. The losses of its `evaluate` are recorded and finite."""
     assert len((FOLDER / f"{job}.py").read_text().splitlines()) < 150
     out = tmp_path / "run"
     assert train(job, out) == 0
@@ -59,8 +59,8 @@ def test_each_trains(job: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", HARDEST)
-def test_processes_that_are_killed(job: str, tmp_path: Path) -> None:
-    """kill -9 of both at the sixth batch; what comes of the resume is what threads make that nobody killed."""
+def test_killed_processes_resume_to_the_weights_of_an_uninterrupted_run(job: str, tmp_path: Path) -> None:
+    """kill -9 of both processes at the sixth batch. The resumed run equals threads that were not killed."""
     own = tmp_path / f"{job}.py"
     text = (FOLDER / f"{job}.py").read_text()
     seen = "\n\n_seen, _loss = [], loss\n\ndef loss(model, batch):\n    _seen.append(0)\n"
@@ -80,8 +80,8 @@ def test_processes_that_are_killed(job: str, tmp_path: Path) -> None:
     assert (tmp_path / "killed/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 
-def test_tensors_that_share_a_scale_are_warned_of() -> None:
-    """In one bit, and not where most values are in large matrices; what the warning names is not warned of."""
+def test_small_tensors_that_share_a_scale_cause_a_warning() -> None:
+    """Only codecs of one bit warn, and only where most values are outside large matrices. The setting that the warning names ends it."""
     layers = torch.nn.Sequential(torch.nn.Conv1d(2, 32, 7), torch.nn.Conv1d(32, 32, 5), torch.nn.Conv1d(32, 1, 7))
     one_scale = tw.streaming_sign(codec=tw.codecs.Sign(block=512))
     said = one_scale.describe(layers, 2)
@@ -98,7 +98,7 @@ def test_tensors_that_share_a_scale_are_warned_of() -> None:
         assert "smaller than a block" not in strategy.describe(model, 2)
 
 
-def test_compare_names_the_losses_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_each_loss_of_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", "--job", str(FOLDER / "graph.py"), "--steps", "4", "--carrier", "threads"]
     assert main([*command, "--strategies", "data_parallel", "diloco", "--out", str(tmp_path / "runs")]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""What cannot work fails when it is made, with what was given · what is needed · what to do. The texts are pinned here."""
+"""A combination that cannot work fails when it is made; the message says what was given, what is needed, and what to do."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_more_fragments_than_layers_are_refused(partition, message):
 
 
 def test_offsets_for_another_number_of_fragments_are_refused():
-    """Found before anything is trained, not at the first departure."""
+    """The error comes before training, not at the first departure."""
     message = "offsets=(3, 6) are for 2 fragments, the partition makes 4; give one offset a fragment."
     with pytest.raises(tw.ConfigurationError) as caught:
         attach(
@@ -432,7 +432,7 @@ OTHER = Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 1, "9.1.0")
 
 
 class Rewriting:
-    """A replica of another version: the same words in its introduction, but for one."""
+    """A group that rewrites one value in this replica's introduction, like a replica of another version."""
 
     def __init__(self, group: tw.Group, old: bytes, new: bytes) -> None:
         assert len(old) == len(new)
@@ -449,7 +449,7 @@ class Rewriting:
 
 
 def disagree(attach_one, replicas=3):
-    """What each replica is told. Nothing was trained: no hook is on the optimizer, and the weights are as they were."""
+    """Returns the error of each replica. Nothing was trained: the optimizer has no hook, and the weights are unchanged."""
 
     def replica(group):
         model, optimizer, strategy, wrapped = attach_one(group)
@@ -512,7 +512,7 @@ def test_replicas_with_different_precisions_or_frozen_layers_are_refused():
 
 
 def test_replicas_with_different_tensor_orders_are_refused():
-    """The same tensors in another order would be averaged crosswise, with every packet in order."""
+    """The same tensors in another order would be averaged with the wrong partners, though every packet is valid."""
 
     class Swapped(type(toy())):
         def __init__(self) -> None:
@@ -538,7 +538,7 @@ def test_replicas_with_different_tensor_orders_are_refused():
     ],
 )
 def test_replicas_with_different_versions_are_refused(old, new, message):
-    """Told by everybody who hears it; the one that differs sees only agreement here, for its own words are rewritten on the way out."""
+    """Every replica that hears it reports it. The one that differs hears only agreement, because its words are rewritten on the way out."""
 
     def replica(group):
         model = toy()
@@ -556,7 +556,7 @@ def test_replicas_with_different_versions_are_refused(old, new, message):
 
 @pytest.mark.parametrize("text", [b"null", b"3", b"[1]", b'"x"', b"{", b"\xff\xfe", b"[" * 20_000, b'{"a":1}', b""])
 def test_unreadable_introductions_are_refused_by_name(text):
-    """Whatever comes is a `DisagreementError` that names the replica."""
+    """Any bytes cause a `DisagreementError` that names the replica."""
     from thinwire.comm import gather
     from thinwire.runtime.handshake import compare_settings
 
@@ -573,7 +573,7 @@ def test_unreadable_introductions_are_refused_by_name(text):
 
 
 def test_a_failing_replica_ends_the_others_by_name():
-    """A replica that fails ends the others with a `LinkError` that names it, at their next landing; the first error is what is told."""
+    """The others end with a `LinkError` that names it, at their next landing; the first error is the one reported."""
 
     def fail(replica, step):
         if step == 5 and replica.group.rank == 1:

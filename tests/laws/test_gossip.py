@@ -1,4 +1,4 @@
-"""What holds of replicas that hear neighbours only: what is conserved, how fast they come together, bytes, arrival order, resuming, stopping."""
+"""Laws of replicas that hear only neighbours: what is conserved, speed of consensus, bytes, order of arrival, resuming, stopping."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gossip(topology, rule, **pieces):
 
 
 def apart(strategy, size, steps, train=0.0):
-    """Replicas with weights of their own; per round each one's x and state, flat, as [replica, numel]."""
+    """Runs replicas that start with different weights. Returns x and state of each round, flat, as [replica, numel]."""
 
     def replica(group):
         model = toy()
@@ -54,7 +54,7 @@ def apart(strategy, size, steps, train=0.0):
             own = torch.randn(fragment.anchor.numel(), generator=torch.Generator().manual_seed(group.rank))
             fragment.anchor = own.clone()
             rule = strategy.exchange.rule
-            # what is public is known to all: nothing, where the starts are not alike
+            # Choco's public copies must be equal on all replicas; with different starts only zeros are
             fragment.exchange = rule.init(torch.zeros_like(own) if isinstance(rule, Choco) else own)
             fragment.load_into_parameters(own)
             for step in range(steps + 1):
@@ -79,7 +79,7 @@ def distance(x):
     return float((x - x.mean(0)).norm())
 
 
-# ---- what is conserved, and how fast replicas come together
+# ---- what is conserved, and how fast replicas reach consensus
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def distance(x):
     ids=lambda one: str(one.exchange),
 )
 def test_the_sum_is_conserved_in_every_round(strategy):
-    """Σx (push-sum: Σw·x, and Σw = M) to rounding, whatever the codec; and that is where all end."""
+    """Σx (push-sum: Σw·x, and Σw = M) is conserved within rounding under any codec, and all replicas end at its mean."""
     x, kept, states, finals = apart(strategy, SIZE, 24)
     begun, size = kept[0].sum(0), float(kept[0].abs().max())
     for number, now in enumerate(kept):
@@ -117,7 +117,7 @@ def test_the_sum_is_conserved_in_every_round(strategy):
 
 @pytest.mark.parametrize("topology", [Ring(), Torus(2), Exponential(), Complete()], ids=str)
 def test_consensus_contracts_as_the_spectrum_says(topology):
-    """No slower than ‖W − J‖, and exactly so along the slowest direction; what replicas really exchange, not the matrix."""
+    """The contraction is no slower than ‖W − J‖, and equal to it along the slowest direction. It is measured on real exchanges."""
     x, _, _, _ = apart(gossip(topology, AdaptThenCombine()), SIZE, 10)
     found = spectrum(topology, SIZE)
     shrunk = [distance(after) / distance(before) for before, after in itertools.pairwise(x) if distance(before) > 1e-3]
@@ -132,13 +132,13 @@ def test_consensus_contracts_as_the_spectrum_says(topology):
     ids=str,
 )
 def test_a_round_of_several_gossip_steps_is_as_many_rounds(topology, rule):
-    """To the last bit, without training: so ‖x − mean‖ shrinks by ‖W^Q − J‖, and the mean stays."""
+    """Without training they are equal, bit for bit. So ‖x − mean‖ shrinks by ‖W^Q − J‖, and the mean stays."""
     once, _, _, _ = apart(gossip(topology, rule), SIZE, 6)
     steps, _, _, _ = apart(gossip(topology, MGS(rule, 3)), SIZE, 2)
     if rule == AdaptThenCombine():
         assert torch.equal(steps[1], once[3]) and torch.equal(steps[2], once[6])
     torch.testing.assert_close(steps[2], once[6], atol=1e-6, rtol=0)
-    assert topology != OnePeerExponential() or distance(steps[1]) < 2e-6  # three of them are the mean of eight
+    assert topology != OnePeerExponential() or distance(steps[1]) < 2e-6  # three such rounds give the mean of eight
 
 
 def test_dfedsam_without_radius_is_local_sgd_with_gossip():
@@ -168,7 +168,7 @@ def test_one_topology_period_gives_the_exact_mean(topology, rounds):
 
 
 def test_a_moshpit_group_averages_by_reduce_scatter_and_gather():
-    """2·(g − 1)/g of the weights travel, and a group of more than two holds the same bits after its round."""
+    """2·(g − 1)/g of the weights are sent, and a group of more than two holds equal bits after its round."""
     strategy, ledgers = gossip(MoshpitGrid(), AdaptThenCombine()), [Ledger() for _ in range(SIZE)]
     journeys = journey(strategy, SIZE, steps=1, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
     for row in (range(4), range(4, 8)):
@@ -180,7 +180,7 @@ def test_a_moshpit_group_averages_by_reduce_scatter_and_gather():
 
 
 def test_push_sum_is_unbiased_where_degrees_differ_and_one_way_averaging_is_not():
-    """§m.2: without the weight the end is another point."""
+    """§m.2: averaging without the weights ends at another point."""
     x, _, _, _ = apart(gossip(ONE_WAY, PushSum()), SIZE, 100)
     torch.testing.assert_close(x[-1], x[0].mean(0).expand_as(x[-1]), atol=1e-5, rtol=0)
     with pytest.raises(tw.ConfigurationError, match="add up to"):
@@ -188,7 +188,7 @@ def test_push_sum_is_unbiased_where_degrees_differ_and_one_way_averaging_is_not(
 
 
 def test_noloco_contracts_at_its_radius_and_diloco_s_momentum_would_not():
-    """§m.5: 0.5 and 0.7 shrink the squared distance by 0.7 a round, in the mean; 0.9 and 0.7 are refused."""
+    """§m.5: momenta 0.5 and 0.7 shrink the squared distance by 0.7 a round on average; 0.9 and 0.7 are refused."""
     rounds = 40
     ratios = []
     for seed in range(3):
@@ -202,7 +202,7 @@ def test_noloco_contracts_at_its_radius_and_diloco_s_momentum_would_not():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_complete_graph_and_one_step_are_the_fixed_group_s_bits(size):
-    """Every step, adapt then combine, all to all: local SGD in a fixed group, which sums deltas, to rounding; and all replicas equal, bit for bit."""
+    """An exchange with all replicas after every step equals local SGD in a fixed group within rounding, and all replicas are equal, bit for bit."""
     ours = journey(gossip(Complete(), AdaptThenCombine()), size, steps=8, optimizer=sgd)
     fixed = journey(tw.recipes.local_sgd(every=1), size, steps=8, optimizer=sgd)
     for step in range(8):
@@ -230,7 +230,7 @@ def test_the_mean_of_a_round_on_the_complete_graph_has_direct_s_bits(size):
 
 
 def test_one_replica_is_the_inner_optimizer_alone():
-    """Also with rounds in the air: it keeps the steps of the flight."""
+    """The same holds with rounds in the air, because the replica keeps the steps of the flight."""
     late = {"schedule": tw.pieces.schedule.Every(3, delay=1), "merge": tw.pieces.merge.Keep()}
     for rule, pieces in ((AdaptThenCombine(), {}), (PushSum(), {}), (AdaptThenCombine(), late)):
         (one,) = journey(gossip(Complete(), rule, **pieces), 1, steps=6, optimizer=sgd)
@@ -241,7 +241,7 @@ def test_one_replica_is_the_inner_optimizer_alone():
             assert same_bits(one.weights[step - 1], weights(model))
 
 
-# ---- the laws of every strategy, where they hold
+# ---- the laws of every strategy, as far as they apply to gossip
 
 
 @named
@@ -288,7 +288,7 @@ def test_a_stop_spreads_and_all_stop_at_one_step(name, asks):
 
 @named
 def test_nonfinite_weights_are_never_sent(name):
-    """The replica starts again from what it held after the round before; the others hear nothing of it."""
+    """The replica returns to its values after the previous round; the others receive nothing from it."""
 
     def poison(replica, step):
         if step == 4 and replica.group.rank == 2:

@@ -1,4 +1,4 @@
-"""Hostile payloads for every codec: no crash, no hang, no memory beyond the declared size."""
+"""Hostile payloads for every codec cause no crash, no hang, and no memory beyond the declared size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_arbitrary_payloads_raise_only_packet_errors(place, numel, raw):
 @given(st.sampled_from(NUMELS), st.lists(st.tuples(st.integers(0, 2800), st.integers(0, 255)), min_size=1, max_size=8))
 @settings(max_examples=12)
 def test_altered_payloads_raise_only_packet_errors(place, numel, changes):
-    """Nearly honest, so that what is behind the first check is reached too."""
+    """The payloads are nearly honest, so that code behind the first check is reached."""
     codec = CODECS[place].piece
     raw = bytearray(encoded(codec, torch.linspace(-3, 2, numel), Key(round=1, sender=1)))
     for at, byte in changes:
@@ -49,7 +49,7 @@ def test_decoding_hostile_payloads_allocates_bounded_memory(place, byte):
 
 
 def test_a_hostile_scale_is_caught_by_the_anchor_check():
-    """Infinities and NaN may come out of decoding: all replicas see the same ones, and no anchor takes them over (`flight`)."""
+    """Decoding may give infinity and NaN. All replicas see the same values, and no anchor takes them over (`flight`)."""
     codecs = (
         tw.codecs.Identity(),
         tw.codecs.Cast(),
@@ -59,13 +59,13 @@ def test_a_hostile_scale_is_caught_by_the_anchor_check():
         tw.codecs.DCT(tw.codecs.Identity()),
     )
     for codec in (*codecs, tw.codecs.Hadamard(tw.codecs.Identity()), tw.codecs.LowRank(1, shapes=((20, 30),))):
-        raw = b"\x00\x00\x80\x7f" * 600  # infinity in fp32; scales and tables are at the end
+        raw = b"\x00\x00\x80\x7f" * 600  # infinity in fp32; scales and tables are at the end of a payload
         _, after, refused, _ = decoded(codec, raw[-codec.nbytes(600) :], 600)
         assert not refused and not torch.isfinite(after).all(), codec
 
 
 def test_the_memory_check_finds_a_codec_that_trusts_a_length():
-    """The bytes say how much to allocate."""
+    """This codec allocates as much as the bytes say."""
 
     class Believing:
         def decode_add(self, payload, out, key, weight=1.0):

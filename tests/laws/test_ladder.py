@@ -1,9 +1,9 @@
-"""Heterogeneous least squares, n replicas that each pull elsewhere, five of fifty coordinates a round: no feedback, EF14, EF21, EControl.
+"""Error feedback on heterogeneous least squares: none, EF14, EF21 and EControl, with five of fifty coordinates sent in a round.
 
-f_i(x) = ½ (x − b_i)ᵀ A_i (x − b_i) with diagonal A_i, b_i far apart; gradients with noise σ. What is told is the mean of
-‖x − x*‖² over the last 1000 of 2500 steps. The order is that of EControl's paper (ICLR 2024): any feedback is far better than none; without
-noise EF14 has a floor, which EF21 and EControl have not; with noise EF21 is the worst of the three and EControl the best.
-The figures in docs/methods/error_feedback.md are these.
+f_i(x) = ½ (x − b_i)ᵀ A_i (x − b_i) with diagonal A_i and distant b_i; gradients have noise σ. The result is the mean of
+‖x − x*‖² over the last 1000 of 2500 steps. The order is that of EControl's paper (ICLR 2024). Any feedback is far better than none.
+Without noise EF14 has a floor, which EF21 and EControl do not have. With noise EF21 is the worst of the three and EControl the best.
+docs/methods/error_feedback.md shows the same figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LADDER = {
     "EControl(0.02)": tw.recipes.econtrol(eta=0.02).feedback,
     "EControl(0.1)": tw.recipes.econtrol(eta=0.1).feedback,
 }
-DUE = {  # σ and n
+DUE = {  # by σ and n
     (0.0, 10): {"none": 23.4, "EF14": 0.55, "EF21": 0.0, "EControl(0.02)": 0.0, "EControl(0.1)": 0.0},
     (1.0, 10): {"none": 18.7, "EF14": 0.663, "EF21": 0.831, "EControl(0.02)": 0.596, "EControl(0.1)": 0.385},
     (1.0, 100): {"none": 4.16, "EF14": 0.0682, "EF21": 0.0742, "EControl(0.02)": 0.0591, "EControl(0.1)": 0.0375},
@@ -31,7 +31,7 @@ CODEC = tw.codecs.TopK(0.1, tw.codecs.Identity())
 
 
 def largest(z):
-    """`CODEC` for all replicas at once."""
+    """Applies `CODEC` to all replicas at once."""
     index = z.abs().topk(5, dim=1).indices
     return torch.zeros_like(z).scatter_(1, index, z.gather(1, index))
 

@@ -1,4 +1,4 @@
-"""Laws 1, 2, 5 and 7 (numbered as in docs/design.md) over the table of pieces. Laws 3, 4, 6 and 8 have files of their own."""
+"""Laws 1, 2, 5 and 7 (numbered as in docs/design.md) over the table of pieces. Laws 3, 4, 6 and 8 are in other files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ methods = pytest.mark.parametrize("name", each(METHODS))
 
 @cache
 def counted(name, replicas):
-    """A method's journey with its bytes counted: what several laws are tried on."""
+    """Returns a run of a method with its bytes counted, which several laws use."""
     ledgers = [Ledger() for _ in range(replicas)]
     return journey(METHODS[name], replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank])), ledgers
 
@@ -36,7 +36,7 @@ def momentum_sgd(model):
 @methods
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_law_1_same_anchors(name, replicas):
-    """Of two replicas with the bytes of a period, of three in law 7."""
+    """Two replicas, with the bytes of a period counted; law 7 has three."""
     journeys, _ = counted(name, replicas)
     all_agree(journeys)
     for one in journeys:
@@ -76,7 +76,7 @@ def test_finish_leaves_the_anchors_in_the_model(name):
         assert same_bits(torch.cat(one.final_fragments), anchors)
 
 
-# ---- law 2: what the family has in common
+# ---- law 2: known special cases
 
 
 @pytest.mark.parametrize("optimizer", [adamw, momentum_sgd, sgd])
@@ -85,7 +85,7 @@ def test_finish_leaves_the_anchors_in_the_model(name):
     "schedule", [tw.pieces.schedule.Every(1), tw.pieces.schedule.Every(3), tw.pieces.schedule.Staggered(4)], ids=str
 )
 def test_law_2_one_replica_is_the_inner_optimizer_alone(optimizer, alpha, schedule):
-    """M = 1, delay 0, Average: bit for bit, at every step and after finishing."""
+    """M = 1, delay 0, Average: equal at every step and after finishing, bit for bit."""
     strategy = tw.Strategy(
         schedule=schedule, partition=tw.pieces.partition.Strided(2), merge=tw.pieces.merge.Mix(alpha)
     )
@@ -108,7 +108,7 @@ def test_law_2_one_replica_exchanging_gradients_is_the_inner_optimizer_alone():
 
 
 def plain_diloco(replicas, every, rounds, outer_lr, outer_momentum):
-    """DiLoCo (arXiv 2311.08105, Algorithm 1) as one would write it down; the anchors after each round."""
+    """Returns the anchors of DiLoCo (arXiv 2311.08105, Algorithm 1) after each round, written plainly."""
     anchor = toy()
     outer = torch.optim.SGD(anchor.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
     models = [toy() for _ in range(replicas)]
@@ -130,7 +130,7 @@ def plain_diloco(replicas, every, rounds, outer_lr, outer_momentum):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("every", [1, 4])
 def test_law_2_one_fragment_is_diloco(lr, momentum, replicas, every):
-    """Bit for bit where the outer step is the plain one; with Nesterov within the rounding of another order of operations."""
+    """Equal bit for bit if the outer step is the plain one; with Nesterov, within the rounding of another order of operations."""
     strategy = tw.diloco(every=every, outer_lr=lr, outer_momentum=momentum)
     journeys = journey(strategy, replicas, steps=3 * every)
     for round_, due in enumerate(plain_diloco(replicas, every, 3, lr, momentum), 1):
@@ -143,7 +143,7 @@ def test_law_2_one_fragment_is_diloco(lr, momentum, replicas, every):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_law_2_every_step_with_sgd_is_data_parallel(replicas):
-    """`every=1`, inner SGD, Average: data-parallel SGD on the mean gradient, within rounding; and so is exchanging gradients."""
+    """`every=1`, inner SGD, Average equals data-parallel SGD on the mean gradient within rounding. So does exchanging gradients."""
     average = journey(tw.local_sgd(every=1), replicas, optimizer=sgd)
     exchanged = journey(tw.data_parallel(), replicas, optimizer=sgd)
     model = toy()
@@ -158,7 +158,7 @@ def test_law_2_every_step_with_sgd_is_data_parallel(replicas):
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_data_parallel_is_one_big_batch(replicas):
-    """With AdamW, for fourteen steps. Adam's first step is a sign, so gradients near zero would show any other mean at once."""
+    """AdamW takes fourteen steps. Its first step is a sign, so gradients near zero would reveal any other mean at once."""
     journeys = journey(tw.data_parallel(), replicas)
     model = toy()
     alone = adamw(model)
@@ -173,7 +173,7 @@ def test_data_parallel_is_one_big_batch(replicas):
 
 
 def test_merge_one_keeps_replicas_apart():
-    """α = 1: equal to independent runs while it lasts, though the anchors move (spec invariant 4)."""
+    """With α = 1 the weights equal those of independent runs while training lasts, though the anchors move (spec invariant 4)."""
     journeys = journey(METHODS["keep local"], 2)
     for rank, one in enumerate(journeys):
         model = toy()
@@ -188,7 +188,7 @@ def test_merge_one_keeps_replicas_apart():
 
 
 def tells(strategy, fragment, number):
-    """How many numbers replica 0 tells the others."""
+    """Returns how many numbers replica 0 sends to the others."""
     deciding = isinstance(strategy.policy, Deciding)
     return strategy.policy.tells(strategy.codec.fitted(fragment.shapes), number) if deciding else 0
 
@@ -212,7 +212,7 @@ def test_law_5_predicted_is_counted(name, replicas):
             assert all(at["messages"] == len(departures) for at in peers.values())
         told = [tells(strategy, fragments[e["fragment"]], e["round"]) for e in departures if rank == 0]
         assert ledger.sent("policy") == sum(HEADER_NBYTES + 4 * count for count in told if count) * (replicas - 1)
-        assert ledger.sent("finish") == 8 * (replicas - 1)  # nobody waits for it
+        assert ledger.sent("finish") == 8 * (replicas - 1)  # no replica waits for this message
         products = strategy.exchange.nbytes_products(replicas) if strategy.aggregate.needs_products else 0
         assert ledger.sent("products") == products * len(departures)
         named = ("packet", "introduction", "start", "policy", "products", "comparison", "finish")
@@ -223,7 +223,7 @@ def test_law_5_predicted_is_counted(name, replicas):
 
 @methods
 def test_law_5_bytes_of_a_period(name):
-    """In a steady period every fragment is sent once, so `nbytes_per_period` is what is counted; the header's 48 bytes are named."""
+    """In a steady period every fragment is sent once, so the count equals `nbytes_per_period`; the header's 48 bytes are separate."""
     strategy = METHODS[name]
     every = strategy.schedule.every
     one, other = journey(strategy, 2, steps=3 * every)
@@ -231,7 +231,7 @@ def test_law_5_bytes_of_a_period(name):
     fragments = strategy.partition.fragments(toy())
     shapes = [fragment.shapes for fragment in fragments]
     last = [e for e in one.heard("depart") if e["step"] > 2 * every or (every == 1 and e["step"] == 2)]
-    steady = [e for e in last if e["step"] <= 3 * every][: len(fragments)]  # not the last round of finishing
+    steady = [e for e in last if e["step"] <= 3 * every][: len(fragments)]  # without the last round, of finishing
     assert sorted(e["fragment"] for e in steady) == list(range(len(fragments)))
     if isinstance(strategy.policy, Deciding):
         assert sum(e["nbytes"] for e in steady) <= strategy.nbytes_per_period(shapes, 2)
@@ -260,13 +260,13 @@ def test_law_7_arrival_order(name):
 
 
 def test_law_7_another_seed_is_another_run():
-    """So that equality above is not for want of anything to differ."""
+    """So the equality above is not true for every run."""
     a, b = (journey(METHODS["streaming_diloco"], 2, steps=8, seed=seed)[0] for seed in (0, 1))
     assert not same_bits(a.final, b.final)
 
 
 def test_law_7_another_seed_draws_otherwise():
-    """The strategy's own seed, over the same batches: what codecs draw by chance follows it, in every round."""
+    """Only the strategy's seed differs, not the batches. Random draws of the codecs follow it in every round."""
 
     def final(seed):
         codec = tw.codecs.RandomK(0.5, tw.codecs.Identity())

@@ -1,7 +1,7 @@
-"""What holds for every recipe: one table, complete by test. (Same bits everywhere, bytes, arrival order and resuming: test_laws, test_resume.)
+"""Laws of every recipe, from one complete table. (test_laws and test_resume hold equal bits, bytes, arrival order and resuming.)
 
-With a codec that drops nothing, a method is a reference that can be written down in a few lines, for any number of replicas; one
-replica alone is that reference on its own data; and replicas with the same data are one.
+With a codec that drops nothing, a method equals a reference of a few lines, for any number of replicas. One
+replica alone equals that reference on its own data, and replicas with equal data equal one replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 def gradients(models, step, ranks):
-    """Of each model on its own batch; None where a parameter has none."""
+    """Returns the gradients of each model on its own batch; None for a parameter without one."""
     made = []
     for model, rank in zip(models, ranks):
         x, y = batch(0, rank, step)
@@ -35,14 +35,14 @@ def mean_of(parts):
 
 
 class Direction:
-    """The mean gradient, and what a method makes of it."""
+    """The direction that a method computes from the mean gradient."""
 
     def __call__(self, number, mean):
         return mean
 
 
 class Adam(Direction):
-    """m / (√v + ε), v frozen after four steps, without bias correction."""
+    """m / (√v + ε), with v frozen after four steps, without bias correction."""
 
     def __init__(self):
         self.m, self.v, self.t = {}, {}, {}
@@ -63,7 +63,7 @@ class SignOf(Direction):
 
 
 def of_gradients(direction, make_inner):
-    """Every step: the mean gradient, made into a direction, and one inner step."""
+    """Every step: one inner step along the direction computed from the mean gradient."""
 
     def walk(strategy, replicas):
         model = toy()
@@ -79,7 +79,7 @@ def of_gradients(direction, make_inner):
 
 
 def of_deltas(outer_lr, outer_momentum):
-    """Every H steps: an outer Nesterov step on the mean delta; all start again from there."""
+    """Every H steps: an outer Nesterov step on the mean delta, from which all replicas restart."""
 
     def walk(strategy, replicas):
         models = [toy() for _ in range(replicas)]
@@ -118,7 +118,7 @@ REFERENCES = {
     "ef21": of_gradients(Direction, any_inner),
     "econtrol": of_gradients(Direction, any_inner),
     "power_sgd": of_gradients(Direction, any_inner),
-    "dgc": of_gradients(Direction, any_inner),  # what is all sent is all cleared: SGD without momentum
+    "dgc": of_gradients(Direction, any_inner),  # everything is sent, so all memory is cleared: SGD without momentum
     "one_bit_adam": of_gradients(Adam, any_inner),
     "demo": of_gradients(SignOf, any_inner),
     "local_sgd": of_deltas(1.0, 0.0),
@@ -128,8 +128,8 @@ REFERENCES = {
     "diloco": of_deltas(0.7, 0.9),
     "muloco": of_deltas(0.7, 0.9),
     "streaming_diloco": of_deltas(0.4, 0.9),  # one fragment, no delay, no mixing
-    "streaming_sign": of_deltas(1.0, 0.0),  # the same
-    "finetune": of_deltas(1.0, 0.3),  # the same
+    "streaming_sign": of_deltas(1.0, 0.0),  # as above
+    "finetune": of_deltas(1.0, 0.3),  # as above
 }
 ELSEWHERE = {
     "eager_diloco": "test_traces.py: against the paper's recursion, with a delay",
@@ -140,14 +140,14 @@ ELSEWHERE = {
 
 
 def unclipped(strategy):
-    """Without what depends on how many there are."""
+    """Removes settings that depend on the number of replicas."""
     return dataclasses.replace(
         strategy, filters=tuple(f for f in strategy.filters if not isinstance(f, tw.pieces.transforms.Clip))
     )
 
 
 def plain(name):
-    """The recipe with a codec that drops nothing, and without what would tell replicas or fragments apart."""
+    """Returns the recipe with a codec that drops nothing, and without settings that distinguish replicas or fragments."""
     strategy = dataclasses.replace(
         unclipped((METHODS | GOSSIP)[name]), codec=tw.codecs.Identity(), policy=tw.pieces.policy.Constant()
     )
@@ -168,7 +168,7 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_lossless_methods_equal_their_reference(name, replicas):
-    """One replica: the inner optimizer alone, on its own data."""
+    """For one replica, the reference is the inner optimizer alone on its own data."""
     strategy = plain(name)
     journeys = journey(strategy, replicas, steps=STEPS)
     for step, due in enumerate(REFERENCES[name](strategy, replicas)):
@@ -185,7 +185,7 @@ NOT_ONE = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_replicas_with_equal_data_equal_one_replica(name):
-    """With the method's own codec: the mean of equal values is that value."""
+    """The method keeps its own codec; the mean of equal values is that value."""
     strategy = unclipped((METHODS | GOSSIP)[name])
     (alone,) = journey(strategy, 1, steps=STEPS)
     for one in journey(strategy, 2, steps=STEPS, data=lambda rank: 0):
@@ -195,7 +195,7 @@ def test_replicas_with_equal_data_equal_one_replica(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_zero_gradients_move_no_weight(name):
-    """Without gradients nothing moves: out of zeros come zeros, whatever the codec, filters and feedback."""
+    """With any codec, filters and feedback, zeros give zeros."""
 
     def silence(replica, step):
         for parameter in replica.model.parameters():
@@ -214,7 +214,7 @@ def _without_decay(strategy):
 
 
 class Watch:
-    """Of one replica: its gradients, what came out for them, and its state, step by step."""
+    """Records the gradients of one replica, the estimates, and its state, step by step."""
 
     def __init__(self):
         self.given, self.estimates, self.states = [], [], []
@@ -236,7 +236,7 @@ def watched(strategy, replicas):
 
 @pytest.mark.parametrize("name", ["ef14", "econtrol", "power_sgd"])
 def test_estimates_and_residuals_sum_to_the_mean_gradients(name):
-    """Σ estimates + mean of what is held back = Σ of the mean gradients, in a run of three."""
+    """Σ estimates + mean of what is held back = Σ of the mean gradients, with three replicas."""
     watches = watched(METHODS[name], 3)
     held = sum(w.states[-1]["0.feedback.residual"] for w in watches) / 3
     due = sum(sum(w.given) for w in watches) / 3
@@ -245,7 +245,7 @@ def test_estimates_and_residuals_sum_to_the_mean_gradients(name):
 
 
 def test_one_bit_adam_telescopes_on_both_sides():
-    """Σ m + mean δ_i + δ̄ = Σ mean of m_i, since the freeze, in a run of three; δ̄ is what the owners hold back, a shard each."""
+    """Since the freeze, Σ m + mean δ_i + δ̄ = Σ mean of m_i, with three replicas. δ̄ is what the owners hold back, one shard each."""
     watches, freeze = watched(unclipped(METHODS["one_bit_adam"]), 3), 4
     means, last = [[s["0.filter.0.average"] for s in w.states] for w in watches], [w.states[-1] for w in watches]
     said = sum(0.9 * means[0][t - 1] + 0.1 * sum(w.given[t] for w in watches) / 3 for t in range(freeze, 40))

@@ -1,4 +1,4 @@
-"""Adding a piece is one file and one row: in a copy of the repository, parser, docs and laws follow from the row."""
+"""Adding a piece takes one file and one row: in a copy of the repository, parser, docs and laws follow from the row."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_piece_is_added_by_one_file_and_one_row(tmp_path: Path) -> None:
     for test in (
         "test_codecs_keep_the_claims_of_their_rows[Mine(spare=1)]",
         "test_the_text_of_a_piece_parses_to_an_equal_piece",
-        "test_what_is_public",
+        "test_the_public_names_are_exactly_those_listed",
     ):
         assert f"PASSED {next(line for line in tried.splitlines() if test in line).split()[1]}", test
     assert "test_law_1_any_codec_and_partition[Mine(spare=1)" in tried
@@ -112,7 +112,7 @@ def test_a_piece_is_added_by_one_file_and_one_row(tmp_path: Path) -> None:
 
 
 def test_a_piece_without_its_row_is_not_found() -> None:
-    """So that what is found above is found by the row."""
+    """So it is the row by which the test above finds the piece."""
     import thinwire as tw
 
     with pytest.raises(tw.ConfigurationError, match="'Mine' in 'Mine' is not known"):

@@ -1,4 +1,4 @@
-"""Real processes under gloo: the same bits as threads, and FSDP2 shards that judge a round alike."""
+"""Real processes under gloo give the same bits as threads, and FSDP2 shards decide alike on a round."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unsharded():
 
 @pytest.mark.parametrize("name", FOUR)
 def test_processes_and_threads_agree_bit_for_bit(world, name):
-    """Four processes and four threads: weights, anchors and outer state after every step, bit for bit."""
+    """Weights, anchors and outer state of four processes equal those of four threads after every step, bit for bit."""
     for process, thread in zip([results["carriers"][name] for results in world], journey(FOUR[name], 4), strict=True):
         for a, b in zip([*process.weights, process.final], [*thread.weights, thread.final], strict=True):
             assert same_bits(a, b)
@@ -37,7 +37,7 @@ def test_processes_and_threads_agree_bit_for_bit(world, name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_shards_of_replicas_agree(world, name):
-    """Twins (the same shard of other replicas) hold the same anchors and outer state; a replica's shards together are the model."""
+    """The same shard of different replicas holds equal anchors and outer state. The shards of a replica together are the model."""
     for shard in (0, 1):
         one, other = (world[replica * 2 + shard]["sharded"][name]["journey"] for replica in (0, 1))
         for a, b in zip([*one.agreed, one.final_agreed], [*other.agreed, other.final_agreed], strict=True):
@@ -52,7 +52,7 @@ def test_shards_of_replicas_agree(world, name):
 
 @pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if s.codec == tw.codecs.Identity()])
 def test_sharding_changes_no_weight(world, unsharded, name):
-    """With fp32 on the wire, cutting a replica changes no bit of its weights: every step of it is element by element."""
+    """With fp32 on the wire, sharding a replica changes no bit of its weights, because every operation is elementwise."""
     for rank, results in enumerate(world):
         got, due = results["sharded"][name]["journey"], unsharded[name][rank // 2]["journey"]
         for step, (a, b) in enumerate(zip([*got.weights, got.final], [*due.weights, due.final], strict=True), 1):
@@ -76,7 +76,7 @@ def test_a_sharded_export_holds_whole_tensors(world, unsharded, name):
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "data_parallel"])
 def test_a_poisoned_shard_drops_the_round_for_all(world, name):
-    """NaN in shard 1 of replica 1 only: all four ranks refuse the same rounds, by replica 1, keep their anchors, and recover together."""
+    """Only shard 1 of replica 1 has NaN. All four ranks refuse the same rounds, name replica 1, keep their anchors, and recover together."""
     journeys = [results["poisoned"][name]["journey"] for results in world]
     refused = [
         [(e["step"], e["fragment"], e["round"], tuple(e["by"])) for e in one.heard("refused")] for one in journeys
@@ -107,7 +107,7 @@ def test_eight_processes_over_a_healed_cut_agree_with_threads(tmp_path):
         for a, b in zip([*process.weights, process.final], [*thread.weights, thread.final], strict=True):
             assert same_bits(a, b)
 
-    def between(step):  # the halves' means
+    def between(step):  # the means of the halves
         means = torch.stack([one.weights[step - 1] for one in processes]).view(2, 4, -1).mean(1)
         return float((means[0] - means[1]).norm())
 

@@ -1,4 +1,4 @@
-"""Recipes against their papers' equations, each written down here in a few lines of fp64, over several steps of several replicas."""
+"""Recipes against the equations of their papers, written in a few lines of fp64, over several steps of several replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 def given(shapes, replicas=3, steps=8, seed=0):
-    """[step, replica, tensor]: what replicas have in common, and their own."""
+    """Returns [step, replica, tensor]: a part that all replicas share plus a part of each."""
     chance = torch.Generator().manual_seed(seed)
     common = [torch.randn(shape, generator=chance) for shape in shapes]
     return [
@@ -27,7 +27,7 @@ def given(shapes, replicas=3, steps=8, seed=0):
 
 
 def exchanged(strategy, gradients):
-    """Step by step what takes the place of the `gradients`, the same bits on all replicas; None for a step that is dropped."""
+    """Returns, step by step, what replaces the `gradients`, with equal bits on all replicas; None for a dropped step."""
 
     class Parameters(nn.Module):
         def __init__(self):
@@ -67,7 +67,7 @@ def close(found, due, **tolerance):
 
 
 def power_sgd(gradients: list[list[Tensor]], q: Tensor) -> Iterator[Tensor]:
-    """Vogels, Karimireddy, Jaggi, Algorithms 1 and 2, of one matrix [step, replica]; `q` is where it starts."""
+    """Vogels, Karimireddy, Jaggi, Algorithms 1 and 2, for one matrix [step, replica]; `q` is the initial Q."""
     held = [torch.zeros_like(g).double() for g in gradients[0]]
     for gs in gradients:
         deltas = [g.double() + e for g, e in zip(gs, held)]
@@ -79,7 +79,7 @@ def power_sgd(gradients: list[list[Tensor]], q: Tensor) -> Iterator[Tensor]:
 
 
 def start(shapes, rank, number=0):
-    """What all replicas draw in round `number`: Q of each matrix."""
+    """Returns what all replicas draw in round `number`: Q of each matrix."""
     counts = [rank * shape[1] for shape in shapes]
     drawn = draw(Key(round=number).shared("factors"), 0, sum(counts)).sign().double()
     return [part.view(-1, rank) for part in drawn.split(counts)]
@@ -90,7 +90,7 @@ MATRICES = ((12, 20), (16, 9))
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_power_sgd_matches_its_paper(replicas):
-    """Warm Q, error feedback, vectors as they are."""
+    """Q is reused (warm start), feedback is on, and vectors are sent uncompressed."""
     gradients = given((*MATRICES, (7,)), replicas)
     found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
     for number, q in enumerate(start(MATRICES, 2)):
@@ -100,7 +100,7 @@ def test_power_sgd_matches_its_paper(replicas):
 
 
 def test_power_sgd_is_a_power_iteration_over_steps():
-    """Of a matrix that stays: what rank 2 loses comes down to what the singular values say, which one iteration a step from chance does not."""
+    """For a constant matrix, the error at rank 2 falls to what the singular values allow; a new random Q in each step does not reach it."""
     (matrix,) = given(((40, 30),), 1, 1)[0][0]
     strategy = replace(tw.recipes.power_sgd(rank=2), feedback=None)
     found = exchanged(strategy, [[[matrix]]] * 40)
@@ -111,7 +111,7 @@ def test_power_sgd_is_a_power_iteration_over_steps():
 
 @pytest.mark.parametrize("first", ["zeros", "in full", "in full, by another exchange"])
 def test_power_sgd_restarts_after_rounds_without_a_signal(first):
-    """After three rounds of nothing, or in fp32: from chance, with what those rounds have left (nothing is held back)."""
+    """After three rounds of zeros, or in fp32, Q is drawn again, and nothing of those rounds is held back."""
     gradients = given(MATRICES)
     strategy = tw.recipes.power_sgd(
         rank=2, policy=tw.pieces.policy.Constant() if first == "zeros" else tw.pieces.policy.DenseUntil(3)
@@ -131,7 +131,7 @@ def test_power_sgd_restarts_after_rounds_without_a_signal(first):
 
 
 def test_a_dropped_round_changes_nothing_of_power_sgd():
-    """As if the step had never been: Q and what is held back are those of the round before."""
+    """Q and what is held back are those of the round before, as if the step had not happened."""
     gradients = given(MATRICES)
     found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
     poisoned = [[torch.full_like(g, NAN) if rank == 1 else g for g in own] for rank, own in enumerate(gradients[4])]
@@ -141,7 +141,7 @@ def test_a_dropped_round_changes_nothing_of_power_sgd():
 
 @pytest.mark.parametrize("size", [1e-30, 1e18])
 def test_power_sgd_keeps_the_scale_of_any_matrix(size):
-    """Q keeps the size of M: it must not go on into P, where it would be squared, and lost."""
+    """Q has the scale of M. If that scale passed on to P, it would be squared and overflow or vanish."""
     gradients = [[[size * g for g in own] for own in step] for step in given(MATRICES[:1])]
     found = exchanged(tw.recipes.power_sgd(rank=2), gradients)
     (q,) = start(MATRICES[:1], 2)
@@ -153,7 +153,7 @@ def test_power_sgd_keeps_the_scale_of_any_matrix(size):
 
 
 def cgx(x: Tensor, bits: int, block: int) -> Tensor:
-    """The released code's quantiser of a flat tensor, bucket by bucket."""
+    """The quantiser of the released code, on a flat tensor, bucket by bucket."""
     out = []
     for bucket in x.double().split(block):
         unit = (bucket.max() - bucket.min()) / (2**bits - 1)
@@ -163,7 +163,7 @@ def cgx(x: Tensor, bits: int, block: int) -> Tensor:
 
 
 def test_cgx_matches_its_paper():
-    """Matrices by themselves in buckets from their least to their largest value; what is small in fp32; the plain mean."""
+    """Each matrix is quantised separately, in buckets from their minimum to their maximum; small tensors are in fp32; the mean is plain."""
     shapes = ((40, 30), (7, 300), (20, 20), (50,))
     gradients = given(shapes, steps=3)
     for found, step in zip(
@@ -181,7 +181,7 @@ def test_cgx_matches_its_paper():
 
 
 def demo(gradients: list[list[Tensor]], decay: float, count: int) -> Iterator[Tensor]:
-    """Peng, Quesnelle, Kingma, as released, of one square [step, replica]: the sign of the mean over senders of each component."""
+    """Peng, Quesnelle, Kingma, as released, for one square [step, replica]: the sign of each component's mean over its senders."""
     side = len(gradients[0][0])
     at, place = torch.arange(side).double(), torch.arange(side).double()[:, None]
     basis = (torch.pi / side * (at + 0.5) * place).cos() * (2 / side) ** 0.5
@@ -208,7 +208,7 @@ def test_demo_matches_its_paper():
 
 
 def test_demo_is_not_the_sign_of_the_mean_over_all():
-    """Taken per component, before the cosines are summed up, the share of senders does not cancel: some signs differ."""
+    """The mean is taken per component before the cosines are added, so the share of senders does not cancel, and some signs differ."""
     gradients = given(((64, 64),), steps=1)
     plain = tw.recipes.demo(codec=tw.codecs.Squares(tw.codecs.DCT(tw.codecs.ChunkedTopK(4096, 32), axes=2)))
     ((over_all,),) = exchanged(plain, gradients)
@@ -217,7 +217,7 @@ def test_demo_is_not_the_sign_of_the_mean_over_all():
 
 
 def test_over_senders_matches_the_released_reduction():
-    """torch's own `scatter_reduce("mean", include_self=False)`, on what three replicas have picked; between sites each weighs as its replicas."""
+    """The reference is torch's `scatter_reduce("mean", include_self=False)` on the picks of three replicas. A site weighs as its replicas."""
     codec, (gradients,) = tw.codecs.TopK(0.3, tw.codecs.Identity()), given(((50,),), steps=1)
     picked = [(own[0].abs().topk(15).indices, own[0]) for own in gradients]
     index, values = torch.cat([i for i, _ in picked]), torch.cat([g[i] for i, g in picked])
@@ -244,7 +244,7 @@ def test_over_senders_matches_the_released_reduction():
     "exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(tw.pieces.feedback.Feedback())], ids=str
 )
 def test_over_senders_of_equal_values_is_its_codec(exchange):
-    """Where all say the same, the mean over those who said it is what they said."""
+    """If all senders send the same value, the mean over those senders is that value."""
     gradients = [[own[:1] * 1 for own in [step[0]] * 3] for step in given(((50,),), 1, steps=4)]
     strategy = tw.Strategy(
         signal=tw.strategy.Gradients(),

@@ -1,6 +1,6 @@
-"""What was recorded once stays, on numbers that any processor computes alike: packets of codecs, bytes sent and final anchors of methods.
+"""Recorded results stay: packets of codecs, bytes sent and final anchors of methods, on numbers that every processor computes alike.
 
-Whoever means to change them records them anew: python tests/laws/test_recorded.py
+To change them on purpose, record them again: python tests/laws/test_recorded.py
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from thinwire.testing.values import encoded
 
 RECORDED = Path(__file__).with_name("recorded.json")
 STEPS, REPLICAS = 14, 2
+# a library computes matrix products, transforms and zstd, and may round differently
 LIBRARIES = (
     "Muon",
     "LowRank",
     "DCT",
     "Entropy",
-)  # matrix products, transforms, zstd: a library's, which round as it likes
+)
 
 
 def numbers(count: int, seed: int) -> Tensor:
-    """Between −1 and 1, over six powers of two: whole numbers over 2^24, so exact."""
+    """Returns integers divided by 2^24, so exact values, between −1 and 1 and over six powers of two."""
     whole = (torch.arange(1, count + 1, dtype=torch.int64) * 2654435761 + 40503 * seed) % 2**24
     return (whole.float() / 2**23 - 1) * torch.tensor([2.0**-k for k in range(6)]).repeat(count)[:count]
 
@@ -51,7 +52,7 @@ def packet(codec: tw.codecs.Codec) -> str:
 
 
 def run(strategy: tw.Strategy) -> list[object]:
-    """Bytes that replica 0 sends, and the digest of the anchors: each replica is pulled to a place of its own."""
+    """Returns the bytes that replica 0 sends, and the digest of the anchors. Each replica is pulled to a different point."""
     ledgers = [Ledger() for _ in range(REPLICAS)]
 
     def replica(group: tw.Group) -> list[Tensor]:
@@ -78,9 +79,8 @@ def portable(name: object) -> bool:
 
 
 PACKETS = {repr(row.piece): row.piece for row in CODECS if portable(row.piece)}
-RUNS = {
-    n: s for n, s in METHODS.items() if portable(s) and n != "sparse_loco"
-}  # whose scales are means, by a library's sum
+# a library's sum computes the means that are their scales
+RUNS = {n: s for n, s in METHODS.items() if portable(s) and n != "sparse_loco"}
 
 GUARDED = ("streaming_diloco", "streaming_sign", "eager_diloco")
 
@@ -102,7 +102,7 @@ def test_runs_match_their_recording(name, recorded):
 @pytest.mark.parametrize("name", GUARDED)
 @pytest.mark.parametrize("guard", [None, Guard(warm_up=2)])
 def test_a_guard_that_clips_nothing_changes_nothing(name, guard, recorded):
-    """Not a byte on the wire, not a bit of the weights: recorded before there were guards."""
+    """Bytes and weights equal those that were recorded before guards existed."""
     assert RUNS[name].guards and run(replace(RUNS[name], guard=guard)) == recorded["runs"][name]
 
 

@@ -1,4 +1,4 @@
-"""Law 3: nothing is lost. A round that fails changes nothing: what was trained stays in the parameters and travels in the next delta."""
+"""Law 3: a failed round changes nothing, and nothing is lost: what was trained stays in the parameters and is sent in the next delta."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gradient = Callable[[int, int], float]  # of replica and step
 
 
 def line(strategy: tw.Strategy, replicas: int, steps: int, gradient: Gradient) -> list[list[float]]:
-    """One weight, start 1, SGD with lr 1: after every step θ, and in the end what finishing left. Powers of two, so that sums are exact."""
+    """Trains one weight from 1 by SGD with lr 1. Returns it after every step and after finishing. Powers of two make sums exact."""
 
     def replica(group: tw.Group) -> list[float]:
         model = nn.Linear(1, 1, bias=False)
@@ -45,7 +45,7 @@ def poisoned(rank: int, at: int, value: float = NAN) -> Gradient:
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_progress_of_a_refused_round_is_sent_later(value):
-    """Replica 1 of two is poisoned at step 2; the round at 3 is dropped, that at 6 carries six steps of replica 0 and three of replica 1."""
+    """Replica 1 of two is poisoned at step 2. The round at 3 is dropped; that at 6 carries six steps of replica 0 and three of replica 1."""
     zero, one = line(tw.local_sgd(every=3), 2, 6, poisoned(1, 2, value))
     assert zero[:5] == [1 - 0.25 * t for t in range(1, 6)], "replica 0 went on as if nothing had been"
     assert one[2:5] == [1.0, 0.5, 0.0], "replica 1 started again from the anchor, 1"
@@ -54,17 +54,18 @@ def test_progress_of_a_refused_round_is_sent_later(value):
 
 
 def test_progress_with_rounds_in_flight_survives_a_refusal():
-    """Delay 2, α = 0: the refused round lands at 5 and is not merged, so the steps of the flight are kept as well."""
+    """Delay 2, α = 0: the refused round lands at 5 and is not merged, so the steps of the flight are kept too."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(3, 2))
     zero, one = line(strategy, 2, 8, poisoned(1, 2))
     assert zero[:7] == [1 - 0.25 * t for t in range(1, 8)]
     assert one[4:7] == [1.0, 0.5, 0.0]
-    agreed = 1 - (6 * 0.25 + 0.5) / 2  # departed at 6: six steps of replica 0, one of replica 1 since it started again
+    # the round departed at 6, with six steps of replica 0 and one of replica 1 since it restarted
+    agreed = 1 - (6 * 0.25 + 0.5) / 2
     assert zero[7] == one[7] == agreed
 
 
 def test_a_refused_round_changes_no_outer_state():
-    """Momentum is what it would be had the refused round not been: 1.9 times the whole delta at once."""
+    """Momentum is as if the refused round had not happened: 1.9 times the whole delta at once."""
     strategy = tw.diloco(every=2, outer_lr=0.5, outer_momentum=0.5)
     zero, _ = line(strategy, 2, 6, poisoned(1, 1))
     first = (4 * 0.25 + 2 * 0.5) / 2  # the delta at step 4
@@ -77,7 +78,7 @@ def test_a_refused_round_changes_no_outer_state():
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_an_overflowing_round_is_refused_without_a_culprit(delay):
-    """The outer step overflows on a delta below 1: all replicas keep what they have, and the sum of all progress lands at once."""
+    """The outer step overflows on a delta below 1. All replicas keep their weights, and the sum of all progress lands at once."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, delay), outer=Picky(at_least=1.5), merge=tw.pieces.merge.Mix(0.0)
     )
@@ -88,7 +89,7 @@ def test_an_overflowing_round_is_refused_without_a_culprit(delay):
 
 
 def test_eager_rounds_conserve_progress():
-    """Replica 1 is poisoned at step 5: its round of step 6 is refused at 9, where it starts again. Lost are its steps 4 … 9, and nothing else."""
+    """Replica 1 is poisoned at step 5. Its round of step 6 is refused at 9, where it restarts. Only its steps 4 … 9 are lost."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(3, 3), merge=tw.pieces.merge.Eager())
     for steps in (12, 13, 15, 17, 18):
         kept = sum(steady(0, t) for t in range(1, steps + 1)) + sum(
@@ -99,7 +100,8 @@ def test_eager_rounds_conserve_progress():
 
 
 def test_refused_rounds_conserve_progress():
-    """Σ of the agreed moves = Σ of all replicas' moves, over two poisonings; lost is what the poisoned trained since its last good round."""
+    """Σ of the anchors' moves = Σ of all replicas' moves, over two poisonings. Only what a poisoned replica trained since its last good
+    round is lost."""
     nans = {(1, 4), (2, 13)}
     traces = line(tw.local_sgd(every=5), 3, 20, lambda m, t: NAN if (m, t) in nans else steady(m, t))
     lost = {(1, t) for t in range(1, 6)} | {(2, t) for t in range(11, 16)}
@@ -128,7 +130,7 @@ def poison_parameter(at: int, rank: int = 1, value: float = NAN):
 
 
 def check_recovery(journeys: list[Journey], rank: int, unseen: bool = False) -> None:
-    """`unseen`: a landing with α = 0 may overwrite NaN in a parameter before it departs."""
+    """Checks that replica `rank` recovered. `unseen`: a landing with α = 0 may overwrite NaN in a parameter before it departs."""
     refused = [[(e["step"], e["fragment"], e["round"], e["by"]) for e in one.heard("refused")] for one in journeys]
     assert refused[0] or unseen
     assert all(other == refused[0] for other in refused), "refused everywhere or nowhere"
@@ -143,18 +145,18 @@ def check_recovery(journeys: list[Journey], rank: int, unseen: bool = False) -> 
 
 NOT_GRADIENTS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.strategy.Gradients)]
 GRADIENTS = [name for name in METHODS if name not in NOT_GRADIENTS]
-INFINITE = ("data_parallel", "diloco", "eager_diloco", "one_bit_adam", "streaming_sign")  # NaN is tried with all
+INFINITE = ("data_parallel", "diloco", "eager_diloco", "one_bit_adam", "streaming_sign")  # NaN: with all methods
 
 
 @pytest.mark.parametrize("name", each(METHODS))
 def test_training_recovers_from_a_nan_gradient(name):
-    """NaN in one gradient of one replica: in AdamW it reaches weights and both moments, and must leave all of them."""
+    """One gradient of one replica is NaN. In AdamW it reaches the weights and both moments, and must disappear from all of them."""
     check_recovery(journey(METHODS[name], 3, steps=16, before_step=poison_gradient(5)), 1)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in INFINITE)) for n in METHODS])
 def test_training_recovers_from_an_infinite_gradient(name):
-    """Of the replica whose bytes the others compare with theirs."""
+    """The replica with it is the one with whose bytes the others compare theirs."""
     check_recovery(journey(METHODS[name], 2, steps=16, before_step=poison_gradient(5, 0, INF)), 0)
 
 
@@ -166,7 +168,7 @@ def test_training_recovers_from_a_nan_parameter(name):
 
 @pytest.mark.parametrize("name", each(GRADIENTS))
 def test_bad_weights_without_anchors_end_the_run_by_name(name):
-    """With Gradients nobody holds anchors: going on for ever without a step would be worse."""
+    """With Gradients no replica holds anchors, and training without steps for ever would be worse."""
     with pytest.raises(
         tw.NonFiniteError, match=r"the weights of replica 1 hold NaN or infinity.*resume from the last checkpoint"
     ):
@@ -175,16 +177,16 @@ def test_bad_weights_without_anchors_end_the_run_by_name(name):
 
 @pytest.mark.parametrize("name", each(GRADIENTS))
 def test_a_refused_gradient_changes_nothing(name):
-    """Weights and moments stay, on every replica and in every fragment, and the next step is as if it were this one."""
+    """Weights and moments stay on every replica and in every fragment, and the next step is as if it were this one."""
     journeys = journey(METHODS[name], 2, steps=8, before_step=poison_gradient(4))
     for one in journeys:
         assert same_bits(one.weights[3], one.weights[2]) and not same_bits(one.weights[4], one.weights[3])
-        assert {e["step"] for e in one.heard("refused")} == {3}  # in the course of inner step 4
+        assert {e["step"] for e in one.heard("refused")} == {3}  # during inner step 4
 
 
 @pytest.mark.parametrize("name", each(NOT_GRADIENTS))
 def test_a_refused_round_changes_no_anchor(name):
-    """Anchors and outer state before and after the landing of a refused round of the only fragment are the same bits."""
+    """Anchors and outer state have the same bits before and after the landing of a refused round of the only fragment."""
     journeys = journey(METHODS[name], 2, steps=20, before_step=poison_gradient(5))
     for one in journeys:
         for event in one.heard("refused"):
@@ -196,7 +198,7 @@ def test_a_refused_round_changes_no_anchor(name):
 
 
 def test_replica_zero_is_unharmed_by_a_peers_nan():
-    """A replica whose peer was poisoned trains as if alone until the next good round: bit for bit the inner optimizer."""
+    """Until the next good round it trains as if alone, like the inner optimizer, bit for bit."""
     journeys = journey(tw.local_sgd(every=4), 2, steps=7, before_step=poison_gradient(2))
     model = toy()
     alone = adamw(model)

@@ -1,4 +1,4 @@
-"""The order of things, against numbers worked out elsewhere: published traces, the paper's algorithm in plain Python, eager updates by formula."""
+"""The order of events against independent numbers: published traces, the paper's algorithm in plain Python, eager updates by formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Gradient = Callable[[int, int, int], float]  # of replica, fragment, step
 
 
 def scalars(count: int) -> nn.Module:
-    """One scalar weight a fragment, all 1."""
+    """Returns a model with one scalar weight for each fragment, all 1."""
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False, dtype=torch.float32) for _ in range(count)))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -26,7 +26,7 @@ def scalars(count: int) -> nn.Module:
 def run(
     strategy: tw.Strategy, replicas: int, count: int, steps: int, gradient: Gradient, finish: bool = False
 ) -> list[list[list[float]]]:
-    """[replica][fragment][before step 1, after step 1, …]; with `finish`, what finishing left comes last."""
+    """Returns [replica][fragment][before step 1, after step 1, …]; with `finish`, the last entry is the weight after finishing."""
 
     def replica(group: tw.Group) -> list[list[float]]:
         model = scalars(count)
@@ -71,7 +71,7 @@ def numbers(text: str) -> list[float]:
 )  # fmt: skip
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_scalar_weight(delay, alpha, offsets, traces, replicas):
-    """Start 1, inner SGD lr 1 with gradient 2, outer SGD lr 2, H = 6: the issue's two trajectories, on every replica."""
+    """Start 1, inner SGD lr 1 with gradient 2, outer SGD lr 2, H = 6: two known trajectories, on every replica."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(6, delay, offsets),
         partition=tw.pieces.partition.Strided(2),
@@ -96,7 +96,7 @@ def reference(
     steps: int,
     gradient: Gradient,
 ) -> list[list[list[float]]]:
-    """Streaming DiLoCo (arXiv 2501.18512, Algorithm 2) on scalars: numbers, lists, and nothing else. `first` is t_p + H."""
+    """Streaming DiLoCo (arXiv 2501.18512, Algorithm 2) on scalars, in plain Python. `first` is t_p + H."""
     P = range(len(first))
     local = [[1.0 for _ in P] for _ in range(replicas)]
     anchor, v = [1.0 for _ in P], [0.0 for _ in P]
@@ -138,12 +138,12 @@ GRID = [
 
 @over("H, P, tau, alpha, mu, offsets", GRID)
 def test_reference(H, P, tau, alpha, mu, offsets):
-    """H not divisible by P, more fragments than steps, delays up to H − 1, any mix and momentum: fp32 rounding apart, the same numbers."""
+    """H not divisible by P, more fragments than steps, delays up to H − 1, any mix and momentum: equal within the rounding of fp32."""
     first = tw.pieces.schedule.short_first(H, P, tau) if offsets == "short" else tuple(H + p * H // P for p in range(P))
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(H, tau, None if offsets == "paper" else first),
         partition=tw.pieces.partition.Sequential(P), outer=tw.pieces.outer.Nesterov(0.7, mu), merge=tw.pieces.merge.Mix(alpha),
-        guard=None,  # one number alone grows by far more between two rounds than a model does
+        guard=None,  # between two rounds a single number grows by far more than a model does
     )  # fmt: skip
     steps = 4 * H + 3
     got = run(strategy, 2, P, steps, uneven)
@@ -152,7 +152,7 @@ def test_reference(H, P, tau, alpha, mu, offsets):
 
 
 def test_whole_periods_together():
-    """`Every` is the reference with all fragments at the same steps."""
+    """`Every` equals the reference with all fragments at the same steps."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(4, 2),
         partition=tw.pieces.partition.Sequential(2),
@@ -164,8 +164,8 @@ def test_whole_periods_together():
 
 
 def test_no_local_steps_no_effect_of_delay():
-    """With inner steps of nothing, a delay moves only the time: the anchors' sequence is the same (spec invariant 7)."""
-    pushes = {1: 0.5, 11: -0.25}  # one push before a departure, nothing in the air
+    """If inner steps change nothing, a delay moves only the time; the sequence of anchors is the same (spec invariant 7)."""
+    pushes = {1: 0.5, 11: -0.25}  # one push before a departure, and nothing in the air
     traces = []
     for tau in (0, 2):
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4, tau), outer=tw.pieces.outer.Nesterov(0.4, 0.5))
@@ -180,9 +180,9 @@ def test_no_local_steps_no_effect_of_delay():
 def eager_reference(
     replicas: int, first: Sequence[int], H: int, eta: float, mu: float, steps: int, gradient: Gradient
 ) -> list[list[list[float]]]:
-    """arXiv 2502.12996, §3, literally: Δ̃_m(k) = (1/M)(Δ_m(k) + Σ_{m'≠m} Δ_{m'}(k−1)), then a Nesterov step of the replica's own.
+    """arXiv 2502.12996, §3: Δ̃_m(k) = (1/M)(Δ_m(k) + Σ_{m'≠m} Δ_{m'}(k−1)), then each replica's own Nesterov step.
 
-    The delta is θ_m at the last outer step minus θ_m now: its base is the replica's, for after the eager step replicas differ.
+    The delta is θ_m at the last outer step minus θ_m now. Its base differs by replica, because replicas differ after the eager step.
     """
     P = range(len(first))
     theta = [[1.0 for _ in P] for _ in range(replicas)]
@@ -229,7 +229,7 @@ def test_eager(H, P, mu, replicas):
 
 @pytest.mark.parametrize("steps", [4, 6, 8, 9])
 def test_eager_average_loses_nothing(steps):
-    """Finishing lands all that was trained, once: with Average, the mean of all local progress, whenever the loop ends."""
+    """Finishing lands everything that was trained, once. With Average that is the mean of all local progress, at any end of the loop."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(4, 4), merge=tw.pieces.merge.Eager())
     final = [replica[0][-1] for replica in run(strategy, 2, 1, steps, uneven, finish=True)]
     progress = sum(uneven(m, 0, t) for m, t in itertools.product(range(2), range(1, steps + 1))) / 2

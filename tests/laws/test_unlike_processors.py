@@ -1,5 +1,5 @@
-"""Replicas on unlike processors hold the same bits. The processor is real, what libraries make of it is asked for by their own
-environment variables: torch, MKL, glibc and numba each have loops of their own for each generation."""
+"""Replicas on different processors hold the same bits. The processor is real; environment variables tell torch, MKL, glibc and numba
+to use the loops of another generation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def all_of_them(rank: int) -> dict[str, Journey]:
 
 
 def check_agreed(strategy: tw.Strategy, journeys: list[Journey]) -> None:
-    """After every step what is agreed, and at the end the weights. Where a torch optimizer steps from gradients weights may drift
+    """Checks the anchors after every step, and the weights at the end. If a torch optimizer steps from gradients, weights may drift
     between two comparisons, which are further apart than these runs are long.
     """
     drifts = isinstance(strategy.signal, tw.strategy.Gradients) and strategy.inner is None
@@ -72,16 +72,16 @@ def test_every_recipe_runs_on_unlike_processors(world, name):
     check_agreed(FOUR[name], [results[name] for results in world])
 
 
-# ---- replicas that step by themselves
+# ---- replicas that take their steps separately
 
 
 def nudge(model: torch.nn.Module) -> None:
-    """What other processors make of weights, only more, so that it stays."""
+    """Changes weights as another processor would, but by more, so that the change stays."""
     next(iter(model.parameters())).detach().add_(1e-4)
 
 
 def test_drift_is_reported_once_and_corrected():
-    """Every hundred steps; every byte of it is predicted."""
+    """The comparison is every hundred steps, and every byte of it is predicted."""
     ledgers = [Ledger(), Ledger()]
 
     def replica(group):
@@ -110,7 +110,7 @@ def test_drift_is_reported_once_and_corrected():
 
 
 def test_a_resume_keeps_drifted_weights():
-    """As never stopped: weights that are a bit apart go on a bit apart. Other weights than those that were saved are found out."""
+    """The resumed run equals an uninterrupted one: weights that differ by a bit still do. Weights other than the saved ones are detected."""
 
     def steps(group, replica, upto):
         seen = []
@@ -146,7 +146,7 @@ def test_a_resume_keeps_drifted_weights():
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.1)])
 def test_sgd_rounds_each_operation_separately(momentum, decay):
-    """numpy's fp32, which fuses nothing; near torch's own, whose state it has."""
+    """The reference is numpy's fp32, which fuses no operations. torch's SGD is close to it, and loads its state."""
     model, plain = torch.nn.Linear(40, 25), torch.nn.Linear(40, 25)
     plain.load_state_dict(model.state_dict())
     own = tw.pieces.inner_optimizers.SGD(momentum).make(model, 0.05, decay)
@@ -179,7 +179,7 @@ def test_moments_round_each_operation_separately():
 
 
 def test_square_roots_are_rounded_as_in_ieee_754():
-    """Of every eighth number of two binades, and of the ends."""
+    """It tests every eighth number of two binades, and the ends."""
     binades = torch.arange(127 << 23, 129 << 23, 8, dtype=torch.int32).view(torch.float32)
     x = torch.cat([binades, torch.tensor([0.0, 1e-45, 1e-38, 3.4e38, torch.inf])])
     assert root(x).numpy().tobytes() == np.sqrt(x.numpy()).tobytes()

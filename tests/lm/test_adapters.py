@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what travels, what comes out. Without peft only its absence is tested, and what needs none."""
+"""LoRA: what is trained, sent and saved. Without peft, only its absence is tested, and what does not need it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bare(kind: str) -> Any:
 
 
 def adapted(kind: str, rank: int = 4) -> Any:
-    """With adapters that do something."""
+    """Returns a model with adapters that change its output."""
     model = attach(bare(kind), rank, seed=0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -114,7 +114,8 @@ def test_adapters_train_a_pretrained_model_further(tmp_path: Path, text: str) ->
     second = train(tmp_path / "second", run_of(text, model=str(path), steps=4, lr=1e-5, eval_every=1))
     evaluated = [e["loss"] for e in read_events(tmp_path / "second/events/replica-0.jsonl") if e["event"] == "eval"]
     assert evaluated[0] == pytest.approx(first["eval_loss"], rel=0.01) and second["steps"] == 4
-    again = stored_model(tmp_path / "second/model.safetensors", 256, 32)  # a link of a chain names its size, too
+    # the model of a second training also names its size
+    again = stored_model(tmp_path / "second/model.safetensors", 256, 32)
     assert sum(p.numel() for p in again.parameters()) == first["parameters"]
 
 
@@ -145,7 +146,7 @@ def test_files_without_a_model_are_refused(tmp_path: Path) -> None:
 
 @needs_peft
 def test_only_adapters_are_sent_and_both_model_forms_are_saved(tmp_path: Path, text: str) -> None:
-    """End to end: bytes are those of the adapters, the base stays as it was, a stopped run goes on bit for bit."""
+    """End to end: only the adapters are sent, the base is unchanged, and a stopped run resumes bit for bit."""
     base = tmp_path / "base/model.safetensors"
     train(tmp_path / "base", run_of(text, steps=30))
     settings = run_of(text, model=str(base), lora=2, steps=16)
@@ -197,7 +198,7 @@ def test_flasc_sends_sparse_adapters_both_ways(tmp_path: Path, text: str) -> Non
 
 
 def ends(folder: Path) -> list[dict[str, Any]]:
-    """What each replica said when it ended."""
+    """Returns the `end` event of each replica."""
     files = sorted(folder.glob("events/*.jsonl"))
     return [next(e["summary"] for e in read_events(file) if e["event"] == "end") for file in files]
 

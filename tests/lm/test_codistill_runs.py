@@ -1,4 +1,4 @@
-"""Replicas of unlike models through the public command's own path: trained, resumed, and each exported by itself."""
+"""Replicas with different models, through the path of the public command: trained, resumed, and each exported separately."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def models_in(folder: Path) -> list[bytes]:
 
 def test_a_run_names_each_model_and_is_resumed_bit_for_bit(tmp_path: Path, text: str) -> None:
     run = run_of(text)
-    assert sum(p.numel() for p in check(run).parameters()) == 492_640  # of the largest
+    assert sum(p.numel() for p in check(run).parameters()) == 492_640  # of the largest model
     whole, copy = run_in(tmp_path / "whole", run), tmp_path / "copy"
     record = RunRecord.load(whole)
     losses = summary_of(record)["losses"]

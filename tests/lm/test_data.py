@@ -18,13 +18,13 @@ from thinwire.lm.tokens import BPE
 
 
 def left_in(cache: Path) -> list[str]:
-    """What the cache holds, but for the lock files."""
+    """Returns the files of the cache without lock files."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Sixty files of 200 bytes, each of one letter pair that no other has."""
+    """Sixty files of 200 bytes, each of a pair of letters that no other file has."""
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(60):
@@ -39,7 +39,7 @@ def corpus(text: Path, tmp_path: Path) -> Corpus:
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Corpus:
-    """One file whose n-th pair of bytes is n: a window shows where it lies."""
+    """One file whose n-th pair of bytes is n, so a window shows its position."""
     path = tmp_path / "count.bin"
     path.write_text("".join(chr(0x800 + n) for n in range(2000)))  # three bytes each
     return Corpus.open([path], cache=tmp_path / "cache")
@@ -62,7 +62,7 @@ def test_an_epoch_of_all_replicas_reads_every_window_once(counted: Corpus, repli
     total = counted.windows(sequence)
     flat = counted.tokens[: counted.manifest.training_tokens].tobytes()
     everything = [flat[i * sequence : i * sequence + sequence + 1] for i in range(total)]
-    assert len(set(everything)) == total  # so that counting is telling
+    assert len(set(everything)) == total  # all windows differ, so counting them is sufficient
     shares = []
     for replica in range(replicas):
         own = len(range(replica, total, replicas))
@@ -70,7 +70,7 @@ def test_an_epoch_of_all_replicas_reads_every_window_once(counted: Corpus, repli
         second = windows_read(counted, replica, replicas, range(own, 2 * own), 1, sequence)
         assert set(first) == set(second) and first != second  # the same windows, in another order
         shares += first
-    assert sorted(shares) == sorted(everything)  # disjoint, and nothing left out
+    assert sorted(shares) == sorted(everything)  # disjoint and complete
 
 
 def test_batches_cross_epochs_whatever_their_size(counted: Corpus) -> None:
@@ -144,7 +144,7 @@ def test_held_out_batches_spread_evenly_and_never_change(counted: Corpus) -> Non
     few = counted.held_out(batch=3, sequence=16, limit=2)
     assert torch.equal(torch.cat([tokens for tokens, _ in few])[:, 0], flat[0 : 18 * 16 : 3 * 16])
     assert all(torch.equal(a, b) for x, y in zip(few, counted.held_out(3, 16, limit=2)) for a, b in zip(x, y))
-    assert [len(tokens) for tokens, _ in counted.held_out(batch=5, sequence=16)] == [5, 5, 5]  # full ones
+    assert [len(tokens) for tokens, _ in counted.held_out(batch=5, sequence=16)] == [5, 5, 5]  # full batches
     assert [len(tokens) for tokens, _ in counted.held_out(batch=99, sequence=16)] == [18]  # or the only one
 
 
@@ -155,7 +155,7 @@ def test_a_corpus_opened_again_reads_its_cache(corpus: Corpus, text: Path, monke
 
 
 def test_changed_sources_are_tokenised_anew(corpus: Corpus, text: Path) -> None:
-    (text / "00.txt").write_text("!!" * 100)  # the same size
+    (text / "00.txt").write_text("!!" * 100)  # of the same size
     os.utime(text / "00.txt", ns=(1, 1))
     changed = Corpus.open([text], cache=corpus.folder.parent, held_out_share=0.1)
     assert changed.fingerprint != corpus.fingerprint and b"!!" in changed.tokens.tobytes()
@@ -189,7 +189,7 @@ def test_one_of_many_processes_prepares_the_corpus(text: Path, tmp_path: Path, m
 
     def all_look_first(*arguments: object) -> Corpus | None:
         found = load(*arguments)  # type: ignore[arg-type]
-        if threading.get_ident() not in looked:  # nobody goes on before all have seen that there is nothing
+        if threading.get_ident() not in looked:  # no thread continues before all have seen that there is no file
             looked.add(threading.get_ident())
             together.wait(600)
         return found
@@ -216,7 +216,7 @@ def test_a_failed_preparation_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_utf8_are_skipped_and_counted(text: Path, tmp_path: Path) -> None:
-    (text / "latin.txt").write_bytes(b"good " * 100_000 + "é".encode("latin-1"))  # found after pieces are written
+    (text / "latin.txt").write_bytes(b"good " * 100_000 + "é".encode("latin-1"))  # found after pieces have been written
     (text / "empty.txt").write_text("")
     corpus = Corpus.open([text], cache=tmp_path / "cache")
     assert corpus.describe()["skipped files (not UTF-8)"] == 1
@@ -251,7 +251,7 @@ def test_bpe_is_trained_once_and_kept_with_the_tokens(text: Path, tmp_path: Path
     # the file alone serves another text
     shared = Corpus.open([text / "07.txt"], BPE.load(corpus.folder / "tokenizer.json"), cache=tmp_path / "cache")
     assert shared.tokenizer.fingerprint == corpus.tokenizer.fingerprint
-    # a tokenizer that was changed under the tokens is noticed
+    # a tokenizer that changed after the tokens were made is detected
     (corpus.folder / "tokenizer.json").write_bytes(
         BPE(280).train(["abc"], tmp_path / "t.json").file.read_bytes()  # type: ignore[union-attr]
     )

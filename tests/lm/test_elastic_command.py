@@ -1,4 +1,4 @@
-"""`thinwire train --elastic` and its like: real processes, killed and interrupted from outside."""
+"""`thinwire train --elastic` and related commands: real processes, killed and interrupted from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed"),
 ]
-PATIENCE = 400.0  # seconds after which a test has hung
+PATIENCE = 400.0  # seconds after which a test counts as hung
 NAMES = ["replica-0", "replica-1", "replica-2"]
 
 Train = Callable[..., "subprocess.Popen[str]"]
@@ -33,7 +33,7 @@ Train = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Train]:
-    """`thinwire train` on a small model, with more options; what it says goes to FOLDER.txt. Killed at the end, with its replicas."""
+    """Runs `thinwire train` on a small model with more options; its output goes to FOLDER.txt. At the end it is killed with its replicas."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(4000)))
     small = [
@@ -67,7 +67,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
 
 
 def replicas_of(folder: Path, name: str = "") -> list[int]:
-    """Process ids of the replicas in `folder`."""
+    """Returns the process ids of the replicas in `folder`."""
     listed = subprocess.run(
         ["pgrep", "-f", f"thinwire.lm.supervisor {folder}.*{name}"], capture_output=True, text=True, check=False
     )
@@ -82,12 +82,12 @@ def until(true: Callable[[], object], folder: Path) -> None:
 
 
 def saved(folder: Path, name: str) -> int:
-    """The newest checkpoint's step."""
+    """Returns the step of the newest checkpoint."""
     return max((int(path.name[5:]) for path in folder.glob(f"checkpoints/{name}/step-*")), default=0)
 
 
 def ends(folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """The last word of each."""
+    """Returns the last event of each replica."""
     last = [read_events(folder / f"events/{name}.jsonl")[-1] for name in names]
     assert all(event["event"] == "end" for event in last), folder.with_suffix(".txt").read_text()
     return [event["summary"] for event in last]
@@ -159,7 +159,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_every_replica(train: Train, tmp_path: Pat
 
 
 def test_replicas_of_two_commands_train_together_and_strangers_are_refused(train: Train, tmp_path: Path) -> None:
-    """One of another run, and one without the secret."""
+    """One stranger belongs to another run, and one has no secret."""
     lighthouse = Lighthouse("127.0.0.1", 0, secret=secret_in(tmp_path / "secret", make=True))
     try:
         here = ["--steps", "2500", "--lighthouse", lighthouse.address, "--secret", str(tmp_path / "secret"), "--name"]
@@ -180,7 +180,7 @@ def test_replicas_of_two_commands_train_together_and_strangers_are_refused(train
 
 
 def stopped(folder: Path, name: str) -> int:
-    """Freeze the replica, and return its process id."""
+    """Freezes the replica and returns its process id."""
     (number,) = replicas_of(folder, name)
     os.kill(number, signal.SIGSTOP)
     return number
@@ -192,7 +192,7 @@ def logged(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_replica_frozen_past_the_end_takes_the_final_model_or_reports_an_error(train: Train, tmp_path: Path) -> None:
-    """oslo keeps the final state for paris and rome; paris thaws in time, rome when it is kept no longer."""
+    """oslo keeps the final state for paris and rome. paris thaws in time, rome after it is no longer kept."""
     lighthouse = Lighthouse("127.0.0.1", 0)
     try:
         here = [
@@ -210,7 +210,7 @@ def test_a_replica_frozen_past_the_end_takes_the_final_model_or_reports_an_error
         folders = {name: tmp_path / name for name in names}
         runs = {name: train(folders[name], *here, name) for name in names}
         begun = []
-        for name in names:  # however long each takes to start, they begin together
+        for name in names:  # they train together, however long each takes to start
             until(lambda name=name: logged(folders[name], name, "start"), folders[name])  # type: ignore[misc]
             begun.append(stopped(folders[name], name))
         for number in begun:

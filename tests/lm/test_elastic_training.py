@@ -1,4 +1,4 @@
-"""The main job among replicas that come and go: as threads in a time of their own, and as what the command starts."""
+"""The language model's training in elastic runs: as threads in virtual time, and as the processes that the command starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("replica-0", "replica-1", "replica-2")
 
 
 class Inline(round_thread.Executor):
-    """Runs at once what is submitted, so that everything has its order."""
+    """Runs submitted calls at once in the same thread, in a determined order."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
-    """A place to meet; an inner step lasts a second of its time."""
+    """A simulated cluster; an inner step takes one second of its time."""
     monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
     monkeypatch.setattr(round_thread, "ThreadPoolExecutor", Inline)
@@ -72,7 +72,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
 
 
 def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> Callable[[str], Any]:
-    """A replica that is started again, with --resume, when it was killed."""
+    """Returns a replica that is restarted with --resume after it was killed."""
 
     def life(name: str) -> Any:
         again = resume
@@ -106,7 +106,7 @@ def test_all_replicas_end_equal_and_their_step_counts_add_up(
     record = RunRecord.load(tmp_path / "run")
     told = [e for e in read_events(tmp_path / "run/events/replica-0.jsonl") if e["event"] == "round"]
     committed = [e["round"] for e in told if e["committed"] and e["fragment"] >= 0]
-    assert record.summary.rounds_committed == len(committed) >= 12  # four fragments in three cycles at least
+    assert record.summary.rounds_committed == len(committed) >= 12  # four fragments in at least three cycles
     assert record.summary.taking_part == 3 and 1 < (record.summary.living or 0) <= 3
     assert (
         record.summary.tokens == 3 * run.optimizer.steps * run.data.batch * run.data.sequence
@@ -118,7 +118,7 @@ def test_all_replicas_end_equal_and_their_step_counts_add_up(
     assert told == (read, 0, 0) and ("samples trained", f"{read:,}") in record.summary.figures()
     assert not record.named_samples
     sent = ended["replica-0"]["ledger"]["sent"]["packet"]
-    assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # foreseen = counted
+    assert sum(count["nbytes"] for count in sent.values()) == record.replicas[0].nbytes_sent  # predicted = counted
     assert [(s.trained, s.jumped, s.counted) for s in record.steps] == [
         (run.optimizer.steps, 0, run.optimizer.steps)
     ] * 3
@@ -149,7 +149,7 @@ def test_a_killed_replica_resumes_and_reads_no_sample_twice(
 
 
 def test_samples_of_a_lost_replica_go_to_the_others(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
-    """From the runs' own records: who read what, what landed, what was lost with whom and who read it again."""
+    """The records of the runs name who read which samples, what landed, what was lost, and who read it again."""
     run, folder = run.changed(steps=96, checkpoint_every=0), tmp_path / "run"
     cluster.at("replica-1", "post", lambda: cluster.kill("replica-1"), 40)
 
@@ -293,7 +293,7 @@ def test_waiting_for_members_ends_at_a_stop_and_at_its_deadline() -> None:
 
 @pytest.mark.parametrize("there", [True, False], ids=["nobody else", "no lighthouse"])
 def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run: Run, tmp_path: Path) -> None:
-    """Through the replica's own process main: all its threads have ended when it gives up."""
+    """It runs the main function of a replica's process, all of whose threads have ended when it gives up."""
     stop = threading.Event()
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"")
     if not there:
@@ -351,7 +351,7 @@ def test_an_elastic_run_resumes_as_an_elastic_run_only() -> None:
 
 
 def all_take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:
-    """Replicas on machines of their own, each with a folder; what ended one is what it comes to."""
+    """Returns replicas that run on separate machines with separate folders; each returns its result or the error that ended it."""
 
     def replica(name: str) -> Any:
         return take_part(cluster, run, tmp_path, name)
@@ -370,7 +370,7 @@ def take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, re
 
 
 def models(tmp_path: Path) -> dict[str, bytes]:
-    """What the replicas took for the final model."""
+    """Returns what the replicas saved as the final model."""
     return {path.parent.name: path.read_bytes() for path in sorted(tmp_path.glob("*/model.safetensors"))}
 
 
@@ -394,7 +394,7 @@ def wait_until(cluster: SimulatedCluster, name: str, seconds: float) -> None:
 def test_a_replica_that_arrives_while_the_final_state_is_kept_gets_it(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
-    """One that was frozen, one that was killed and is started again, and one that is new."""
+    """One replica was frozen, one was killed and restarted, and one is new."""
     run = run.changed(replicas=4, steps=12)
 
     def back_late(name: str) -> Any:
@@ -448,7 +448,8 @@ def test_a_replica_that_arrives_later_gets_an_error_and_saves_no_model(
     for error in ended["replica-2"]:
         assert isinstance(error, EndedError) and "the run has ended without replica 'replica-2'" in str(error), error
     assert "where replica-0, replica-1 ended" in str(ended["replica-2"][0])
-    assert came[0] < 330 and came[1] - came[0] < 10  # not until it would have trained all its steps, nor the time-out
+    # it ends neither after training all its steps, nor after the timeout
+    assert came[0] < 330 and came[1] - came[0] < 10
     assert list(models(tmp_path)) == ["replica-0", "replica-1"] and not list(tmp_path.glob("replica-2/*.safetensors"))
     assert RunRecord.load(tmp_path / "replica-2").status.startswith("stopped: the run has ended without")
 
@@ -456,7 +457,7 @@ def test_a_replica_that_arrives_later_gets_an_error_and_saves_no_model(
 def test_a_replica_alone_at_the_end_reports_it_and_resumes_with_the_others(
     cluster: SimulatedCluster, run: Run, tmp_path: Path
 ) -> None:
-    """The only other one dies; what was agreed with it is no final model."""
+    """The only other replica dies, so what both agreed on is no final model."""
     run = run.changed(replicas=2, timeout=60.0, steps=12)
 
     def dies_and_returns(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A follower of a run that `thinwire train --publish` trains: each version as an ordinary model folder, bit for bit."""
+"""A follower of a run of `thinwire train --publish` gets each version as an ordinary model folder, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = ["--strategy", "streaming_diloco", "--every", "4", "--fragments", "2", 
 
 
 class Watched:
-    """A publisher whose versions a follower takes one by one; another comes for every fourth."""
+    """A publisher whose versions one follower takes one by one, and another takes every fourth."""
 
     def __init__(self, run: Path, patch: pytest.MonkeyPatch) -> None:
         self.each, self.fourth = (
@@ -34,7 +34,7 @@ class Watched:
 
         def published(publisher: Publisher, step: int, anchors: list[torch.Tensor], over: bool = False) -> None:
             values = [anchor.bfloat16() for anchor in anchors]
-            publisher._publish(step, values, over)  # not on its thread, which may pass over a version
+            publisher._publish(step, values, over)  # called directly, because its thread may skip a version
             self.seen.append(self.each.update())
             due = torch.cat([value.view(torch.int16) for value in values]).sort()[0]
             here = load_file(run.parent / "each" / "model.safetensors").values()
@@ -74,7 +74,7 @@ def test_a_follower_gets_each_published_version_bit_for_bit(
     assert not any(one.first or one.copied for one in later) and later[-1].over and later[-1].step == 16
     assert max(one.nbytes for one in later) < 0.8 * later[-1].full_nbytes
 
-    # the last version is what export writes, in bf16; it loads as a model to be trained further, and another folder is the same
+    # the last version equals what export writes in bf16, loads as a model for further training, and equals the other folder
     capsys.readouterr()
     assert main(["follow", "run", "--out", "live", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -89,7 +89,7 @@ def test_a_follower_gets_each_published_version_bit_for_bit(
         == 0
     )
 
-    # begun anew it goes on from its folder: all that it fetches is the list and the layout
+    # a restarted follower continues from its folder: it fetches only the list and the layout
     capsys.readouterr()
     assert main(["follow", "run", "--out", "live", "--once", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["newest"]
@@ -123,7 +123,7 @@ def test_a_follower_rejects_wrong_digests_and_resumes_after_a_cut(tmp_path: Path
     object_.write_bytes(good[:1000])
     with pytest.raises(PacketError):
         follower.update()
-    object_.write_bytes(b"\0" * 1000 + good[1000:])  # of which the first part is here already
+    object_.write_bytes(b"\0" * 1000 + good[1000:])  # its first part is already here
     found = WeightsFollower(source, out).update()
     assert found is not None and found.nbytes < len(good) - 1000 + 6000
     here = load_file(out / "model.safetensors")

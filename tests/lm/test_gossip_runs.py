@@ -1,4 +1,4 @@
-"""Gossip through the public command's own path: trained, stopped and resumed; what is saved is the mean over all replicas."""
+"""Gossip through the path of the public command: trained, stopped and resumed; the saved model is the mean over all replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_gossip_run_resumes_bit_for_bit_and_saves_the_mean(tmp_path: Path, tex
     run_in(whole, small_run(text))
     model = load_file(whole / "model.safetensors")
 
-    # What is saved is the mean of the replicas' own weights of the last step, which differ.
+    # The saved model is the mean of the replicas' weights at the last step, which differ.
     own = [load_file(next(whole.glob(f"checkpoints/replica-{r}/step-{STEPS:08d}/model.safetensors"))) for r in range(4)]
     name = max(model, key=lambda one: model[one].numel())
     assert not torch.equal(own[0][name], own[1][name])
@@ -60,16 +60,16 @@ def test_a_gossip_run_resumes_bit_for_bit_and_saves_the_mean(tmp_path: Path, tex
             mean = torch.stack([one[name] for one in own]).double().mean(0)
             torch.testing.assert_close(value.double(), mean, atol=1e-6, rtol=1e-5)
 
-    # It says so.
+    # The output says so.
     assert [event["of"] for event in events_of(whole, "eval")] == ["own", "mean"]
     ends = [events_of(whole, "end", rank)[-1]["summary"] for rank in range(4)]
     assert {end["eval_of"] for end in ends} == {"mean"} and len({end["weights"] for end in ends}) == 1
 
-    # A replica that is new would have no weights.
+    # A new replica would have no weights.
     with pytest.raises(ConfigurationError, match="each replica has its own weights"):
         resize(small_run(text, replicas=2), whole, torch.nn.Linear(1, 1))
 
-    # From the checkpoint in the middle, with a flight in the air, to the same bits.
+    # A resume from the middle, with a round in the air, gives the same bits.
     again = tmp_path / "again"
     shutil.copytree(whole, again)
     (again / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""`thinwire train` from a Hugging Face folder, and what it leaves: transformers and peft read it, and give what the run gave."""
+"""`thinwire train` from a Hugging Face folder: transformers and peft read its results, and give the losses of the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokenizer() -> Any:
 
 
 def folder_of(kind: str, tokenizer: Any, folder: Path) -> Path:
-    """Weights, configuration and tokenizer as `save_pretrained` leaves them; the weights in bf16, as many are."""
+    """Saves weights, configuration and tokenizer with `save_pretrained`; the weights are in bf16, as in many models."""
     config = transformers.AutoConfig.for_model(kind, vocab_size=300, bos_token_id=0, eos_token_id=1, **TINY[kind])
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -64,7 +64,7 @@ def train(model: str, out: str, *more: str, text: str = "text.txt") -> int:
 
 
 def loss_of(model: Any, source: str) -> float:
-    """Of a model of transformers on the held-out text of a run."""
+    """Returns the loss of a transformers model on the held-out text of a run."""
     corpus = open_corpus(DataSpec(text=("text.txt",)), source)
     with torch.no_grad():
         losses = [
@@ -96,7 +96,7 @@ def test_a_model_folder_is_trained_further_and_the_result_loads_in_transformers(
         adapted = peft.PeftModel.from_pretrained(plain, "run/adapter")
         assert loss_of(adapted, "hf:run") == pytest.approx(evaluated, rel=1e-5)
         return
-    assert train("hf:run", "next") == 0  # and so does thinwire
+    assert train("hf:run", "next") == 0  # thinwire reads it, too
     assert main(["train", "--resume", "--out", "next", "--steps", "8"]) == 0
 
 

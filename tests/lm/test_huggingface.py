@@ -1,4 +1,4 @@
-"""Hugging Face models behind our call."""
+"""Hugging Face models behind Thinwire's interface of models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_loss_is_the_cross_entropy_of_the_given_targets_unshifted(model: Hugging
     logits, loss = model(tokens[:, :-1], tokens[:, 1:])
     assert logits.shape == (2, 16, 256)
     torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
-    # and so it is the loss that transformers itself computes from unshifted labels
+    # so it equals the loss that transformers computes from unshifted labels
     theirs = model.model(input_ids=tokens, labels=tokens).loss
     torch.testing.assert_close(loss, theirs)
 

@@ -1,4 +1,4 @@
-"""The transformer: counted, causal, seeded, in every mode people train it in."""
+"""The transformer: its parameters and FLOPs, causality, seeds, and all modes of training."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 
 
 def test_initial_weights_match_a_recorded_digest() -> None:
-    """The sum of all bits: replicas on other machines and later versions must start from the same."""
+    """The sum of all bits is recorded, because replicas on other machines and later versions must start from equal weights."""
     bits = [p.detach().view(torch.int32).long().sum().item() for p in Transformer(SMALL, seed=0).parameters()]
     assert sum(bits) == -1_163_445_067_153
 
@@ -150,7 +150,7 @@ def test_rotary_logits_depend_on_relative_position_only() -> None:
     attention = model.blocks[0].attention
     x = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(0))
     late = attention(x)[:, -1]  # type: ignore[operator]
-    with torch.no_grad():  # every position moved on by 100
+    with torch.no_grad():  # every position is shifted by 100
         moved = Transformer(dataclasses.replace(SMALL, layers=1, context=124)).blocks[0].attention
         for table in ("cos_TK", "sin_TK"):
             getattr(attention, table).copy_(getattr(moved, table)[100:])
@@ -217,7 +217,7 @@ def test_the_state_dict_holds_parameters_only() -> None:
 
 
 def test_the_model_compiles_without_a_graph_break() -> None:
-    """The `aot_eager` backend traces the whole graph and needs no compiler on the machine."""
+    """The backend `aot_eager` traces the whole graph and needs no compiler."""
     model = Transformer(SMALL)
     tokens, targets = batch()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -260,7 +260,7 @@ def test_a_sharded_model_computes_the_same(tied: bool) -> None:
 
 def test_generation_is_seeded_and_greedy_at_zero_temperature() -> None:
     model = Transformer(SMALL)
-    assert generate(model, [1, 2], 30, seed=1) == generate(model, [1, 2], 30, seed=1)  # beyond the context too
+    assert generate(model, [1, 2], 30, seed=1) == generate(model, [1, 2], 30, seed=1)  # also beyond the context
     assert generate(model, [1, 2], 30, seed=1) != generate(model, [1, 2], 30, seed=2)
     greedy = generate(model, [1, 2], 1, temperature=0)
     assert greedy == [int(model.eval()(torch.tensor([[1, 2]])).logits[0, -1].argmax())]

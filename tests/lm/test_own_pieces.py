@@ -1,4 +1,4 @@
-"""Pieces in the user's own file, in `thinwire train`: used, saved, resumed, in an elastic run, and refused by name."""
+"""Pieces in a user's own file, in `thinwire train`: used, saved, resumed, in an elastic run, and refused by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def weights(folder: str) -> bytes:
 
 
 def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
-    """Two processes, a codec and an exchange; the run file names the file by its whole path and digest."""
+    """Two processes use a codec and an exchange. The run file names the user's file by its full path and digest."""
     assert main(["train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run"]) == 0
     settings = tomllib.loads(Path("run/run.toml").read_text())
     assert (
@@ -70,7 +70,7 @@ def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
 
 
 def test_a_resumed_run_with_user_pieces_equals_an_unstopped_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the outer step's own state, from a folder elsewhere; another content of the file is refused by name."""
+    """The outer step has state, and the resume is in another folder. A changed file is refused by name."""
     given = ["--strategy", STRATEGY, "--checkpoint-every", "4", "--steps", "12"]
     assert train("whole", *given) == 0
     shutil.copytree("whole", "cut")
@@ -85,7 +85,7 @@ def test_a_resumed_run_with_user_pieces_equals_an_unstopped_one(here: Path, monk
 
 
 def test_changed_user_files_are_refused_by_name(here: Path) -> None:
-    """By a process of its own: this one has the first content in memory."""
+    """The resume is a separate process, because this one has the first content in memory."""
     assert train("run", *EVERY, *PIECES, "--steps", "4") == 0
     (here / "own.py").write_text((here / "own.py").read_text() + "\n# other\n")
     done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
@@ -95,7 +95,7 @@ def test_changed_user_files_are_refused_by_name(here: Path) -> None:
 
 @pytest.mark.slow
 def test_user_pieces_work_in_an_elastic_run(here: Path) -> None:
-    """Codec, exchange and outer step, in processes that may come and go."""
+    """Codec, exchange and outer step are used in processes that may join and leave."""
     strategy = STRATEGY.replace("outer=", "exchange=own.py:DirectBelow(1000), outer=")
     done = thinwire("train", *SMALL, "--elastic", "--strategy", strategy, "--steps", "12", "--out", "run")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -103,7 +103,7 @@ def test_user_pieces_work_in_an_elastic_run(here: Path) -> None:
     assert summary["status"] == "finished" and "Smoothed(decay=0.9)" in summary["made_of"]["composition"]
 
 
-# ---- what cannot be used
+# ---- what is refused
 
 
 CASES = {
@@ -128,7 +128,7 @@ def test_invalid_user_pieces_are_refused_with_the_reason(here: Path, text: str) 
 
 
 def test_parsing_untrusted_text_imports_nothing(here: Path) -> None:
-    """`parse` alone, as packets, records and pages are read, knows of no files; nor does what stands inside of a literal."""
+    """`parse` alone, which reads packets, records and pages, loads no file. Neither does text inside a literal."""
     (here / "told.py").write_text("from pathlib import Path\nPath('imported').touch()\nMine = int\n")
     with pytest.raises(tw.ConfigurationError):
         parse("told.py:Mine(3)")
@@ -149,7 +149,7 @@ def test_user_files_may_have_spaces_in_their_paths(here: Path) -> None:
 
 
 def test_replicas_with_different_user_files_are_refused(here: Path) -> None:
-    """The text of the piece is the same, its file is not."""
+    """The text of the piece is the same, but the file differs."""
     (here / "two").mkdir()
     (here / "two/own.py").write_text((here / "own.py").read_text().replace("torch.sub(", "torch.add("))
 

@@ -1,4 +1,4 @@
-"""A run with privacy, end to end: what it says of itself, and that rounds done again count again."""
+"""A run with privacy, end to end: the guarantee that it states, and that repeated rounds count again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_privacy_guarantee_is_in_summary_and_report(
     assert main([*arguments, "--steps", "12", "--out", str(folder)]) == 0
     privacy = json.loads((folder / "summary.json").read_text())["privacy"]
     due = tw.pieces.privacy.Privacy(0.5, 2.0)
-    rounds = 3  # after steps 4, 8 and 12; then nothing is left
+    rounds = 3  # after steps 4, 8 and 12; no steps remain after that
     assert privacy == due.spent(rounds, 2) and privacy["epsilon"] == pytest.approx(due.epsilon(rounds))
     said = " ".join(capsys.readouterr().out.split())
     assert (
@@ -45,7 +45,7 @@ def test_the_privacy_guarantee_is_in_summary_and_report(
         and "(predicted)" in said
     )
     assert f"({privacy['epsilon']:.3g}, 1e-05)-differentially private" in (folder / "report.html").read_text()
-    # killed after the checkpoint of step 5: the rounds after it are told again, and the one that might have left unseen
+    # killed after the checkpoint of step 5: later rounds count again, also one that may have been sent before the kill was seen
     for path in folder.glob("checkpoints/*/step-*"):
         if path.name > "step-00000005":
             shutil.rmtree(path)

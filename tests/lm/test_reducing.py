@@ -1,4 +1,4 @@
-"""A hub that averages, over the secure carrier: the same bits as in one process; a restart of the hub; the name that nobody else may have."""
+"""A hub that averages, over the secure carrier: same bits as in one process, a restart of the hub, and its reserved name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def play(group, star, x, between=lambda number: None):
 
 
 def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path):
-    """What the reducer held back outlives the hub, and the replicas lose no round."""
+    """What the reducer holds back survives the hub, and the replicas lose no round."""
     x = deltas(2, NUMEL, ROUNDS)
     hubs, half, again = [Hub(tmp_path / "hub")], threading.Barrier(2), threading.Barrier(2)
     token = str(hubs[0].invite(2))

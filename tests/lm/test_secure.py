@@ -1,4 +1,4 @@
-"""Runs over a hub: what a hub may say, and the same bytes as any other carrier."""
+"""Runs over a hub: what a hub may prescribe, and that bytes equal those of any other carrier."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, c
     ],
 )
 def test_a_run_from_a_hub_may_not_name_local_files(line, tmp_path):
-    """Reading, sending or running them would be somebody else's decision."""
+    """Otherwise somebody else would decide to read, send or run local files."""
     (tmp_path / "run.toml").write_text(line + "\n")
     with pytest.raises(ConfigurationError, match="the hub's run file names files or models in"):
         run_of_hub(tmp_path / "run.toml")
@@ -67,7 +67,7 @@ def arguments(**more: object) -> list[str]:
 
 @pytest.mark.slow
 def test_a_secure_run_on_one_machine_stops_and_resumes(tmp_path, capsys):
-    """Stopped and resumed, too."""
+    """The resumed run equals an uninterrupted one."""
     assert main(arguments(carrier="threads", out=tmp_path / "threads")) == 0
     assert main(arguments(carrier="secure", out=tmp_path / "secure")) == 0
     model = (tmp_path / "threads/model.safetensors").read_bytes()
@@ -95,7 +95,7 @@ def joiner(token: str, name: str, folder: Path, *more: str) -> subprocess.Popen[
 
 @contextmanager
 def ending(hub: HubProcess) -> Iterator[list[subprocess.Popen[str]]]:
-    """The hub, and the processes that the block puts into the list, end with it."""
+    """Ends the hub, and the processes in the list, at the end of the block."""
     processes: list[subprocess.Popen[str]] = []
     try:
         yield processes
@@ -109,7 +109,7 @@ def ending(hub: HubProcess) -> Iterator[list[subprocess.Popen[str]]]:
 
 @pytest.mark.slow
 def test_hub_and_join_commands_survive_kills_of_hub_and_replica(tmp_path, capsys):
-    """`thinwire hub`, twice `thinwire join`; the hub is killed on the way; then one replica is, and all resume."""
+    """`thinwire hub` and two `thinwire join`: the hub is killed during the run, then a replica is, and all resume."""
     steps = {"steps": 60}
     assert main(arguments(carrier="threads", out=tmp_path / "threads", **steps)) == 0
     Run.of(**SMALL | steps).save(tmp_path / "run.toml")
@@ -134,7 +134,7 @@ def test_hub_and_join_commands_survive_kills_of_hub_and_replica(tmp_path, capsys
 
 @pytest.mark.slow
 def test_hub_and_join_commands_work_with_an_averaging_hub(tmp_path, capsys):
-    """The hub is killed on the way and comes back; the reducer waits for it, and no step is lost."""
+    """The hub is killed during the run and restarts. The reducer waits for it, and no step is lost."""
     steps = {"steps": 60}
     assert main(arguments(carrier="threads", out=tmp_path / "threads", exchange="Star(0, Feedback())", **steps)) == 0
     run = Run.of(**SMALL | steps, carrier="secure", exchange="Star('hub', Feedback())")
@@ -160,8 +160,8 @@ NO_NAT = missing() or (None if Path(DEVICE).exists() else f"no {DEVICE} here")
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.skipif(NO_NAT is not None, reason=f"no network namespaces: {NO_NAT}")
 def test_a_run_of_two_homes_behind_nat_and_a_cloud_survives_address_changes(silent, tmp_path, capsys):
-    """The cloud has no route into a home. The address of each home changes while they train, and no step is lost. With `silent` nobody
-    hears that connections were forgotten, the run is elastic, and each home is back before it counts as dead.
+    """The cloud has no route into a home. The address of each home changes during training, and no step is lost. With `silent`, no end
+    is told of forgotten connections, the run is elastic, and each home is back before it counts as dead.
     """
     steps = {"steps": 240 if silent else 60}
     Run.of(**SMALL | steps).save(tmp_path / "run.toml")
@@ -174,13 +174,13 @@ def test_a_run_of_two_homes_behind_nat_and_a_cloud_survives_address_changes(sile
             told += ["--elastic"] if silent else []
             hub = space.start(0, [sys.executable, "-m", "thinwire", "hub", "--out", str(folder), *told])
             assert hub.stdout and any("a replica joins by" in line for line in hub.stdout)
-            hub.stdout.close()  # a hub whose lines nobody reads goes on
+            hub.stdout.close()  # a hub whose output has no reader continues
             unasked = (
                 f"import socket; one = socket.socket(); one.setblocking(False); one.connect_ex(('{ROUTERS}.1', 22))"
             )
             space.start(0, [sys.executable, "-c", unasked]).wait()
             for home in (1, 2):
-                nat.move_after(home, (60_000 if silent else 150_000) * home)  # of 440,000 in all, or more
+                nat.move_after(home, (60_000 if silent else 150_000) * home)  # of at least 440,000 in all
             token = str(invite(folder, 2))
             homes = [space.start(1 + place, joining(token, name, tmp_path)) for place, name in enumerate(names)]
             said = [home.communicate()[0] for home in homes]
@@ -202,7 +202,7 @@ def test_a_run_of_two_homes_behind_nat_and_a_cloud_survives_address_changes(sile
 
 
 def until(enough: Callable[[], bool], what: str, processes: list[subprocess.Popen[str]]) -> None:
-    """Wait for `what`. Fails if a process has ended, because then it will not come, and after ten minutes."""
+    """Waits for `what`. Fails if a process has ended, because then it will not come, and after ten minutes."""
     for _ in range(6000):
         if enough():
             return
@@ -213,7 +213,7 @@ def until(enough: Callable[[], bool], what: str, processes: list[subprocess.Pope
 
 
 def reached(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    """Wait until the replica in `folder` is there."""
+    """Waits until the replica in `folder` has started."""
 
     def there() -> bool:
         return any(event["step"] >= step for path in folder.glob("events/*.jsonl") for event in read_events(path))
@@ -253,14 +253,14 @@ def loss(model, batch):
 
 def evaluate(model):
     return 0.0
-"""  # with a second for each step, as long as there is no file END
+"""  # each step takes a second until a file END exists
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
 def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
-    """`thinwire hub --elastic`, three times `thinwire join`; a replica is killed and comes back, then the hub is. Steps are so slow
-    until all of this was seen that the run cannot end before.
+    """`thinwire hub --elastic` and three `thinwire join`: a replica is killed and restarted, then the hub is. Steps are slow until the test
+    has seen both, so the run cannot end before.
     """
     (tmp_path / "job.py").write_text(UNHURRIED.replace("END", repr(str(tmp_path / "end"))))
     job = str(tmp_path / "job.py")
@@ -271,7 +271,7 @@ def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
     with ending(hub) as processes:
 
         def together(name: str, names: list[str], after: int = 0) -> None:
-            """Wait until a replica has held a round with just these, after so many."""
+            """Waits until a replica has held a round with exactly these members, after that number of rounds."""
             held = lambda: any(event["members"] == names for event in rounds_of(tmp_path / name)[after:])  # noqa: E731
             until(held, f"a round of {', '.join(names)} at {name}", processes)
 
@@ -296,10 +296,12 @@ def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
         assert [process.returncode for process in processes] == [0, 0, 0], said
         assert "lima died at step" in said[1] and "lima is started again" in said[1]
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in names}) == 1
-    for name, other in (("bergen", "oslo"), ("oslo", "bergen")):  # never killed
+    for name, other in (("bergen", "oslo"), ("oslo", "bergen")):  # these two were never killed
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert summary["status"] == "finished"
-        if all(name in event["members"] for event in rounds_of(tmp_path / other)):  # else samples of it may be others'
+        if all(
+            name in event["members"] for event in rounds_of(tmp_path / other)
+        ):  # otherwise some of its samples may belong to others
             assert summary["steps_counted"] == summary["steps_trained"]
     assert not subprocess.run(["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path}"], capture_output=True).stdout
 
@@ -313,6 +315,6 @@ def test_an_elastic_run_starts_its_own_hub(tmp_path, capsys):
 
 
 def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    """What the replica in `folder` has written of rounds that were held."""
+    """Returns the events of rounds that the replica in `folder` has written."""
     events = [event for path in folder.glob("events/*.jsonl") for event in read_events(path)]
     return [event for event in events if event["event"] == "round" and event["committed"]]

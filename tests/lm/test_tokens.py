@@ -1,4 +1,4 @@
-"""Files to text, text to tokens, and back."""
+"""Files become text, text becomes tokens, and back."""
 
 from __future__ import annotations
 

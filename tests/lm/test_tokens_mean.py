@@ -1,4 +1,4 @@
-"""Micro-batches and replicas with unlike numbers of tokens: the gradient is that of the mean over all of them."""
+"""Micro-batches and replicas with different numbers of tokens: the gradient is that of the mean over all tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SUM, MEAN = "(squares.sum(), len(x))", "squares.mean()"
 
 
 def trained(returned: str, *options: str) -> torch.Tensor:
-    """The weights after three steps of two micro-batches, by `thinwire train`."""
+    """Returns the weights after three steps of two micro-batches with `thinwire train`."""
     job = Path(f"job{len(list(Path().iterdir()))}.py")
     job.write_text(JOB.format(sizes=SIZES, rate=RATE, returned=returned))
     out = job.stem
@@ -72,7 +72,7 @@ def trained(returned: str, *options: str) -> torch.Tensor:
 
 
 def alone(replicas: tuple[int, ...]) -> torch.Tensor:
-    """One process with all tokens of these replicas in one batch."""
+    """Trains one process with all tokens of these replicas in one batch."""
     names: dict[str, object] = {}
     exec(JOB.format(sizes=SIZES, rate=RATE, returned=MEAN), names)
     Path("alone.py").write_text(JOB.format(sizes=SIZES, rate=RATE, returned=MEAN))
@@ -92,7 +92,9 @@ def test_gradients_are_the_mean_over_all_tokens(tmp_path: Path, monkeypatch: pyt
     both, one = alone((0, 1)), alone((0,))
     parallel = ["--strategy", "data_parallel", "--replicas", "2"]
     assert torch.allclose(trained(SUM, *parallel), both, atol=1e-5)
-    assert (trained(MEAN, *parallel) - both).abs().max() > 0.1  # the bias: a token counts more, the fewer are beside it
+    assert (
+        trained(MEAN, *parallel) - both
+    ).abs().max() > 0.1  # the bias: a token counts more if its micro-batch has fewer
     single = ["--strategy", "local_sgd(every=3)", "--replicas", "1"]
     assert torch.allclose(trained(SUM, *single), one, atol=1e-5)
     assert (trained(MEAN, *single) - one).abs().max() > 0.1

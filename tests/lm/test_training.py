@@ -1,4 +1,4 @@
-"""The main job, end to end: real text, real checkpoints, threads and processes."""
+"""The language model's training, end to end: real text, real checkpoints, threads and processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def small_run(text: str, **changes: object) -> Run:
-    """Rounds of both fragments in the air at most checkpoints: H = 6, τ = 4."""
+    """Returns a run with rounds of both fragments in the air at most checkpoints: H = 6, τ = 4."""
     settings: dict[str, object] = dict(
         text=(text,), steps=STEPS, every=6, delay=4, batch=2, sequence=32, checkpoint_every=5, keep=9, eval_batches=2,
         carrier="threads", timeout=600.0,
@@ -97,12 +97,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
 
 @pytest.fixture
 def whole(trained: Path, tmp_path: Path) -> Path:
-    """A run that was never stopped: a copy of it for each test."""
+    """A run that was never stopped; each test gets a copy."""
     return shutil.copytree(trained, tmp_path / "whole")
 
 
 def cut_back(folder: Path, copy: Path, step: int) -> Path:
-    """`folder` as a kill right after `step` would have left it."""
+    """Reduces `folder` to what a kill right after `step` would have left."""
     shutil.copytree(folder, copy)
     (copy / "model.safetensors").unlink()
     for path in copy.glob("checkpoints/*/step-*"):
@@ -117,7 +117,7 @@ def test_training_learns_and_its_summary_adds_up(whole: Path) -> None:
     assert losses[-1] < losses[0] - 1  # type: ignore[operator]
     assert summary["tokens"] == 2 * STEPS * 2 * 32
     packets = sum(event["nbytes"] for event in events_of(whole, "depart"))  # type: ignore[misc]
-    assert packets <= summary["wire_bytes_sent"] < packets + 10_000  # the introduction is the rest
+    assert packets <= summary["wire_bytes_sent"] < packets + 10_000  # the rest is the introduction
     assert summary["bits_per_parameter_per_step"] == 8 * summary["wire_bytes_sent"] / summary["parameters"] / STEPS
     assert 0 < summary["compute_utilization"] <= 1 and summary["provenance"] == "measured"
     counted = [count["nbytes"] for count in summary["ledger"]["sent"]["packet"].values()]
@@ -133,7 +133,7 @@ def test_every_replica_evaluates_the_same_anchors(whole: Path) -> None:
 def test_resume_equals_never_having_stopped(whole: Path, tmp_path: Path, text: str, step: int) -> None:
     folder = cut_back(whole, tmp_path / "resumed", step)
     flights = read(folder / f"checkpoints/replica-0/step-{step:08d}").manifest["facts"]["flights"]
-    assert flights or step != 10  # the case this test is about
+    assert flights or step != 10  # the case that this test is about
     run_in(folder, small_run(text), resume=True)
     assert events_of(folder, "resume")[0]["from_step"] == step
     assert model_of(folder) == model_of(whole)
@@ -166,7 +166,7 @@ def test_resume_is_exact_for_every_recipe(tmp_path: Path, text: str, strategy: s
 def test_no_last_round_follows_a_scheduled_one_without_steps(
     tmp_path: Path, text: str, steps: int, departs: list[int]
 ) -> None:
-    """Bytes foreseen by the simulator are those that were counted, and the last evaluation is of the model that is left."""
+    """The simulator's bytes equal those counted, and the last evaluation is of the final model."""
     run = small_run(text, strategy="diloco", delay=None, steps=steps, eval_every=6)
     run_in(tmp_path / "run", run)
     assert [event["step"] for event in events_of(tmp_path / "run", "depart")] == departs
@@ -178,7 +178,7 @@ def test_no_last_round_follows_a_scheduled_one_without_steps(
 
 
 def test_an_entropy_stage_changes_bytes_only(tmp_path: Path, text: str) -> None:
-    """The same weights, also when resumed with rounds in the air; fewer bytes than foreseen, and the run says both."""
+    """The weights are the same, also after a resume with rounds in the air. Fewer bytes are sent than predicted, and the record has both."""
     whole = tmp_path / "whole"
     run_in(whole, small_run(text, strategy="streaming_diloco"))
     coded, killed = tmp_path / "coded", tmp_path / "killed"
@@ -273,7 +273,7 @@ def test_a_failed_save_is_reported_by_cause_and_fails_a_stop(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception, says: str
 ) -> None:
     def refused(*arguments: object) -> None:
-        raise copy.copy(refusal)  # its traceback would hold the run for as long as pytest holds the parameter
+        raise copy.copy(refusal)  # its traceback would keep the run alive as long as pytest keeps the parameter
 
     monkeypatch.setattr("thinwire.checkpoint.save_file", refused)
     folder, run, asked = tmp_path / "run", small_run(text, steps=2000), threading.Event()
@@ -306,7 +306,7 @@ def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, 
         ConfigurationError, match=r"strategy .*every=6.* there, .*every=8.* given. Resume with the run's own"
     ):
         run_in(folder, other, resume=True)
-    assert Run.load(folder / "run.toml") == small_run(text)  # what a later resume will read
+    assert Run.load(folder / "run.toml") == small_run(text)  # a later resume reads this
     with pytest.raises(CheckpointError, match="resume with the run's own strategy"):
         launch.train_threads(other, folder, True, lambda: None)
 
@@ -361,7 +361,7 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
     last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
     told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], tmp_path)
     assert told.startswith("replicas 0, 1 (exit code -9, -9): said nothing; was it killed?\nTheir whole output")
-    assert "--resume" not in told  # there is nothing to resume from
+    assert "--resume" not in told  # there is no checkpoint to resume from
     (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
     assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
@@ -390,7 +390,7 @@ def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: st
 
 
 def processes_of(folder: Path) -> list[int]:
-    """The process ids of the replicas that `train_processes` started for `folder`."""
+    """Returns the process ids of the replicas that `train_processes` started for `folder`."""
     listed = subprocess.run(
         ["pgrep", "-f", f"thinwire.lm.launch {folder}"], capture_output=True, text=True, check=False
     )
@@ -398,7 +398,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    """Until both replicas have saved `step`."""
+    """Waits until both replicas have saved `step`."""
     for _ in range(12_000):
         if len(list(folder.glob(f"checkpoints/*/step-{step:08d}"))) == 2:
             return
@@ -435,7 +435,7 @@ def test_a_replica_killed_with_sigkill_is_named_and_the_run_resumes_exactly(tmp_
 def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """The launcher's own kill must not pass for the cause."""
+    """The kill by the launcher itself must not be reported as the cause."""
     hangs = "import os, sys, time; rank = os.environ['RANK']; time.sleep(3600 * int(rank)); sys.exit('LinkError: 1 is late')"
     start, given = subprocess.Popen, []
     monkeypatch.setattr(launch, "_GRACE", 0.5)
@@ -464,7 +464,7 @@ def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
 
 
 def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(whole: Path, tmp_path: Path, text: str) -> None:
-    """SIGINT to the whole process group, as a terminal sends it, then `--resume`: the model of threads that nobody stopped."""
+    """SIGINT goes to the whole process group, as from a terminal. After `--resume` the model equals that of uninterrupted threads."""
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder), "--json"]
     run = small_run(text, carrier="processes")
@@ -475,7 +475,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(whole: Path, tmp_path:
     os.killpg(process.pid, signal.SIGINT)
     out, said = process.communicate(timeout=900)
     summary = json.loads(out.decode().strip().splitlines()[-1])
-    stopped = summary["steps"] < STEPS  # a fast machine may have been through before the signal
+    stopped = summary["steps"] < STEPS  # a fast machine may have finished before the signal
     assert process.returncode == (130 if stopped else 0), said.decode()
     if stopped:
         assert events_of(folder, "stop") and (folder / f"checkpoints/replica-1/step-{summary['steps']:08d}").is_dir()
@@ -486,7 +486,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(whole: Path, tmp_path:
 
 @pytest.mark.slow
 def test_repeated_ctrl_c_stops_thread_replicas_cleanly(tmp_path: Path, text: str) -> None:
-    """Replicas that are threads cannot be ended; leaving them behind would end in an abort."""
+    """Threads cannot be killed, and leaving them running would abort the process."""
     folder = tmp_path / "stopped"
     small_run(text, steps=3000).save(tmp_path / "run.toml")
     command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder)]

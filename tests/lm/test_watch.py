@@ -1,4 +1,4 @@
-"""What a process looks at now and then while it trains."""
+"""The periodic checks of a process while it trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.lm import watch
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list the open files of a process")
 def test_many_open_files_warn_once_and_raise_the_limit(monkeypatch, tmp_path):
-    """gloo keeps each connection of a stranger, and ends the process at the limit."""
+    """gloo keeps every connection of a stranger open, and ends the process at the limit."""
     limits, said = [(64, 100)], []
     monkeypatch.setattr(watch.resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(watch.resource, "setrlimit", lambda which, both: limits.append(both))
@@ -21,7 +21,7 @@ def test_many_open_files_warn_once_and_raise_the_limit(monkeypatch, tmp_path):
     assert limits[-1] == (100, 100)
     for number in range(79):
         (tmp_path / str(number)).touch()
-    assert not look() and not said  # it is looked again
+    assert not look() and not said  # it checks again
     (tmp_path / "one more").touch()
     assert look() and len(said) == 1
     kind, fields = said[0]

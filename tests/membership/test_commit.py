@@ -1,4 +1,4 @@
-"""One outcome, whatever happens: every order of steps, deaths and timeouts, for two and three members."""
+"""The commit protocol has one outcome in every order of steps, deaths and timeouts, for two and three members."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.membership.commit import NO, YES, All, Put, Settle, Wait, ballot, 
 
 
 def steps_of(protocol, rank, votes, heard):
-    """The next step of a member that was sent `heard` so far, or its answer."""
+    """Returns the next step of a member that was sent `heard` so far, or its answer."""
     steps = protocol("q", rank, len(votes), votes[rank])
     try:
         step = next(steps)
@@ -23,7 +23,7 @@ def steps_of(protocol, rank, votes, heard):
 
 
 def do(step, vote_store):
-    """All that can come of `step` now: (answer, vote_store after it). A deadline may come at any time."""
+    """Returns all possible results of `step` now, as (answer, vote_store after it). A deadline may come at any time."""
     match step:
         case Put(key):
             return [(None, vote_store | {(key, b"")})]
@@ -39,7 +39,7 @@ def do(step, vote_store):
 
 
 def explore(protocol, votes, faults=True):
-    """Every state that can be reached: (what is on the vote_store, what each member was told; None: it died)."""
+    """Returns every reachable state: (the vote_store, the answer of each member; None if it died)."""
     start = (frozenset(), tuple(() for _ in votes))
     found, todo = {start}, [start]
     while todo:
@@ -72,7 +72,7 @@ def test_every_execution_has_one_outcome_and_commit_needs_all_votes(votes):
         here = answers(ballot, votes, members)
         assert len(here) <= 1 and (not here or here == {dict(vote_store).get(outcome) == YES})
         said |= here
-    assert said == ({True, False} if all(votes) else {False})  # a death or a deadline may turn it
+    assert said == ({True, False} if all(votes) else {False})  # a death or a deadline may prevent the commit
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -83,7 +83,7 @@ def test_all_yes_votes_commit_without_deaths_and_timeouts(size):
 
 
 def forgetful(question, rank, size, yes):
-    """Wrong on purpose: at the deadline it takes no for granted."""
+    """A wrong protocol: at the deadline it assumes that the answer is no."""
     outcome, ballots = keys_of(question, size)
     yield Put(ballots[rank]) if yes else Settle(outcome, NO)
     if yes and not (yield All(ballots)):
@@ -97,7 +97,7 @@ def test_the_search_finds_a_protocol_with_two_outcomes():
 
 
 class Dict:
-    """A vote_store for one member at a time; `absent` seconds are not waited."""
+    """A vote_store for one member at a time, whose waits return at once."""
 
     def __init__(self, fails_at=None):
         self.written, self.done, self.fails_at = {}, [], fails_at
@@ -126,9 +126,9 @@ class Dict:
 
 def test_the_protocol_steps_are_carried_out_on_a_store():
     vote_store = Dict()
-    assert carry_out(ballot("q", 0, 2, True), vote_store, 7.0) is False  # nobody else came
+    assert carry_out(ballot("q", 0, 2, True), vote_store, 7.0) is False  # no other member voted
     assert vote_store.done == ["put", "all", ("wait", 7.0), "all", "settle"]
-    assert carry_out(ballot("q", 1, 2, True), vote_store, 7.0) is False  # too late: decided once
+    assert carry_out(ballot("q", 1, 2, True), vote_store, 7.0) is False  # too late: the outcome is already decided
     assert carry_out(ballot("r", 1, 2, False), vote_store, 7.0) is False
     assert carry_out(ballot("s", 0, 1, True), vote_store, 7.0) is True
     with pytest.raises(LinkError):

@@ -1,4 +1,4 @@
-"""Members that meet at a hub, over real sockets: views and votes by the same code as at a lighthouse, names bound to keys."""
+"""Members that meet at a hub over real sockets: the code of views and votes is that of a lighthouse, and names are bound to keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage import FORKS, stand_as_hub
+from stage import FORKS, serve_hub
 from tcp_proxy import Proxy
 
 from thinwire.cli import main
@@ -44,7 +44,7 @@ def member(hub: Hub | Token, name: str, tmp_path: Path, at: str = "", **more: An
 
 
 def together(names: list[str], body: Callable[[str], Any]) -> dict[str, Any]:
-    """What each returned, or raised of ours."""
+    """Runs `body` for each name in a thread, and returns its results or Thinwire's errors."""
     results: dict[str, Any] = {}
 
     def run(name: str) -> None:
@@ -62,7 +62,7 @@ def together(names: list[str], body: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub, tmp_path: Path) -> None:
-    """Ranks are the view's own, though a hub has names in the order of numbers; who closes in an exchange fails it by name."""
+    """Ranks are those of the view, although a hub sorts names by their numbers. A member that closes during an exchange fails it by name."""
     names = ["replica-10", "replica-2", "replica-3"]
 
     def body(name: str) -> list[Any]:
@@ -90,7 +90,7 @@ def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub
 
 
 def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, tmp_path: Path) -> None:
-    """The others go on without it."""
+    """The others continue without it."""
     there = threading.Event()
 
     def body(name: str) -> list[str]:
@@ -102,7 +102,7 @@ def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, 
                 there.set()
             else:
                 assert there.wait(600.0)
-                state = HubState(tmp_path / "hub")  # as the command does, in another process
+                state = HubState(tmp_path / "hub")  # as `thinwire hub` does, from another process
                 state.revoke("oslo")
                 state.close()
             with pytest.raises(LinkError, match=r"\(oslo\) was revoked at the hub|oslo is revoked"):
@@ -116,12 +116,12 @@ def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, 
 
 
 def test_runs_at_one_hub_are_separate(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their members, settings, votes and ends are their own, also of one that is in both; a member begins so many at most."""
+    """Each run has its own members, settings, votes and end, even for a member of both. One member may begin only so many runs."""
     runs = {"red": ["bergen", "oslo"], "blue": ["lima", "oslo"]}
     tokens, listed = {name: hub.invite() for name in ("bergen", "lima", "oslo")}, list[list[Any]]()
     barrier = threading.Barrier(4)
     for name, token in tokens.items():
-        admit(str(token), name, tmp_path / "keys")  # the two of oslo have one key
+        admit(str(token), name, tmp_path / "keys")  # both members of oslo have one key
 
     def body(who: str) -> list[Any]:
         run, name = who.split()
@@ -170,7 +170,7 @@ def test_a_hub_of_fixed_groups_refuses_elastic_members_with_advice(tmp_path: Pat
 
 
 class KilledHub:
-    """A hub in a process of its own, which a test can kill; in the same folder, at the same ports."""
+    """A hub in a separate process, which a test can kill and restart in the same folder at the same ports."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -179,12 +179,12 @@ class KilledHub:
     def begin(self) -> None:
         hear, tell = FORKS.Pipe(duplex=False)
         with hear, tell:
-            self.process = FORKS.Process(target=stand_as_hub, args=(tell, self.folder, 600.0), daemon=True)
+            self.process = FORKS.Process(target=serve_hub, args=(tell, self.folder, 600.0), daemon=True)
             self.process.start()
             self.token = Token.read(hear.recv()[0])
 
     def end(self) -> None:
-        """As a power cut would."""
+        """Kills it, as a power cut would."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -195,7 +195,7 @@ class KilledHub:
 
 
 def test_a_killed_hub_keeps_the_members_and_the_end_of_a_run(tmp_path: Path) -> None:
-    """Who is back first waits for those who are not yet, and is not the whole run; who comes after the end hears of it."""
+    """A member that returns first waits for the others, and is not the whole run. One that returns after the end learns of it."""
     names, hub = ["bergen", "lima", "oslo"], KilledHub(tmp_path / "hub")
     all_there, begun_again = threading.Barrier(3), threading.Event()
     try:
@@ -215,13 +215,13 @@ def test_a_killed_hub_keeps_the_members_and_the_end_of_a_run(tmp_path: Path) -> 
                     return members
 
             def alone(membership: Membership) -> None:
-                """At the hub that has begun again. Raises `LinkError` if it is in a view."""
+                """Calls at the restarted hub. Raises `LinkError` if it gets into a view."""
                 try:
                     hub.end()
-                    proxy.cut()  # before it begins again, after it could see that
+                    proxy.cut()  # before the hub restarts, so that the member cannot reach it
                     hub.begin()
                     reason = ""
-                    while "no other replica called" not in reason:  # else the hub was not reached yet
+                    while "no other replica called" not in reason:  # until then the hub was not reached
                         try:
                             raise PeerError(str(membership.next_view({"round": 1}, seconds=1.0)))
                         except LinkError as error:
@@ -240,7 +240,7 @@ def test_a_killed_hub_keeps_the_members_and_the_end_of_a_run(tmp_path: Path) -> 
 
 
 def test_a_member_restarted_during_a_hub_outage_is_not_waited_for_as_before(tmp_path: Path) -> None:
-    """Its life of before does not count any more; those of the others do."""
+    """Its earlier process no longer counts; those of the others do."""
 
     def here(incarnation: str) -> bool:
         asked = {"do": "here", "who": incarnation}
@@ -260,7 +260,7 @@ def test_a_member_restarted_during_a_hub_outage_is_not_waited_for_as_before(tmp_
 
 
 def emptied(folder: Path) -> None:
-    """Wait until the hub has written down that nobody is there."""
+    """Waits until the hub has recorded that no member is present."""
     state = HubState(folder)
     for _ in range(12_000):
         if not state.kept_run("").present():

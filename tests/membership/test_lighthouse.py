@@ -1,4 +1,4 @@
-"""Real processes that are killed, frozen, join; a lighthouse that dies and comes back. No timing is a limit here."""
+"""Real processes are killed, frozen and joined, and a lighthouse dies and returns. No test depends on a time limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
 from thinwire.membership.channel import Channel, secret_in
 
-LIMIT = 600.0  # ends a hang
+LIMIT = 600.0  # only ends a hang
 
 
 class Stage:
-    """A lighthouse and replicas, each a process of its own, and what they wrote."""
+    """A lighthouse and replicas, each a process, and their logs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.processes = folder, {}
@@ -68,7 +68,7 @@ class Stage:
             time.sleep(0.02)
 
     def until_members(self, members, of):
-        """Until replica `of` has landed a round with just these after now."""
+        """Waits until replica `of` completes a round, begun after now, with exactly these members."""
         seen = len(self.lines(of))
         landed = lambda: [x for x in self.lines(of)[seen:] if x["members"] == list(members) and x["answer"]]  # noqa: E731
         self.until(landed, f"no round of {members}")
@@ -79,7 +79,7 @@ class Stage:
         return errors, {name: self.lines(name)[-2:] + self.lines(name, "retry")[-3:] for name in self.processes}
 
     def end(self):
-        """All stop by themselves; one outcome for every view."""
+        """Stops all replicas, and checks that every view had one outcome."""
         (self.folder / "stop").touch()
         for name, process in self.processes.items():
             process.send_signal(signal.SIGCONT)
@@ -106,7 +106,7 @@ def stage(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_replica_returns_and_a_third_joins(stage):
-    """kill -9 costs the others a group; a replica that comes back, and one that never was there, are members soon."""
+    """After kill -9 the others build a new group. A replica that returns and a new one soon become members."""
     stage.start("a", "b")
     stage.until_members("ab", of="a")
     stage.start("c")
@@ -116,7 +116,7 @@ def test_a_killed_replica_returns_and_a_third_joins(stage):
     stage.until_members("ac", of="c")
     stage.start("b")
     line = stage.until_members("abc", of="b")
-    assert line["number"] > 1  # it learnt where the others are
+    assert line["number"] > 1  # it has learned the round of the others
     stage.end()
     landed = [line for name in "abc" for line in stage.lines(name) if line["answer"] and len(line["members"]) > 1]
     assert landed and all(line["sent"] == line["received"] > 0 for line in landed)
@@ -136,7 +136,7 @@ def test_a_frozen_replica_rejoins_after_it_thaws(stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 4.0])
 def test_replicas_keep_their_group_over_a_lighthouse_restart(stage, seconds):
-    """Replicas keep their group, come back by themselves, and nobody is left out."""
+    """Replicas keep their group and reconnect by themselves, and none is left out."""
     stage.start("a", "b", "c")
     stage.until_members("abc", of="c")
     before = {name: len(stage.lines(name)) for name in "abc"}
@@ -166,14 +166,14 @@ def test_a_frozen_lighthouse_blocks_no_replica(stage):
 
 @pytest.fixture
 def lighthouse():
-    """In this process."""
+    """A lighthouse in this process."""
     made = Lighthouse("127.0.0.1", 0, heartbeat_timeout=DEADLINES.heartbeat_timeout)
     yield made
     made.close()
 
 
 def meet(address, *replicas, seconds=600.0):
-    """Replicas as threads; each (name, settings). Their views' members, or what was raised."""
+    """Lets replicas meet as threads; each is (name, settings). Returns the members of their views, or their errors."""
     results = [None] * len(replicas)
 
     def run(index, name, settings):
@@ -218,12 +218,12 @@ def no_collector():
 
 
 def opened():
-    """Files and threads of this process."""
+    """Returns the files and threads of this process."""
     return [len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task")]
 
 
 def rebuild(address, times):
-    """Two memberships whose group fails, and is built anew, so often; both leave."""
+    """Builds the group of two memberships anew `times` times after a failure; then both leave."""
     patient = replace(DEADLINES, connect=LIMIT, transfer=LIMIT, vote=LIMIT)
 
     def run(name):
@@ -245,13 +245,13 @@ def rebuild(address, times):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists what a process has open")
 def test_rebuilt_groups_close_their_files_and_threads(lighthouse, no_collector):
-    """No file and no thread, at once: not when Python's collector comes by."""
+    """They are closed at once, not when the garbage collector runs."""
     rebuild(lighthouse.address, 1)
     before, end = opened(), time.monotonic() + LIMIT
     rebuild(lighthouse.address, 8)
     while any(
         now > then for now, then in zip(opened(), before)
-    ):  # threads end, and the lighthouse closes, a little later
+    ):  # threads end, and the lighthouse closes connections, a little later
         assert time.monotonic() < end, (before, opened())
         time.sleep(0.05)
 
@@ -272,7 +272,8 @@ def test_an_absent_lighthouse_is_reported_with_advice():
     assert isinstance(told, LinkError) and f"no lighthouse at 127.0.0.1:{port}" in str(told)
     assert "thinwire lighthouse" in str(told) and f"port {port}" in str(told)
     pauses = [fields["seconds"] for kind, fields in said if kind == "retry"]
-    assert pauses and set(pauses) == {DEADLINES.heartbeat_interval}  # never longer: all are back at about the same time
+    # the pause never grows, so all return at about the same time
+    assert pauses and set(pauses) == {DEADLINES.heartbeat_interval}
 
 
 def test_another_server_at_the_port_is_reported():
@@ -305,7 +306,7 @@ def test_invalid_addresses_are_refused(address):
 
 
 def test_the_lighthouse_command_prints_its_address_and_members_and_stops_on_request(tmp_path):
-    """It makes the run secret, needs no torch, and tells who joins, who leaves and who is refused."""
+    """It makes the run's secret, does not import torch, and prints who joins, leaves and is refused."""
     command = [sys.executable, "-m", "thinwire", "lighthouse", "--port", "0", "--secret", str(tmp_path / "secret")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(5)]

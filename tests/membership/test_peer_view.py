@@ -1,4 +1,4 @@
-"""Views of peers: they merge in any order, samples follow from them alone, and the numbers of MoDeST."""
+"""Views of peers merge in any order, samples depend only on the view, and the figures are those of MoDeST."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_silent_peers_are_no_candidates_but_the_peer_itself_is():
 
 
 def test_peers_are_sampled_uniformly_and_few_unknown_peers_change_a_sample_little():
-    """100 peers, samples of 10, 2000 rounds: 200 each, with the spread of a binomial (13.4), and shares of the specification."""
+    """100 peers, samples of 10, 2000 rounds: each is drawn 200 times, with a binomial's spread (13.4), and the shares are the paper's."""
     view = PeerView.of(range(100))
     samples = [view.order(k, 5000)[:10] for k in range(2000)]
     counts = [sum(peer in sample for sample in samples) for peer in range(100)]
@@ -80,9 +80,9 @@ def test_another_process_draws_the_same_sample():
         lambda b: b + b"\0",
         lambda b: b"\xff\xff\xff\xff" + b[4:],
         lambda b: b[:4] + b[17:30] + b[4:17] + b[30:],  # not in order
-        lambda b: b[:16] + b"\2" + b[17:],  # no status
+        lambda b: b[:16] + b"\2" + b[17:],  # an unknown status
         lambda b: b[:12] + bytes(4) + b[16:],  # never joined
-        lambda b: b[:-13] + b"\5\0\0\0" + b[-9:],  # no peer of this group
+        lambda b: b[:-13] + b"\5\0\0\0" + b[-9:],  # a peer that is not in this group
         lambda b: b"",
     ],
 )

@@ -1,4 +1,4 @@
-"""What a lighthouse and a hub know, without sockets: requests and responses by hand."""
+"""The registry of a lighthouse and a hub, without sockets: requests and responses by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.membership.registry import MemberRegistry, quorum
 
 
 class Requester:
-    """A replica that asks, and whose waits end as told: at once, or when what it waits for is there. `waits` says how long they may be."""
+    """A replica that sends requests. A wait ends at once, or if `patient` when its event has come; `waits` lists the allowed seconds."""
 
     def __init__(self, name: str, incarnation: str = "", patient: bool = True) -> None:
         self.name, self.incarnation, self.address, self.patient = (
@@ -39,7 +39,7 @@ def ask(registry: MemberRegistry, requester: Requester, do: str, **fields: Any) 
 def test_a_quorum_is_a_majority_that_waits_for_live_members():
     calling = {"a": 0.0, "b": 9.0, "c": 9.5}
     assert quorum(calling, "abc", set(), 9.5, 10.0) == {"a", "b", "c"}
-    assert quorum(calling, "abcd", set(), 9.9, 10.0) == set()  # d is heard and does not call: the first waits for it
+    assert quorum(calling, "abcd", set(), 9.9, 10.0) == set()  # d is alive and does not call, so the first waits for it
     assert quorum(calling, "abcd", set(), 10.0, 10.0) == {"a", "b", "c"}
     assert quorum(calling, "abcd", {"a", "c"}, 9.5, 10.0) == {"a", "b", "c"}
     assert quorum(calling, "abcdef", set(), 99.0, 10.0) == set()  # half is not more than half
@@ -88,7 +88,7 @@ def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
         for one in (a, b, a):
             assert await registry.answer(one, {"do": "beat"}) == {"heartbeat_timeout": 5.0}
         hasty = Requester("c", patient=False)
-        for _ in range(2):  # the second time one is called with them that waits no longer
+        for _ in range(2):  # the second view includes one that no longer waits
             calls = [
                 asyncio.ensure_future(registry.answer(one, {"do": "call", "presence": f"of {one.name}", "seconds": 9}))
                 for one in (b, a)
@@ -100,7 +100,7 @@ def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
         now[0] += 4.0
         assert await registry.answer(b, {"do": "here", "who": "a-1"}) == {"here": True}
         await registry.answer(b, {"do": "beat"})
-        now[0] += 1.0  # a and c are silent for 5 s, b for one
+        now[0] += 1.0  # a and c are silent for 5 s, b for 1 s
         registry.tick()
         assert await registry.answer(b, {"do": "here", "who": "a-1"}) == {"here": False}
         assert await registry.answer(b, {"do": "here", "who": "b-1"}) == {"here": True}
@@ -127,7 +127,7 @@ def test_a_frozen_caller_leaves_once_and_is_in_a_view_after_its_return(monkeypat
     registry, a, b = MemberRegistry(5.0, lines.append), Requester("a"), Requester("b")
 
     async def play() -> dict[str, Any]:
-        registry.hear(b)  # does not call, so there is no view
+        registry.hear(b)  # b does not call, so there is no view
         call = asyncio.ensure_future(registry.answer(a, {"do": "call", "presence": "of a", "seconds": 1e9}))
         await asyncio.sleep(0)
         now[0] += 5.0
@@ -144,7 +144,7 @@ def test_a_frozen_caller_leaves_once_and_is_in_a_view_after_its_return(monkeypat
 
 
 class Disk:
-    """What is kept, in the order in which it was written."""
+    """What the registry has stored, in the order of writing."""
 
     def __init__(self) -> None:
         self.written, self.noted = list[str](), list[str]()
@@ -164,7 +164,7 @@ class Disk:
 
 @pytest.mark.parametrize("back", ["late", "anew", "never"])
 def test_after_a_restart_a_view_waits_for_members_that_may_return(monkeypatch, back):
-    """Two of three are more than half, and wait for the third as long as it counts as alive; also when it began anew."""
+    """Two of three are a majority, and wait for the third as long as it counts as alive, also after it restarted."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     registry, disk = MemberRegistry(5.0), Disk()

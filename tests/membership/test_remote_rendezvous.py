@@ -1,4 +1,4 @@
-"""A replica and its server, without sockets and in a time of their own: how it looks for it, what it asks, and what it makes of answers."""
+"""A replica and its server, without sockets and in virtual time: how it finds the server, what it requests, and how it handles answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.membership.view import Presence
 
 
 class Lost(RemoteRendezvous):
-    """Of a server that does not answer, in a time of its own."""
+    """A rendezvous whose server does not answer, in virtual time."""
 
     where, advice = "the hub", "Look for it."
 
@@ -47,7 +47,7 @@ class Lost(RemoteRendezvous):
 
 
 class Line:
-    """A connection: what is asked, and the answers in turn; one that is an error is raised."""
+    """A connection with prepared answers in order; an error among them is raised."""
 
     heartbeat_timeout = 5.0
 
@@ -66,7 +66,7 @@ class Line:
 
 
 class Linked(Lost):
-    """Of a server to which these connections lead, one after another."""
+    """A rendezvous whose server answers over these connections, one after another."""
 
     def __init__(self, *lines: Line) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Linked(Lost):
 
 
 class Ticks(threading.Event):
-    """An event that is set after so many waits; it says how long they were."""
+    """An event that is set after `count` waits; it records how long they were."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Ticks(threading.Event):
 
 
 def test_heartbeats_reconnect_and_three_failures_are_reported() -> None:
-    """After the first failure the next is tried at once; keys that are not used are deleted at most 256 at a time."""
+    """After the first failure it tries again at once. Unused keys are deleted at most 256 at a time."""
     gone, beat, forget = LinkError("gone"), ("beat", {}), "forget"
     lines = [
         Line({}, {}, {}, gone), Line({}, {}, DisagreementError("no")), Line(gone), Line(gone), Line(gone), Line(),
@@ -156,7 +156,7 @@ def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:
     own, line = Presence("oslo", "oslo-1", 1), Line({"present": []})
     replica = Linked(line)
     with pytest.raises(LinkError, match="no other replica called"):
-        replica.call(own, 2.0)  # that a new server gets
+        replica.call(own, 2.0)  # the time of two heartbeats that a new server gets
     assert not line.asked
     assert Linked(Line({"present": []})).call(own, 2.5)[0] == []
     replica._left.set()
@@ -180,7 +180,7 @@ def test_a_server_with_another_heartbeat_timeout_is_reported(there: float, told:
 
 
 def test_a_returned_server_is_found_within_a_heartbeat_interval() -> None:
-    """However long it was away: one that came back much later than the others would count as dead, and lose what it trained."""
+    """This holds after outages of any length. A replica that returned much later than the others would count as dead, and lose its steps."""
     replica = Lost()
     with pytest.raises(LinkError, match=r"the hub does not answer\..*Look for it"):
         replica.call(Presence("oslo", "oslo-1", 1), 300.0)

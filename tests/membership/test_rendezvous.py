@@ -1,4 +1,4 @@
-"""Faults on order: whatever happens to one of three replicas, and whenever, the others agree and go on."""
+"""Simulated faults: whatever happens to one of three replicas, at any phase, the others agree and continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDS = 5
 
 
 def play(cluster, replicas, rounds=ROUNDS, **settings):
-    """`replicas` hold rounds until `rounds` are over; their logs, or what they raised."""
+    """Lets `replicas` hold rounds until `rounds` are over. Returns their logs or errors."""
     logs = {name: Log() for name in replicas}
 
     def run(name):
@@ -51,28 +51,28 @@ def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
     for log in results.values():
         assert finished(log) and log.rebuilt == 1 and not log.failed
         assert list(log.decided.values()) == [True] * ROUNDS and set(log.members) == {("a", "b", "c")}
-    assert cluster.time.now == 2.0  # two heartbeats at the beginning, to hear each other
-    assert len(cluster.lighthouse.written) <= 8  # what past views wrote is swept
+    assert cluster.time.now == 2.0  # two heartbeats at the beginning, in which they learn of each other
+    assert len(cluster.lighthouse.written) <= 8  # keys of past views are deleted
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("phase", PHASES)
 def test_others_go_on_when_a_replica_is_killed_at_any_phase(phase, nth):
-    """The others go on; nobody who was there learns two answers."""
+    """The others continue, and no two members learn different outcomes."""
     cluster = SimulatedCluster()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     results, logs = play(cluster, "abc")
     assert finished(results["a"]) and finished(results["c"])
     if isinstance(results["b"], Killed):
         assert logs["a"].members[-1] == ("a", "c") or logs["b"].round == ROUNDS - 1  # or it died in the last round
-    else:  # it never came to that phase so often
+    else:  # that phase did not occur so often
         assert phase in ("connect", "settle", "wait") and finished(results["b"])
     assert cluster.time.now < 100
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_replica_frozen_at_any_phase_learns_the_outcome_when_it_thaws(phase):
-    """As killed for the others; and when it wakes it hears what was decided, and is a member again."""
+    """For the others it is as if killed. After it thaws, it learns the outcome and becomes a member again."""
     cluster = SimulatedCluster()
 
     def freeze():
@@ -84,14 +84,14 @@ def test_a_replica_frozen_at_any_phase_learns_the_outcome_when_it_thaws(phase):
 
     def run(name):
         def ready(number):
-            """So that it is b that settles, or waits, in the first round."""
+            """Arranges that b settles, or waits, in the first round."""
             if name != "b" and phase == "wait" and number == 0:
                 ThreadRendezvous(cluster, name).sleep(1.0)
             return not (name == "b" and phase == "settle" and not logs[name].decided)
 
         membership = cluster.membership(name)
         hold_rounds(membership, ROUNDS, logs[name], ready=ready)
-        while cluster.time.now < 100.0:  # until b is awake and calls
+        while cluster.time.now < 100.0:  # until b has thawed and calls
             ThreadRendezvous(cluster, name).sleep(5.0)
         return hold_rounds(membership, 2 * ROUNDS, logs[name])
 
@@ -104,9 +104,9 @@ def test_a_replica_frozen_at_any_phase_learns_the_outcome_when_it_thaws(phase):
 
 @pytest.mark.parametrize("all_ballots", [True, False])
 def test_the_ballot_of_a_member_that_dies_counts(all_ballots):
-    """Its ballot counts: with all ballots there, the others find yes at the deadline, though nobody proposed it."""
+    """All ballots are there, so the others find yes at the deadline, though no member proposed it."""
     cluster = SimulatedCluster()
-    cluster.at("b", "all", lambda: cluster.kill("b"))  # it has put its ballot, and looks at the others'
+    cluster.at("b", "all", lambda: cluster.kill("b"))  # it has cast its ballot and reads those of the others
 
     def run(name):
         view = cluster.membership(name).next_view({})
@@ -152,7 +152,7 @@ def test_a_cut_link_excludes_the_younger_member_until_it_heals():
         while True:
             try:
                 return run(name)
-            except LinkError as error:  # left out for so long
+            except LinkError as error:  # left out in the meantime
                 logs[name].failed.append(str(error))
 
     results = cluster.play({"a": run, "b": patient, "c": run})
@@ -172,7 +172,7 @@ def test_a_slow_link_excludes_nobody(seconds):
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 def test_a_damaged_message_fails_one_round_for_all(nth):
-    """Lengths or bodies, at the first hello or in a round: nobody takes it for good."""
+    """The damage is in lengths or bodies, in the first hello or in a round. No member accepts the message."""
     cluster = SimulatedCluster()
     cluster.damage("b", "a", nth)
     retries = []
@@ -206,7 +206,7 @@ def test_a_restarted_replica_becomes_a_member_again():
 
 
 def test_a_killed_replica_returns_in_the_same_virtual_instant():
-    """However late its thread comes to run again: else the others would be done before it is back."""
+    """However late its thread is scheduled; otherwise the others would be done before it returns."""
     cluster = SimulatedCluster()
     cluster.at("b", "put", lambda: cluster.kill("b"))
 
@@ -247,7 +247,7 @@ def test_a_third_joins_and_one_leaves():
 
 
 def test_a_lighthouse_restart_keeps_the_group_and_its_rounds():
-    """What is in the air is undecided or dropped; the group is kept, nobody is left out, and rounds go on."""
+    """The round in flight is undecided or dropped. The group stays, no member is left out, and rounds continue."""
     cluster = SimulatedCluster()
 
     def restart():
@@ -262,7 +262,7 @@ def test_a_lighthouse_restart_keeps_the_group_and_its_rounds():
 
 
 class Later(ThreadRendezvous):
-    """Finds a lighthouse that has restarted later than the others do."""
+    """Finds a restarted lighthouse later than the others do."""
 
     def _find(self, seconds):
         super()._find(seconds)
@@ -271,7 +271,7 @@ class Later(ThreadRendezvous):
 
 
 def test_the_grace_begins_when_a_returned_lighthouse_is_found():
-    """It was away for longer than any grace, and no round is held without the one that finds it last."""
+    """The outage is longer than any grace, and no round is held without the member that finds it last."""
     cluster = SimulatedCluster()
 
     def restart():
@@ -303,7 +303,7 @@ def test_a_lighthouse_that_stays_away_is_an_error_within_its_timeout():
 @pytest.mark.parametrize(("late", "members"), [(9.0, "abc"), (12.0, "ab")])
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_a_late_member_is_waited_for_within_the_grace_only(late, members, newcomer):
-    """Also where a newcomer has called for long: it takes nobody's grace."""
+    """The same holds if a joiner has called for long: it shortens no member's grace."""
     cluster = SimulatedCluster()
     timeouts = Timeouts(grace=10.0)
 
@@ -361,7 +361,7 @@ def test_a_replica_is_alone_in_a_view_only_where_allowed():
 
 
 def two_names(cluster):
-    """Two threads, `b` and `b2`, both say that they are `b`."""
+    """Starts two threads, `b` and `b2`, that both use the name `b`."""
 
     def run(name):
         membership = Membership(ThreadRendezvous(cluster, name), name[0])
@@ -392,7 +392,7 @@ def test_another_run_or_version_is_refused_by_name(what):
 
 
 def test_two_unlike_newcomers_warn_at_once_and_neither_is_refused():
-    """Nobody else is there, so nobody can tell which of them is wrong: the next that comes decides."""
+    """No other member exists, so it is open which of them is wrong; the next one decides."""
     cluster, told, ended = SimulatedCluster(), {}, {}
 
     def run(name):
@@ -418,7 +418,7 @@ def test_two_unlike_newcomers_warn_at_once_and_neither_is_refused():
 
 
 def test_a_newcomer_that_differs_from_a_majority_is_refused_before_a_group_exists():
-    """Two that are alike are more than one, and no more than two."""
+    """Two equal members outvote one, but not two."""
     runs = {"a": "that", "b": "this", "c": "this", "d": "that"}
 
     def run(name):
@@ -477,7 +477,7 @@ def test_a_member_with_a_refused_status_is_excluded_and_named_once():
 
     def ahead(name):
         rendezvous = ThreadRendezvous(cluster, name)
-        rendezvous.sleep(5.0)  # else it would be called alone
+        rendezvous.sleep(5.0)  # otherwise it would be called alone
         for calls in range(1, 20):
             with suppress(LinkError):
                 rendezvous.call(Presence(name, "f" * 16, calls, facts=facts, status={"step": 10}), 2.0)

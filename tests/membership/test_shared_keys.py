@@ -1,4 +1,4 @@
-"""What members write for each other: each for itself alone, so much at most, and nobody changes what was decided."""
+"""Keys that members write for each other: each writes only for itself and within limits, and no member changes a decision."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def refused(message: str, do: object, *given: object) -> None:
 def test_a_member_votes_for_itself_alone():
     keys = SharedKeys()
     refused("a votes for another member", keys.put, A, BALLOTS[1], "1", VIEW)
-    refused("b votes for another", keys.put, Writer("b", "b-2"), BALLOTS[1], "1", VIEW)  # another life of it
-    refused("c votes for another", keys.put, Writer("c", "b-1"), BALLOTS[1], "1", VIEW)  # under another's incarnation
+    refused("b votes for another", keys.put, Writer("b", "b-2"), BALLOTS[1], "1", VIEW)  # another incarnation of b
+    # the incarnation of another member
+    refused("c votes for another", keys.put, Writer("c", "b-1"), BALLOTS[1], "1", VIEW)
     refused("has other members", keys.put, C, BALLOTS[1], "1", [VIEW[0], ["c", "c-1", 7]])
     refused("no ballot", keys.put, A, BALLOTS[0][:-1] + "2", "1", VIEW)
     refused("no ballot", keys.put, A, OUTCOME, "yes", VIEW)
@@ -67,13 +68,13 @@ def test_a_member_writes_within_its_limit_and_never_over_another(monkeypatch):
     keys = SharedKeys()
     monkeypatch.setattr(module, "_MOST_OF_ONE", 20)
     monkeypatch.setattr(module, "_MOST_WRITTEN", 30)
-    keys.put(A, "group/1", "3456789012345", [])  # 20 bytes: all that is allowed
-    keys.put(A, "group/1", "5432109876543", [])  # in place of as much
+    keys.put(A, "group/1", "3456789012345", [])  # 20 bytes, the limit
+    keys.put(A, "group/1", "5432109876543", [])  # replaces as many bytes
     refused("written by a", keys.put, B, "group/1", "x", [])
     with pytest.raises(TooMuchError, match="all that was written"):
         keys.put(A, "group/2", "", [])
     with pytest.raises(TooMuchError, match="all that was written"):
-        keys.put(B, "group/2", "6789", [])  # 31 bytes of both
+        keys.put(B, "group/2", "6789", [])  # 31 bytes in all
     keys.put(B, "group/2", "678", [])
     keys.forget(B, "group/1")
     keys.forget(B, "group/2")
@@ -82,11 +83,11 @@ def test_a_member_writes_within_its_limit_and_never_over_another(monkeypatch):
     keys.put(A, "group/2", "", [])
     keys.forget(A, "group/2")
     with pytest.raises(TooMuchError, match="all that was written"):
-        keys.put(A, "group/2", "1234567", [])  # 7 bytes are written still
+        keys.put(A, "group/2", "1234567", [])  # 7 bytes are still written
 
 
 def test_keys_values_and_totals_have_limits():
-    """A key of 256 bytes, a value of 64 KiB, half a MiB of one member, 64 MiB of all."""
+    """The limits: a key of 256 bytes, a value of 64 KiB, 512 KiB for one member, 64 MiB for all."""
     keys, most = SharedKeys(), 1 << 16
     longest = "group/" + "k" * 250
     for key, value, fits in ((longest, "", True), (longest + "k", "", False), ("group/", "v" * (most + 1), False)):

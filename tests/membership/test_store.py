@@ -1,4 +1,4 @@
-"""What members write for each other, and where gloo finds them: requests and responses by hand."""
+"""The store of members' keys, in which gloo finds its peers: requests and responses by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.membership.store import AddressBook, ChannelVoteStore
 
 
 class Answers:
-    """A channel that gives these answers, and knows what was asked."""
+    """A channel that returns these answers and records the requests."""
 
     heartbeat_timeout = 5.0
 

@@ -1,4 +1,4 @@
-"""Who does not hold the run secret is not heard, and ends nobody: real sockets, and a time of its own."""
+"""A stranger without the run's secret is ignored and ends no member: over real sockets, and in virtual time."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from thinwire.version import Protocols
 SECRET = bytes(range(32))
 QUICK = Timeouts(heartbeat_interval=0.05, heartbeat_timeout=5.0, view=600.0)
 LIFE = "f" * 16
-LIMIT = 60.0  # ends a hang
+LIMIT = 60.0  # only ends a hang
 ELDER = Presence("aa", LIFE, 1, views=10**9, facts={"protocols": "because I say so"})
 
 
 @pytest.fixture(params=[SECRET, b""], ids=["secret", "open"])
 def lit(request):
-    """A lighthouse in this process, its secret, and what it told."""
+    """A lighthouse in this process, its secret, and its log."""
     told = []
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, request.param, told.append)
     yield lighthouse, request.param, told
@@ -61,14 +61,14 @@ def raw(lighthouse):
 
 
 def ended(line):
-    """Whatever else it says: the other side closes."""
+    """Waits until the other side closes the connection, and ignores its other messages."""
     with line, suppress(ConnectionError):
         while line.recv(1 << 16):
             pass
 
 
 def rounds(lighthouse, secret, attack):
-    """Two members hold rounds; `attack` comes when they hold a group, and they hold three more after it. Their members, or what was raised."""
+    """Lets two members hold rounds. `attack` runs once they have a group, and three more rounds follow. Returns their members or errors."""
     held, over, results = threading.Semaphore(0), threading.Event(), {}
 
     def run(name):
@@ -78,7 +78,7 @@ def rounds(lighthouse, secret, attack):
                 more = 3
                 while more:
                     view = membership.next_view({"over": over.is_set()})
-                    more -= all(member.status["over"] for member in view.members)  # so that all end in the same round
+                    more -= all(member.status["over"] for member in view.members)  # all end in the same round
                     yes = view.decide("land", True, 20.0)
                     results[name] = [m.name for m in view.members], yes
                     held.release()
@@ -106,7 +106,7 @@ BOTH = {"b": (["b", "c"], True), "c": (["b", "c"], True)}
 
 @closed
 def test_a_stranger_without_the_secret_is_refused_and_logged_once(lit):
-    """However old it says it is; it is named once, and by what it did."""
+    """Its claimed seniority does not matter. The log names it once, with what it did."""
     lighthouse, secret, told = lit
 
     def attack():
@@ -147,7 +147,7 @@ def test_a_strangers_grpc_call_is_refused(lit):
 
 
 def test_an_unlike_stranger_ends_no_member_without_a_secret(lit):
-    """With one, neither does a member with other facts."""
+    """With a secret, a member whose facts differ does not end the others either."""
     lighthouse, secret, _ = lit
     done = threading.Event()
 
@@ -160,7 +160,7 @@ def test_an_unlike_stranger_ends_no_member_without_a_secret(lit):
 
     line = channel(lighthouse, secret)
     stranger = threading.Thread(target=insist)
-    stranger.start()  # it is there before the others
+    stranger.start()  # it arrives before the others
     try:
         assert rounds(lighthouse, secret, lambda: None) == BOTH
     finally:
@@ -171,7 +171,7 @@ def test_an_unlike_stranger_ends_no_member_without_a_secret(lit):
 
 @closed
 def test_replayed_messages_are_refused(lit):
-    """An introduction is good for one connection, and a message for one place in it."""
+    """An introduction is valid for one connection, and a message for one position in it."""
     lighthouse, secret, told = lit
     with socket.create_server(("127.0.0.1", 0)) as between:
         line, hello = raw(lighthouse)
@@ -182,13 +182,13 @@ def test_replayed_messages_are_refused(lit):
             member.sendall(hello)
             heard = member.recv(INTRODUCTION.size, socket.MSG_WAITALL)
         victim.join(LIMIT)
-    line.sendall(heard)  # as it was meant: taken
+    line.sendall(heard)  # in the right order it is accepted
     assert WELCOME.unpack(line.recv(WELCOME.size, socket.MSG_WAITALL))[0] == 0
     again, _ = raw(lighthouse)
     again.sendall(heard)
     assert WELCOME.unpack(again.recv(WELCOME.size, socket.MSG_WAITALL))[0] == OTHER_SECRET
     ended(again)
-    line.sendall(FRAME.pack(2, bytes(32)) + b"{}")  # who took over a connection has no key
+    line.sendall(FRAME.pack(2, bytes(32)) + b"{}")  # an attacker who took over a connection has no key
     ended(line)
     assert sum("wrong MAC" in text for text in told) == 1
 
@@ -213,7 +213,7 @@ def test_message_sizes_are_bounded(lit):
         with pytest.raises(LinkError, match=r"the lighthouse at .* says:"):
             member.ask(**wrong)
     with pytest.raises(LinkError):
-        member.ask("call", 5.0, presence="x" * (3 << 20))  # its connection ends
+        member.ask("call", 5.0, presence="x" * (3 << 20))  # this ends its connection
     member.close()
     assert rounds(lighthouse, secret, lambda: None) == BOTH
 
@@ -222,7 +222,7 @@ def test_message_sizes_are_bounded(lit):
 def test_a_fifth_connection_closes_the_oldest_of_its_replica(lit):
     lighthouse, secret, told = lit
     lines = [channel(lighthouse, secret) for _ in range(5)]
-    lines[4].ask("beat")  # answered after it was taken in
+    lines[4].ask("beat")  # it is answered after it was admitted
     with pytest.raises(LinkError):
         lines[0].ask("beat")
     assert all(line.ask("beat") == {"heartbeat_timeout": 5.0} for line in lines[1:])
@@ -265,7 +265,7 @@ def test_a_lighthouse_without_the_secret_is_refused(lit):
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("change", [{"facts": {"run": "mine"}}, {"name": "b"}])
 def test_a_newcomer_that_claims_seniority_ends_no_member(early, change):
-    """In a time of its own: other facts, or another's name, from the beginning or later."""
+    """In virtual time. It has other facts, or the name of another member, from the beginning or later."""
     cluster = SimulatedCluster()
     facts = {"protocols": str(Protocols(0, 10**9 - 1, "9.0"))}
 
@@ -280,7 +280,7 @@ def test_a_newcomer_that_claims_seniority_ends_no_member(early, change):
 
     def stranger(name):
         rendezvous = ThreadRendezvous(cluster, name)
-        if not early or "name" in change:  # before there is a group, a name is whose it is first
+        if not early or "name" in change:  # before there is a group, the first owns a name
             rendezvous.sleep(20.0)
         for calls in range(1, 20):
             with suppress(LinkError):

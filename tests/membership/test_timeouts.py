@@ -1,4 +1,4 @@
-"""The one time-out model: monotone where it must be, and never zero."""
+"""The timeout model: monotone in its inputs, and never zero."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ links = st.builds(Link, st.floats(1e3, 1e12), st.floats(0, 2))
 
 @given(plans, st.none() | links)
 def test_timeouts_are_in_ascending_order(plan, link):
-    """A lost heartbeat kills nobody, a vote outlasts a transfer, a view outlasts all that happens within it."""
+    """A lost heartbeat ends no member, a vote outlasts a transfer, and a view outlasts everything inside it."""
     d = Timeouts.of(**plan, link=link)
     assert 2 * d.heartbeat_interval < d.heartbeat_timeout and d.transfer < d.vote
     assert d.view > d.grace + d.heartbeat_timeout + d.connect
@@ -45,7 +45,7 @@ def test_a_worse_link_or_more_bytes_allow_more_time(plan, link, times, more):
     ):
         for name in ("heartbeat_timeout", "connect", "transfer", "vote"):
             assert asdict(other)[name] >= here[name]
-        assert other.grace <= here["grace"]  # what flies longer leaves less slack
+        assert other.grace <= here["grace"]  # a longer flight leaves less slack
 
 
 @given(plans, links, st.integers(0, 1000))
@@ -65,12 +65,12 @@ def figures(*plan, grace=None):
 
 
 def test_timeouts_match_the_docstrings_figures():
-    link = Link.parse("10mbit,100ms")  # 12.5 MB are 10 s in the air, and 0.1; rtt 0.2, queue 0.8388608
+    link = Link.parse("10mbit,100ms")  # 12.5 MB fly 10 s and 0.1 s delay; rtt 0.2, queue 0.8388608
     assert Timeouts.of(1, 0, 1.0, 0).heartbeat_interval == 1.0
     due = (3 * 2.0388608, 20 - 10.1 - 2, 10.5165824, 4 * 10.3, 4 * 10.3 + 5)
     assert figures(60, 20, 1.0, 12_500_000, link) == pytest.approx((*due, 60 + due[0] + due[1] + 2 * due[2]))
     assert figures(200, 20, 1.0, 12_500_000, link)[1] == 20.0  # a tenth of the period
-    far = Link.parse("10mbit,1s")  # rtt 2, queue as before
+    far = Link.parse("10mbit,1s")  # rtt 2, the same queue
     due = (3 * 3.8388608, 2.0, 82.5165824, 12.0, 30.5165824)
     assert figures(4, 1, 0.5, 0, far) == pytest.approx((*due, 2 + due[0] + due[1] + 2 * due[2]))
     assert figures(4, 1, 0.5, 0, None, grace="20 steps")[1] == 10.0

@@ -1,4 +1,4 @@
-"""Everybody comes to the same members, from the same presences, in any order."""
+"""All members compute the same view from the same presences, in any order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def present(name, incarnation="", **said):
 
 
 def judge(here, facts=None):
-    """As a replica with these facts does."""
+    """Returns the verdict of a replica with these facts."""
     return presence.judge(here, facts or {})
 
 
@@ -62,7 +62,7 @@ def test_differing_facts_are_named_with_both_values_and_exclude_by_majority():
 
 
 def test_a_view_takes_the_protocol_of_the_groups_majority():
-    """Also seen by one that speaks several; a number that one alone claims to speak decides nothing."""
+    """The same holds from the view of a member that speaks several protocols. A number that only one member claims decides nothing."""
 
     def of(name, oldest, newest, holds=""):
         return present(
@@ -97,7 +97,12 @@ def test_a_broken_link_excludes_one_member():
         present("c"),
         present("d", views=9),
     ]
-    assert names(judge(star)) == ["b", "c", "d"]  # one that reaches nobody goes, not those whom it does not reach
+    # the member that reaches nobody leaves, not those that it cannot reach
+    assert names(judge(star)) == [
+        "b",
+        "c",
+        "d",
+    ]
     assert "b, d" in judge(star).left_out[0].reason
     assert names(judge([present("a", unreachable=["somebody who is not here"])])) == ["a"]
 

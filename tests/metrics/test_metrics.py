@@ -1,4 +1,4 @@
-"""`--log`: each tracker for real, offline; names as the page and the dashboard have them."""
+"""`--log`: every tracker runs for real, offline; the page and the dashboard use the names of the metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def needs(module: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{module} is not installed")
 
 
-def test_names_are_those_of_the_page_and_the_dashboard() -> None:
+def test_the_page_and_the_dashboard_use_the_names_of_the_metrics() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (gauge|counter) \| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
     assert rows == [(m.name, m.kind, m.event, m.about) for m in METRICS]
@@ -45,7 +45,7 @@ def test_names_are_those_of_the_page_and_the_dashboard() -> None:
     assert all(f"`{name}`" in page for name in sinks.SINKS)
 
 
-def test_gauges_and_counters() -> None:
+def test_gauges_keep_the_last_value_and_counters_add() -> None:
     values = MetricValues()
     step = {
         "event": "step",
@@ -59,16 +59,15 @@ def test_gauges_and_counters() -> None:
     }
     values.take(step)
     assert values.take(step | {"loss": 1.0})["loss"] == 1.0 and values.now["tokens"] == 16 and values.now["steps"] == 2
-    assert (
-        values.take({"event": "round", "members": 3})["members"] != values.now["steps"]
-    )  # a foreign line: not a number
+    # a malformed event, whose members is no list
+    assert values.take({"event": "round", "members": 3})["members"] != values.now["steps"]
     assert not values.take({"event": "start"})
 
 
 @needs("tensorboard")
 @needs("prometheus_client")
-def test_a_run_that_was_killed_and_resumed(make_run: MakeRun, tmp_path: Path) -> None:
-    """Through three trackers at once: read back by TensorBoard, over HTTP, and line by line."""
+def test_a_killed_and_resumed_run_is_followed(make_run: MakeRun, tmp_path: Path) -> None:
+    """It is followed by three trackers at once, which are read by TensorBoard, over HTTP, and line by line."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, said = make_run(tmp_path / "run", replicas=2, steps=210, killed_at=120), list[str]()
@@ -80,7 +79,7 @@ def test_a_run_that_was_killed_and_resumed(make_run: MakeRun, tmp_path: Path) ->
         with urllib.request.urlopen(address[0]) as answer:
             scraped = answer.read().decode()
     assert 'thinwire_step{replica="replica-1",run="run"} 210.0' in scraped
-    assert 'thinwire_steps_total{replica="replica-0",run="run"} 230.0' in scraped  # 20 were done again
+    assert 'thinwire_steps_total{replica="replica-0",run="run"} 230.0' in scraped  # 20 steps were repeated
     assert set(re.findall(r"^(thinwire_\w+)\{", scraped, re.MULTILINE)) <= NAMES
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 210 and {line["replica"] for line in lines} == {"replica-0", "replica-1"}
@@ -91,7 +90,7 @@ def test_a_run_that_was_killed_and_resumed(make_run: MakeRun, tmp_path: Path) ->
 
 
 class Failing:
-    """A tracker that works until it is told of step 3."""
+    """A tracker that fails at step 3."""
 
     where = "nowhere"
 
@@ -111,7 +110,7 @@ class Failing:
 def test_a_tracker_that_fails_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the real command; a resume goes on behind what was told before."""
+    """It fails under the real command; a resume continues after the last line."""
     monkeypatch.chdir(tmp_path)
     tracker = ModuleType("tracker")
     tracker.Failing = Failing  # type: ignore[attr-defined]
@@ -131,7 +130,9 @@ def test_a_tracker_that_fails_does_not_stop_training(
     assert "log=wandb: it does not begin (RuntimeError: no network)" in capsys.readouterr().err
 
 
-def test_what_cannot_be_told_is_said(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_and_missing_trackers_are_refused(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert named(None) == {} and named("wandb=team, jsonl") == {"wandb": "team", "jsonl": ""}
     with pytest.raises(ConfigurationError, match="graphite not known; some of wandb,mlflow"):
         named("graphite")
@@ -150,7 +151,7 @@ def test_what_cannot_be_told_is_said(make_run: MakeRun, tmp_path: Path, monkeypa
 
 
 def tell(run: Path, name: str, **variables: str) -> str:
-    """`thinwire report --log NAME` in a process of its own: these packages leave threads behind."""
+    """Runs `thinwire report --log NAME` in a separate process, because these packages leave threads behind."""
     command = [sys.executable, "-m", "thinwire", "report", str(run), "--log", name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables, cwd=run)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,7 +159,7 @@ def tell(run: Path, name: str, **variables: str) -> str:
 
 
 @needs("wandb")
-def test_wandb_offline(make_run: MakeRun, tmp_path: Path) -> None:
+def test_wandb_receives_a_run_offline(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=1, steps=20)
     out = tell(run, "wandb", WANDB_MODE="offline")
     (kept,) = run.glob("wandb/offline-run-*/*.wandb")
@@ -168,7 +169,7 @@ def test_wandb_offline(make_run: MakeRun, tmp_path: Path) -> None:
 
 
 @needs("mlflow")
-def test_mlflow_in_a_folder(make_run: MakeRun, tmp_path: Path) -> None:
+def test_mlflow_receives_a_run_in_a_folder(make_run: MakeRun, tmp_path: Path) -> None:
     run, store = make_run(tmp_path / "run", replicas=1, steps=20), tmp_path / "mlruns"
     tell(run, "mlflow", MLFLOW_TRACKING_URI=store.as_uri(), MLFLOW_ALLOW_FILE_STORE="true")
     (kept,) = store.glob(f"*/{(run / 'mlflow-run.txt').read_text().strip()}/metrics/replica-0/loss")

@@ -1,4 +1,4 @@
-"""Clocks of replicas from the times of their messages: what was put in is found again, and runs are drawn by it."""
+"""Clock offsets of replicas, estimated from the times of their messages: known offsets are recovered, and the report uses them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from thinwire.records.sessions import split
 AHEAD = {"0": 0.0, "1": 5.0, "2": -3.25, "3": 0.002}  # seconds
 
 
-def test_what_most_bounds_have_in_common() -> None:
+def test_agreed_intersects_the_bounds_that_most_pairs_share() -> None:
     assert agreed([Bounds(0, 4), Bounds(1, 5), Bounds(2, 3), Bounds(50, 51)]) == Bounds(2, 3)
     assert agreed([Bounds(0, 2), Bounds(1, 3), Bounds(10, 20), Bounds(12, 13)]) == Bounds(1, 2)
     assert agreed([Bounds(2, 1)]) is None and agreed([]) is None
 
 
-def test_offsets_are_recovered_from_noisy_pairs_and_a_wrong_one_is_outvoted() -> None:
+def test_offsets_are_recovered_from_noisy_pairs_and_one_wrong_pair_is_ignored() -> None:
     chance = random.Random(0)
     theta = {f"replica-{n}": chance.uniform(-10, 10) if n else 0.0 for n in range(8)}
     pairs = []
@@ -39,13 +39,13 @@ def test_offsets_are_recovered_from_noisy_pairs_and_a_wrong_one_is_outvoted() ->
     for name, found in plain.items():
         assert abs(found.seconds - theta[name]) <= 3 * found.error + 1e-9
     wrong = [*pairs[:4], Pair(pairs[4].one, pairs[4].other, pairs[4].seconds + 60, 0.002), *pairs[5:]]
-    for name, found in solve(wrong, "replica-0").items():  # least squares alone would be off by seconds
+    for name, found in solve(wrong, "replica-0").items():  # least squares alone would err by seconds
         assert abs(found.seconds - theta[name]) < 0.2
     assert solve([pairs[0], Pair("x", "y", 1, 1)], pairs[0].one).keys() == {pairs[0].one, pairs[0].other}
 
 
 def write(folder: Path, swapped: bool = False) -> None:
-    """A run of four replicas on machines whose clocks differ, over ways of 20 to 60 ms, one of them slow in one direction only."""
+    """Writes a run of four replicas whose clocks differ. Links take 20 to 60 ms; one is 100 ms slower in one direction."""
     chance, rounds = random.Random(1), 40
     left = [{name: 3.0 * number + chance.uniform(0, 0.5) for name in AHEAD} for number in range(rounds)]  # true seconds
     opened = {name: chance.uniform(-2, 2) for name in AHEAD}
@@ -86,7 +86,7 @@ def test_a_run_on_several_machines_is_drawn_on_one_clock(tmp_path: Path, capsys:
         clock = found[f"replica-{name}"]
         assert abs(clock.seconds - ahead) <= clock.error < 0.1 or name == "0"
     record = RunRecord.load(tmp_path)
-    begins = [float(replica.begin[0]) for replica in record.replicas]  # all at once, by a clock that all share
+    begins = [float(replica.begin[0]) for replica in record.replicas]  # all steps begin together on the common clock
     assert max(begins) - min(begins) < 0.1
     assert record.clocks == found
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0

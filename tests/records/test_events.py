@@ -1,4 +1,4 @@
-"""The event log: what is written is what is read, whatever happens in between."""
+"""The event log: events are read as they were written, also after damage, a full disk and a second session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.records.events import EVENTS, EventLog, Tail, being_written, read_
 SOURCE = Path(events.__file__).parents[1]
 
 
-def test_events_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events" / "replica-0.jsonl") as log:
         log.emit("warning", 3, message='a "quoted"\nline')
         log.emit("checkpoint", 4, path=tmp_path / "x", nbytes=5, seconds_spent=0.25)
@@ -49,14 +49,14 @@ def test_non_finite_numbers_survive_strict_json(tmp_path: Path) -> None:
         ("skip", {"reason": "x", "colour": "y"}, "needs exactly"),
     ],
 )
-def test_the_log_cannot_drift(tmp_path: Path, kind: str, fields: dict[str, str], said: str) -> None:
+def test_events_outside_the_schema_are_refused(tmp_path: Path, kind: str, fields: dict[str, str], said: str) -> None:
     with EventLog(tmp_path / "log.jsonl") as log, pytest.raises(ValueError, match=said):
         log.emit(kind, 1, **fields)
     assert read_events(log.path) == []
 
 
 def _emitted(source: str) -> Iterator[tuple[str, set[str] | None]]:
-    """Kinds and field names of the calls `.emit("kind", …)` and `._observe("kind", …)`; None where fields are passed on in bulk."""
+    """Yields kind and field names of each `.emit("kind", …)` and `._observe("kind", …)`; None for fields passed as `**fields`."""
     for call in ast.walk(ast.parse(source)):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
             continue
@@ -66,23 +66,23 @@ def _emitted(source: str) -> Iterator[tuple[str, set[str] | None]]:
             yield kind.value, None if None in names else {str(name) for name in names} - {"step"}
 
 
-def test_whoever_emits_uses_the_schema() -> None:
+def test_every_emit_call_follows_the_schema() -> None:
     assert list(_emitted("log.emit('stop', 3, reason='x')")) == [("stop", {"reason"})]
     for path in SOURCE.rglob("*.py"):
         if "membership" in path.parts:
-            continue  # what a membership tells its observer is no event of a run
+            continue  # events for the observer of a membership are not events of a run
         for kind, names in _emitted(path.read_text()):
             assert kind in EVENTS, f"{path.name} emits {kind}"
             assert names is None or names == set(EVENTS[kind]), f"{path.name} emits {kind} with {names}"
 
 
-def test_the_documented_schema_is_the_schema() -> None:
+def test_the_documented_schema_equals_the_schema() -> None:
     lines = [line.split() for line in (events.__doc__ or "").splitlines() if line.startswith("    ")]
     documented: dict[str, tuple[str, ...]] = {line[0]: tuple(line[1:]) for line in lines}
     assert documented == EVENTS
 
 
-def test_a_torn_last_line_is_passed_over_and_ended_by_the_next_session(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_ended_by_the_next_session(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with EventLog(path) as log:
         log.emit("stop", 1, reason="first")
@@ -105,7 +105,7 @@ def test_a_torn_last_line_is_passed_over_and_ended_by_the_next_session(tmp_path:
         b"[" * 100_000,
     ],
 )
-def test_foreign_lines_are_no_events(tmp_path: Path, line: bytes) -> None:
+def test_lines_that_are_no_events_are_skipped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(line + b'\n{"event":"stop","seconds":1,"step":1,"reason":"good"}\n')
     assert [event["reason"] for event in read_events(path)] == ["good"]
@@ -164,7 +164,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     assert all(len(set(event["message"])) == 1 for event in read)
 
 
-def test_tail_reads_on_where_it_was(tmp_path: Path) -> None:
+def test_tail_continues_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "later" / "log.jsonl"
     tail = Tail(path)
     assert tail.read() == []
@@ -184,7 +184,7 @@ def test_tail_reads_on_where_it_was(tmp_path: Path) -> None:
     assert [event["reason"] for event in tail.read()] == ["new"]
 
 
-def test_paths_that_cannot_be_used_say_so(tmp_path: Path) -> None:
+def test_unusable_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_events(tmp_path / "nothing.jsonl")
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Replicas that come and go, read from logs whose answers are known."""
+"""Statistics of elastic runs, computed from logs whose answers are known."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def end(weights: str = "w") -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, start: Start, write_events: Write) -> Path:
-    """Three replicas for 30 s; replica-1 is dead from 10 to 20 s, and took part in no round of 20 to 25 s."""
+    """Three replicas for 30 s. replica-1 is dead from 10 to 20 s, and takes part in no round from 20 to 25 s."""
     for index, name in enumerate(ALL):
         head = start(index, 3, carrier="elastic", wall_time=1000.0)
         lines = [head]
@@ -77,18 +77,18 @@ def folder(tmp_path: Path, start: Start, write_events: Write) -> Path:
     return tmp_path / "run"
 
 
-def test_the_three_numbers(folder: Path) -> None:
+def test_the_summary_has_living_taking_part_and_committed_rounds(folder: Path) -> None:
     record = RunRecord.load(folder)
     assert record.summary.living == pytest.approx((30 + 30 + 20) / 30, abs=0.05)
     assert record.summary.rounds_committed == 29
-    # until 9 all, then the two, and the third as soon as it is counted again
+    # three replicas take part until 9 s, then two, then three as soon as replica-1 is counted again
     assert record.summary.taking_part == pytest.approx((9 * 3 + 15 * 2 + 5 * 3) / 29)
     assert record.summary.tokens == 800 and record.summary.steps == 30 and record.status == "finished"
     assert ("rounds committed", "29") in record.summary.figures()
 
 
-def test_steps_trained_jumped_and_counted_stand_beside_each_other(folder: Path, tmp_path: Path) -> None:
-    """replica-1 trained 20 of 30 steps: it was away for 10."""
+def test_steps_trained_jumped_and_counted_are_reported_separately(folder: Path, tmp_path: Path) -> None:
+    """replica-1 trained 20 of 30 steps, because it was away for 10."""
     record = RunRecord.load(folder)
     assert [(steps.trained, steps.jumped) for steps in record.steps] == [(30, 0), (20, 10), (30, 0)]
     assert (record.summary.steps, record.summary.steps_trained, record.summary.steps_jumped) == (30, 80, 10)
@@ -99,7 +99,7 @@ def test_steps_trained_jumped_and_counted_stand_beside_each_other(folder: Path, 
     )
 
 
-def test_steps_are_counted_by_fragment_and_after_a_restart_from_the_checkpoint() -> None:
+def test_steps_are_counted_by_fragment_and_again_from_the_checkpoint_after_a_restart() -> None:
     steps = Steps("a")
 
     def hear(kind: str, at: int, **fields: Any) -> None:
@@ -111,11 +111,11 @@ def test_steps_are_counted_by_fragment_and_after_a_restart_from_the_checkpoint()
     hear("start", 0, fragments=[{}, {}])
     for at in (1, 2):
         hear("step", at)
-    hear("depart", 3, fragment=0)  # after step 3, which is written when the departure is over
+    hear("depart", 3, fragment=0)  # after step 3, whose event is written after the departure
     hear("step", 3)
     round_(0)
-    round_(1)  # counted without anything of this one's
-    assert (steps.trained, steps.jumped, steps.counted) == (3, 0, 2)  # 3 of one fragment, 0 of the other
+    round_(1)  # counted, but without a delta of this replica
+    assert (steps.trained, steps.jumped, steps.counted) == (3, 0, 2)  # 3 steps of one fragment, 0 of the other
     hear("checkpoint", 3)
     hear("step", 4)
     hear("depart", 4, fragment=1)
@@ -131,17 +131,19 @@ def test_steps_are_counted_by_fragment_and_after_a_restart_from_the_checkpoint()
     round_(1)
     hear("depart", 11, fragment=0)
     round_(0)
-    hear("step", 20)  # trained one, and jumped to where the others were
-    assert (steps.trained, steps.jumped, steps.counted) == (6, 14, 4)  # 4 of each
+    hear("step", 20)  # trained one step, then jumped to the step of the others
+    assert (steps.trained, steps.jumped, steps.counted) == (6, 14, 4)  # 4 steps of each fragment
 
 
-def test_summary_says_none_of_it_where_nobody_comes_and_goes(tmp_path: Path, start: Start, write_events: Write) -> None:
+def test_the_summary_of_a_fixed_group_has_no_membership_figures(
+    tmp_path: Path, start: Start, write_events: Write
+) -> None:
     write_events(tmp_path / "fixed/events/replica-0.jsonl", [start(0, 1), step(1, 0.0)])
     record = RunRecord.load(tmp_path / "fixed")
     assert record.steps == [] and record.summary.steps_trained is None and explained(record.steps) == ""
 
 
-def test_who_came_and_went_is_noted_by_name(folder: Path) -> None:
+def test_notes_name_the_replicas_that_joined_and_left(folder: Path) -> None:
     notes = [(note.kind, note.text) for note in RunRecord.load(folder).notes]
     assert ("left", "replica-1; 2 of 3 are there") in notes
     assert ("joined", "replica-1; 3 of 3 are there") in notes
@@ -174,7 +176,7 @@ def test_runs_with_and_without_the_three_numbers_share_a_page(
     assert "taking part" in page and "2 runs side by side" in page
 
 
-def test_weights_that_differ_are_remarked(folder: Path, write_events: Write) -> None:
+def test_a_remark_reports_different_final_weights(folder: Path, write_events: Write) -> None:
     assert "different" not in " ".join(RunRecord.load(folder).remarks)
     write_events(folder / "events/replica-2.jsonl", [end("other")])
     log = folder / "events/replica-2.jsonl"
@@ -182,7 +184,7 @@ def test_weights_that_differ_are_remarked(folder: Path, write_events: Write) -> 
     assert "different outer weights" in " ".join(RunRecord.load(folder).remarks)
 
 
-def test_the_display_tells_the_three_numbers(folder: Path) -> None:
+def test_the_display_shows_members_dropped_rounds_and_steps(folder: Path) -> None:
     console = Console(record=True, width=200, file=None, force_terminal=False)
     with Progress(folder, steps=30, replicas=3, console=console):
         pass
@@ -192,25 +194,29 @@ def test_the_display_tells_the_three_numbers(folder: Path) -> None:
     assert "29 rounds committed" in said and "steps: 80 trained, 10 jumped, 0 counted" in said
 
 
-def test_living_is_not_taking_part() -> None:
-    circle = Participation(fragments=2)
+def test_a_living_replica_that_is_not_counted_is_idle() -> None:
+    participation = Participation(fragments=2)
     for number in range(8):
-        circle.take(seen(number, "abc", counted="ab"))
-    assert circle.members == ("a", "b", "c") and circle.taking_part == ("a", "b") and circle.committed == 8
-    assert circle.idle == ("c",)
-    assert circle.take(seen(3, "ab")) == ([], [])  # known already
-    assert circle.take(seen(8, "bcd", committed=False)) == (["d"], ["a"]) and circle.committed == 8
+        participation.take(seen(number, "abc", counted="ab"))
+    assert (
+        participation.members == ("a", "b", "c")
+        and participation.taking_part == ("a", "b")
+        and participation.committed == 8
+    )
+    assert participation.idle == ("c",)
+    assert participation.take(seen(3, "ab")) == ([], [])  # an earlier round: no news
+    assert participation.take(seen(8, "bcd", committed=False)) == (["d"], ["a"]) and participation.committed == 8
 
 
-def test_a_round_counts_once_and_whoever_knows_is_believed() -> None:
+def test_a_round_counts_once_and_a_known_outcome_replaces_an_unknown_one() -> None:
     rounds = [seen(0), seen(1, committed=None), seen(1, committed=True), seen(0), seen(2, committed=False)]
     assert [(one.number, one.committed) for one in merged(rounds)] == [(0, True), (1, True), (2, False)]
     found = numbers(merged(rounds), {"a": (Span(0.0, 10.0, 0),)}, fragments=1)
     assert (found.committed, found.dropped, found.taking_part) == (2, 1, 3.0)
-    assert found.living == pytest.approx(3.0)  # b and c are known by the rounds alone
+    assert found.living == pytest.approx(3.0)  # b and c appear in rounds only, not in a span
 
 
-def test_sessions_are_placed_by_the_clock_without_the_nights() -> None:
+def test_sessions_are_placed_by_wall_clock_without_long_pauses() -> None:
     def session(wall: float, length: float) -> list[dict[str, Any]]:
         return [{"event": "start", "seconds": 1.0, "wall_time": wall + 1.0}, {"event": "stop", "seconds": length}]
 
@@ -219,7 +225,7 @@ def test_sessions_are_placed_by_the_clock_without_the_nights() -> None:
     assert placed([first, second]) == [[0.0, 50.0], [10.0, 30.0, 55.0]]
 
 
-def test_each_thing_is_said_once() -> None:
+def test_the_log_reports_each_change_once() -> None:
     members = MembershipLog(fragments=1, asked=3)
     alone = {"event": "alone", "step": 5, "reason": "no lighthouse"}
     assert members.take("a", alone) == ["a trains on, in no round: no lighthouse"] and members.take("a", alone) == []

@@ -1,4 +1,4 @@
-"""Patches are lossless whatever the patterns, and bounded; lists and layouts of others are read or refused."""
+"""Published weights: patches are lossless and bounded; manifests and layouts from others are validated."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ OTHER = "cd" * 32
 THIRD = "ef" * 32
 
 
-def test_patches_are_lossless_and_small_where_little_changes() -> None:
+def test_patches_are_lossless_and_small_if_little_changes() -> None:
     chance = np.random.default_rng(0)
-    every = np.arange(1 << 16, dtype=np.uint16)  # NaN, infinities, both zeros, denormals
+    every = np.arange(1 << 16, dtype=np.uint16)  # includes NaN, infinities, both zeros, denormals
     for old, new in [(every, chance.permutation(every)), (every, every), (every, np.roll(every, 1)), (every[:0],) * 2]:
         assert np.array_equal(apply_patch(old, encode_patch(old, new)), new)
     some = every.copy()
-    some[chance.choice(len(some), 600, replace=False)] += 1  # one in a hundred, by the last bit
+    some[chance.choice(len(some), 600, replace=False)] += 1  # changes the last bit of one value in a hundred
     assert len(encode_patch(every, some)) < 0.02 * every.nbytes
 
 
-def test_a_patch_of_somebody_else_is_refused_and_allocates_no_more() -> None:
+def test_a_malformed_patch_is_refused() -> None:
     old = np.zeros(1000, np.uint16)
     good = encode_patch(old, old + np.uint16(3))
     long = encode_patch(np.zeros(1 << 20, np.uint16), np.zeros(1 << 20, np.uint16))
@@ -35,7 +35,7 @@ def test_a_patch_of_somebody_else_is_refused_and_allocates_no_more() -> None:
             apply_patch(old, bad)
 
 
-def test_the_shortest_way_from_what_is_held() -> None:
+def test_the_cheapest_way_to_a_version_is_chosen_and_bad_manifests_are_refused() -> None:
     steps = tuple(
         Change(a, b, Resource(ANY, size))
         for a, b, size in [(ANY, OTHER, 60), (OTHER, THIRD, 30), (THIRD, "1" * 64, 30)]
@@ -44,7 +44,7 @@ def test_the_shortest_way_from_what_is_held() -> None:
     one = FragmentVersion("1" * 64, 160, full, steps)
     assert one.way_from(OTHER) == list(steps[1:]) and one.way_from("1" * 64) == []
     assert one.way_from(None) == [full, *steps[1:]] == one.way_from("2" * 64)
-    assert one.way_from(ANY) == list(steps)  # 120 bytes, a full copy and what follows 160
+    assert one.way_from(ANY) == list(steps)  # 120 bytes of patches; a full copy and the patches after it take 160
     read = Publication(3, 9, False, Resource(ANY, 5), (one,))
     assert Publication.read(read.written()) == read
     for wrong in (

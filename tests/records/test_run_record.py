@@ -1,4 +1,4 @@
-"""A run folder read back: numbers on logs whose answers are known."""
+"""The record of a run folder: its numbers, computed from logs whose answers are known."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def land(number: int, round_: int, begin: float, stall: float, spent: float) -> 
 
 
 def by_hand(start: Start) -> list[dict[str, Any]]:
-    """Three inner steps of a second each; a stall of 0.5 s and an outer step of 0.5 s; an evaluation of 2 s: 4 s of loop."""
+    """Returns events of 4 s of loop: three inner steps of 1 s, a stall and an outer step of 0.5 s each; and an evaluation of 2 s."""
     link = {"bits_per_second": 8000, "delay_seconds": 0.1}
     return [
         start(0, 1, parameters=1000, fragments=[{"name": "all", "numel": 1000}], link=link),
@@ -67,7 +67,7 @@ def hand(tmp_path: Path, write_events: Write, start: Start) -> RunRecord:
     return RunRecord.load(tmp_path)
 
 
-def test_numbers_of_a_log_made_by_hand(hand: RunRecord) -> None:
+def test_the_numbers_of_a_handwritten_log_are_as_computed_by_hand(hand: RunRecord) -> None:
     replica, summary = hand.replicas[0], hand.summary
     assert replica.nbytes.tolist() == [500, 500, 1200]
     assert replica.seconds.tolist() == [2.0, 3.0, 7.0]
@@ -81,13 +81,13 @@ def test_numbers_of_a_log_made_by_hand(hand: RunRecord) -> None:
     assert any("killed" in remark for remark in hand.remarks)
 
 
-def test_bytes_on_the_link_lie_where_they_were_sent(hand: RunRecord) -> None:
+def test_bytes_on_the_link_are_counted_when_they_were_sent(hand: RunRecord) -> None:
     sent = hand.replicas[0].sent_between(np.array([0.0, 2.0, 2.2, 2.7, 3.2, 9.0]))
     assert sent == pytest.approx([0, 0, 250, 250, 0])
     assert hand.bits_per_second == 8000
 
 
-def test_a_resume_drops_what_is_done_again(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_a_resume_drops_the_steps_that_are_repeated(tmp_path: Path, write_events: Write, start: Start) -> None:
     head = start(0, 1, parameters=1000)
     killed = [
         head,
@@ -114,14 +114,13 @@ def test_a_resume_drops_what_is_done_again(tmp_path: Path, write_events: Write, 
     assert "y (torn)" in record.notes[1].text
     (lost,) = replica.lost
     assert (lost.steps, lost.nbytes) == (1, 40)
-    assert record.summary.wall_seconds == pytest.approx(
-        2.0 + 3.0
-    )  # what was lost, and starting again, is not in the loop
+    # neither lost steps nor the restart count as time of the loop
+    assert record.summary.wall_seconds == pytest.approx(2.0 + 3.0)
     assert record.summary.compute_utilization == pytest.approx(1.0)
     assert any("lost to restarts" in remark for remark in record.remarks)
 
 
-def test_what_followed_the_checkpoint_in_its_own_step_is_done_again(
+def test_events_after_the_checkpoint_within_its_step_are_dropped(
     tmp_path: Path, write_events: Write, start: Start
 ) -> None:
     head = start(0, 1)
@@ -136,9 +135,7 @@ def test_what_followed_the_checkpoint_in_its_own_step_is_done_again(
     assert (replica.nbytes_sent, replica.landed[0]) == (30, 1)
 
 
-def test_a_session_that_was_killed_before_its_resume_changes_nothing(
-    tmp_path: Path, write_events: Write, start: Start
-) -> None:
+def test_sessions_killed_before_they_resumed_change_nothing(tmp_path: Path, write_events: Write, start: Start) -> None:
     head = start(0, 1)
     resume = event("resume", 0.1, 2, from_step=2, path="x", skipped=[])
     events = [head, step(1, 0.0, 1.0), step(2, 1.0, 1.0), head, head, resume, step(3, 1.0, 1.0)]
@@ -146,7 +143,9 @@ def test_a_session_that_was_killed_before_its_resume_changes_nothing(
     assert RunRecord.load(tmp_path).replicas[0].step.tolist() == [1, 2, 3]
 
 
-def test_a_run_started_anew_in_its_folder_counts_from_there(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_a_run_restarted_from_step_0_replaces_the_earlier_one(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
     events = [start(0, 1), step(1, 0.0, 1.0), step(2, 1.0, 1.0), start(0, 1), step(1, 0.0, 1.0, loss=7.0)]
     write_events(tmp_path / "events" / "replica-0.jsonl", events)
     assert RunRecord.load(tmp_path).replicas[0].loss.tolist() == [7.0]
@@ -170,7 +169,7 @@ def test_clipped_deltas_of_all_replicas_are_counted(tmp_path: Path, write_events
     assert summary.deltas_clipped == 2 and ("deltas clipped", "2") in summary.figures()
 
 
-def test_what_a_finished_run_says_of_itself_counts(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_the_summary_of_a_finished_run_takes_precedence(tmp_path: Path, write_events: Write, start: Start) -> None:
     for replica, nbytes in enumerate((1000, 3000)):
         said = {"wire_bytes_sent": nbytes, "eval_loss": 1.25, "provenance": "measured", "strategy": "short", "steps": 3}
         events = [*by_hand(start), event("end", 7.0, 3, summary=said)]
@@ -179,12 +178,12 @@ def test_what_a_finished_run_says_of_itself_counts(tmp_path: Path, write_events:
     (tmp_path / "summary.json").write_text(json.dumps({"wall_seconds": 3.5, "eval_loss": "no number"}))
     record = RunRecord.load(tmp_path)
     assert record.status == "finished"
-    assert record.summary.wire_bytes_sent == 2000  # the mean
+    assert record.summary.wire_bytes_sent == 2000  # the mean of the replicas
     assert (record.summary.eval_loss, record.summary.provenance, record.summary.wall_seconds) == (1.25, "measured", 3.5)
     assert record.summary.strategy.startswith("streaming_diloco(")
 
 
-def test_shards_are_one_replica(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_shards_count_as_one_replica(tmp_path: Path, write_events: Write, start: Start) -> None:
     for shard in range(2):
         write_events(tmp_path / "events" / f"replica-0.shard-{shard}.jsonl", by_hand(start))
     record = RunRecord.load(tmp_path)
@@ -192,7 +191,7 @@ def test_shards_are_one_replica(tmp_path: Path, write_events: Write, start: Star
     assert [replica.name for replica in record.replicas] == ["replica 0, shard 0", "replica 0, shard 1"]
 
 
-def test_folders_that_are_no_runs(tmp_path: Path) -> None:
+def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no run"):
         RunRecord.load(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
@@ -238,5 +237,5 @@ def test_smoothing_has_no_start_up_bias() -> None:
         (text_of_seconds(math.nan), "–"),
     ],
 )
-def test_units(text: str, expected: str) -> None:
+def test_quantities_are_printed_with_units(text: str, expected: str) -> None:
     assert text == expected

@@ -1,4 +1,4 @@
-"""The score of a run: each part as documented, and none that was not measured."""
+"""The score of a run: each part is as documented, and a part that was not measured is absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.records.score import Score
 RUN = ["train", "--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 
 
-def test_a_product_of_what_was_measured() -> None:
+def test_the_score_is_the_product_of_its_measured_parts() -> None:
     score = Score({"deadline": 0.5, "quality": None, "bytes": 0.9})
     assert (
         score.value == pytest.approx(0.45) and score.text() == "0.450 = deadline 0.500 × bytes 0.900, without quality"
@@ -23,7 +23,9 @@ def test_a_product_of_what_was_measured() -> None:
     assert Score({"deadline": None}).value is None and Score({"deadline": None}).text() == "not measured"
 
 
-def test_the_parts_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_are_computed_from_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
@@ -45,7 +47,7 @@ def test_the_parts_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert [run["score"]["parts"]["quality"] for run in runs] == pytest.approx(quality)
     assert "Short, score " in Path("page.html").read_text()
 
-    # work that was done again counts against the run, and so does a round that came too late
+    # repeated work lowers the score, and so does a round that came too late
     log = Path("long/events/replica-0.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     land = next(line for line in lines if line["event"] == "land")

@@ -1,4 +1,4 @@
-"""Public docstrings have `Args:` with units, shapes and dtypes, `Raises:` and an example that runs: all of them, without a gap."""
+"""Every public docstring has `Args:` with units, shapes and dtypes, `Raises:`, and an example that runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pages import ROOT
 from pieces import over
 from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
 
-# A unit, what is counted, or the range of a plain number.
+# An accepted description of a number: a unit, what is counted, or a range.
 UNIT = re.compile(
     r"seconds|bytes|\b(?:bits|tokens|columns|elements|neighbours|values|fragments|replicas|ranks|rounds)\b|inner steps?|number"
     r"|share|factor|[Rr]ank of|norm\b|learning rate|standard deviation|iterations|\d to \d|[\[(]0, 1[\])]"
@@ -23,13 +23,13 @@ SHAPE = re.compile(r"\[|\b(?:flat|shape|dtype|fp32|float64|int64|uint8|boolean|e
 
 
 def gaps(thing: object) -> set[str]:
-    """What the docstring of a public class or function lacks.
+    """Returns which parts the docstring of a public class or function lacks.
 
-    args     a parameter that `Args:` does not name; a class takes those with which it is made
-    raises   it has a `raise`, for a class when it is made, and no `Raises:`
-    units    a parameter that is a number, and what `Args:` says of it names no unit, count or range; a seed needs none
-    shapes   a parameter that is a tensor or an array, and what `Args:` says of it names no shape or dtype
-    example  no `>>>`; a Protocol and an error need none. That examples run is held by test_surface.py
+    args     `Args:` does not name every parameter; the parameters of a class are those of its constructor
+    raises   the code (of a class: its constructor) raises an error, and there is no `Raises:`
+    units    `Args:` names no unit, count or range for a number; a seed needs none
+    shapes   `Args:` names no shape or dtype for a tensor or an array
+    example  there is no `>>>`; a Protocol and an error need none. test_surface.py runs the examples
     """
     text = inspect.getdoc(thing) or ""
     error = isinstance(thing, type) and issubclass(thing, BaseException)
@@ -52,7 +52,7 @@ def gaps(thing: object) -> set[str]:
 def parameters(thing: object) -> list[str]:
     assert callable(thing)
     if isinstance(thing, type) and issubclass(thing, Enum):
-        return []  # nobody makes one
+        return []  # an Enum is never constructed by a user
     try:
         given = inspect.signature(thing).parameters
     except ValueError:
@@ -61,14 +61,14 @@ def parameters(thing: object) -> list[str]:
 
 
 def of_type(names: str, thing: object) -> list[str]:
-    """The parameters whose type has one of these names, or holds such a one."""
+    """Returns the parameters whose type is, or contains, one of `names`."""
     assert callable(thing)
     each = inspect.signature(thing).parameters if parameters(thing) else {}
     return [name for name in each if re.search(rf"\b(?:{names})\b", str(each[name].annotation))]
 
 
 def fields(thing: object) -> dict[str, str]:
-    """What the docstrings below its fields say, where a class explains them there, by name: those of options and run files."""
+    """Returns the docstring below each field of a class, by field name, as options and run files have them."""
     if not isinstance(thing, type):
         return {}
     (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
@@ -81,14 +81,14 @@ def fields(thing: object) -> dict[str, str]:
 
 
 def described(text: str) -> dict[str, str]:
-    """What a docstring's `Args:` says, by name; several names may share a line, as in `every, delay: inner steps`."""
+    """Returns what `Args:` says of each name. Several names may share a line, as in `every, delay: inner steps`."""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
     lines = re.findall(r"^    ([\w, ]+):(.*\n?(?: {5,}.*\n?)*)", section[1], re.MULTILINE) if section else []
     return {name.strip(): said for names, said in lines for name in names.split(",")}
 
 
 def raises(thing: object) -> bool:
-    """Whether its own code raises one of Thinwire's errors when it is called, or made."""
+    """Says whether calling (of a class: constructing) `thing` raises one of Thinwire's errors in its own code."""
     where = [thing] if inspect.isfunction(thing) else [vars(thing).get(name) for name in ("__init__", "__post_init__")]
     code = [
         textwrap.dedent(inspect.getsource(each))
@@ -108,8 +108,8 @@ def test_public_docstrings_have_their_sections():
         assert not found, f"the docstring of {name} lacks {sorted(found)}: {gaps.__doc__}"
 
 
-def test_the_public_names_are_counted():
-    """None is left out, of those that pages name, and an example elsewhere is one that a docstring lacks."""
+def test_every_documented_name_is_checked_and_every_exemption_is_needed():
+    """The checked names include every name on a page. An example elsewhere is accepted only where the docstring has none."""
     assert {id(thing) for thing in DOCUMENTED.values() if callable(thing)} <= set(map(id, PUBLIC.values()))
     assert all("example" in gaps(PUBLIC[name]) for name in EXAMPLES if name in PUBLIC)
     assert len(PUBLIC) > 300
@@ -117,7 +117,7 @@ def test_the_public_names_are_counted():
 
 @over("name", COMPOSED)
 def test_methods_have_equation_difference_and_bytes(name):
-    """A name of `--strategy` says what it computes, what is not the paper's, what it sends, and predicts the bytes in its example."""
+    """Each `--strategy` docstring has an equation, a *Differs* and a *Wire* paragraph, and an example that predicts bytes."""
     text = inspect.getdoc(COMPOSED[name]) or ""
     before = text.partition("\nArgs:\n")[0]
     assert re.search(r"^    .*(?:[←=≤]|Δ\()", before, re.MULTILINE), "no equation, set off by four spaces"
@@ -128,7 +128,7 @@ def test_methods_have_equation_difference_and_bytes(name):
     )
 
 
-def test_gaps_are_found():
+def test_incomplete_docstrings_are_reported():
     def bare(a: int, b: int) -> None:
         """Adds."""
         raise ValueError

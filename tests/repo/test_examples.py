@@ -1,4 +1,4 @@
-"""Every example runs, quickly, and shows what it says."""
+"""Every example runs and prints what it promises."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def run(name: str, *arguments: str) -> str:
 
 @pytest.fixture
 def here(monkeypatch, capfd):
-    """Run an example in this process, which has loaded torch; it may start others."""
+    """Runs an example in this process, where torch is already loaded; the example may start other processes."""
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        with torch.random.fork_rng(devices=[]):  # it seeds torch's generator
+        with torch.random.fork_rng(devices=[]):  # the example seeds torch's generator
             try:
                 runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
             except SystemExit as ended:
@@ -40,23 +40,23 @@ def here(monkeypatch, capfd):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_short_and_begin_with_the_command_to_paste(name):
     text = (ROOT / "examples" / name).read_text()
-    assert len(text.splitlines()) < (110 if name == "own_pieces.py" else 80)  # three pieces, and no more
+    assert len(text.splitlines()) < (110 if name == "own_pieces.py" else 80)  # own_pieces.py holds three pieces
     assert f"python examples/{name}" in text.split('"""')[1]
 
 
-def test_own_loop(here):
+def test_example_01_own_loop_runs(here):
     losses = re.findall(r"0\.\d{8}", here("01_own_loop.py", "--steps", "25", "--every", "10").splitlines()[-1])
     assert len(losses) == 2 and losses[0] == losses[1]
 
 
 @pytest.mark.slow
-def test_processes():
-    """Two processes over gloo agree in tests/cli/test_torchrun.py and tests/comm/test_carriers.py, too."""
+def test_example_02_processes_runs():
+    """tests/cli/test_torchrun.py and tests/comm/test_carriers.py also hold that two processes over gloo agree."""
     sent = re.findall(r"([\d,]+) bytes sent", run("02_processes.py", "--steps", "25"))
     assert len(sent) == 2 and sent[0] == sent[1] != "0"
 
 
-def test_compare_strategies(here):
+def test_example_03_compares_strategies(here):
     rows = re.findall(r"(\w+)\s*│\s*([\d.]+)\s*│\s*([\d.]+)", here("03_compare_strategies.py", "--steps", "20"))
     bits = {name: float(b) for name, _, b in rows}
     assert list(bits) == ["data_parallel", "diloco", "streaming_diloco", "eager_diloco"]
@@ -64,26 +64,26 @@ def test_compare_strategies(here):
 
 
 @pytest.mark.slow
-def test_fsdp_inside_a_replica():
+def test_example_04_runs_fsdp_inside_a_replica():
     sums = re.findall(r"sum of \|weights\| ([\d.]+)", run("04_fsdp_inside_a_replica.py", "--steps", "12"))
     assert len(sums) == 4 and len(set(sums)) == 1
 
 
 @pytest.mark.slow
-def test_tensor_parallel_inside_a_replica():
+def test_example_14_runs_tensor_parallelism_inside_a_replica():
     out = run("14_tensor_parallel.py", "--steps", "12")
     sums = re.findall(r"([\d,]+) of ([\d,]+) parameters, loss .*, sum of \|weights\| ([\d.]+)", out)
     assert len(sums) == 4 and len(set(sums)) == 1 and sums[0][0] < sums[0][1]
 
 
-def test_thin_link(here):
+def test_example_05_trains_over_a_thin_link(here):
     out = here("05_thin_link.py", "--steps", "21", "--link", "1mbit", "--delays", "0", "5")
     waited = {int(d): float(w) for d, w in re.findall(r"(\d+)\s*│\s*[\d.]+\s*│\s*([\d.]+)", out)}
     assert waited[0] > waited[5]
 
 
 @pytest.mark.slow
-def test_just_one_byte():
+def test_example_07_trains_with_just_one_byte():
     ends = re.findall(
         r"(\w+): loss .* before, ([\d.]+) after; ([\d,]+) bytes",
         run("07_just_one_byte.py", "--pretrain", "10", "--steps", "6"),
@@ -93,7 +93,7 @@ def test_just_one_byte():
 
 
 @pytest.mark.slow
-def test_min_max():
+def test_example_08_solves_a_min_max_problem():
     out = run("08_min_max.py", "--numbers", "8", "--iterations", "80", "--replicas", "3")
     left = {
         name.strip(): float(left) for name, left in re.findall(r"^(\w.+?)│ +[\d.]+ │ ([\d.e+-]+)$", out, re.MULTILINE)
@@ -102,8 +102,8 @@ def test_min_max():
 
 
 @pytest.mark.slow
-def test_robust_regression(tmp_path):
-    """Saved on the way, and gone on from there by whoever was saved, and by one that was not."""
+def test_example_09_robust_regression_saves_and_resumes(tmp_path):
+    """One replica resumes from its checkpoint; another, whose checkpoint was deleted, joins it."""
     out = str(tmp_path / "robust")
     whole = run("09_robust_regression.py", "--iterations", "400", "--out", out)
     (tmp_path / "robust-2.safetensors").unlink()
@@ -117,8 +117,8 @@ def test_robust_regression(tmp_path):
 
 
 @pytest.mark.slow
-def test_experts(tmp_path):
-    """Each text is found to be of its own domain, and the mixture is near to the expert for it."""
+def test_example_13_routes_each_text_to_the_expert_of_its_domain(tmp_path):
+    """The loss of the mixture is close to the loss of the best single expert for that domain."""
     out = run("13_experts.py", "--out", str(tmp_path), "--steps", "40")
     rows = re.findall(
         r"/(easy|medium|hard)\.txt +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) .*?(\w+) [\d.]+ %$", out, re.MULTILINE
@@ -127,33 +127,33 @@ def test_experts(tmp_path):
     assert all(float(mixed) < min(map(float, alone)) + 0.0173 for _, mixed, *alone, _ in rows)
 
 
-def test_own_loop_over_a_hub(here):
+def test_example_12_own_loop_runs_over_a_hub(here):
     sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", here("12_own_loop_over_a_hub.py", "--steps", "25"))
     assert len(sums) == 2 and sums[0] == sums[1]
 
 
 @pytest.mark.slow
-def test_hugging_face_trainer(tmp_path):
+def test_example_10_hugging_face_trainer_runs(tmp_path):
     command = ["10_hugging_face_trainer.py", "--out", str(tmp_path), "--steps", "8"]
     sums = re.findall(r"replica \d: step 8, sum of \|weights\| ([\d.]+)", run(*command))
     assert len(sums) == 2 and sums[0] == sums[1]
 
 
-def test_pieces(here):
+def test_example_06_pieces_runs(here):
     out = here("06_pieces.py", "--model", "100m", "--replicas", "3")
     assert "100m" not in out and out.count("(predicted)") == 5
     assert "what to do" in out and "eager updates" in out
 
 
 @pytest.mark.slow
-def test_own_pieces():
+def test_example_own_pieces_runs():
     kept = re.findall(r"^(\w+)\(.*\) keeps (\d+) laws", run("own_pieces.py"), re.MULTILINE)
     assert [name for name, _ in kept] == ["Truncated", "Smoothed", "DirectBelow"] and all(int(n) >= 8 for _, n in kept)
 
 
 @pytest.mark.slow
-def test_lightning_trainer(tmp_path):
-    """Two replicas end equal, and go on from their checkpoints."""
+def test_example_11_lightning_trainer_runs_and_resumes(tmp_path):
+    """Two replicas end with equal weights and resume from their checkpoints."""
     for more in ((), ("--resume", "last")):
         epochs = "2" if more else "1"
         out = run("11_lightning_trainer.py", "--out", str(tmp_path), "--epochs", epochs, *more)

@@ -1,4 +1,4 @@
-"""docs/formats.md says what benchmarks/formats.py finds: what is drawn is computed again."""
+"""docs/formats.md shows what benchmarks/formats.py computes: a sample of the table is computed again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def drawn():
     return formats.drawn()
 
 
-def test_every_format_is_in_the_result():
+def test_the_result_has_a_row_for_every_format():
     assert [row["codec"] for row in RESULT["rows"]] == [
         repr(codec) for some in formats.FORMATS.values() for codec in some
     ]
@@ -26,8 +26,8 @@ def test_every_format_is_in_the_result():
 
 
 @pytest.mark.parametrize("place", range(len(RESULT["rows"])), ids=lambda place: RESULT["rows"][place]["codec"])
-def test_the_result_is_what_codecs_do(place, drawn):
-    """Each on one of the distributions, in turn."""
+def test_recorded_errors_equal_those_of_the_codecs(place, drawn):
+    """Each codec is checked on one distribution; the distributions take turns."""
     row = RESULT["rows"][place]
     name = list(drawn)[place % len(drawn)]
     found = formats.measure(parse(row["codec"]), drawn[name])

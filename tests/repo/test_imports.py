@@ -1,4 +1,4 @@
-"""What `import thinwire` loads, in a process of its own."""
+"""`import thinwire`, in a fresh process, loads no package that only a command or an extra needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEAVY = ("plotly", "rich", "tyro", "triton", "torch", "numba", "grpc", "cryptogr
 
 
 def loaded(code: str) -> set[str]:
-    """Which of the heavy packages are loaded after `code`."""
+    """Returns which of the heavy packages are loaded after `code` has run."""
     ends = f"import sys\n{code}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=600, check=True)
     return set(done.stdout.split())
@@ -22,13 +22,13 @@ def loaded(code: str) -> set[str]:
     [
         ("import thinwire", set()),
         ("import thinwire.comm, thinwire.codecs; thinwire.Replica; thinwire.streaming_diloco()", {"torch", "numba"}),
-        ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # a hub's machine needs no more
+        ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # the machine of a hub needs no more
         ("import thinwire.cli.hub, thinwire.cli.lighthouse", {"grpc", "cryptography", "rich", "tyro"}),
     ],
 )
-def test_nothing_is_loaded_that_only_the_command_needs(code, may):
+def test_imports_load_only_the_heavy_packages_that_they_need(code, may):
     assert loaded(code) <= may
 
 
-def test_what_is_loaded_would_be_seen():
+def test_the_check_sees_a_heavy_package_that_is_loaded():
     assert loaded("import rich") == {"rich"}

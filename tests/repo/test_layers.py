@@ -1,4 +1,4 @@
-"""The package's order: who imports whom, how long a file is, which words are used. Read from the source, not run."""
+"""The package's order, read from the source without running it: imports, lengths of files and functions, words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import thinwire
 SOURCE = Path(thinwire.__file__).parent
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
-# From the ground up: a package imports only from packages before it, and files of one package from each other.
+# From the bottom up: a package imports only packages before it; files of one package may import each other.
 _ORDER = """
 errors version types rng data_ledger
 packet kernels comm diagnosis
@@ -32,7 +32,7 @@ public
 """
 PACKAGES = _ORDER.split()
 
-ENVIRONMENT = "lm/launch.py"  # what torchrun says is read there
+ENVIRONMENT = "lm/launch.py"  # reads the variables that torchrun sets
 
 
 @cache
@@ -45,14 +45,14 @@ def tree(file: str) -> ast.Module:
 
 
 def package(module: str) -> str:
-    """The package of `codecs/block.py` or of `thinwire.codecs.block`; the root itself is ''."""
+    """Returns the package of `codecs/block.py` or of `thinwire.codecs.block`; the root package is ''."""
     parts = module.removesuffix(".py").replace("/", ".").removeprefix("thinwire").strip(".").split(".")
     return "" if parts[0] in ("__init__", "__main__") else parts[0]
 
 
 @cache
 def imports(file: str) -> frozenset[str]:
-    """Every module that a file names, inside functions too. `from thinwire import x` is `thinwire.x`."""
+    """Returns every module that a file imports, also inside functions. `from thinwire import x` is `thinwire.x`."""
     found = set()
     for statement in ast.walk(tree(file)):
         if isinstance(statement, ast.Import):
@@ -64,19 +64,19 @@ def imports(file: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_there_are_files():
+def test_the_package_has_files_to_check():
     assert len(FILES) > 30 and "replica.py" in FILES and "codecs/block.py" in FILES
 
 
-def test_every_package_has_its_place():
+def test_every_package_has_a_place_in_the_order():
     assert {package(file) for file in FILES} - {""} <= set(PACKAGES)
     assert not {"utils", "common", "helpers", "helper", "manager", "misc", "base_classes"} & {
         p for f in FILES for p in Path(f).with_suffix("").parts
     }
 
 
-def test_imports_go_down():
-    """From a package to those below it; the root names everything."""
+def test_imports_name_only_lower_packages():
+    """A package imports only packages below it. The root package may import all of them."""
     for file in FILES:
         own = package(file)
         for module in imports(file):
@@ -88,12 +88,12 @@ def test_imports_go_down():
 
 
 def test_the_tree_is_small():
-    """Packages and modules at the top level, and the longest way down from one to the ground."""
+    """Bounds the number of packages and modules at the top level, and the longest chain of imports."""
     assert len(PACKAGES) <= 34 and len(set(code_map.floors(code_map.imports()).values())) <= 13
 
 
-def test_no_circle_of_files():
-    """Also none of types alone, below `if TYPE_CHECKING`; what a package's __init__.py hands on aside."""
+def test_files_import_each_other_in_no_circle():
+    """Imports below `if TYPE_CHECKING` count too. What a package's __init__.py re-exports does not."""
     names = {file.removesuffix(".py").replace("/", "."): file for file in FILES if not file.endswith("__init__.py")}
     graph = {
         name: {other.removeprefix("thinwire.") for other in imports(file)} & names.keys()
@@ -103,7 +103,7 @@ def test_no_circle_of_files():
     code_map.floors(graph)
 
 
-def test_nothing_that_runs_code_from_bytes():
+def test_no_file_unpickles_or_evaluates_bytes():
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     calls = r"torch\.load\b|\b(all_gather|broadcast|gather|scatter)_object|\b(eval|exec)\("
     for file in FILES:
@@ -121,8 +121,8 @@ def test_files_are_short():
         assert lines <= 400, f"{file} has {lines} lines"
 
 
-def test_replica_is_a_face():
-    """What happens around an inner step is in a driver, chosen once."""
+def test_replica_delegates_inner_steps_to_a_driver():
+    """The driver is chosen once; what happens around an inner step is in the driver."""
     text = (SOURCE / "replica.py").read_text(encoding="utf-8")
     docstrings = [
         node
@@ -144,7 +144,7 @@ def test_functions_are_short_and_files_say_what_they_are():
 
 
 def test_one_word_for_one_idea():
-    """A replica is a replica."""
+    """For example, a replica is always called a replica."""
     for file in FILES:
         words = re.findall(r"\b(?:worker|node|client|island|learner)s?\b", source(file), re.IGNORECASE)
         assert not words, f"{file} says {sorted(set(words))}; see the words in docs/design.md"
@@ -154,18 +154,18 @@ PUBLIC = """
 CheckpointError ConfigurationError DataError DisagreementError GradientHook Group LinkError ModelError NonFiniteError
 PacketError PeerError Replica Strategy ThinwireError ThreadGroup TorchGroup data_parallel diloco finetune local_sgd run_threads
 streaming_diloco streaming_sign
-"""  # all else is in modules
+"""  # all other names are in modules
 
 
-def test_what_is_public():
-    """The names that `import thinwire as tw` gives: none is added or lost by accident."""
+def test_the_public_names_are_exactly_those_listed():
+    """`import thinwire as tw` gives these names. No name is added or lost by accident."""
     public = {name for name in dir(thinwire) if not name.startswith("_")}
     modules = {path.stem for path in SOURCE.iterdir()} | {"annotations"}
     assert public - modules == set(PUBLIC.split())
 
 
-def test_the_tree_of_errors():
-    """As drawn at the top of errors.py: every error is one of Thinwire's own, and says so in one line."""
+def test_the_tree_of_errors_is_drawn_in_errors_py():
+    """Every error is in the tree at the top of errors.py and has a docstring of one line."""
     from thinwire import errors
 
     drawn = re.findall(r"[├└]── (\w+)", errors.__doc__ or "")

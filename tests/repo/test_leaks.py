@@ -1,4 +1,4 @@
-"""The fixtures of tests/support/leaks.py find what a test leaves behind, and let what is ending end."""
+"""The fixtures of tests/support/leaks.py report what a test leaves behind, and wait for what is about to end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAVES = """
     import os, socket, subprocess, sys, threading
     import leaks, pytest
 
-    leaks.TURNS = 30  # all of it lasts
+    leaks.TURNS = 30  # every leak outlasts these checks
 
     kept, stop = [], threading.Event()
     SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
@@ -66,7 +66,7 @@ CLEAN = """
 
     def test_what_was_dropped():
         box = [socket.create_server(("127.0.0.1", 0))]
-        box.append(box)  # until the garbage collector comes
+        box.append(box)  # until the garbage collector runs
 
     def test_a_process_that_has_ended(tmp_path):
         process = subprocess.Popen([sys.executable, "-c", ""])
@@ -118,7 +118,7 @@ def _pytest(folder: Path, text: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_what_is_left_behind_is_found(tmp_path):
+def test_leaks_of_every_kind_are_reported(tmp_path):
     code, said = _pytest(tmp_path, LEAVES)
     assert code == 1 and "7 passed, 7 errors" in said, said
     for kind in ("thread", "process", "grandchild", "file", "socket", "pipe", "module"):
@@ -129,6 +129,6 @@ def test_what_is_left_behind_is_found(tmp_path):
         assert words in said, said
 
 
-def test_what_is_ending_may_end(tmp_path):
+def test_threads_and_processes_that_are_ending_are_not_reported(tmp_path):
     code, said = _pytest(tmp_path, CLEAN)
     assert code == 0 and "6 passed" in said, said

@@ -1,4 +1,4 @@
-"""Every recipe and method has one page, all pages have one shape, and what they say of settings, bytes and refusals is so."""
+"""Every recipe and method has one page, all pages have one shape, and their settings, bytes and refusals are those of the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.recipes import RECIPES
 
 NAMED = recipes.NAMED
 METHOD_PAGES = sorted((ROOT / "docs/methods").glob("*.md"))
-BESIDE = {name: getattr(methods, name) for name in methods.__all__}  # what no `--strategy` is, but has a page
+BESIDE = {name: getattr(methods, name) for name in methods.__all__}  # these have a page, but are no `--strategy`
 SECTIONS = ["Source", "What differs", "On the wire", "Memory and cost", "Settings", "Use", "Refused", "Measured"]
 
 each_page = pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
@@ -34,7 +34,7 @@ def section(page, name):
 
 
 def rows(page, name):
-    """The cells of a section's first table, without its head."""
+    """Returns the cells of a section's first table, without its header."""
     lines = (
         next(part for part in section(page, name).split("\n\n") if part.lstrip().startswith("|")).strip().splitlines()
     )
@@ -44,15 +44,15 @@ def rows(page, name):
 # ---- which pages there are
 
 
-def test_every_name_has_one_page_and_every_page_its_names():
+def test_every_name_has_exactly_one_page():
     told = [name for page in METHOD_PAGES for name in recipes.title(page)]
     assert len(told) == len(set(told))
     assert set(NAMED) <= set(told) <= set(NAMED) | set(BESIDE)
 
 
 @each_page
-def test_pages_have_one_shape(page):
-    """The sections in their order, others between; equations in front of them; one command or block that runs, at least."""
+def test_pages_have_the_same_sections(page):
+    """A page begins with equations, has these sections in this order (others may stand between), and a block that runs."""
     text = page.read_text()
     found = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert [name for name in found if name in SECTIONS] == SECTIONS
@@ -62,14 +62,14 @@ def test_pages_have_one_shape(page):
 
 
 @each_page
-def test_blocks_are_of_the_pages_names(page):
+def test_blocks_use_the_names_of_their_page(page):
     ours = [name for name in recipes.title(page) if name in NAMED]
     found = {kind: names.split() for _, kind, names, _ in recipes.BLOCK.findall(page.read_text())}
     assert found == ({"wire": ours, "measured": ours} if ours else {})
 
 
 def test_every_name_is_used_in_a_command():
-    """That such commands parse, strategies included, is tested with all others."""
+    """Another test, of all pages, parses these commands and their strategies."""
     homes, found = recipes.homes(), commands()
     for name in NAMED:
         lines = [command for block, command in found if block.page == homes[name]]
@@ -80,8 +80,8 @@ def test_every_name_is_used_in_a_command():
 
 
 @each_page
-def test_settings_are_those_of_the_signature(page):
-    """Each by its name, with its default as one would write it, for every name on the page that has it."""
+def test_settings_on_a_page_are_those_of_the_signature(page):
+    """The table names each setting of each name on the page, with its default as one would write it."""
     told = {re.match(r"`(\w+)`", cells[0])[1]: cells[1] for cells in rows(page, "Settings")}
     due = {}
     for name in recipes.title(page):
@@ -97,8 +97,8 @@ def test_settings_are_those_of_the_signature(page):
 
 
 @each_page
-def test_what_is_refused_is_refused_so(page):
-    """A command, or a call, and what is said of it."""
+def test_refusals_on_a_page_are_those_of_the_code(page):
+    """A row has a command or a call, and the message of its error."""
     for given, said in rows(page, "Refused"):
         given = given.strip("`")
         if given.startswith("thinwire train"):
@@ -112,7 +112,7 @@ def test_what_is_refused_is_refused_so(page):
         assert said.replace("\\|", "|") in told, told
 
 
-def test_summaries_are_short_and_whole():
+def test_summaries_are_short_and_complete():
     for name in NAMED:
         said = recipes.summary(name)
         assert 10 < len(said) < 120 and said.count("(") == said.count(")") and "arXiv" not in said, said
@@ -121,7 +121,7 @@ def test_summaries_are_short_and_whole():
 # ---- what is filled in
 
 
-def test_bytes_are_the_strategys_own():
+def test_the_table_of_bytes_is_that_of_the_strategies():
     lines = recipes.wire(["outer_dgc", "qsr", "just_one_byte"]).splitlines()
     strategy, shapes = RECIPES["outer_dgc"](), [fragment.shapes for fragment in recipes.fragments("outer_dgc")]
     late, first = (strategy.nbytes_per_period(shapes, 2, number) for number in (1000, 0))
@@ -131,7 +131,7 @@ def test_bytes_are_the_strategys_own():
     assert "| `just_one_byte` | 52 in a step | 0.000844 | 0 |" in lines and lines[-1].startswith("*Predicted")
 
 
-def test_what_was_measured(tmp_path):
+def test_the_table_of_measurements_marks_old_and_missing_rows(tmp_path):
     row = {"eval_loss": 1.5, "eval_loss_spread": 0.01, "bits_per_parameter_per_step": 32.0, "seeds": 3}
     found = [
         row | {"strategy": name, "composition": repr(RECIPES[name]()), "eval_loss": loss}
@@ -155,10 +155,11 @@ def test_what_was_measured(tmp_path):
     assert "commit 0123456, A CPU, 2 cores." in lines[7] and lines[7].endswith("[family.md](../../docs/family.md).*")
     assert lines[-1].startswith("† Before its defaults")
     assert recipes.measured(["econtrol"], tmp_path, "").startswith("*Not measured yet: ")
+    # each beside its own control
     more = [
         found[0] | {"eval_loss": 2.0},
         found[0] | {"strategy": "econtrol", "eval_loss": 2.2},
-    ]  # beside its own control
+    ]
     (tmp_path / recipes.DEFAULTS).write_text(json.dumps(result | {"rows": more}))
     assert "| +10.00% |" in recipes.measured(["econtrol"], tmp_path, "")
     assert recipes.measured(["data_parallel"], tmp_path, "").splitlines()[2] == lines[2]

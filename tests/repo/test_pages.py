@@ -1,4 +1,4 @@
-"""What README and docs say is so: commands exist, blocks run, links lead somewhere, numbers are from the files."""
+"""README and docs are true: commands exist, blocks run, links lead to a target, numbers are those of the result files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A folder in which the files that commands name can be made."""
+    """A folder in which the tests create the files that commands name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
 def check_thinwire(arguments: list[str], folder: Path) -> None:
-    """The verb is there and takes these options; run files that are named are made first."""
+    """Checks that the verb exists and takes these options, after creating the run files that the command names."""
     verb, *rest = arguments
     assert verb in VERBS
     if verb == "resume":
@@ -91,11 +91,11 @@ def check(command: str, folder: Path) -> None:
 
 
 @over("block, command", commands())
-def test_commands_exist(block, command, elsewhere):
+def test_commands_on_pages_exist(block, command, elsewhere):
     check(command, elsewhere)
 
 
-def test_a_wrong_command_would_be_found(elsewhere, capsys):
+def test_wrong_commands_are_found(elsewhere, capsys):
     for wrong in (
         "thinwire trian",
         "pip install thinwire",
@@ -109,14 +109,15 @@ def test_a_wrong_command_would_be_found(elsewhere, capsys):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_run(page, elsewhere):
-    """One after the other, as a reader would paste them."""
+def test_python_blocks_on_pages_run(page, elsewhere):
+    """The blocks of a page run one after the other, as a reader would paste them."""
     names: dict[str, object] = {}
     for block in blocks(page, "python"):
-        exec(compile("\n" * block.line + block.text, str(page), "exec"), names)  # line numbers are the page's
+        # line numbers in a traceback are those of the page
+        exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
 
 
-def test_the_readmes_replicas_end_equal():
+def test_replicas_of_the_readme_end_equal():
     import torch
 
     names: dict[str, object] = {}
@@ -125,14 +126,14 @@ def test_the_readmes_replicas_end_equal():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
 
 
-def test_the_readmes_loop_is_short():
+def test_the_loop_of_the_readme_is_short():
     lines = [line for line in blocks(ROOT / "README.md", "python")[0].text.splitlines() if line.strip()]
     body = [line for line in lines if not line.startswith(("import", "models"))]
     assert len(body) <= 12
 
 
 @over("page", PAGES)
-def test_run_files_load(page, tmp_path):
+def test_run_files_on_pages_load(page, tmp_path):
     for block in blocks(page, "toml"):
         (tmp_path / "run.toml").write_text(block.text)
         assert Run.load(tmp_path / "run.toml")
@@ -146,8 +147,8 @@ def test_every_fence_names_a_language_that_is_checked(page):
 
 
 @over("page", PAGES)
-def test_links_lead_somewhere(page):
-    """To a file, and in a page to a heading."""
+def test_links_lead_to_existing_files_and_headings(page):
+    """A link leads to a file and, inside a page, to a heading."""
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         if "://" not in target:
             file, _, heading = target.partition("#")
@@ -156,7 +157,7 @@ def test_links_lead_somewhere(page):
 
 
 def headings(page: Path) -> set[str]:
-    """What a link into a page may name: its headings in small letters, without marks, spaces as hyphens."""
+    """Returns the anchors of a page: its headings in lower case, without punctuation, with hyphens for spaces."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
@@ -165,7 +166,7 @@ def headings(page: Path) -> set[str]:
 
 
 def tree() -> list[str]:
-    """The paths in the tree."""
+    """Returns the paths in the tree."""
     text = next(block.text for block in blocks(ROOT / "CONTRIBUTING.md", "text") if block.text.startswith("src/"))
     paths, folder = [], ""
     for line in text.splitlines():
@@ -177,7 +178,7 @@ def tree() -> list[str]:
     return paths
 
 
-def test_all_of_the_tree_exists():
+def test_every_path_in_the_tree_exists():
     assert len(tree()) > 30
     for path in tree():
         assert (ROOT / path).exists(), path
@@ -190,7 +191,7 @@ def test_the_tree_names_every_package():
     assert {name for name in names if Path(name).name not in hidden} <= set(tree())
 
 
-def test_every_example_is_in_a_page():
+def test_every_example_is_on_a_page():
     pages = "".join(page.read_text() for page in PAGES if page.name not in ("log.md", "CHANGELOG.md"))
     assert not [path.name for path in ROOT.glob("examples/*.py") if f"examples/{path.name}" not in pages]
 
@@ -207,7 +208,7 @@ def tables():
     return importlib.import_module("tables")
 
 
-def test_tables_in_pages_are_those_of_the_results():
+def test_tables_on_pages_equal_those_of_the_results():
     found = [name for page in tables().PAGES for _, name, *_ in tables().BLOCK.findall((ROOT / page).read_text())]
     results = {f"benchmarks/results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.json")}
     assert results <= set(found)
@@ -216,7 +217,7 @@ def test_tables_in_pages_are_those_of_the_results():
         assert tables().filled(text, page=page) == text, f"{page}: run `make tables`"
 
 
-def test_the_headline_is_of_methods_that_were_measured():
+def test_methods_of_the_headline_have_been_measured():
     result = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())
     assert {row["method"] for row in result["rows"]} >= set(tables().HEADLINE)
 
@@ -232,7 +233,7 @@ def provenance() -> dict:
     }
 
 
-def test_tables_from_results(tmp_path):
+def test_a_result_becomes_a_table(tmp_path):
     row = {"megabits_per_second": 20.0, "of_bare": 0.98, "utilization": 0.985, "wire_nbytes_per_period": 4e6}
     rows = [
         row | {"method": "bare", "megabits_per_second": None},
@@ -252,8 +253,8 @@ def test_tables_from_results(tmp_path):
     assert lines[-1] == "<!-- end -->"
 
 
-def test_tables_of_compare(tmp_path):
-    """Rows as `thinwire compare` writes them into comparison.json."""
+def test_a_comparison_becomes_a_table(tmp_path):
+    """The rows are those that `thinwire compare` writes into comparison.json."""
     control = {
         "strategy": "data_parallel",
         "eval_loss": 2.0,
@@ -271,7 +272,7 @@ def test_tables_of_compare(tmp_path):
 
 
 def family(seeds=3):
-    """As benchmarks/family.py writes it, without methods that have not been run."""
+    """Returns a result as benchmarks/family.py writes it, with few methods."""
     rows = [
         {"strategy": name, "eval_loss": loss, "eval_loss_spread": spread if seeds > 1 else None, "seeds": seeds}
         | {"bits_per_parameter_per_step": bits, "composition": repr(RECIPES[name]())}
@@ -285,7 +286,7 @@ def family(seeds=3):
     return provenance() | {"benchmark": "family", "setting": setting, "word": "measured", "rows": rows}
 
 
-def test_tables_of_the_family(tmp_path):
+def test_a_result_of_the_family_becomes_a_table(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps(family()))
     lines = tables().table(tmp_path / "f.json", "f.json", True, "../").splitlines()
     assert lines[2] == "| data_parallel | `(signal=Gradients())` | 1.5000 ± 0.0100 | control | 32 | – | 3 |"
@@ -294,8 +295,8 @@ def test_tables_of_the_family(tmp_path):
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_familys_picture(seeds):
-    """A dot a method with its name, and a bar for each spread that is more than nothing; valid XML that says where it is from."""
+def test_the_picture_of_the_family_shows_methods_spreads_and_provenance(seeds):
+    """Valid XML with a dot and a name for each method, and a bar for each spread above zero."""
     picture = tables().family_picture(family(seeds))
     root = ElementTree.fromstring(picture)
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -304,7 +305,7 @@ def test_the_familys_picture(seeds):
     assert picture.count("<polyline") == (2 if seeds > 1 else 0)
 
 
-def test_tables_of_the_simulator(tmp_path):
+def test_a_result_of_the_simulator_becomes_a_table(tmp_path):
     case = {"replicas": 10_000, "sharing": 10, "virtual_seconds": 90_000.0, "events": 1.1e9, "seconds": 30.0}
     case |= {"cpu_seconds": 12.0, "nanoseconds_per_flight_event": 21.5, "peak_nbytes": 25e6}
     (tmp_path / "s.json").write_text(json.dumps(provenance() | {"benchmark": "simulate", "cases": [case]}))
@@ -313,7 +314,7 @@ def test_tables_of_the_simulator(tmp_path):
     assert lines[0].count("|") == lines[2].count("|")
 
 
-def test_tables_of_the_calibration(tmp_path):
+def test_a_result_of_the_calibration_becomes_a_table(tmp_path):
     row = {"replicas": 4, "how": "sleeps", "method": "diloco", "of_floor": 1.2, "bits_per_second": 38.35e6}
     result = provenance() | {"benchmark": "calibration", "rows": [row | {"simulated": 0.475, "emulated": 0.465}]}
     (tmp_path / "c.json").write_text(json.dumps(result))
@@ -321,8 +322,8 @@ def test_tables_of_the_calibration(tmp_path):
     assert lines[2] == "| 4 | diloco | sleeps | 1.2 | 38.4 | 47.5% | 46.5% | +2.2% |"
 
 
-def test_tables_of_codecs(tmp_path):
-    """Large tensors only; GB/s, and the median of the quartiles."""
+def test_a_result_of_the_codecs_becomes_a_table(tmp_path):
+    """The table has large tensors only: GB/s, and the median of each ratio."""
     row = {
         "codec": "E3M0(block=128, rounding='stochastic')",
         "nbytes": 1 << 24,
@@ -342,7 +343,7 @@ def test_tables_of_codecs(tmp_path):
     ]
 
 
-def test_the_table_of_floors_is_the_formula():
+def test_the_table_of_floors_equals_the_formula():
     page = (ROOT / "docs/strategies.md").read_text()
     rows = page.split("<!-- floors -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
     assert len(rows) >= 4

@@ -1,4 +1,4 @@
-"""Pages and docstrings are plain: short sentences in the order subject, verb, object, and no turns of phrase that have to be read twice."""
+"""Pages and docstrings are plain: short sentences in the order subject, verb, object, without turns of phrase that need two readings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pages import PAGES, ROOT
 from pieces import over
 
 MEAN, LONGEST = 16, 35  # words in a sentence
-# A turn of phrase, as a pattern of prose in small letters, and what to write.
+# A pattern of prose in lower case, and what to write in its place.
 PUZZLES = {
     r"(?:^|[.:;] )who (?![^.]*\?)": "name who does it: a replica, a member, you",
     r"(?:^|[.;] )of (?!course|\w+ [^.]*\d)": "begin with the subject",
@@ -28,10 +28,10 @@ PUZZLES = {
 
 
 def prose(text: str) -> list[str]:
-    """The sentences of a page, without code, tables, headings, equations and what is filled in."""
+    """Returns the sentences of a page, without code, tables, headings, equations and generated blocks."""
     text = re.sub(r"^(?:```.*?^```|<!-- .*?<!-- end -->)", "\n", text, flags=re.DOTALL | re.MULTILINE)
     text = "\n".join(line for line in text.splitlines() if not re.match(r"\||    \S|#|!\[|<!--", line))
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # a link is its words
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # keep the words of a link
     text = re.sub(r"`[^`]*`", "code", text)
     found = []
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*+] |\d+\. ))", text):
@@ -56,7 +56,7 @@ def test_sentences_are_short(page):
 
 
 @EACH
-def test_no_sentence_is_a_puzzle(page):
+def test_no_sentence_on_a_page_is_a_puzzle(page):
     found = [
         f"{instead}: {sentence}"
         for sentence in prose(page.read_text())
@@ -66,7 +66,7 @@ def test_no_sentence_is_a_puzzle(page):
     assert not found, "\n".join(found)
 
 
-# Code whose docstrings are held to the same: patterns below src/thinwire.
+# The files below src/thinwire whose docstrings are checked for the same patterns.
 CODE = """
 checkpoint.py cli/**/*.py codecs/*.py comm/**/*.py data_ledger/*.py decoupled/*.py elastic/*.py exchange/*.py integrations/*.py jobs/*.py
 kernels/*.py lm/*.py membership/**/*.py methods/*.py metrics/*.py pieces/*.py plan/*.py recipes/*.py records/*.py report/*.py runtime/*.py
@@ -89,7 +89,7 @@ def test_no_docstring_is_a_puzzle(pattern):
     assert files and not found, "\n".join(found)
 
 
-def test_what_is_not_plain_would_be_found():
+def test_puzzling_sentences_are_found():
     page = "Who differs is refused. Of heads there is one.\n\n```bash\nwho is there\n```\n\n- A group, for it is small."
     sentences = prose(page)
     assert len(sentences) == 3

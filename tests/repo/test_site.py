@@ -1,4 +1,4 @@
-"""The documentation site: every page is in its navigation, the map shows the imports, the project's files agree with each other."""
+"""The documentation site: its navigation has every page, its map shows the imports, the project's files agree."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DOCS = ROOT / "docs"
 
 
 def test_every_page_is_in_the_navigation():
-    """Methods and pages from elsewhere are added by docs/site_hooks.py; all others are listed."""
+    """docs/site_hooks.py adds the pages of methods and the pages outside docs/. The navigation lists all others."""
     sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = {page for section in sections for pages in section.values() for page in pages}
     assert {path.name for path in DOCS.glob("*.md")} == listed - {"benchmarks.md"}
 
 
-def test_the_map_is_of_the_imports(tmp_path):
-    """On a toy: arrows that follow from others are left out, and a circle is refused."""
+def test_the_map_shows_imports_and_refuses_a_circle(tmp_path):
+    """On a small example: arrows that follow from other arrows are left out, and a circle is refused."""
     for name, text in {
         "ground.py": "import os",
         "middle/__init__.py": "from thinwire.ground import x",
@@ -48,12 +48,12 @@ def test_the_map_shows_every_package():
     assert picture == code_map.drawing()
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation_names_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == thinwire.__version__ and citation["license"] == "Apache-2.0"
 
 
-def test_hooks_before_a_commit_are_those_of_make_check():
+def test_pre_commit_hooks_equal_make_check():
     check = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     tools = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in repo["hooks"]}
@@ -71,7 +71,7 @@ NOT_YET = {"docs/log.md", "CHANGELOG.md"}
 
 
 def too_long(text: str) -> list[str]:
-    """Lines of prose beyond 100 columns, and paragraphs of more than four lines; tables, code and equations aside."""
+    """Returns lines of prose beyond 100 columns and paragraphs beyond four lines; tables, code and equations are exempt."""
     text = re.sub(r"^```.*?^```$|<!-- .*?<!-- end -->", "", text, flags=re.DOTALL | re.MULTILINE)
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
@@ -88,6 +88,6 @@ def test_pages_can_be_skimmed(page):
     assert page.relative_to(ROOT).as_posix() in NOT_YET or not found, "\n\n".join(found)
 
 
-def test_what_is_too_long_would_be_found():
+def test_long_lines_and_paragraphs_are_found():
     assert too_long("x " * 60) and too_long("a\n" * 5) and too_long("- a\n" + "  b\n" * 4)
     assert not too_long("a\n" * 4 + "\n" + "- a\n" * 9 + "\n```text\n" + "y " * 80 + "\n```\n| " + "z " * 80)

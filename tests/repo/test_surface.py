@@ -1,4 +1,4 @@
-"""What users may lean on changes only in a visible diff: public names and command-line options, and what is said of them."""
+"""Public names and command-line options, and their documentation, change only in a visible diff."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.cli.simulate.command import STUDIES
 from thinwire.lm import settings
 from thinwire.lm.run import PART_OF, PARTS, Run
 
-# Of a run: options of train and compare, and what a run file holds.
+# The options of `train` and `compare`, which are also the keys of a run file.
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy guard carrier
 aggregate attack liars topology buffers
@@ -71,14 +71,14 @@ MODULES = sorted(
 )
 
 
-def test_all_is_what_is_public():
-    """tests/repo/test_layers.py locks the names themselves."""
+def test_dunder_all_names_exactly_the_public_names():
+    """tests/repo/test_layers.py holds the names themselves."""
     modules = {path.stem for path in Path(thinwire.__file__ or "").parent.iterdir()}
     assert set(thinwire.__all__) == {name for name in dir(thinwire) if not name.startswith("_")} - modules
 
 
 def test_public_names_are_documented():
-    """By a docstring of their own (not one that `dataclass` made), and somewhere in the docs."""
+    """Each has a docstring of its own (not one that `dataclass` made) and is on a page of the docs."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.py")]
     words = {word for page in pages for word in re.findall(r"\w+", page.read_text())}
     for name, thing in DOCUMENTED.items():
@@ -91,32 +91,32 @@ def fields(kind: type) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def test_options_of_a_run():
+def test_the_options_of_a_run_are_exactly_those_listed():
     assert sorted(PART_OF) == sorted(RUN.split()) and fields(Run) == ["seed", *PARTS]
 
 
 def options_of(command: str) -> type:
-    """The options of a verb, or of what stands beside it."""
+    """Returns the class with the options of a verb, or of a part of one."""
     module = command.replace(" ", ".")
     kind: type = importlib.import_module(f"thinwire.cli.{module}").Options
     return kind
 
 
 @over("command", OPTIONS)
-def test_options_of_verbs(command):
+def test_the_options_of_each_verb_are_exactly_those_listed(command):
     assert sorted(fields(options_of(command))) == sorted(OPTIONS[command].split())
 
 
 @over("command", OPTIONS)
 def test_every_option_is_explained(command, capsys):
-    """Each field is followed by its docstring, which is its help."""
+    """The docstring below each field is its help text."""
     source = inspect.getsource(options_of(command)) + inspect.getsource(Run) + inspect.getsource(settings)
     for name in [*OPTIONS[command].split(), *RUN.split()]:
         if name != "run_settings":
             assert re.search(rf'^    {name}: [^\n]*\n    """', source, re.MULTILINE), name
 
 
-def test_verbs_are_those_that_are_documented():
+def test_verbs_equal_those_on_the_pages():
     tree = (ROOT / "README.md").read_text()
     assert set(VERBS) == {command.split()[0] for command in OPTIONS}
     beside = {f"simulate {study}" for study in STUDIES} | {f"plan {name}" for name in BESIDE}
@@ -130,19 +130,20 @@ def test_examples_in_docstrings_run():
         "thinwire.metrics.mlflow": "mlflow",
         "thinwire.metrics.wandb": "wandb",
     }
-    here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]  # the dev extra lacks these
+    # the dev extra does not install every bridge's library
+    here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]
     counts = {name: doctest.testmod(importlib.import_module(name)) for name in here}
     assert not [name for name, count in counts.items() if count.failed]
     assert sum(count.attempted for count in counts.values()) > 20
 
 
-def test_the_version_is_one():
+def test_the_version_is_the_same_everywhere():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == thinwire.__version__
     assert re.search(rf"^## {re.escape(thinwire.__version__)} ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-def test_constraints_hold_what_the_project_needs():
-    """Every dependency has a pinned version, and it is one that pyproject.toml allows."""
+def test_constraints_pin_every_dependency():
+    """Each pinned version is one that pyproject.toml allows."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

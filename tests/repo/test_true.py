@@ -1,4 +1,4 @@
-"""What pages say of the code in figures and names is what the code has. Tables of results and recipes: test_pages.py, test_methods.py."""
+"""Figures and names on pages equal those of the code. test_pages.py and test_methods.py hold tables of results and recipes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from thinwire.runtime import gradient_driver
 
 
 def page(name: str) -> str:
-    """Its text, with lines joined, so that a sentence is found wherever it is wrapped."""
+    """Returns the text of a page with its lines joined, so that wrapping hides no sentence."""
     return re.sub(r"\s*\n\s*", " ", (ROOT / name).read_text())
 
 
 def rows(name: str, head: str) -> list[list[str]]:
-    """The cells of the table of a page that begins with `head`."""
+    """Returns the cells of the table of a page that begins with `head`."""
     lines = (ROOT / name).read_text().split(head, 1)[1].splitlines()[2:]
     table = lines[: next(place for place, line in enumerate([*lines, ""]) if not line.startswith("|"))]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
@@ -36,8 +36,8 @@ def rows(name: str, head: str) -> list[list[str]]:
 # ---- the wire
 
 
-def test_the_table_of_the_header():
-    """Sizes in the order of the struct, in the page and in the module's docstring; the names are those of `Header`."""
+def test_the_table_of_the_packet_header_equals_the_struct():
+    """The sizes are in the order of the struct, on the page and in the module's docstring; the names are those of `Header`."""
     letters = re.findall(r"\d*[a-zA-Z]", packet._LAYOUT.format.lstrip("<"))
     sizes = [struct.calcsize(f"<{letter}") for letter in letters]
     told = [(int(nbytes), field) for nbytes, field, _ in rows("docs/design.md", "| bytes | field | meaning |")]
@@ -58,7 +58,7 @@ def test_the_table_of_the_header():
 # ---- the demo
 
 
-def test_what_start_says_of_the_demo():
+def test_the_start_page_describes_the_demo_truly():
     text, strategy, model = page("docs/start.md"), thinwire.streaming_sign(), Transformer(SIZES[DEMO.model.model])
     count = len(strategy.partition.fragments(model))
     landing = (
@@ -77,7 +77,7 @@ def test_what_start_says_of_the_demo():
     assert f"the last {['none', 'one', 'two', 'three'][DEMO.placement.keep]}" in text
 
 
-def test_what_pages_say_of_defaults():
+def test_pages_name_the_defaults_of_the_code():
     strategy = thinwire.streaming_sign()
     assert f"`every={strategy.schedule.every}, delay={strategy.schedule.delay}` is the default" in page("docs/how.md")
     codec, numel = strategy.coded(((1024, 1024),))
@@ -88,12 +88,12 @@ def test_what_pages_say_of_defaults():
     assert f"so many are needed for a round ({Placement.least})" in page("docs/elastic.md")
 
 
-def test_how_many_methods_there_are():
+def test_the_readme_counts_methods_and_names_verbs():
     assert f"any of {len(NAMED)} methods" in page("README.md")
     assert all(f"thinwire {verb}" in page("README.md") for verb in VERBS)
 
 
-def test_the_noise_of_the_utilisation_table():
+def test_the_page_names_the_spread_of_the_bare_loop():
     rows = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())["rows"]
     bare = [row["steps_per_second"] for row in rows if row["method"] == "bare"]
     assert f"{min(bare):.2f} to {max(bare):.2f} steps/s" in page("docs/measured.md") and len(bare) == 5
@@ -102,13 +102,13 @@ def test_the_noise_of_the_utilisation_table():
 # ---- errors and bounds
 
 
-def test_every_error_is_explained():
-    """The table of what happens names all errors but their roots and those of elastic runs, and no other."""
+def test_every_error_is_on_the_page_of_the_design():
+    """The page names every error class of errors.py, and no other."""
     named = set(re.findall(r"\b\w+Error\b", page("docs/how.md")))
     assert named == {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 
 
-def test_the_bounds_of_the_lighthouse():
+def test_pages_name_the_bounds_of_the_lighthouse():
     text = page("docs/elastic.md")
     assert f"reads {channel.INTRODUCTION.size} bytes" in text
     assert f"{server._MOST_STRANGERS} such connections" in text
@@ -121,7 +121,7 @@ def test_the_bounds_of_the_lighthouse():
         assert str(channel.PORT) in page(name)
 
 
-def test_the_rules_of_the_diagnosis():
+def test_pages_name_the_rules_of_the_diagnosis():
     text = page("docs/diagnosis.md")
     assert f"{Rules()!r}\n" in [block.text for block in blocks(ROOT / "docs/diagnosis.md", "text")]
     first = next(number for number in range(1 << 20) if not recorded(number)) - 1
@@ -131,8 +131,8 @@ def test_the_rules_of_the_diagnosis():
     ) and f"every {gradient_driver.COMPARED} steps" in page("docs/own-loop.md")
 
 
-def test_gpus_are_named_with_what_is_known_of_them():
-    """A page that speaks of GPU kernels, or of runs on GPUs, says that none has run there."""
+def test_pages_that_name_gpus_say_that_none_was_used():
+    """A page that names GPU kernels, or runs on GPUs, says that nothing has run there."""
     for path in PAGES:
         text = page(path.relative_to(ROOT).as_posix())
         if path.name not in ("log.md", "CHANGELOG.md") and re.search(

@@ -1,4 +1,4 @@
-"""The wheel, in an empty environment and another folder: it installs, trains, and brings its types and pages."""
+"""The wheel installs into an empty environment, trains in another folder, and holds its types and pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import thinwire
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from this checkout, without a network."""
+    """The path of a wheel that is built from this checkout without a network."""
     pytest.importorskip("hatchling", reason="hatchling builds the wheel; `make test` installs it")
     folder = tmp_path_factory.mktemp("wheel")
     run(
@@ -55,7 +55,7 @@ def run(*command: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_what_the_wheel_holds(wheel):
+def test_the_wheel_holds_the_package_types_and_pages(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/thinwire").rglob("*.py")}
     pages = {f"thinwire/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
@@ -66,7 +66,7 @@ def test_what_the_wheel_holds(wheel):
 
 @pytest.mark.slow
 def test_the_wheel_trains_in_an_empty_environment(wheel, tmp_path):
-    """Other packages come from where these tests run; Thinwire comes from the wheel. The run leaves what docs/start.md says."""
+    """Dependencies come from the environment of these tests, Thinwire from the wheel. The run writes the files that docs/start.md names."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env/bin/python"
     run(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel))

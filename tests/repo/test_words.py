@@ -1,4 +1,4 @@
-"""One word for one idea, and the field's own: words that only this project used stand nowhere in code, pages, tests or messages."""
+"""Each idea has one word, and it is the field's own: no code, page, test or message contains a private word."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pages import ROOT
 
-# The private word, as a pattern of a part of an identifier or of prose, and the word to use.
+# A private word, as a pattern of prose or of a part of an identifier, and the word to use.
 BANNED = {
     r"muster": "rendezvous, or view",
     r"roster": "membership",
@@ -30,11 +30,11 @@ BANNED = {
     r"visitors?(?![a-z])": "connection",
     r"houses?(?![a-z])": "package",
 }
-# Names of classes that are gone: as such names only, for their small letters are plain English.
+# Removed class names. Only these exact names are banned, because in lower case they are plain English.
 GONE = ["Held", "Moved", "Landed", "Air", "Ticket", "Coming", "Circle", "Hindrances", "Standin", "Jury", "Crew"]
 GONE += ["Rounds", "Turn", "Agreed", "Mail"]  # RoundThread, RoundSeen, GlobalState, Mailbox
-# Names of classes that may stand in more than one module: all others name one idea.
-SHARED = {"Options", "ThinwireCallback"}  # each verb, and each bridge, has its own
+# Class names that several modules may define; every other class name belongs to one module.
+SHARED = {"Options", "ThinwireCallback"}  # each verb and each bridge has its own
 FILES = sorted(
     path
     for pattern in (
@@ -53,7 +53,7 @@ FILES = sorted(
 
 
 def words(text: str) -> str:
-    """Identifiers taken apart, in small letters: `MyOutbox_of` is `my outbox of`."""
+    """Splits identifiers and returns lower case: `MyOutbox_of` becomes `my outbox of`."""
     return re.sub(r"_", " ", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)).lower()
 
 
@@ -61,7 +61,7 @@ def found_in(text: str) -> set[str]:
     return {pattern for pattern in BANNED if re.search(rf"(?<![a-z]){pattern}", words(text))}
 
 
-def test_private_words_stand_nowhere():
+def test_no_file_contains_a_private_word():
     found = {
         (path.relative_to(ROOT).as_posix(), word)
         for path in FILES
@@ -70,7 +70,7 @@ def test_private_words_stand_nowhere():
     assert not [f"{path}: say {BANNED[word]}, not {word}" for path, word in sorted(found)]
 
 
-def test_classes_that_are_gone_have_not_come_back():
+def test_no_file_defines_a_removed_class():
     lines = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in FILES
@@ -81,8 +81,8 @@ def test_classes_that_are_gone_have_not_come_back():
     assert not lines
 
 
-def test_a_name_means_one_thing():
-    """No two modules of the package define a public class of the same name."""
+def test_no_two_modules_define_the_same_class():
+    """Only public classes of the package count."""
     homes: dict[str, set[str]] = {}
     for path in ROOT.glob("src/**/*.py"):
         for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
@@ -100,5 +100,5 @@ def test_a_name_means_one_thing():
         ("the heartbeat departs, and the flight lands at its anchor; mustard accompanying", set()),
     ],
 )
-def test_what_counts_as_such_a_word(text, found):
+def test_private_words_are_found_inside_identifiers(text, found):
     assert found_in(text) == found

@@ -1,4 +1,4 @@
-"""The live display and the tables."""
+"""The live display of a run, and the tables after it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def steps(first: int, last: int, spent: float = 0.4) -> list[dict[str, Any]]:
     return [fields | {"step": n, "seconds": n + 0.5, "begin": n * 0.5} for n in range(first, last + 1)]
 
 
-def test_lines_without_a_terminal(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_progress_lines_are_printed_without_a_terminal(tmp_path: Path, write_events: Write, start: Start) -> None:
     shown, out = console()
     log = tmp_path / "events" / "replica-0.jsonl"
     with Progress(tmp_path, steps=100, replicas=1, console=shown) as progress:
@@ -37,7 +37,7 @@ def test_lines_without_a_terminal(tmp_path: Path, write_events: Write, start: St
         assert out.getvalue() == ""  # no file yet
         write_events(log, [start(0, 1), *steps(1, 4)])
         progress.update()
-        assert out.getvalue() == ""  # less than a twentieth of the way, less than ten seconds
+        assert out.getvalue() == ""  # less than a twentieth of the steps, and less than ten seconds
         write_events(log, steps(5, 5))
         progress.update()
         assert out.getvalue().startswith("step 5/100 · loss 2.0000 · ")
@@ -58,7 +58,7 @@ def test_lines_without_a_terminal(tmp_path: Path, write_events: Write, start: St
     assert all(letter.isprintable() or letter == "\n" for letter in out.getvalue())
 
 
-def test_a_line_comes_after_ten_seconds(
+def test_a_progress_line_is_printed_after_ten_seconds(
     tmp_path: Path, write_events: Write, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, out = console()
@@ -73,7 +73,7 @@ def test_a_line_comes_after_ten_seconds(
     assert out.getvalue().startswith("step 2/1000")
 
 
-def test_what_goes_on_before_the_first_step(
+def test_lines_before_the_first_step_name_the_phase(
     tmp_path: Path, write_events: Write, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -90,8 +90,10 @@ def test_what_goes_on_before_the_first_step(
     assert out.getvalue().splitlines() == ["starting · 12.0 s", "compiling, meeting the others · 25.0 s"]
 
 
-def test_tokens_a_second_and_compute_go_by_one_clock(tmp_path: Path, write_events: Write, start: Start) -> None:
-    """That of the summary, for which evaluations do not count."""
+def test_tokens_per_second_and_compute_use_the_clock_of_the_summary(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
+    """This clock excludes evaluations."""
     shown, out = console()
     pause = {
         "event": "eval",
@@ -106,10 +108,11 @@ def test_tokens_a_second_and_compute_go_by_one_clock(tmp_path: Path, write_event
     write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1), *steps(1, 2), pause, *later])
     with Progress(tmp_path, steps=100, replicas=1, console=shown):
         pass
-    assert "208 tokens/s · compute 83.3 %" in out.getvalue()  # 500 tokens and 2.0 s of 2.4 s; 12.4 s with the pause
+    # 500 tokens and 2.0 s of compute in 2.4 s; with the evaluation 12.4 s
+    assert "208 tokens/s · compute 83.3 %" in out.getvalue()
 
 
-def test_what_a_terminal_shows(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_the_terminal_shows_one_row_for_each_replica(tmp_path: Path, write_events: Write, start: Start) -> None:
     shown, out = console(terminal=True)
     flight = {
         "event": "depart",
@@ -129,11 +132,11 @@ def test_what_a_terminal_shows(tmp_path: Path, write_events: Write, start: Start
         pass
     screen = out.getvalue()
     row = next(line.split() for line in screen.splitlines() if line.strip().startswith("0 "))
-    # replica, step, loss, tokens/s, compute, stalled, in the air, sent, link, refused
-    assert row[:5] == ["0", "5", "2.0000", "211", "84.2"]  # four steps in 1.9 s, 1.6 s of them computing
+    # columns: replica, step, loss, tokens/s, compute, stalled, in the air, sent, link, refused
+    assert row[:5] == ["0", "5", "2.0000", "211", "84.2"]  # four steps in 1.9 s, with 1.6 s of compute
     assert row[row.index("3")] == "3" and "250 kB" in " ".join(row)
     assert "26.3 %" in " ".join(row) and row[-1].startswith("skipped")  # 2 Mbit in 1.9 s on 4 Mbit/s
-    assert "step 3/10" in screen  # the slowest
+    assert "step 3/10" in screen  # the slowest replica's step
 
 
 def depart(seconds: float, fragment: int, nbytes: int) -> dict[str, object]:
@@ -148,17 +151,17 @@ def depart(seconds: float, fragment: int, nbytes: int) -> dict[str, object]:
             [(1.0, 10_000_000)],
             4e6,
             "73.7 %",
-        ),  # 20 s of the link: 1.4 s of them are over by the end of the steps
+        ),  # occupies the link for 20 s, of which 1.4 s have passed when the steps end
         ([(0.0, 10_000_000), (1.0, 10_000_000)], 4e6, "100.0 %"),
         ([(0.5, 100_000), (0.5, 100_000)], 4e6, "21.1 %"),  # 0.2 s each, one after the other
         ([(0.5, 100_000)], 0, "–"),
         ([(0.5, 100_000)], "NaN", "–"),
     ],
 )
-def test_the_link_column_is_what_the_link_carries_by_now(
+def test_the_link_column_counts_only_bytes_that_have_left(
     tmp_path: Path, write_events: Write, start: Start, departures: list[tuple[float, int]], link: object, shown_use: str
 ) -> None:
-    """A packet departs at once and leaves slowly: what is still to leave is not counted."""
+    """A packet departs at once and leaves slowly; bytes that have not left yet are not counted."""
     shown, out = console(terminal=True)
     events = [depart(seconds, index, nbytes) for index, (seconds, nbytes) in enumerate(departures)]
     head = start(0, 1, link={"bits_per_second": link, "delay_seconds": 0.5})
@@ -169,7 +172,7 @@ def test_the_link_column_is_what_the_link_carries_by_now(
     assert f" {shown_use} " in row, row
 
 
-def test_a_new_session_starts_the_counters_again(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_a_new_session_resets_the_counters(tmp_path: Path, write_events: Write, start: Start) -> None:
     shown, out = console()
     resume = {"event": "resume", "seconds": 0.1, "step": 50, "from_step": 50, "path": "x", "skipped": []}
     write_events(
@@ -184,14 +187,14 @@ def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
     records = [RunRecord.load(make_run(tmp_path / name, steps=40)) for name in ("one", "two[bold]")]
     shown, out = console()
     shown.print(final_table(records[1]))
-    assert out.getvalue().count("emulated") == len(records[1].summary.figures()) + 1  # and the score
+    assert out.getvalue().count("emulated") == len(records[1].summary.figures()) + 1  # one line is the score
     assert "two[bold]" in out.getvalue() and "finished" in out.getvalue()
     shown, out = console()
     shown.print(compare_table(records))
     assert out.getvalue().count("emulated") == 2 and "two[bold]" in out.getvalue()
 
 
-def test_what_an_earlier_session_said_is_not_said_again(tmp_path: Path, write_events: Write, start: Start) -> None:
+def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_events: Write, start: Start) -> None:
     shown, out = console()
     log = tmp_path / "events" / "replica-0.jsonl"
     warning = {"event": "warning", "seconds": 9.0, "step": 90, "message": "old"}

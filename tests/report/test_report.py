@@ -1,4 +1,4 @@
-"""The report page: what it holds, what it escapes, how much it draws, and that a browser draws it."""
+"""The report page: its contents, escaping, bounds on its size, and that a browser draws it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SECTIONS = ("loss", "timeline", "link", "wire", "fragments", "notes", "settings"
 
 
 def own_text(page: str) -> str:
-    """The page without Plotly and the other scripts and styles."""
+    """Returns the page without scripts (Plotly among them) and styles."""
     return re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
 
 
-def test_every_section_and_number_is_there(make_run: Make, tmp_path: Path) -> None:
+def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=150, killed_at=120)
     out = write_report([run], tmp_path / "deep" / "report.html")
     text = own_text(out.read_text())
@@ -42,7 +42,7 @@ def test_every_section_and_number_is_there(make_run: Make, tmp_path: Path) -> No
     assert not list(out.parent.glob("*.part"))
 
 
-def test_runs_stand_side_by_side_and_differences_are_marked(make_run: Make, tmp_path: Path) -> None:
+def test_two_runs_are_shown_side_by_side_with_differences_marked(make_run: Make, tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, steps=60, rate=rate) for name, rate in (("thin", 1e7), ("wide", 1e8))]
     text = own_text(write_report(folders, tmp_path / "both.html").read_text())
     assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 2 * 2
@@ -50,7 +50,7 @@ def test_runs_stand_side_by_side_and_differences_are_marked(make_run: Make, tmp_
     assert "<tr><th>every</th>" in text
 
 
-def test_a_run_that_has_only_begun(tmp_path: Path, write_events: Any, start: Any) -> None:
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, write_events: Any, start: Any) -> None:
     write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1, link=None)])
     text = own_text(write_report([tmp_path], tmp_path / "report.html").read_text())
     assert "still running or killed" in text and "measured" in text
@@ -84,11 +84,11 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
 
 
 @pytest.mark.parametrize("odd", [7, [], {"sent": 3}, {"sent": {"packet": []}}, {"sent": {"packet": {"1": "x"}}}])
-def test_an_odd_ledger_is_passed_over(make_run: Make, tmp_path: Path, odd: object) -> None:
+def test_a_malformed_ledger_is_ignored(make_run: Make, tmp_path: Path, odd: object) -> None:
     assert "No ledger here" in ended_with(make_run(tmp_path / "run", replicas=1, steps=60), odd)
 
 
-def test_a_real_link_tells_its_sender_no_seconds(tmp_path: Path, write_events: Any, start: Any) -> None:
+def test_seconds_of_a_real_link_are_unknown(tmp_path: Path, write_events: Any, start: Any) -> None:
     write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1, link=None)])
     text = ended_with(tmp_path, {"sent": {"packet": {HOSTILE: COUNT | {"nbytes": HOSTILE}}}})
     row = re.search(r"<td>packet</td>(.*?)</tr>", text)
@@ -97,7 +97,7 @@ def test_a_real_link_tells_its_sender_no_seconds(tmp_path: Path, write_events: A
 
 @pytest.fixture
 def hostile(make_run: Make, tmp_path: Path, write_events: Any) -> Path:
-    """A run in which every text is an attack."""
+    """A run in which every text contains HTML and a script."""
     run = make_run(tmp_path / "a<b>&'\"", replicas=1, steps=60)
     log = run / "events" / "replica-0.jsonl"
     first, *rest = log.read_text().splitlines()
@@ -123,7 +123,7 @@ def test_text_from_files_is_escaped(hostile: Path, tmp_path: Path) -> None:
     assert "<b>" not in json.dumps(loss_chart([RunRecord.load(hostile)] * 2).views[0].data)
 
 
-def test_a_page_stays_small_whatever_a_log_lists(make_run: Make, tmp_path: Path) -> None:
+def test_a_log_of_many_fragments_gives_a_small_page(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=1, steps=20)
     log = run / "events" / "replica-0.jsonl"
     first, *rest = log.read_text().splitlines()
@@ -132,7 +132,7 @@ def test_a_page_stays_small_whatever_a_log_lists(make_run: Make, tmp_path: Path)
     assert write_report([run], tmp_path / "report.html").stat().st_size < 10_000_000
 
 
-def test_long_runs_are_thinned_but_not_where_one_looks_first(
+def test_long_runs_are_thinned_outside_the_window_shown_first(
     make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = RunRecord.load(make_run(tmp_path / "run", steps=3000))
@@ -145,13 +145,13 @@ def test_long_runs_are_thinned_but_not_where_one_looks_first(
     steps = next(trace for trace in view.data if trace["name"] == "inner steps")
     inside = [text for text, base in zip(steps["customdata"], steps["base"]) if begin <= base <= end]
     assert len(inside) > 30 and not any("joined" in text for text in inside)
-    # nothing is lost by joining: first and last second are still covered
+    # the joined bars still cover the first and the last second
     assert min(steps["base"]) == pytest.approx(min(r.begin[0] for r in record.replicas), abs=1e-3)
     reach = max(base + width for base, width in zip(steps["base"], steps["x"]))
     assert reach == pytest.approx(max(r.seconds[-1] for r in record.replicas), abs=1e-3)
 
 
-def test_joining_keeps_rows_and_the_window_apart() -> None:
+def test_bars_are_joined_only_within_a_row_and_outside_the_window() -> None:
     bars = [Bar(row, begin, begin + 0.9, "x") for row in (0, 1) for begin in range(100)]
     thinned = joined(bars, (40.0, 50.0), 60)
     assert sum(bar.count for bar in thinned) == 200
@@ -192,7 +192,7 @@ def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path)
     assert len(re.findall(r'<g class="point"', dom)) > 100  # bars of the timelines
 
 
-def test_a_page_that_finds_no_room_leaves_nothing(
+def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file(
     tmp_path: Path, make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object, **options: object) -> int:

@@ -1,4 +1,4 @@
-"""A run that is somewhere else on the screen, from its endpoint; and the screen as a page."""
+"""`thinwire top` of a run on another machine, read from its metrics endpoint, and `top` as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.report.scraped import MISSED, ScrapedTop, is_address
 pytest.importorskip("prometheus_client")
 
 
-def test_a_run_behind_an_endpoint(
+def test_top_shows_a_run_behind_an_endpoint(
     make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, said = make_run(tmp_path / "a<b>run", replicas=2, steps=40), list[str]()
@@ -38,15 +38,16 @@ def test_a_run_behind_an_endpoint(
         for second in range(5):
             top.read(100.0 + second)
         assert {one["state"] for one in top.facts(1e4)["replicas"]} != {"trains"}
-        assert {one["tokens_per_second"] for one in top.facts(104.0)["replicas"]} == {0.0}  # nothing moved
-    for _ in range(MISSED):  # the run has ended, and its endpoint
+        # no step was taken meanwhile
+        assert {one["tokens_per_second"] for one in top.facts(104.0)["replicas"]} == {0.0}
+    for _ in range(MISSED):  # the run has ended, and its endpoint with it
         assert not top.over
         top.read(200.0)
     assert top.over
     assert main(["top", address]) == 1 and "cannot be read" in capsys.readouterr().err
 
 
-def test_what_is_an_address_and_what_answers_like_none(tmp_path: Path) -> None:
+def test_addresses_are_recognised_and_unreachable_ones_are_refused(tmp_path: Path) -> None:
     assert all(map(is_address, ("127.0.0.1:9100", "[::1]:80", "http://x/metrics", "oslo.example:1")))
     assert not any(map(is_address, ("runs/first", "runs", "a b:1", "C:\\runs")))
     for wrong in ("ftp://x", "http://", "http://x:99999999"):
@@ -58,7 +59,7 @@ def test_what_is_an_address_and_what_answers_like_none(tmp_path: Path) -> None:
             ScrapedTop(f"127.0.0.1:{nobody.getsockname()[1]}").read(0.0)
 
 
-def test_the_page_of_a_run_that_has_ended_does_not_load_itself(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_page_of_a_finished_run_does_not_refresh(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=2, steps=20)
     assert main(["top", str(run), "--page", str(tmp_path / "top.html")]) == 0
     page = (tmp_path / "top.html").read_text()

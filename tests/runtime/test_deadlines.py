@@ -1,4 +1,4 @@
-"""Levels by deadlines: on an uplink whose rate changes, in virtual time, and in rounds of a replica."""
+"""Levels by deadlines: on an uplink whose rate changes, in virtual time, and in the rounds of a replica."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def played(trace: RateTrace, choose=None, steps: int = 400):
 
 @pytest.mark.parametrize("delay", [0.0, 0.15])
 def test_levels_follow_a_rate_that_falls_and_recovers(delay):
-    """0.4 s for a round: all levels fit, then one of a ninth alone, then all again."""
+    """A round may take 0.4 s. At first all levels fit, then only the one of a ninth, then all again."""
     trace = RateTrace((0.0, 12.0, 26.0), (1e6, 40e3, 1e6), delay)
     ours, full, known = played(trace), played(trace, fixed(0)), played(trace, oracle(trace))
     assert full.stall_seconds > 5 and known.stall_seconds == 0, "the trace is one that matters"
@@ -59,11 +59,11 @@ def test_a_round_waits_for_the_rounds_before_it():
 
 def test_the_estimate_separates_delay_from_rate():
     known = Deadlines()
-    for nbytes, seconds in ((8000, 1.0), (1000, 0.3)):  # 0.2 s, and 1 s for 10,000 bytes
+    for nbytes, seconds in ((8000, 1.0), (1000, 0.3)):  # 0.2 s of delay, and 1 s for 10,000 bytes
         known.landed(nbytes, seconds)
     assert known.share(0.0, 8000, 1.0 / 0.9) == pytest.approx(1.0)
 
-    for larger, due in ((1200, 0.5), (1500, 0.0)):  # the first are too much alike to tell; 0.85 s of the others
+    for larger, due in ((1200, 0.5), (1500, 0.0)):  # the sizes are too similar to separate; then 0.85 s of the others
         known = Deadlines()
         for nbytes, seconds in ((larger, 1.0), (1000, 0.95)):
             known.landed(nbytes, seconds)
@@ -125,7 +125,7 @@ def test_levels_declare_the_properties_of_their_codecs():
 
 
 class Slow(WrappedGroup):
-    """Says of what it carries that it takes long, without taking any time."""
+    """Reports that its messages take long, without taking any time."""
 
     class Sent:
         queued_seconds, transfer_seconds = 0.0, 1e6
@@ -146,7 +146,7 @@ class Slow(WrappedGroup):
     "exchange", [tw.exchange.Direct(), tw.exchange.TwoShot(tw.pieces.feedback.Feedback())], ids=str
 )
 def test_a_late_replica_sends_less_and_all_replicas_agree(exchange):
-    """Replica 1 alone has a slow link, and a level of its own; its feedback keeps what that loses."""
+    """Only replica 1 has a slow link and a lower level. Its feedback keeps what that level loses."""
     codec = Levelled((Int(8), E3M0(8), Sign(block=64)))
     strategy = tw.streaming_sign(every=4, delay=2, fragments=2, codec=codec, exchange=exchange)
     ticks = [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Outer state on disk: the same bits as in memory, two fragments of it in memory, and a word where the disk is too slow."""
+"""Outer state on disk: the bits are those of state in memory, two fragments are in memory, and a slow disk causes a warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd
 
 @pytest.mark.parametrize("recipe", [tw.streaming_diloco, tw.streaming_sign])
 def test_state_on_disk_has_the_bits_of_state_in_memory(recipe: Any) -> None:
-    """After every step, of all that is saved, also where a round is refused; and after a state was loaded."""
+    """This holds after every step for everything that is saved, also after a refused round and after a state was loaded."""
     strategy = recipe(every=4, delay=1, partition=BySize(3))
 
     def poison(replica: tw.Replica, step: int) -> None:
@@ -38,7 +38,7 @@ def test_state_on_disk_has_the_bits_of_state_in_memory(recipe: Any) -> None:
         assert all(same_bits(a, b) for a, b in zip([host.final, *host.weights], [disk.final, *disk.weights]))
 
 
-PAGEOUT = 21  # Linux: forget pages that are written, also in the cache
+PAGEOUT = 21  # Linux: write pages back and drop them from memory
 
 
 def layers() -> nn.Module:
@@ -47,7 +47,7 @@ def layers() -> nn.Module:
 
 
 def resident_nbytes(tensor: Tensor) -> int:
-    """Bytes of the mapping that holds `tensor` which this process has in memory, by the kernel's count."""
+    """Returns how many bytes of the mapping of `tensor` are in this process's memory, by the kernel's count."""
     here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word = line.split(" ", 1)[0]
@@ -60,7 +60,7 @@ def resident_nbytes(tensor: Tensor) -> int:
 
 
 def test_only_two_fragments_are_in_memory() -> None:
-    """And all values are there after a checkpoint was read, which touches them all."""
+    """All values are there after a checkpoint is read, though that touches all pages."""
     strategy = dataclasses.replace(tw.streaming_sign(every=6, delay=1, partition=BySize(6)), anchors="disk")
 
     def replica(group: tw.Group) -> None:
@@ -71,7 +71,7 @@ def test_only_two_fragments_are_in_memory() -> None:
             held = [one.disk for one in fragments]
             for step in range(1, 16):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
-                if step == 9:  # also without rounds in flight, after all were touched
+                if step == 9:  # a step without rounds in flight, after all fragments were touched
                     before = {name: value.clone() for name, value in saved(fragments).items()}
                     restore(fragments, before, attached.state()[1], strategy.outer)
                     assert all(same_bits(value, before[name]) for name, value in saved(fragments).items())
@@ -88,7 +88,7 @@ def test_only_two_fragments_are_in_memory() -> None:
 def test_waiting_for_the_disk_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = DiskTensors([torch.arange(4_000_000.0)])  # more than the kernel reads ahead
     disk._map.flush()
-    disk._map.madvise(PAGEOUT)  # a file system that is itself in memory keeps them
+    disk._map.madvise(PAGEOUT)  # a file system in memory keeps them
     disk.read()
     assert disk.unread_nbytes() == 0 and float(disk.tensors[0][-1]) == 3_999_999
     monkeypatch.setattr(DiskTensors, "unread_nbytes", lambda self: 4096)

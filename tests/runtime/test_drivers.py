@@ -1,4 +1,4 @@
-"""Which driver a replica gets, and that another one fits behind the same face."""
+"""The driver that a replica chooses, and that a new driver fits behind the same face."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_membership_selects_the_elastic_driver():
 
 
 class Alone:
-    """A driver of nobody else: every third step its anchors are its parameters."""
+    """A driver for one replica: every third step its anchors become its parameters."""
 
     def __init__(self, training: Training, fragments: list[tw.pieces.partition.Fragment]) -> None:
         self.training, self.heard = training, []
@@ -116,7 +116,7 @@ def test_a_new_driver_needs_no_change_in_replica(monkeypatch, tmp_path):
     heard = [f"{when} {step}" for step in range(1, 6) for when in ("before", "after")]
     assert replica._driver.heard == [*heard, "before 6", "finish", "close"]
     inner_step(model, replica.optimizer, *batch(0, 0, 6))
-    assert replica.step == 5  # it is detached
+    assert replica.step == 5  # the replica is detached
 
     model, other = begin()
     checkpoint.load(saved, other)

@@ -1,4 +1,4 @@
-"""The end of a training: no round where nothing was trained since the last one, and the last one is a plain average."""
+"""The end of training: no round departs without a step since the last one, and the last round is a plain average."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DELTAS = [name for name in METHODS if not isinstance(METHODS[name].signal, tw.st
 
 
 def ends_on_time(strategy: tw.Strategy, fragments: int, least: int = 9) -> int:
-    """A number of steps at whose end a fragment departs."""
+    """Returns a number of steps at whose end a fragment departs."""
     calendar = Calendar(strategy.schedule, fragments, lambda step: 0.01)
     return next(step for step in range(1, 100) if calendar.departs(step) and step >= least)
 
@@ -25,21 +25,22 @@ def ends_on_time(strategy: tw.Strategy, fragments: int, least: int = 9) -> int:
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in DELTAS])
 @pytest.mark.parametrize("over", [0, 1])
 def test_no_round_departs_without_a_step_trained(name, over):
-    """Of every fragment: a round carries steps that none before it has carried, and in the end all are carried or thrown away."""
+    """For each fragment, every round carries steps that no earlier one has carried; in the end all are carried or discarded."""
     strategy = METHODS[name]
     count = len(strategy.partition.fragments(toy()))
     steps = ends_on_time(strategy, count) + over
     departures = [(e["fragment"], e["step"]) for e in journey(strategy, 2, steps=steps)[0].heard("depart")]
     assert len(departures) == len(set(departures)), "twice after one step"
     last = dict(departures)
-    forgets = isinstance(strategy.merge, tw.pieces.merge.Mix) and strategy.merge.alpha == 0  # what is trained in flight
+    # then steps trained in flight are discarded
+    forgets = isinstance(strategy.merge, tw.pieces.merge.Mix) and strategy.merge.alpha == 0
     least = steps - (strategy.schedule.delay if forgets else 0)
     assert all(last.get(fragment, 0) >= least for fragment in range(count))
 
 
 @pytest.mark.parametrize("name", ["diloco", "sparse_loco", "local_sgd"])
 def test_finish_right_after_a_round_moves_no_weight(name):
-    """The anchors after the last scheduled round are the model, bit for bit; and a replica that was resumed there ends so too."""
+    """The anchors after the last scheduled round equal the model, bit for bit, also for a replica that resumed there."""
     strategy = dataclasses.replace(METHODS[name], schedule=tw.pieces.schedule.Every(3))
     whole = journey(strategy, 2, steps=9)
     for one in whole:
@@ -77,7 +78,7 @@ OUTERS = [tw.pieces.outer.Nesterov(0.7, 0.9), tw.pieces.outer.HeavyBall(0.8, 0.6
 
 @pytest.mark.parametrize("outer", OUTERS, ids=str)
 def test_the_last_round_is_a_plain_average(outer):
-    """Whatever the outer step is: the mean of the replicas' parameters; its state stays as it was."""
+    """For any outer step the result is the mean of the replicas' parameters, and the outer state stays."""
     journeys = journey(tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=outer), 2, steps=8)
     mean = (journeys[0].weights[-1] + journeys[1].weights[-1]) / 2
     for one in journeys:
@@ -87,7 +88,7 @@ def test_the_last_round_is_a_plain_average(outer):
 
 
 def test_a_user_outer_step_without_last_ends_with_a_usual_round():
-    """Without `last` the last round is as all others are."""
+    """Without `last`, the last round is like all others."""
     for piece, moved in ((Scaled(2.0), 2.0), (ThenHalf(2.0), 0.5)):
         (one,) = journey(tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=piece), 1, steps=4)
         anchor = one.agreed[-1]["0.now"]
@@ -110,7 +111,7 @@ class ThenHalf(Scaled):
 
 @pytest.mark.parametrize("merge", [tw.pieces.merge.Eager(), tw.pieces.merge.Reset()], ids=str)
 def test_a_round_dropped_at_the_end_is_sent_again(merge):
-    """A whole period in the air and nothing trained since: what would be lost travels once more; all stay finite and equal."""
+    """A whole period is in the air, and nothing was trained since. What would be lost is sent once more; all stay finite and equal."""
 
     def before_step(replica, step):
         if step == 6 and replica.group.rank == 1:

@@ -1,4 +1,4 @@
-"""What a replica reports of its rounds in the air: times by its own clock, and why a round was refused."""
+"""A replica's reports of its rounds in the air: times by its own clock, and the cause of a refusal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_seconds_are_counted_by_the_given_clock(strategy: tw.Strategy) -> None:
 
 
 def test_rounds_before_finish_are_reported_as_scheduled() -> None:
-    """Also of gradients, which depart before their step."""
+    """This includes rounds of gradients, which depart before their step."""
     one, _ = journey(tw.data_parallel(), 2, steps=3)
     assert [event["scheduled"] for event in one.heard("wire")] == [True] * 3
 
@@ -52,7 +52,7 @@ class Endless(tw.pieces.outer.Outer):
 
 
 def test_a_refused_round_reports_its_cause():
-    """By whose delta; or by nobody's, where the outer step makes too much of a finite one."""
+    """The cause is a replica's delta, or no replica's if the outer step overflows on a finite one."""
 
     def poison(replica, step):
         if step == 2 and replica.group.rank == 1:

@@ -1,4 +1,4 @@
-"""What replicas compare before they begin, or go on."""
+"""What replicas compare before they start or resume."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_resumed_replicas_need_equal_steps_and_states():
 
 @pytest.mark.parametrize(("last", "served"), [(Protocols(3, 5, "0.4.0"), True), (Protocols(4, 5, "0.5.0"), False)])
 def test_releases_that_speak_one_protocol_train_together(last: Protocols, served: bool) -> None:
-    """Three of unlike releases: that each fits the one before it is not enough."""
+    """Three replicas have different releases. It is not enough that each fits the one before it; all must share a protocol."""
     ranges = [Protocols(2, 3, "0.2.0"), Protocols(2, 4, "0.3.0"), last]
 
     def replica(group: tw.ThreadGroup) -> str:
@@ -90,7 +90,7 @@ def test_a_peer_that_finished_early_is_named_with_its_step():
             return
         error = finished.explained(gone[1], 301)
         assert isinstance(error, tw.DisagreementError) and "replica 1 has finished after 300" in str(error)
-        assert finished.explained(gone[1], 300) is gone[1]  # it was needed no longer
+        assert finished.explained(gone[1], 300) is gone[1]  # the replica was no longer needed
         assert finished.explained(gone[0], 301) is gone[0] and finished.explained(gone[2], 301) is gone[2]
 
     tw.run_threads(2, replica)

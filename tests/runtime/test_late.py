@@ -18,9 +18,9 @@ from thinwire.testing.toy import Plan, adamw, batch, fill, inner_step, journey, 
 
 
 def plain_co2(replicas, every, rounds, lr, momentum, gap, clip):
-    """The paper's recursion as one would write it down, on flat weights: x_t at the start of each round.
+    """Returns the paper's recursion, written plainly on flat weights: x_t at the start of each round.
 
-    m_t = β·m_(t−1) + (x_(t−1) − mean of the weights that round t−1 has ended with) / Λ_t, clipped; x_(t+1) = x_t − α·m_t.
+    m_t = β·m_(t−1) + (x_(t−1) − mean of the weights at the end of round t−1) / Λ_t, clipped; x_(t+1) = x_t − α·m_t.
     """
     models = [toy() for _ in range(replicas)]
     inner = [adamw(model) for model in models]
@@ -69,7 +69,7 @@ def test_late_rounds_follow_the_papers_recursion(replicas, gap, clip):
 
 
 def test_the_clip_bounds_every_momentum_element():
-    """Every element of the outer momentum, always; and without the clip some would be larger."""
+    """Every element of the outer momentum is always within the bound; without the clip some would exceed it."""
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 3),
         outer=tw.pieces.outer.HeavyBall(1.0, 0.5, clip=0.02),
@@ -86,7 +86,7 @@ def test_the_clip_bounds_every_momentum_element():
 
 
 def test_without_delay_it_is_slow_mo():
-    """No delay, Λ = 1, no clip: DiLoCo with heavy-ball momentum (torch's SGD), within rounding."""
+    """With no delay, Λ = 1 and no clip, it is DiLoCo with heavy-ball momentum (torch's SGD), within rounding."""
     journeys = journey(
         tw.Strategy(schedule=tw.pieces.schedule.Every(3), outer=tw.pieces.outer.HeavyBall(0.8, 0.5)), 2, steps=9
     )
@@ -112,19 +112,19 @@ def test_energy_does_not_depend_on_the_order_of_summation():
     assert math.isfinite(energy(torch.full((8,), 3e38)))
 
 
-# ---- the stability map: both devices matter
+# ---- the stability map: both devices are needed
 
 
 def settled(
     every: int, lr: float, momentum: float, gap: float, clip: float | None, rounds: int = 200, seed: int = 0
 ) -> float:
-    """Distance from the optimum, per coordinate, after so many rounds of four replicas with unlike quadratics and noise; each delta a
-    round late. Infinite where it explodes."""
+    """Returns the distance from the optimum, per coordinate, after `rounds` rounds of four replicas with different quadratics and noise.
+    Each delta lands a round late. A run that diverges gives infinity."""
     draw = torch.Generator().manual_seed(seed)
     kept = (
         1 - 0.05 * torch.logspace(-1, 0, 20)
     ) ** every  # of the distance, after a round of inner steps at a rate of 0.05
-    noise = 0.005 * ((1 - kept**2) / (1 - kept ** (2 / every))).sqrt()  # what those of so many steps add up to
+    noise = 0.005 * ((1 - kept**2) / (1 - kept ** (2 / every))).sqrt()  # the noise that so many steps accumulate
     optima = 0.1 * torch.randn(4, 20, generator=draw)
     outer, x, late = tw.pieces.outer.HeavyBall(lr, momentum, gap, clip), torch.ones(20), None
     state = outer.init(x)
@@ -141,8 +141,8 @@ def settled(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stability_matches_the_papers_map(seed):
-    """Mild momentum needs neither device; β = 0.8 explodes without, each one holds it; long rounds with a large rate explode with the
-    penalty alone, and the clip bounds them; where both hold, the penalty settles nearer."""
+    """Mild momentum needs neither device. β = 0.8 diverges without one, and either holds it. Long rounds with a high rate diverge with the
+    penalty alone, and the clip bounds them. If both hold, the penalty ends nearer to the optimum."""
 
     def map_(every, lr, momentum):
         return [
@@ -164,7 +164,7 @@ def test_stability_matches_the_papers_map(seed):
 
 
 def test_exchange_time_is_hidden_behind_inner_steps():
-    """Simulated: a round costs the longer of its inner steps and its flight, not their sum; DiLoCo's costs the sum."""
+    """Simulated: a round takes the longer of its inner steps and its flight; a round of DiLoCo takes the sum."""
     late = tw.Strategy(
         schedule=tw.pieces.schedule.Every(10, 10), outer=tw.pieces.outer.HeavyBall(), merge=tw.pieces.merge.Reset()
     )
@@ -179,7 +179,7 @@ def test_exchange_time_is_hidden_behind_inner_steps():
 
 @pytest.mark.parametrize("name", ["co2", "a whole period late, in fragments"])
 def test_the_link_changes_no_bit_of_the_result(name):
-    """Over an emulated link of 20 ms as over none, bit for bit."""
+    """An emulated link of 20 ms gives the same bits as no link."""
     plan = Plan(METHODS[name], steps=9)
 
     def replica(group):
@@ -193,12 +193,12 @@ def test_the_link_changes_no_bit_of_the_result(name):
         assert all(same_bits(x, y) for x, y in zip(a.weights, b.weights, strict=True)) and same_bits(a.final, b.final)
 
 
-# ---- what is dropped, and what is refused
+# ---- dropped and refused rounds
 
 
 @pytest.mark.parametrize("bad", [4, 9])
 def test_a_dropped_late_round_is_sent_again(bad):
-    """One replica's gradient is NaN once. Nobody's other progress is lost: it lands with the next round, and all stay finite."""
+    """One gradient of one replica is NaN. No other progress is lost: it lands with the next round, and all stay finite."""
 
     def before_step(replica, step):
         if step == bad and replica.group.rank == 1:
@@ -218,19 +218,19 @@ def test_a_dropped_late_round_is_sent_again(bad):
 
 @dataclass(frozen=True)
 class Once(tw.pieces.outer.Outer):
-    """Averages, but overflows on the first delta of a run."""
+    """An average that overflows on the first delta of a run."""
 
     heard: list[torch.Tensor] = field(default_factory=list)
     linear = True
 
     def step(self, anchor, delta, state):
-        if delta.numel() > 1:  # else it is only warming up
+        if delta.numel() > 1:  # otherwise it is only the warm-up
             self.heard.append(delta.clone())
         return (anchor * torch.inf if len(self.heard) == 1 else anchor - delta), state
 
 
 def test_deltas_in_flight_are_added_to_a_refused_round():
-    """The first round cannot land: nothing moves, every period begins at the first weights, and the second carries both deltas."""
+    """The first round cannot land, so nothing moves. The second round carries both deltas."""
     outer = Once()
     (one,) = journey(
         tw.Strategy(schedule=tw.pieces.schedule.Every(3, 3), outer=outer, merge=tw.pieces.merge.Reset()), 1, steps=6

@@ -1,4 +1,4 @@
-"""What goes wrong in a loop around a Replica is named: unequal numbers of steps, wrappers, and what is forgotten."""
+"""Errors in a loop around a Replica are named: unequal numbers of steps, wrappers, and forgotten calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_unequal_numbers_of_steps_are_named(name):
-    """With the number of the one that took fewer and how far the other is where it shows, at once: nobody waits for a time-out."""
+    """The error names the replica that took fewer steps, and the difference if known, at once and without a timeout."""
     counts, strategy = UNEQUAL[name]
     with pytest.raises(tw.DisagreementError, match=r"Every replica must take the same number") as caught:
         tw.run_threads(2, lambda group: train(group, strategy, counts[group.rank]), timeout=600.0)
@@ -46,7 +46,7 @@ def test_unequal_numbers_of_steps_are_named(name):
 
 
 def test_a_failing_replica_is_not_blamed_for_unequal_steps():
-    """A replica that fails says why; the others' link error stays one, whatever has been counted."""
+    """The failing replica raises its own error. The others' error remains a link error, whatever their counts."""
 
     def replica(group):
         model = toy()
@@ -67,7 +67,7 @@ def test_a_failing_replica_is_not_blamed_for_unequal_steps():
 
 def test_a_model_inside_ddp_is_refused():
     class Wrapped(nn.parallel.DistributedDataParallel):
-        def __init__(self, module):  # without a process group
+        def __init__(self, module):  # needs no process group
             nn.Module.__init__(self)
             self.module = module
 
@@ -78,7 +78,7 @@ def test_a_model_inside_ddp_is_refused():
 
 
 def heard_by(action):
-    gc.collect()  # what other tests have left
+    gc.collect()  # objects that other tests have left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         action()
@@ -99,7 +99,7 @@ def test_running_statistics_warn_once():
 
 
 def test_a_codec_that_moves_untouched_rows_warns():
-    """And the warning is true: such rows move under signs, and under no codec that has a zero."""
+    """The warning is true: under signs such rows move, under codecs with a zero they do not."""
 
     def action(codec):
         (group,) = tw.ThreadGroup.create(1)
@@ -130,7 +130,7 @@ def test_a_replica_that_is_never_finished_warns(steps):
         for step in range(1, steps + 1):
             inner_step(model, optimizer, *batch(0, 0, step))
         assert replica.step == steps
-        replica._driver.close()  # its threads
+        replica._driver.close()  # ends its threads
 
     (said,) = heard_by(action)
     assert "neither finished nor closed" in said and "with Replica" in said

@@ -24,7 +24,7 @@ def loss_of(model, x, y):
 
 
 def test_gradient_accumulation_counts_one_inner_step():
-    """Only `optimizer.step` counts: four micro-batches are one inner step, and the result is that of the mean loss."""
+    """Only `optimizer.step` counts. Four micro-batches are one inner step, with the result of the mean loss."""
 
     def replica(group, micro):
         model, optimizer, attached = attach(group)
@@ -45,7 +45,7 @@ def test_gradient_accumulation_counts_one_inner_step():
 
 
 def test_a_step_with_a_closure_is_one_inner_step():
-    """`step(closure)` is one inner step, however often LBFGS calls it; SGD with a closure is SGD without."""
+    """LBFGS may call the closure many times in one `step(closure)`. SGD with a closure equals SGD without."""
 
     def replica(group, optimizer, closed):
         model, made, attached = attach(group, optimizer=optimizer)
@@ -77,7 +77,7 @@ def test_a_step_with_a_closure_is_one_inner_step():
 
 
 def test_a_closure_is_refused_with_exchanged_gradients():
-    """It would compute new gradients after the exchange; replicas would silently train apart."""
+    """The closure would compute new gradients after the exchange, so replicas would silently diverge."""
 
     def replica(group):
         _, optimizer, attached = attach(group, tw.data_parallel())
@@ -93,7 +93,7 @@ def test_a_closure_is_refused_with_exchanged_gradients():
 
 
 def test_learning_rate_schedulers_work_unchanged():
-    """Schedulers wrap `step`; each step is counted once, and the rate is the scheduler's."""
+    """Schedulers wrap `step`. Each step counts once, and the rate is the scheduler's."""
 
     def replica(group):
         model, optimizer, attached = attach(group)
@@ -111,7 +111,7 @@ def test_learning_rate_schedulers_work_unchanged():
 
 
 def test_parameter_groups_keep_their_settings():
-    """Any number of groups, with settings of their own: what one of them holds still, stays."""
+    """There may be any number of groups, each with its own settings; a frozen group stays."""
 
     def grouped(model):
         rest = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("layers")]
@@ -132,7 +132,7 @@ def test_parameter_groups_keep_their_settings():
 
 
 def test_a_compiled_model_trains_as_the_plain_one():
-    """A compiled model trains as the plain one (eager backend; a graph may add gradients in another order), and ends in equal anchors."""
+    """The backend is eager; a graph may add gradients in another order. The anchors end equal."""
     compiled = journey(STREAM, 2, steps=6, model=lambda: torch.compile(toy(), backend="eager"))
     plain = journey(STREAM, 2, steps=6)
     for a, b in zip(compiled, plain):
@@ -153,7 +153,7 @@ class WithBatchNorm(nn.Module):
 
 @pytest.mark.parametrize("buffers", ["mean", "local"])
 def test_buffers_are_averaged_at_finish_unless_local(buffers):
-    """Running statistics are each replica's own until it finishes; then the mean over all, unless they stay local."""
+    """Each replica has its own running statistics until it finishes. Then they become the mean, unless they are local."""
 
     def replica(group):
         model, optimizer, attached = attach(group, tw.diloco(every=3), fill(WithBatchNorm()), buffers=buffers)
@@ -167,7 +167,7 @@ def test_buffers_are_averaged_at_finish_unless_local(buffers):
 
 
 def test_tied_weights_travel_once_and_frozen_ones_stay():
-    """Tied weights stay one tensor and travel once; frozen ones, and those that were never trained, stay as they are."""
+    """Tied weights remain one tensor. Frozen parameters, and those never trained, stay as they are."""
 
     class Tied(Toy):
         def __init__(self) -> None:
@@ -189,7 +189,7 @@ def test_tied_weights_travel_once_and_frozen_ones_stay():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_anchors_are_fp32_for_models_of_other_precisions(dtype):
-    """Anchors are fp32 whatever the model is; finishing leaves them in the model, rounded to its dtype, equal on all replicas."""
+    """Finishing leaves the anchors in the model, rounded to its dtype and equal on all replicas."""
 
     def replica(group):
         model, optimizer, attached = attach(group, model=toy().to(dtype), optimizer=sgd)
@@ -208,7 +208,7 @@ def test_anchors_are_fp32_for_models_of_other_precisions(dtype):
 
 @pytest.mark.parametrize("name", each(METHODS))
 def test_anchored_gives_the_anchors_and_restores_the_weights(name):
-    """Within `anchored` the model is the anchors, on all replicas alike; after, it is the replica's own, bit for bit, also after an error."""
+    """Inside `anchored` the model has the anchors, equal on all replicas; afterwards its own weights, bit for bit, also after an error."""
 
     def replica(group):
         model, optimizer, attached = attach(group, METHODS[name])
@@ -238,7 +238,7 @@ def test_anchored_gives_the_anchors_and_restores_the_weights(name):
 
 
 def test_evaluation_export_and_state_change_no_training():
-    """Evaluation, export and state at every step leave training as it is."""
+    """They are called at every step."""
 
     def look(replica, step):
         with replica.anchored():
@@ -253,7 +253,7 @@ def test_evaluation_export_and_state_change_no_training():
 
 @pytest.mark.parametrize("name", each(METHODS))
 def test_all_replicas_stop_at_the_same_step(name):
-    """One replica asks; all stop at the same step, within a period and a delay, and finish together."""
+    """One replica requests a stop. All stop within a period and a delay, and finish together."""
 
     def ask(replica, step):
         if step == 5 and replica.group.rank == 1:
@@ -267,7 +267,7 @@ def test_all_replicas_stop_at_the_same_step(name):
 
 
 def test_finish_detaches_the_optimizer():
-    """Leaving detaches: no hook is left, the group is still the caller's, and finishing twice is finishing once."""
+    """No hook is left, the group still belongs to the caller, and a second finish does nothing."""
 
     def replica(group):
         model, optimizer, attached = attach(group)
@@ -280,7 +280,7 @@ def test_finish_detaches_the_optimizer():
         assert same_bits(weights(model), left)
         inner_step(model, optimizer, *batch(0, group.rank, 9))
         assert attached.step == 3 and attached.in_flight == []
-        with tw.Replica(tw.local_sgd(every=1), model, optimizer, group) as again:  # the group carries another one
+        with tw.Replica(tw.local_sgd(every=1), model, optimizer, group) as again:  # the group serves another replica
             inner_step(model, optimizer, *batch(0, group.rank, 10))
         assert again.step == 1
         return weights(model)
@@ -289,7 +289,7 @@ def test_finish_detaches_the_optimizer():
 
 
 def test_an_error_in_the_loop_propagates_unchanged():
-    """Nothing is landed or sent on the way out, and the error comes through as it is."""
+    """Nothing lands or is sent on the way out."""
 
     def replica(group):
         model, optimizer, attached = attach(group)
@@ -303,7 +303,7 @@ def test_an_error_in_the_loop_propagates_unchanged():
 
 
 def test_early_exchange_of_gradients_precedes_clipping():
-    """Called before clipping, gradients are the mean there, the clip sees the same norm everywhere, and `step` exchanges nothing more."""
+    """Called before clipping, it makes gradients the mean, so the clip sees the same norm everywhere; `step` exchanges nothing more."""
 
     def replica(group):
         model, optimizer, attached = attach(group, tw.data_parallel())
@@ -323,7 +323,7 @@ def test_early_exchange_of_gradients_precedes_clipping():
 
 
 def test_every_departure_has_flight_and_landing_events():
-    """Every departure flies and lands, in that order; a replica reports the bytes that it sends."""
+    """The events are in that order, and each replica reports the bytes that it sends."""
     for name, strategy in METHODS.items():
         one = journey(strategy, 2)[0]
         departed = [(e["fragment"], e["round"]) for e in one.heard("depart")]
@@ -339,7 +339,7 @@ def test_every_departure_has_flight_and_landing_events():
 
 
 def test_unequal_weights_start_from_replica_zeros_with_one_warning():
-    """They are told so, once; equal weights are not, and send no weights."""
+    """Replicas with equal weights get no warning and send no weights."""
     journeys = tw.run_threads(2, lambda group: start_with(group, seed=group.rank))
     for begun, warnings in journeys:
         assert same_bits(begun, weights(toy(0)))
@@ -368,7 +368,7 @@ def test_export_of_a_compiled_model_loads_into_the_plain_one():
 
 
 def test_an_update_can_be_skipped_with_exchanged_gradients():
-    """`Replica` promises: a loop that wants to skip an update calls `step` with gradients set to None. All replicas do here."""
+    """`Replica` documents it: a loop skips an update by calling `step` with gradients set to None. All replicas do so here."""
 
     def skip(replica, step):
         if step == 4:

@@ -1,4 +1,4 @@
-"""Buffers among replicas: their mean, or each its own; and averages of weights that are buffers."""
+"""Model buffers of replicas: averaged, or local; and averages of weights that are kept in buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-        self.register_buffer("table", torch.tensor([0.1, 1 / 3, 1e30]))  # whose mean in fp32 would round
+        self.register_buffer("table", torch.tensor([0.1, 1 / 3, 1e30]))  # a mean in fp32 would round it
         self.register_buffer("passing", torch.ones(2), persistent=False)
         self.ema = EMA(self.body, 0.9) if average else None
 
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def trained(buffers: str, strategy: tw.Strategy | None = None, average: bool = False) -> list[dict[str, Tensor]]:
-    """What each replica holds at the end: replicas see unlike samples."""
+    """Returns what each replica holds at the end; replicas see different samples."""
     models = [Net(average) for _ in range(REPLICAS)]
 
     def replica(group: tw.Group) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def trained(buffers: str, strategy: tw.Strategy | None = None, average: bool = F
 @pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.streaming_diloco(every=3, delay=1), tw.data_parallel()])
 @pytest.mark.filterwarnings("ignore:.*running statistics")
 def test_buffers_are_averaged_over_replicas_and_nothing_else_changes(strategy: tw.Strategy) -> None:
-    """And nothing else changes: parameters are the same bits with either policy, and so are buffers that are alike."""
+    """Parameters have the same bits with either policy, and so have buffers that are equal on all replicas."""
     local, mean = trained("local", strategy), trained("mean", strategy)
     for name in local[0]:
         own = [one[name] for one in local]
@@ -70,7 +70,7 @@ def test_buffers_are_averaged_over_replicas_and_nothing_else_changes(strategy: t
 
 @pytest.mark.filterwarnings("ignore:.*running statistics")
 def test_averaged_weights_in_buffers_become_one_mean() -> None:
-    """With data-parallel training all averages are alike; of deltas they differ, and become one."""
+    """With data-parallel training these averages are already equal; with deltas they differ, and become one."""
     local, mean = trained("local", average=True), trained("mean", average=True)
     name = "ema.0|weight"
     assert not torch.equal(local[0][name], local[1][name]) and torch.equal(mean[0][name], mean[1][name])

@@ -1,4 +1,4 @@
-"""Gradients and the state beside them, in torch's own form: clipped, replaced, and made finite again."""
+"""Gradients and other state of a module in torch's own form: clipped, replaced, and made finite again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.runtime.module_state import clear, clip, gradient, has_sparse, put
 
 
 def with_gradients(sparse: bool) -> list[nn.Parameter]:
-    """A gradient of norm 5 in all: of a table of which row 1 was looked up, sparse or not; and none, as of what was not used."""
+    """Returns parameters with gradients of total norm 5: row 1 of a table, sparse or not, and no gradient for an unused one."""
     table, unused = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2))
     dense = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
     table.grad = dense.to_sparse(1) if sparse else dense

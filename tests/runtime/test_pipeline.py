@@ -1,4 +1,4 @@
-"""What stands beside rounds in the air: how long a step takes, and what the ranks of a site have seen."""
+"""Bookkeeping beside rounds in the air: the duration of a step, and what the ranks of a site have seen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_ranks_finding_counts_for_its_whole_site() -> None:
 
 
 def test_close_does_not_wait_for_a_round_in_flight() -> None:
-    """The other replica has not sent its part, and waits until this one has closed."""
+    """The other replica sends its part only after this one has closed."""
     closed = threading.Event()
 
     def replica(group: tw.Group) -> list[int]:

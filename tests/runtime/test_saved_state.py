@@ -1,4 +1,4 @@
-"""What is saved of fragments and read back; what does not fit is refused by name. Whole runs: tests/test_checkpoint.py."""
+"""Saving and loading the state of fragments; state that does not fit is refused by name. tests/test_checkpoint.py tests whole runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.testing.toy import same_bits, toy
 
 
 def test_a_checkpoint_without_its_anchor_is_refused() -> None:
-    """Also of a fragment of one value."""
+    """This includes a fragment of one value."""
     strategy = tw.diloco(every=2)
     model = torch.nn.Linear(1, 1, bias=False)
     one = hold(strategy, Whole().fragments(model)[0], 0, 0, 1)

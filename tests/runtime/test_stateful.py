@@ -1,4 +1,4 @@
-"""A Replica in a checkpoint of torch.distributed.checkpoint, by the real library."""
+"""A Replica inside a checkpoint of torch.distributed.checkpoint, with the real library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_distributed_checkpoints_in_separate_folders_resume_bit_for_bit(name, tmp_path):
-    """Bit for bit, with rounds in the air; a process group is not needed."""
+    """Rounds are in the air. A process group is not needed."""
 
     def replica(group):
         return through_and_resumed(STRATEGIES[name], group, tmp_path / str(group.rank), **ALONE)
@@ -35,7 +35,7 @@ def test_distributed_checkpoints_in_separate_folders_resume_bit_for_bit(name, tm
 
 @pytest.mark.slow
 def test_two_processes_share_one_distributed_checkpoint(tmp_path):
-    """Under torchrun: the keys tell the replicas apart."""
+    """The processes run under torchrun; the keys tell the replicas apart."""
     program = ROOT / "tests" / "support" / "dcp_processes.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, str(program), str(tmp_path)], capture_output=True, text=True, timeout=900)

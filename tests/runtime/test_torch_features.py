@@ -1,4 +1,4 @@
-"""torch's own features in the loop around a Replica: each works, or is refused by name. The table in docs/torch-features.md is this one."""
+"""Features of torch in the loop around a Replica: each works, or is refused by name. docs/torch-features.md has the same table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain(attach, rank, make=toy, optimizer=adamw):
 
 
 def scaled(attach, rank, optimizer=adamw, unscale=False):
-    """Every replica overflows at a step of its own: what is skipped is no inner step, so all go on until they have taken as many."""
+    """Each replica overflows at a different step. A skipped step is no inner step, so all replicas continue to the same number."""
     model, scaler, taken, number = toy(), torch.amp.GradScaler("cpu", growth_interval=1000), 0, 0
     made = optimizer(model)
     with attach(model, made) as replica:
@@ -67,7 +67,7 @@ def accumulated(attach, rank):
 
 
 def several(attach, rank):
-    """Each has a schedule of its own; they step one after the other, in another order now and then."""
+    """Each optimizer has its own scheduler. They step one after the other, sometimes in another order."""
     model = toy()
     first, second = trained(model)[:4], trained(model)[4:]
     optimizers = [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(second, lr=0.05, momentum=0.9)]
@@ -101,7 +101,7 @@ def closures(attach, rank):
 
 
 def moving_average(attach, rank, agreed=True):
-    """Of the agreed weights every third step, or of the replica's own at every step."""
+    """An average of the agreed weights every third step, or of the replica's own weights at every step."""
     model = toy()
     optimizer, ema = adamw(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     with attach(model, optimizer) as replica:
@@ -138,7 +138,7 @@ def frozen_later(attach, rank):
 
 
 def unfrozen_in_phases(attach, rank):
-    """A Replica for each phase: the parameters that are trained in the second are added to the optimizer between them."""
+    """Makes a Replica for each phase. Between the phases, the parameters of the second are added to the optimizer."""
     model = toy()
     model.embed.requires_grad_(False)
     optimizer = adamw(model)
@@ -157,7 +157,7 @@ def with_options(kind=torch.optim.AdamW, **options):
 
 
 class Placed(nn.Module):
-    """A layer on each of two devices."""
+    """A model with one layer on each of two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,11 @@ def on_two_devices(attach, rank):
     return weights(model.cpu())
 
 
-OWN, COMPILED = "EMA of own weights", "torch.compile"  # what each replica has for itself; one compiler for two threads
+# each replica has its own average; one compiler serves two threads
+OWN, COMPILED = (
+    "EMA of own weights",
+    "torch.compile",
+)
 FEATURES = {
     "nothing": plain,
     COMPILED: lambda attach, rank: plain(attach, rank, lambda: torch.compile(toy(), backend="eager")),
@@ -202,7 +206,7 @@ if torch.cuda.is_available():
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_law_11_one_replica_with_average_is_the_bare_loop(name):
-    """One replica with Average: the bare loop's weights, bit for bit."""
+    """The weights equal those of the bare loop, bit for bit."""
     bare = FEATURES[name](lambda model, optimizer: nullcontext(), 0)
     (group,) = tw.ThreadGroup.create(1)
     attached = FEATURES[name](lambda model, optimizer: tw.Replica(tw.local_sgd(every=3), model, optimizer, group), 0)
@@ -222,7 +226,7 @@ def test_each_feature_leaves_two_replicas_equal(name):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_exchanged_gradients_work_with_a_grad_scaler(fused):
-    """A step that one replica skips, it takes at its next batch, from the same weights; a fused one that is unscaled is refused on all."""
+    """A replica that skips a step takes it at its next batch, from the same weights. A fused unscaled step is refused on all replicas."""
 
     def replica(group):
         optimizer = with_options(fused=True) if fused else sgd
@@ -234,7 +238,7 @@ def test_exchanged_gradients_work_with_a_grad_scaler(fused):
 
 
 def test_an_error_of_unequal_steps_names_the_scaler():
-    """A loop over batches, of which one replica skips one."""
+    """The loop runs over batches, of which one replica skips one."""
 
     def replica(group):
         model, scaler = toy(), torch.amp.GradScaler("cpu")
@@ -252,7 +256,7 @@ def test_an_error_of_unequal_steps_names_the_scaler():
 
 
 def test_several_optimizers_are_saved_and_loaded_as_one(tmp_path):
-    """Several optimizers are saved and loaded as one, and go on bit for bit."""
+    """The resumed run equals an uninterrupted one, bit for bit."""
     from thinwire import checkpoint
 
     def train(group, folder, first, last):
@@ -279,7 +283,7 @@ def test_several_optimizers_are_saved_and_loaded_as_one(tmp_path):
     assert all(same_bits(a, b) for a, b in zip(through, resumed))
 
 
-# ---- what is refused
+# ---- refused features
 
 
 def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
@@ -320,7 +324,7 @@ def test_parameters_outside_the_model_are_refused():
 
 
 def test_optimizers_that_step_unequally_are_refused():
-    """As in a GAN whose discriminator steps more often."""
+    """For example, in a GAN whose discriminator steps more often."""
 
     def two(model):
         return [
@@ -351,7 +355,7 @@ def test_optimizers_that_step_unequally_are_refused():
 
 
 def test_scaled_gradients_are_refused():
-    """A fused optimizer unscales inside its step, after the exchange."""
+    """A fused optimizer unscales inside its step, which is after the exchange."""
     model, optimizer, replica = attached(tw.data_parallel(), optimizer=with_options(fused=True))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, *batch(0, 0, 1))).backward()

@@ -1,4 +1,4 @@
-"""Deltas of a fixed group that count the tokens behind them: the mean over tokens, and not the mean of means."""
+"""Deltas of a fixed group weighed by their tokens: the result is the mean over tokens, not the mean of means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = ((1.0, 1.0, 1.0, 1.0), (6.0,))  # the tokens of a step, by replica
 
 
 def mean_of_all(weighed: bool) -> list[float]:
-    """What one round makes of a model that has moved to the mean of a replica's own tokens."""
+    """Returns the result of one round, before which each replica's model has moved to the mean of its own tokens."""
 
     def train(group: tw.ThreadGroup) -> float:
         model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
@@ -48,7 +48,7 @@ STRATEGIES = {
 
 
 def step(replica: tw.Replica, rank: int) -> None:
-    """Steps of unlike numbers of tokens, which follow from the step."""
+    """Takes a step whose number of tokens depends on the step."""
     at = replica.step
     replica.tokens = 1 + (5 * at + 3 * rank) % 7
     for parameter in replica.model.parameters():
@@ -58,7 +58,7 @@ def step(replica: tw.Replica, rank: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_weighted_run_resumes_bit_for_bit_with_rounds_in_flight(strategy):
-    """Laws 1 and 6: equal anchors, and as never stopped, bit for bit."""
+    """Laws 1 and 6: anchors are equal, and the resumed run equals an uninterrupted one, bit for bit."""
 
     def made(group: tw.ThreadGroup) -> tw.Replica:
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_a_deltas_weight_is_divided_out_for_its_feedback():
     update = SimpleNamespace(
         signal=lambda begin, end: values[begin:end], settle=lambda begin, mean, sent: seen.append(sent())
     )
-    for share, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0)):  # 0: of one that does not count in this round
+    for share, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0)):  # 0: a replica that does not count in this round
         signal, settle = weighed(update, share)
         assert torch.equal(signal(0, 2), factor * values)
         settle(0, torch.zeros(2), lambda factor=factor: factor * values)

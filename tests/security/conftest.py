@@ -12,7 +12,7 @@ from thinwire.comm.secure import Hub
 
 
 class Lines:
-    """What the audit log said."""
+    """The lines of the audit log."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -24,7 +24,7 @@ class Lines:
             self._changed.notify_all()
 
     def wait(self, *parts: str, nth: int = 1) -> str:
-        """The nth line with all `parts`, when it is there."""
+        """Waits for the nth line that contains all `parts`, and returns it."""
         found: list[str] = []
 
         def there() -> bool:

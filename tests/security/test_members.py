@@ -1,4 +1,4 @@
-"""Members that lie, flood or are put out, and a network that garbles: the others' rounds go on, and memory stays bounded."""
+"""Members that lie, flood or are revoked, and a network that changes bytes: the others' rounds continue, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GARBLED = {
 
 @pytest.mark.parametrize("kind", GARBLED)
 def test_bytes_changed_by_a_man_in_the_middle_end_the_connection_only(kind, hub, tmp_path):
-    """Whatever he does to a connection ends it; the next one goes on where it was, and what arrives is what was sent."""
+    """Any change ends the connection. The next connection continues there, and what arrives is what was sent."""
     failures: list[BaseException] = []
     with Proxy(hub.invite()) as proxy:
         spoilt = [0, 0]
@@ -81,7 +81,7 @@ def test_bytes_changed_by_a_man_in_the_middle_end_the_connection_only(kind, hub,
     assert sum(spoilt) >= 2
 
 
-SAID = {  # by a member with a right key, as the first frame after its welcome
+SAID = {  # by a member with a valid key, as the first frame after its welcome
     "a frame again": (frames.LEAVE, 0, b"", 0, "frame 0 where 1 was expected"),
     "a frame too early": (frames.LEAVE, 0, b"", 7, "frame 7 where 1 was expected"),
     "an unknown kind": (200, 0, b"", 1, "of kind 200"),
@@ -96,7 +96,7 @@ SAID = {  # by a member with a right key, as the first frame after its welcome
 
 @pytest.mark.parametrize("kind", SAID)
 def test_forbidden_frames_end_a_members_stream_with_a_reason(kind, hub, audit, tmp_path):
-    """It ends its stream with the reason, and stands in the audit log."""
+    """The reason also stands in the audit log."""
     what, rank, body, sequence, why = SAID[kind]
     liar = admitted(hub.invite(), "a-liar", tmp_path)
     other = admitted(hub.invite(), "other", tmp_path)
@@ -110,7 +110,7 @@ def test_forbidden_frames_end_a_members_stream_with_a_reason(kind, hub, audit, t
 
 
 def test_a_member_of_another_version_is_refused_by_name(hub, audit, tmp_path):
-    """It is refused at its first frame, by name and with what to do, beside members whose rounds go on."""
+    """The refusal of its first frame says what to do. Rounds of other members continue meanwhile."""
     run_secure(hub, 2, rounds, tmp_path / "keys")
     (one, other) = (admitted(hub.invite(), name, tmp_path) for name in ("bergen", "oslo"))
     with RawMember(hub.invite(), one) as first, RawMember(hub.invite(), other) as second:
@@ -129,13 +129,13 @@ def test_a_member_of_another_version_is_refused_by_name(hub, audit, tmp_path):
         assert code is grpc.StatusCode.PERMISSION_DENIED
         assert f"oslo speaks protocols {second.protocols}, bergen speaks {PROTOCOLS}" in told
         assert "Install one release on both" in told
-        second.protocols = Protocols(oldest, newest + 3, "9.0")  # which reads what those before it send
+        second.protocols = Protocols(oldest, newest + 3, "9.0")  # it reads what earlier releases send
         assert welcomed(second.hello(2)).rank == 1
     run_secure(hub, 2, rounds, tmp_path / "keys", run="after")
 
 
 def test_an_invitation_to_a_run_is_refused_by_other_runs(tmp_path, audit):
-    """Neither for a fixed group nor for an elastic run, also after the hub has begun again; others may join any."""
+    """It is refused for a fixed group and for an elastic run, also after a restart of the hub. Other invitations join any run."""
     with Hub(tmp_path / "hub", say=audit) as hub:
         oslo = admitted(hub.invite(runs=["red", "pink"]), "oslo", tmp_path)
         lima, token = admitted(hub.invite(), "lima", tmp_path), hub.invite()
@@ -165,7 +165,7 @@ def test_an_invitation_to_a_run_is_refused_by_other_runs(tmp_path, audit):
 
 
 def test_a_dead_member_is_reported_after_patience(tmp_path, audit):
-    """One is killed in an exchange: the other is told its name as soon as the hub has lost patience, long before a time-out."""
+    """It is killed during an exchange. The other is told its name when the hub's patience ends, long before a timeout."""
     with Hub(tmp_path / "hub", patience=0.2, say=audit) as hub:
         oslo = admitted(hub.invite(), "oslo", tmp_path)
         token, told = hub.invite(), []
@@ -196,7 +196,7 @@ def test_a_dead_member_is_reported_after_patience(tmp_path, audit):
 
 
 def test_oversized_frames_are_refused(hub, tmp_path):
-    """gRPC refuses a declared length before it makes room."""
+    """gRPC refuses a declared length before it allocates."""
     with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as member:
         stream = member.hello(1)
         welcomed(stream)
@@ -205,12 +205,12 @@ def test_oversized_frames_are_refused(hub, tmp_path):
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has."""
+    """Returns the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
-    """It sends what nobody reads, until the hub ends it; the memory of the hub has a bound, and another group trains on."""
+    """It sends frames that no member reads, until the hub ends it. The hub's memory is bounded, and another group trains on."""
     hub = HubProcess(tmp_path / "hub")
     try:
         flooder, sink = (admitted(hub.invite(1), name, tmp_path) for name in ("a-flooder", "sink"))
@@ -218,7 +218,7 @@ def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
         with RawMember(hub.invite(1), flooder) as first, RawMember(hub.invite(1), sink) as second:
             control, there = first.hello(2), second.hello(2)
             connection = welcomed(control).connection
-            welcomed(there)  # and never reads again
+            welcomed(there)  # it never reads again
             ended = threading.Event()
 
             def flood() -> None:
@@ -237,16 +237,15 @@ def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
             thread.join()
             assert ended.is_set()
             grown = resident(hub.process.pid) - before
-        assert grown < 8 * BUDGET_NBYTES, (
-            f"{grown:,} bytes"
-        )  # of 12 that were sent; gRPC and the allocator have their part
+        # of 12 that were sent; gRPC and the allocator need some memory, too
+        assert grown < 8 * BUDGET_NBYTES, f"{grown:,} bytes"
         assert "the sender floods" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         hub.close()
 
 
 def test_a_revoked_member_is_disconnected_at_once(hub, audit, tmp_path):
-    """At once, while it waits; the other is told, and neither its certificate nor its key helps it any more."""
+    """It is disconnected while it waits. The other is told, and neither certificate nor key of the revoked member works again."""
     joined = {"bergen": threading.Event(), "oslo": threading.Event()}
     told: dict[str, str] = {}
 
@@ -261,8 +260,8 @@ def test_a_revoked_member_is_disconnected_at_once(hub, audit, tmp_path):
     threads = [threading.Thread(target=replica, args=args) for args in (("bergen", 1), ("oslo", 0))]
     for thread in threads:
         thread.start()
-    assert all(event.wait(600.0) for event in joined.values())  # the hub's line comes before a member's join is through
-    state = HubState(tmp_path / "hub")  # as the command does, in another process
+    assert all(event.wait(600.0) for event in joined.values())  # the hub logs a join before the member's call returns
+    state = HubState(tmp_path / "hub")  # as `thinwire hub` does, from another process
     state.revoke("oslo")
     state.close()
     for thread in threads:
@@ -275,11 +274,11 @@ def test_a_revoked_member_is_disconnected_at_once(hub, audit, tmp_path):
 
 
 def test_certificates_are_renewed_during_training(tmp_path, audit):
-    """They hold for a few seconds, and the rounds take more: nothing is lost."""
+    """Certificates are valid for a few seconds, and the rounds take longer; no message is lost."""
     with Hub(tmp_path / "hub", lifetime=timedelta(seconds=4), say=audit) as hub:
 
         def renewed(group) -> None:
-            """Rounds until replica 0 has seen four new connections."""
+            """Holds rounds until replica 0 has seen four new connections."""
             more = torch.ones(1, dtype=torch.uint8)
             while int(more):
                 rounds(group)
@@ -293,7 +292,7 @@ def test_certificates_are_renewed_during_training(tmp_path, audit):
 
 
 def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
-    """The others are told at once, and meet it anew."""
+    """The others are told at once, and form a new group with it."""
     with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as first:
         with RawMember(hub.invite(), admitted(hub.invite(), "lima", tmp_path)) as second:
             before, there = first.hello(2), second.hello(2)
@@ -309,7 +308,7 @@ def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
 
 
 def test_half_open_connections_hold_bounded_files(tmp_path):
-    """Hundreds that say nothing, or a little now and then: rounds go on, and the hub's open files have a bound."""
+    """Hundreds of connections send nothing, or little. Rounds continue, and the hub's open files are bounded."""
     hub = HubProcess(tmp_path / "hub")
     opened: list[socket.socket] = []
     try:
@@ -326,7 +325,7 @@ def test_half_open_connections_hold_bounded_files(tmp_path):
                 most = max(most, len(list(files.iterdir())) - before)
         run_secure(token, 2, rounds, tmp_path / "keys")
         most = max(most, len(list(files.iterdir())) - before)
-        assert most <= 2 * 3 * (STRANGERS + CLOSING) + 256, most  # three files for each, some just closing
+        assert most <= 2 * 3 * (STRANGERS + CLOSING) + 256, most  # three files for each, some of which are being closed
         assert "others connected" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         for one in opened:

@@ -1,4 +1,4 @@
-"""A hub's authority is replaced while members train: they take the new one on the way, and who was away is told what to do."""
+"""A hub replaces its authority while members train: they take the new one during the run, and an absent member is told what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.errors import ConfigurationError, LinkError
 
 
 def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):
-    """Neither half of it ends a connection for good; afterwards the old authority and its tokens open nothing."""
+    """Neither phase ends a connection for good. Afterwards the old authority and its tokens are refused."""
     keys, folder, token = tmp_path / "keys", tmp_path / "hub", hub.invite(3)
     admit(str(token), "away", keys)
     begun, ended, over = threading.Event(), threading.Event(), threading.Event()
@@ -52,10 +52,10 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
         assert not ended_already and sorted(behind) == ["away", "replica-0", "replica-1"]
         audit.wait("rotated")
         begun.set()
-        until(lambda: rotate(folder)[1] == ["away"])  # the others take theirs as they connect again
+        until(lambda: rotate(folder)[1] == ["away"])  # the others get theirs when they reconnect
         assert main(["hub", "rotate", "--out", str(folder)]) == 0
         assert main(["hub", "rotate", "--now", "--out", str(folder)]) == 0
-        audit.wait("rotated", nth=2)  # the hub has seen that the old one ended, and lets all connect anew
+        audit.wait("rotated", nth=2)  # the hub sees that the old one has ended, and lets all reconnect
         seen = [number for number, line in enumerate(audit.said) if "rotated" in line][1]
         until(lambda: sum(line.startswith("connected ") for line in list(audit.said)[seen:]) >= 2)
         ended.set()
@@ -65,7 +65,7 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
             operate()
             done.append(True)
         finally:
-            begun.set(), ended.set()  # whatever went wrong, the rounds end
+            begun.set(), ended.set()  # after any failure the rounds end
 
     done: list[bool] = []
     operator = threading.Thread(target=operated)
@@ -79,7 +79,7 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
     said = " ".join(capsys.readouterr().out.split())
     assert "away have no certificate of it yet" in said and "away need a new token" in said
     assert not list(folder.glob("authority-next.*"))
-    admit(str(token), "replica-0", keys)  # it knows the new one, by whatever token
+    admit(str(token), "replica-0", keys)  # any token brings the new authority
     with pytest.raises(LinkError, match="rotated while this machine was away"):
         admit(str(token), "away", keys)
     with pytest.raises(LinkError, match="another fingerprint"):
@@ -87,7 +87,7 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
     with pytest.raises(ConfigurationError, match=r"remove .*away/authority\.\* alone"):
         admit(str(hub.invite()), "away", keys)
     forget(keys / "away")
-    admit(str(hub.invite()), "away", keys)  # with the key that its name belongs to
+    admit(str(hub.invite()), "away", keys)  # with the key to which its name is bound
 
 
 def forget(own: Path) -> None:

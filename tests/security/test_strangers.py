@@ -1,4 +1,4 @@
-"""Machines without a right key: none gets in, each leaves one line in the audit log, and rounds of the others go on."""
+"""Machines without a valid key: none gets in, each leaves one line in the audit log, and rounds of the others continue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def signed(authority: Authority, name: str, lifetime: timedelta, trusted: bytes)
 
 @pytest.mark.parametrize("kind", ["no certificate", "a foreign authority", "expired", "no TLS"])
 def test_a_machine_without_a_valid_certificate_is_refused(kind, hub, audit, tmp_path):
-    """Refused in the handshake, beside a group whose rounds go on."""
+    """The handshake refuses it, while rounds of a group continue."""
     token, own = hub.invite(), Authority(tmp_path / "hub")
     foreign = Authority(private_folder(tmp_path / "foreign"))
     hour = timedelta(hours=1)
@@ -65,7 +65,7 @@ def test_a_machine_without_a_valid_certificate_is_refused(kind, hub, audit, tmp_
 
 
 def test_another_key_for_a_members_name_is_refused(hub, audit, tmp_path):
-    """Not by a token, which is not used up, nor by a certificate of another name."""
+    """Neither a token, which remains unused, nor a certificate of another name helps."""
     admit(str(hub.invite()), "oslo", tmp_path / "a")
     token = str(hub.invite())
     with pytest.raises(LinkError, match="the name oslo belongs to another key"):
@@ -74,7 +74,7 @@ def test_another_key_for_a_members_name_is_refused(hub, audit, tmp_path):
     with join(token, "lima", 1, tmp_path / "b"):
         pass
     own = Authority(tmp_path / "hub")
-    thief = signed(own, "oslo", timedelta(hours=1), own.pem)  # as if the authority had erred
+    thief = signed(own, "oslo", timedelta(hours=1), own.pem)  # as if the authority had made a mistake
     with RawMember(hub.invite(), thief) as member:
         code, why = member.hello(1).refusal()
         assert code is grpc.StatusCode.PERMISSION_DENIED and "belongs to another key" in why
@@ -82,7 +82,7 @@ def test_another_key_for_a_members_name_is_refused(hub, audit, tmp_path):
 
 
 def test_hub_and_member_certificates_are_not_interchangeable(hub, tmp_path):
-    """And a member's key cannot be the hub's: the names differ, and what they are for."""
+    """A member's key cannot be the hub's, because names and purposes differ."""
     own = Authority(tmp_path / "hub")
     refused(hub.invite(), own.hub_credentials(timedelta(hours=1), own.pem))
 
@@ -103,7 +103,7 @@ def test_invalid_tokens_are_refused(kind, hub, audit, tmp_path):
 
 
 def test_a_used_token_readmits_only_its_own_member(hub, tmp_path):
-    """Who joined before the answer arrived asks again, with the same key; nobody else can."""
+    """A member that joined but got no answer asks again with the same key; no other machine can."""
     token = str(hub.invite())
     for _ in range(2):
         admit(token, "oslo", tmp_path / "a")
@@ -116,7 +116,7 @@ def test_a_used_token_readmits_only_its_own_member(hub, tmp_path):
 
 
 def test_an_impostor_hub_gets_no_token_secret(hub, audit, tmp_path):
-    """A token says by which authority the hub is known: the secret is not told to another."""
+    """A token names the hub's authority, so a member does not send the secret to another one."""
     heard: list[str] = []
     with Hub(tmp_path / "other", say=heard.append) as other:
         token = hub.invite()
@@ -139,7 +139,7 @@ def test_invalid_member_names_are_refused(name, hub, audit, tmp_path):
 
 
 def test_connections_older_than_tls_13_are_refused(tmp_path):
-    """The command speaks nothing older, even to who has a right key."""
+    """The command speaks no older version, even to a machine with a valid key."""
     hub = HubProcess(tmp_path / "hub")
     try:
         token = hub.invite(1)

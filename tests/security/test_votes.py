@@ -1,4 +1,4 @@
-"""A member of an elastic run, with a right key, that votes for others: it is refused by name, and the outcome is the honest one."""
+"""A member of an elastic run with a valid key votes for others: the hub refuses it by name, and the outcome is the honest one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.membership.commit import Electorate, ballot, carry_out, keys_of, v
 from thinwire.membership.registry import MemberRegistry
 from thinwire.membership.store import ChannelVoteStore
 
-PROCESSES = {"bergen": "b" * 16, "liar": "e" * 16, "oslo": "f" * 16, "stranger": "9" * 16}  # the last one is in no view
+PROCESSES = {"bergen": "b" * 16, "liar": "e" * 16, "oslo": "f" * 16, "stranger": "9" * 16}  # `stranger` is in no view
 VIEW: Electorate = [(name, PROCESSES[name], 3) for name in ("bergen", "liar", "oslo")]
 QUESTION = f"{view_id(VIEW)}/land"
 OUTCOME, BALLOTS = keys_of(QUESTION, 3)
@@ -50,7 +50,7 @@ def test_a_vote_in_anothers_name_is_refused(tmp_path, audit):
                 with dialled("liar") as liar:
                     first, second, third = (ChannelVoteStore(one, [], VIEW) for one in (bergen, liar, oslo))
                     first.put(BALLOTS[0]), second.put(BALLOTS[1])
-                    assert not first.all(BALLOTS)  # oslo has not voted, whatever was said in its name
+                    assert not first.all(BALLOTS)  # the votes in its name were refused, so oslo has not voted
                     assert carry_out(ballot(QUESTION, 2, 3, True), third, 600.0)
                     liar.ask("forget", keys=[OUTCOME, *BALLOTS])
                     assert second.settle(OUTCOME, b"no") == b"yes" == first.wait(OUTCOME, 600.0)

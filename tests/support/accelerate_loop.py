@@ -1,4 +1,4 @@
-"""A small loop of accelerate's; as a program, one of two replicas: `torchrun ... accelerate_loop.py FOLDER`."""
+"""A small training loop with accelerate. As a program it is one of two replicas: `torchrun ... accelerate_loop.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ STREAMING = tw.streaming_diloco(every=4, fragments=2, delay=2)
 def train(
     local: dict[str, Any] | None, accumulate: int = 1, save: Path | None = None, load: Path | None = None
 ) -> tuple[Tensor, Accelerator, nn.Module]:
-    """Weights after an epoch of `BATCHES` steps; saved after `SAVED` of them, or gone on with from there. `local`: of `LocalSGD`."""
+    """Trains an epoch of `BATCHES` steps and returns the weights. It saves after `SAVED` steps, or resumes there. `local` goes to `LocalSGD`."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     set_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     x = torch.randn(2 * BATCHES * accumulate * accelerator.num_processes, 4)
-    data = DataLoader(
-        TensorDataset(x, x.prod(dim=1, keepdim=True)), batch_size=2
-    )  # a loader that begins anew draws random numbers
+    # a new iterator of the loader draws random numbers
+    data = DataLoader(TensorDataset(x, x.prod(dim=1, keepdim=True)), batch_size=2)
     made = torch.optim.AdamW(plain.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(plain, made, data)
     attached = LocalSGD(accelerator=accelerator, model=model, **local) if local else nullcontext()

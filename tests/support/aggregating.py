@@ -1,4 +1,4 @@
-"""A rule on vectors, as an exchange takes it."""
+"""Applies an aggregation rule to vectors as an exchange does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.rng import Key
 
 
 def aggregated(rule: Aggregate, x: Tensor, key: Key = Key(seed=1)) -> Tensor:
-    """What `rule` makes of the rows of fp32 `x`."""
+    """Returns the aggregate of the rows of fp32 `x` under `rule`."""
     if rule.needs_products:
         rule = rule.given(inner_products(x), key)
     out = torch.zeros(x.shape[1])

@@ -1,6 +1,6 @@
-"""Compiles what a GPU would run, without one, and prints for each program the instructions that touch a float.
+"""Compiles the GPU kernels without a GPU, and prints the instructions of each program that use floats.
 
-A process of its own: in that of the tests Triton interprets. Started by test_gpu_kernels.py.
+test_gpu_kernels.py starts it as a separate process, because Triton runs as an interpreter in the process of the tests.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def type_of(value: Any) -> str:
 
 
 def compile_only(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Instead of launching: what would be launched, for an A100 and an H100."""
+    """Compiles a launch for an A100 and an H100 instead of launching it."""
     names = kernel.arg_names
     ones = [name for name, value in zip(names, arguments) if type(value) is int and value == 1 and name != "stream"]
-    constants |= dict.fromkeys(ones, 1)  # which Triton takes for known, as it does when it launches
+    constants |= dict.fromkeys(ones, 1)  # Triton treats arguments equal to 1 as constants when it launches
     signature = {name: type_of(value) for name, value in zip(names, arguments)} | dict.fromkeys(constants, "constexpr")
     assert set(signature) == set(names)
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})

@@ -1,4 +1,4 @@
-"""What the processes of `test_processes.py` run: a world of four ranks under gloo, as four replicas, or as two replicas of two shards."""
+"""The programs of the processes of `test_processes.py`: four ranks under gloo, as four replicas or as two replicas of two shards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from thinwire.testing.toy import Journey, Plan, adamw, agreed, batch, fill, same
 
 WORLD, STEPS = 4, 12
 ALIKE: tuple[Mapping[str, str], ...] = ({},) * WORLD
-# What libraries make of a processor is asked for by their own environment variables.
-NEW = {"ATEN_CPU_CAPABILITY": "avx512"}  # or the most that this machine has
+# Environment variables with which libraries are told another processor.
+NEW = {"ATEN_CPU_CAPABILITY": "avx512"}  # lower, or the best instructions of this machine
 MIDDLE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 OLD = {
     "ATEN_CPU_CAPABILITY": "default",
@@ -50,7 +50,7 @@ STRATEGIES = {
 
 
 class Uneven(nn.Module):
-    """Sizes that two shards cannot halve: rows of 5 are 3 and 2, and the head's single row leaves one shard empty."""
+    """A model whose sizes two shards cannot halve: 5 rows become 3 and 2, and the head's single row leaves one shard empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def uneven() -> nn.Module:
 
 
 def sharded(shards: int) -> nn.Module:
-    """`Uneven` cut over the ranks of this replica, layer by layer, by FSDP2."""
+    """Returns `Uneven`, sharded layer by layer over the ranks of this replica by FSDP2."""
     mesh = init_device_mesh("cpu", (WORLD // shards, shards), mesh_dim_names=("replica", "shard"))["shard"]
     model = uneven()
     for layer in model.layers:
@@ -79,13 +79,13 @@ def sharded(shards: int) -> nn.Module:
 
 
 def whole(model: nn.Module) -> Tensor:
-    """All weights, flat; a collective of the site if they are sharded."""
+    """Returns all weights, flat. If they are sharded, all ranks of the site must call it."""
     parts = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
 def train(strategy: tw.Strategy, group: Any, model: nn.Module, poisoned: bool = False) -> dict[str, Any]:
-    """Both ranks of a site see the replica's batch, so that the mean of their gradients is the replica's gradient, exactly."""
+    """Trains. Both ranks of a site see the same batch, so the mean of their gradients is exactly the replica's gradient."""
     journey = Journey()
 
     def observer(event: str, step: int, **fields: Any) -> None:
@@ -118,7 +118,7 @@ def site_is_needed(group: Any) -> str:
 
 
 def resumed(group: Any) -> list[bool]:
-    """Law 6 on shards: saved with rounds in the air, gone on in fresh objects."""
+    """Law 6 with shards: saves with rounds in the air, and resumes in new objects."""
     strategy, same = STRATEGIES["streaming, 4 bits"], []
     model = sharded(2)
     optimizer = adamw(model)
@@ -144,7 +144,7 @@ def resumed(group: Any) -> list[bool]:
         model = sharded(2)
         optimizer = adamw(model)
         with tw.Replica(strategy, model, optimizer, group, site=group.site) as replica:
-            inner(model, optimizer, 99)  # so that the optimizer has a state to be overwritten
+            inner(model, optimizer, 99)  # gives the optimizer a state to overwrite
             for p, part, moment in zip(model.parameters(), parts, moments):
                 local(p.detach()).copy_(part)
                 for name, value in moment.items():
@@ -160,9 +160,9 @@ CUT = tw.recipes.d_psgd(topology=tw.topology.Cut(tw.topology.Ring(), 4, 12))
 
 
 def healed(rank: int) -> Journey:
-    """A replica on a ring of eight that is cut in two, and healed."""
+    """Trains one replica on a ring of eight that is cut in two and heals."""
     journey = travel(Plan(CUT, steps=24), tw.TorchGroup.from_world(replicas=8, timeout=600.0))
-    torch.distributed.barrier()  # who leaves earlier must not take from the others what they still read
+    torch.distributed.barrier()  # a process that leaves earlier must not close connections that others still read
     return journey
 
 
@@ -188,14 +188,14 @@ def _process(fn: Callable[[int], Any], rank: int, world: int, port: int, folder:
         torch.save(fn(rank), Path(folder) / f"{rank}.pt")
     except BaseException:
         (Path(folder) / f"{rank}.txt").write_text(traceback.format_exc())
-    os._exit(0)  # without waiting for a group that may be dead
+    os._exit(0)  # does not wait for a group that may be dead
 
 
 def run_world(
     fn: Callable[[int], Any], folder: Path, limit: float = 900.0, machines: Sequence[Mapping[str, str]] = ALIKE
 ) -> list[Any]:
-    """`fn(rank)` in every process of a world; raises with the traceback of the first that failed. `machines`: what each process has in
-    its environment beside our own.
+    """Runs `fn(rank)` in every process of a world, and raises the first failure with its traceback. `machines`: additional
+    environment variables of each process.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,10 +1,10 @@
-"""One replica whose training is counting, as a process that anything may happen to: ADDRESS NAME FOLDER [MODEL].
+"""A replica whose training counts steps, run as a process that tests kill, freeze and damage: ADDRESS NAME FOLDER [MODEL].
 
 ADDRESS is that of a lighthouse, or the token of a hub.
 
-An inner step adds `UNIT` to this replica's own places, and nothing elsewhere; so every anchor says how often each replica was
-counted, and how large the groups were. It writes what it does before anybody else can know, a line at a time; what the kernel has
-taken survives kill -9. Signals: SIGUSR1 damages the next packet, SIGUSR2 leaves the disk no room for the next checkpoint.
+An inner step adds `UNIT` to the places of this replica, and nothing elsewhere. So every anchor shows how often each replica was
+counted, and how large the groups were. The replica writes a line to its log before any other can know of the event; lines that the
+kernel has accepted survive kill -9. SIGUSR1 damages the next packet; SIGUSR2 makes the next checkpoint fail for lack of disk space.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from thinwire.membership.rendezvous import Rendezvous
 from thinwire.runtime.handshake import digest
 
 NAMES = "abcd"
-UNIT = 12.0  # divided by 1, 2, 3 or 4 members it is whole
-PLACES = 4096  # in each of two fragments; place i is of NAMES[i % 4]
+UNIT = 12.0  # is whole after division by 1, 2, 3 or 4 members
+PLACES = 4096  # in each of two fragments; place i belongs to NAMES[i % 4]
 SAVE_EVERY = 40
 QUICK = Timeouts(
     heartbeat_interval=0.3, heartbeat_timeout=1.5, grace=1.0, connect=3.0, transfer=2.0, vote=4.0, view=15.0
@@ -41,7 +41,7 @@ QUICK = Timeouts(
 
 
 class Damaging:
-    """A group that turns a bit of the next packet when it was told to."""
+    """A group that flips a bit of the next packet when it is told to."""
 
     told = False
 
@@ -58,7 +58,7 @@ class Damaging:
 
 
 class Diary:
-    """Lines that outlive the process."""
+    """A log of lines that survive the process."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.file = os.open(folder / f"{name}-{time.monotonic_ns()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -73,17 +73,17 @@ class Diary:
         while text:
             try:
                 text = text[os.write(self.file, text) :]
-            except OSError:  # no room on the disk, for the moment
+            except OSError:  # the disk has no space at the moment
                 time.sleep(0.001)
 
     def count(self) -> None:
-        """One more inner step of this name, in all its lives."""
+        """Counts one more inner step of this name over all its processes."""
         (steps,) = struct.unpack("<q", self.steps[:8])
         self.steps[:8] = struct.pack("<q", steps + 1)
 
 
 def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
-    """Write down what is brought before it is sent, and what is believed."""
+    """Logs the delta of this replica before it is sent, and each commit that this replica accepts."""
     assert isinstance(replica._driver, ElasticDriver)
     loop, own = replica._driver.rounds.loop, NAMES.index(name)
     fly, believe = loop._fly, loop._believe

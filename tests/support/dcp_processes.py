@@ -1,4 +1,4 @@
-"""What the two processes of test_stateful.py run: torch.distributed.checkpoint with one folder for both replicas, by `torchrun`."""
+"""The program of the two processes of test_stateful.py: torch.distributed.checkpoint with one folder for both replicas, by `torchrun`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRATEGIES = {
 
 
 class Loop:
-    """A replica with its model and optimizer; `all` is what a checkpoint holds."""
+    """A replica with its model and optimizer. `all` is the content of a checkpoint."""
 
     def __init__(self, strategy: Any, group: tw.Group, seed: int = 0) -> None:
         self.model = toy(seed)
@@ -33,7 +33,7 @@ class Loop:
         self.rank, self.replica = group.rank, tw.Replica(strategy, self.model, self.optimizer, group)
 
     def all(self) -> dict[str, Any]:
-        """Of model and optimizer, too, each replica has its own: under a key of its own."""
+        """Returns the state. Each replica's model and optimizer have separate keys, because they differ."""
         own = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {"own": {str(self.rank): own}, "replica": self.replica}
 
@@ -47,7 +47,7 @@ class Loop:
         return weights(self.model)
 
     def load(self, folder: Path, **options: Any) -> None:
-        """As one does who resumes: the moments must be there to be loaded into."""
+        """Loads a checkpoint. As in a real resume, the optimizer's moments must exist before they are loaded."""
         self.train(1, 1)
         self.replica.close()
         state = self.all()

@@ -1,6 +1,6 @@
-"""Four replicas that exchange in a time of their own over links with faults, and what is diagnosed from their records.
+"""Four replicas that exchange in virtual time over links with faults, and the diagnosis of their records.
 
-Exchange, carrier and notes are the real ones; only links and clocks are made up. Every replica's clock has a zero and a drift of its own.
+Exchange, carrier and records are the real ones; only links and clocks are simulated. Each replica's clock has its own offset and drift.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from thinwire.membership.view import Presence
 from thinwire.rng import Key
 from thinwire.runtime.pipeline import StepTimer
 
-STEPS = 10  # inner steps a round
+STEPS = 10  # inner steps in a round
 
 
 class Inline(Executor):
-    """Runs at once what is submitted."""
+    """Runs submitted calls at once, in the same thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -39,17 +39,18 @@ class Inline(Executor):
 
 @dataclass
 class Wan:
-    """What the links are: seconds and bits per second for every way, and what became of them from round `since` on."""
+    """The links: seconds and bits per second of each direction, and the faults."""
 
     delay: dict[tuple[str, str], float]
     rate: dict[tuple[str, str], float]
     jitter: float = 0.1
-    slower: dict[tuple[str, str], float] = field(default_factory=dict)  # "*" for any: a sender's or receiver's side
-    busy: dict[tuple[str, str], float] = field(default_factory=dict)  # until when a side carries others
+    # "*" stands for any: the sender's or the receiver's side
+    slower: dict[tuple[str, str], float] = field(default_factory=dict)
+    busy: dict[tuple[str, str], float] = field(default_factory=dict)  # until when a side is busy
 
 
 class Play(SimulatedCluster):
-    """Links as `wan` has them: a message occupies its sender's uplink, then the way, then its receiver's downlink."""
+    """A simulated cluster with the links of `wan`. A message occupies its sender's uplink, then the link, then its receiver's downlink."""
 
     def __init__(self, wan: Wan, seed: int) -> None:
         super().__init__()
@@ -78,13 +79,13 @@ class Play(SimulatedCluster):
 
 @dataclass
 class Story:
-    """What happened: the records of all rounds in order, what each replica knew at the end, and what each saw of its training."""
+    """The outcome of a run: the records of all rounds in order, and the last knowledge of each replica."""
 
     rounds: dict[tuple[int, int], list[Record]] = field(default_factory=dict)
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def slow(self, rules: Rules | None = None) -> list[tuple[int, list[Finding]]]:
-        """What is found after each round."""
+        """Returns the findings after each round."""
         watch = Watch(rules)
         return [(number, watch.add(records)) for number, records in enumerate(self.rounds.values())]
 
@@ -98,7 +99,7 @@ def uniform(names: Sequence[str], seconds: float = 0.03, bits_per_second: float 
 
 
 def uneven(names: Sequence[str], seed: int) -> Wan:
-    """Delays of 2 to 150 ms, other ones each way, and rates of a factor of ten."""
+    """Returns links with delays of 2 to 150 ms that differ by direction, and rates that differ by up to a factor of ten."""
     chance = random.Random(seed)
     ways = [(a, b) for a in names for b in names if a != b]
     rate = {name: 5e4 * 10 ** chance.uniform(0, 1) for name in names}
@@ -119,9 +120,9 @@ def play(
     exchange: Exchange = Direct(),
     numel: int = 400,
 ) -> Story:
-    """Train `rounds` rounds of inner steps of `own(name, round)` seconds each, a tenth; `faults` by the round before which they happen.
+    """Trains `rounds` rounds. A round of a replica takes `own(name, round)` seconds; `faults` happen before the round of their key.
 
-    `overlap`: the part of the next round's training during which packets fly.
+    `overlap`: the share of the next round's training during which packets are in flight.
     """
     names = sorted({name for way in wan.delay for name in way})
     stage, story = Play(wan, seed), Story()
@@ -139,7 +140,7 @@ def play(
             return replace(flow, begin=own_clock(record.name, flow.begin), at=at)
 
         moved = replace(record, sent=tuple(map(shifted, record.sent)), received=tuple(map(shifted, record.received)))
-        return Record.of(moved.facts())  # as it is in a file
+        return Record.of(moved.facts())  # as it is read from a file
 
     def replica(name: str) -> None:
         group = _ThreadGroup(stage, name, hub, names.index(name), len(names), 60.0)
@@ -168,7 +169,7 @@ def play(
                     over = True
                 finally:
                     with stage.time:
-                        stage.check(name)  # who is frozen says nothing
+                        stage.check(name)  # a frozen replica writes nothing
                     record = told(round_.record(names, speed, over))
                     with stage.time:
                         story.rounds.setdefault(record.key, []).append(record)
@@ -177,7 +178,7 @@ def play(
                 flown = stage.time.now - begun
                 stalled += max(0.0, flown - seconds * overlap)
                 train(max(0.0, seconds * overlap - flown))
-            train(1000.0)  # nobody leaves before all have heard everybody
+            train(1000.0)  # no replica leaves before all have received all messages
         except LinkError:
             pass
         finally:

@@ -1,4 +1,4 @@
-"""One replica in a process of its own, for test_elastic_processes.py: ADDRESS NAME STEPS. Ends with its step and the digest of its anchors."""
+"""One replica as a process, for test_elastic_processes.py: ADDRESS NAME STEPS. It ends by printing its step and the digest of its anchors."""
 
 import sys
 import time

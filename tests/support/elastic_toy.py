@@ -1,6 +1,6 @@
-"""Replicas whose training is arithmetic, in a time of their own, so that every sum is known: what tests of elastic rounds play with.
+"""Replicas whose training is arithmetic, in virtual time, for tests of elastic rounds.
 
-An inner step adds whole numbers of the replica's own to its parameters; so the sum of all that it trained is known.
+An inner step adds integers that depend on the replica to its parameters, so the sum of everything that it trained is known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 
 
 class Inline(Executor):
-    """Runs at once what is submitted: main and exchange thread are one, and everything has its order."""
+    """Runs submitted calls at once in the same thread, so main and exchange thread are one, in a determined order."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -51,18 +51,18 @@ class Inline(Executor):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the send queue does, too, is done at once."""
+    """Makes the send queue run its calls at once in the same thread."""
     monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 
 def increment(name: str, step: int, fragment: int) -> Tensor:
-    """What one inner step of `name` adds."""
+    """Returns what one inner step of `name` adds to a fragment."""
     return torch.arange(1.0, SIZES[fragment] + 1) * (1 + sum(map(ord, name)) % 5) + step % 3
 
 
 class Committed(NamedTuple):
-    before: str  # the state_digest that it was added to
+    before: str  # the state_digest of the state to which it was added
     fragment: int
     deltas: list[Tensor]
     weights: list[float]
@@ -72,9 +72,9 @@ class Committed(NamedTuple):
 
 @dataclass
 class Book:
-    """What all replicas did, for the reckoning at the end."""
+    """What all replicas did, for the checks at the end."""
 
-    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each brought, by view and name
+    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # the delta of each replica, by view and name
     commits: dict[str, Committed] = field(default_factory=dict)  # by state_digest
     disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Book:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.trained = [torch.zeros_like(start) for start in self.start]  # by all, in all their lives
+        self.trained = [torch.zeros_like(start) for start in self.start]  # by all replicas, over all restarts
 
     def hear(self, name: str) -> Callable[..., None]:
         def observe(event: str, step: int, **fields: Any) -> None:
@@ -92,7 +92,7 @@ class Book:
         return observe
 
     def history(self, state_digest: str) -> list[Committed]:
-        """All rounds that led to `state_digest`."""
+        """Returns all rounds that led to `state_digest`."""
         rounds: list[Committed] = []
         while state_digest in self.commits:
             rounds.append(self.commits[state_digest])
@@ -100,7 +100,7 @@ class Book:
         return rounds[::-1]
 
     def anchors(self, state_digest: str) -> list[Tensor]:
-        """What they make of the start: less the weighted mean of each, over all who train."""
+        """Returns the anchors that these rounds give: the start minus the weighted mean of the deltas of each round."""
         anchors = [start.clone() for start in self.start]
         for _, fragment, deltas, weights, _, whole in self.history(state_digest):
             if deltas:
@@ -115,14 +115,14 @@ def training(
     observe: Observer,
     tokens: float | None = None,
 ) -> Training:
-    """What a driver is given, of nothing but `parameters`."""
+    """Returns the arguments of a driver for a model that is only `parameters`."""
     calendar = Calendar(strategy.schedule, len(pieces), lambda _: 0.0)
     model, optimizer = nn.ParameterList(parameters), torch.optim.SGD(parameters)
     return Training(strategy, model, optimizer, observe, time.monotonic, calendar, tokens, pieces)
 
 
 class Toy:
-    """One replica: two parameters, each a fragment."""
+    """One replica with two parameters, each of which is a fragment."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Toy:
         self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
         self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
-        self.sent: list[list[Tensor]] = [[], []]  # of its own deltas, those that were counted
+        self.sent: list[list[Tensor]] = [[], []]  # its deltas that were counted
         loop = self.elastic.rounds.loop
         fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 
@@ -241,9 +241,9 @@ class Toy:
             self.restored = True
 
     def check_nothing_lost(self) -> None:
-        """All that it trained is in the deltas that were counted, or still in the parameters; and these are in the anchors, once."""
+        """Checks that everything it trained is in a counted delta or still in the parameters, and that the anchors hold each delta once."""
         if self.restored:
-            return  # what it trained between the checkpoint and its death is lost, or what others have trained again
+            return  # its steps between checkpoint and death are lost, or others have trained them again
         history = self.book.history(self.elastic.rounds.loop.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
@@ -251,12 +251,12 @@ class Toy:
             torch.testing.assert_close(sent + left, -self.trained[index], rtol=1e-5, atol=1e-4)
             mine = [delta for one in history for name, delta in zip(one.names, one.deltas)
                     if one.fragment == index and name == self.name]  # fmt: skip
-            there = sum(mine[len(mine) - len(self.sent[index]) :], torch.zeros_like(left))  # of this life
+            there = sum(mine[len(mine) - len(self.sent[index]) :], torch.zeros_like(left))  # since the last restart
             torch.testing.assert_close(sent, there, rtol=1e-5, atol=1e-4)
 
 
 def train(cluster: SimulatedCluster, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
-    """A replica that trains, and after its death comes back with nothing."""
+    """Returns a replica that trains, and restarts without a checkpoint after it is killed."""
 
     def run(name: str) -> Toy:
         while True:
@@ -275,7 +275,7 @@ def play(
 
 
 def agree(results: dict[str, Any], book: Book) -> None:
-    """All who are left hold the same bits, and these are what the committed rounds make."""
+    """Checks that all remaining replicas hold the same bits, and that these are the sum of the committed rounds."""
     toys = [toy for toy in results.values() if isinstance(toy, Toy)]
     assert toys, results
     for toy in toys[1:]:
@@ -293,7 +293,7 @@ def agree(results: dict[str, Any], book: Book) -> None:
 def order_faults(
     cluster: SimulatedCluster, chance: random.Random, faults: int, names: str, done: Counter[str] | None = None
 ) -> list[str]:
-    """Let faults happen at random points of the run, counted in `done`; every one ends before the run does."""
+    """Schedules faults at random points of the run and counts them in `done`. Every fault ends before the run does."""
     said, done = [], Counter() if done is None else done
     for _ in range(faults):
         name, other = chance.sample(names, 2)

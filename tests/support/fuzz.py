@@ -1,10 +1,10 @@
-"""Any bytes in place of a packet, as long as one likes, led by what the code does with them (libFuzzer).
+"""Fuzzes packets: arbitrary bytes in place of a packet, chosen by libFuzzer from the code's branches, for as long as one likes.
 
     pip install atheris                                  # wheels for Linux, Python 3.11 and later
     python tests/support/fuzz.py -max_total_time=300       # seconds; further options are libFuzzer's; a folder keeps the corpus
 
-The first byte chooses the packet's header or a codec, the second a number of elements, the rest is what the peer sent.
-It ends with a traceback and a file `crash-…` where something does not hold; run it with that file to see it again.
+The first byte chooses the packet's header or a codec, the second a number of elements; the rest are the bytes of the peer.
+A failed check ends it with a traceback and a file `crash-…`; run it with that file to reproduce the failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def one(raw: bytes) -> None:
     place, numel, raw = raw[0] % (len(CODECS) + 3), hostile.NUMELS[raw[1] % len(hostile.NUMELS)], raw[2:]
     if place == len(CODECS):
         hostile.check_header(raw, GOOD)
-    elif place > len(CODECS):  # nearly the packet that is due; the second time with a checksum that fits
+    elif place > len(CODECS):  # a slightly changed packet; the second variant with a checksum that fits
         changed = bytearray(a ^ b for a, b in zip_longest(GOOD, raw[: len(GOOD)], fillvalue=0))
         if place > len(CODECS) + 1:
             changed[CHECKSUM] = bytes(4)

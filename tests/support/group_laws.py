@@ -1,4 +1,4 @@
-"""What every carrier must do: each law is one function that all replicas run at once, on a fresh group.
+"""The laws of a carrier: each law is a function that all replicas run at the same time on a fresh group.
 
 `run_processes` runs a function in real processes joined by gloo on loopback.
 """
@@ -28,11 +28,11 @@ from thinwire.errors import LinkError
 
 Law = Callable[[Group], None]
 NOISE = torch.randint(0, 256, (6_000_000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-TIMEOUT = 600.0  # far beyond what any law needs: it ends a hang
+TIMEOUT = 600.0  # far longer than any law takes; it only ends a hang
 
 
 def message(source: int, destination: int, what: int, nbytes: int) -> Tensor:
-    """Bytes that differ for every sender, receiver and purpose."""
+    """Returns bytes that differ for every sender, receiver and purpose."""
     start = 100_000 * source + 10_000 * destination + 7 * what
     return NOISE[start : start + nbytes].clone()
 
@@ -42,7 +42,7 @@ def peers(group: Group) -> list[int]:
 
 
 class Exchange:
-    """Everybody sends `nbytes` to everybody; `check` waits and compares."""
+    """Each replica sends `nbytes` to each other; `check` waits and compares."""
 
     def __init__(self, group: Group, tag: int, what: int, nbytes: int, purpose: str = "packet") -> None:
         self.group, self.what = group, what
@@ -58,7 +58,7 @@ class Exchange:
 
 
 def order_within_a_tag(group: Group) -> None:
-    """Messages of a pair under one tag are matched in posting order, however one waits."""
+    """Messages of a pair under one tag are matched in posting order, in whatever order they are waited for."""
     for exchange in reversed([Exchange(group, 3, what, 1000) for what in range(6)]):
         exchange.check()
 
@@ -94,7 +94,7 @@ def any_size(group: Group) -> None:
 
 
 def buffers_are_free_after_wait(group: Group) -> None:
-    """What is sent is what was there at the post; a transfer can be waited for again."""
+    """The bytes that arrive are those at the time of the post. A transfer may be waited for twice."""
     first = Exchange(group, 1, 1, 200_000)
     first.check()
     for sent in first.sent.values():
@@ -105,7 +105,7 @@ def buffers_are_free_after_wait(group: Group) -> None:
 
 
 def one_way(group: Group) -> None:
-    """Each replica sends only to the next: no message is due in the other direction."""
+    """Each replica sends only to the next one, and expects no message from it."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     if group.size == 1:
         group.post(2, {}, {}).wait()
@@ -122,7 +122,7 @@ def gathered(group: Group) -> None:
 
 
 def lying_length(group: Group) -> None:
-    """An announced length beyond the limit is refused before anything is allocated."""
+    """A length beyond the limit is refused before anything is allocated."""
     if group.rank == 0:
         length = torch.frombuffer(bytearray((1 << 60).to_bytes(8, "little")), dtype=torch.uint8)
         lengths = {peer: torch.zeros(8, dtype=torch.uint8) for peer in peers(group)}
@@ -147,11 +147,11 @@ def close_wakes_everybody(group: Group) -> None:
     threads = [threading.Thread(target=wait, args=(peer,)) for peer in peers(group)]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)  # most likely they wait by now; the law holds either way
+    time.sleep(0.05)  # most likely the threads wait by now; the law holds in either case
     group.close()
     for thread in threads:
         thread.join()
-    # a peer that left because of this close may be what is told instead
+    # the error may instead be that the peer has left
     assert len(told) == group.size - 1 and all("closed" in text or "has left" in text for text in told)
     with pytest.raises(LinkError, match="is closed"):
         group.post(4, {}, {})
@@ -159,13 +159,13 @@ def close_wakes_everybody(group: Group) -> None:
 
 
 def last_message_arrives(group: Group) -> None:
-    """What was waited for has been sent: to leave at once takes nothing away from the others."""
+    """A waited-for message has been sent, so a sender that leaves at once takes nothing from the others."""
     Exchange(group, 0, 0, 2_000_000).check()
     group.close()
 
 
 def ledgers_agree(group: Group) -> None:
-    """What one end counts as sent, the other counts as received, and both are what was posted."""
+    """One end counts as sent what the other counts as received, and both count what was posted."""
     ledger = Ledger()
     counted = CountedGroup(group, ledger)
     for what, nbytes in enumerate((0, 1, 1000, 70_000)):
@@ -177,13 +177,17 @@ def ledgers_agree(group: Group) -> None:
     for peer in peers(group):
         for purpose, due in (("packet", {"nbytes": 71_001, "messages": 3}), ("vote", {"nbytes": 64, "messages": 1})):
             sent = reports[group.rank]["sent"][purpose][str(peer)]
-            assert sent == due | {"queued_seconds": 0.0, "transfer_seconds": 0.0}  # unknown to this sender
+            # a sender on a real link does not know these
+            assert sent == due | {
+                "queued_seconds": 0.0,
+                "transfer_seconds": 0.0,
+            }
             received = reports[peer]["received"][purpose][str(group.rank)]
             assert received.pop("transfer_seconds") > 0.0 and received == due | {"queued_seconds": 0.0}
 
 
 def shorter_than_due(group: Group) -> None:
-    """A message may be shorter than its buffer where the receiver asks it how long it is; it is counted as long as it is."""
+    """A message may be shorter than its buffer if the receiver reads the length from it; its real length is counted."""
     ledger = Ledger()
     counted = CountedGroup(group, ledger)
     for what, nbytes in enumerate((1, 700, 70_000, 100_000)):
@@ -239,7 +243,7 @@ def run_case(case: str, group: Group) -> None:
 
 
 def all_laws(rank: int, size: int) -> dict[str, str]:
-    """Run every case on gloo; those that failed here."""
+    """Runs every case on gloo and returns those that failed in this process."""
     failures = {}
     for case in CASES:
         members = list(range(int(case[-1])))
@@ -256,7 +260,7 @@ def _process(fn: Callable[[int, int], Any], rank: int, size: int, port: int, fol
     torch.set_num_threads(1)
     start_torch(rank, size, "127.0.0.1", port, timeout)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(fn(rank, size)))
-    # Not destroy_process_group: a process whose group is dead must be able to end, too.
+    # destroy_process_group is not called, because a process whose group is dead must be able to end.
     os._exit(0)
 
 
@@ -270,7 +274,7 @@ def free_port() -> int:
 def run_processes(
     fn: Callable[[int, int], Any], size: int, folder: Path, timeout: float = TIMEOUT, limit: float = 900.0
 ) -> list[Any]:
-    """`fn(rank, size)` in `size` processes; their results, None for one that died. `limit` seconds end a hang."""
+    """Runs `fn(rank, size)` in `size` processes and returns their results, None for one that died. `limit` seconds end a hang."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, not in each process
     context.set_forkserver_preload(["torch.distributed", "pytest", "thinwire.comm"])
     port = free_port()

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 under transformers' `Trainer`; as a program, one of two replicas: `torchrun ... hf_trainer.py FOLDER`."""
+"""A tiny GPT-2 under transformers' `Trainer`. As a program it is one of two replicas: `torchrun ... hf_trainer.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAMING = tw.streaming_diloco(every=4, fragments=2, delay=2)
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Sample i is drawn from seed i."""
+    """A dataset whose sample i is drawn with seed i."""
 
     def __init__(self, count: int = 64) -> None:
         self.count, self.seen = count, []
@@ -36,7 +36,7 @@ class Tokens(torch.utils.data.Dataset):
 def model() -> GPT2LMHeadModel:
     set_seed(0)
     shape = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))  # with dropout
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))  # its default has dropout
 
 
 def arguments(folder: Path, **options: object) -> TrainingArguments:

@@ -1,4 +1,4 @@
-"""What the two processes of `test_hook.py` run."""
+"""The program of the two processes of `test_hook.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def steps(ddp, optimizer, rank, first, last, poison=0):
 
 
 def make(strategy, group, rank, hooked=True):
-    ddp = nn.parallel.DistributedDataParallel(uneven(), bucket_cap_mb=1e-4)  # about 100 bytes each
+    ddp = nn.parallel.DistributedDataParallel(uneven(), bucket_cap_mb=1e-4)  # buckets of about 100 bytes
     inner = strategy.inner or tw.pieces.inner_optimizers.AdamW()
     optimizer, hook = inner.make(ddp.module, 0.01 / inner.lr_factor, 0.1), None
     if hooked:
@@ -70,7 +70,7 @@ def everything(rank: int) -> dict[str, Any]:
     ddp, optimizer, hook = make(strategy, group, rank)
     seen[POISONED] = steps(ddp, optimizer, rank, 0, STEPS, poison=5)
     hook.close()
-    # saved after five steps and gone on with in new objects
+    # saved after five steps and resumed in new objects
     ddp, optimizer, hook = make(strategy, group, rank)
     steps(ddp, optimizer, rank, 0, 5)
     saved, model, moments = hook.state(), ddp.module.state_dict(), optimizer.state_dict()

@@ -1,4 +1,4 @@
-"""What must hold whatever bytes a peer sends. Used by the tests, and by tests/support/fuzz.py for as long as one likes."""
+"""What must hold for any bytes from a peer. The tests use it, and tests/support/fuzz.py uses it for longer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DUE = Header(codec=identity(tw.codecs.E3M0()), sender=3, fragment=2, round=77, p
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of all tensors that are made within, views too: `total`, and the `largest`."""
+    """Counts the bytes of all tensors made inside it, views included: `total`, and the `largest`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ def tensor(raw: bytes) -> Tensor:
 
 
 def repeated(raw: bytes, nbytes: int) -> bytes:
-    """`raw` again and again, so that few bytes say much."""
+    """Returns `raw` repeated to `nbytes`, so that a few drawn bytes fill a payload."""
     raw = raw or b"\0"
     return (raw * (nbytes // len(raw) + 1))[:nbytes]
 
 
 def decoded(codec: tw.codecs.Codec, raw: bytes, numel: int) -> tuple[Tensor, Tensor, bool, Allocated]:
-    """What was there before and after decoding onto it, whether it was refused, and what was allocated."""
+    """Decodes `raw` onto a tensor. Returns the tensor before and after, whether it was refused, and the allocations."""
     before = torch.linspace(-1, 1, numel)
     after, made, refused = before.clone(), Allocated(), False
     payload = tensor(raw)
@@ -62,15 +62,15 @@ def decoded(codec: tw.codecs.Codec, raw: bytes, numel: int) -> tuple[Tensor, Ten
 
 @cache
 def honest(place: int, numel: int) -> Allocated:
-    """What decoding an honest payload allocates; the first time tables are made, too, that are kept."""
+    """Returns the allocations of decoding an honest payload, without the tables that the first decoding makes and keeps."""
     codec = CODECS[place].piece
     raw = encoded(codec, torch.randn(numel, generator=torch.Generator().manual_seed(0)))
     return [decoded(codec, raw, numel)[3] for _ in range(2)][1]
 
 
 def check_payload(place: int, numel: int, raw: bytes) -> None:
-    """Any bytes of the due size decode to something, the same each time, or are refused with nothing written; with no more memory
-    than an honest payload takes, whatever they say.
+    """Any bytes of the expected size either decode, always to the same values, or are refused and write nothing. They need no
+    more memory than an honest payload.
     """
     row = CODECS[place]
     raw = repeated(raw, row.piece.nbytes(numel))
@@ -82,7 +82,7 @@ def check_payload(place: int, numel: int, raw: bytes) -> None:
 
 
 def check_python_memory(place: int, numel: int, raw: bytes) -> None:
-    """What numpy and Python take, at the most of the time: in proportion to the elements."""
+    """Checks that the peak memory of numpy and Python is proportional to the number of elements."""
     codec = CODECS[place].piece
     honest(place, numel)
     raw = repeated(raw, codec.nbytes(numel))
@@ -95,9 +95,9 @@ def check_python_memory(place: int, numel: int, raw: bytes) -> None:
 
 
 def check_header(raw: bytes, good: bytes) -> None:
-    """Any bytes are the packet that is due, or a `PacketError` that names the sender; nothing is allocated from a length.
+    """Any bytes are the expected packet, or a `PacketError` that names the sender. No length from the bytes is allocated.
 
-    A checksum that fits says nothing of the payload, and a peer may say REFUSED or STOP; all else is as due.
+    A fitting checksum does not restrict the payload, and a peer may set REFUSED or STOP; every other field is as expected.
     """
     made = Allocated()
     packet = tensor(raw)

@@ -1,4 +1,4 @@
-"""`thinwire hub` as a process of its own, which a test can kill."""
+"""`thinwire hub` as a separate process, which a test can kill."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from thinwire.comm.secure import Token, invite
 
 
 class HubProcess:
-    """The real command, in `folder`."""
+    """Runs the real command in `folder`."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        while True:  # two ports in a row
+        while True:  # finds two consecutive free ports
             port = free_port()
             self._command = [sys.executable, "-m", "thinwire", "hub", "--out", str(folder), *options]
             self.folder = folder
@@ -34,12 +34,12 @@ class HubProcess:
         return False
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """Kills the process, as a power cut would."""
         self.process.kill()
         self.close()
 
     def restart(self) -> None:
-        """In the same folder, at the same ports."""
+        """Restarts the hub in the same folder at the same ports."""
         assert self._start()
 
     def invite(self, uses: int) -> Token:

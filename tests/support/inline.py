@@ -1,4 +1,4 @@
-"""A fixture: what the send queue does is done at once, so that a replica is one thread."""
+"""A fixture that makes the send queue run its calls at once, so that a replica is one thread."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A process that saves checkpoints, killed as it is about to make its n-th change to the file system.
+"""A process that saves checkpoints and is killed just before its n-th change to the file system.
 
-It is traced (ptrace, by ctypes: Linux, x86-64, no other program needed). Every system call that changes
-files is seen before the kernel executes it, whoever makes it: Python, or safetensors' own writer. `SIGKILL` there is what a
-kill at the worst moment is. What it does not show: a power cut, which also takes what was written and not flushed; for that
-`changes` gives the order of writes, flushes and renames to look at.
+The process is traced (ptrace through ctypes: Linux, x86-64, no other program needed). Every system call that changes files is
+seen before the kernel executes it, whether Python or safetensors' own writer makes it; there the process gets `SIGKILL`.
+This does not show a power cut, which also loses bytes that were written and not flushed; for that, `changes` lists the order
+of writes, flushes and renames.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from thinwire.testing.toy import adamw, batch, inner_step, toy
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["thinwire", "torch", "killed_writes"])
 
-# of x86-64: number, name, which argument is a path (P), a descriptor (D), or the second path of a rename
+# x86-64: number, name, and which arguments are paths (P) or descriptors (D); the second P of a rename is its target
 _CALLS = {
     1: ("write", "D"), 18: ("write", "D"), 20: ("write", "D"), 2: ("open", "P"), 257: ("open", "-P"), 74: ("flush", "D"),
     75: ("flush", "D"), 76: ("write", "P"), 77: ("write", "D"), 82: ("rename", "PP"), 264: ("rename", "-P-P"),
@@ -39,12 +39,12 @@ _CALLS = {
 }  # fmt: skip
 _OPEN_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _SEIZE, _INTERRUPT, _SYSCALL, _GET_SYSCALL_INFO, _ALL_THREADS = 0x4206, 0x4207, 24, 0x420E, 0x40000000
-_OPTIONS = 0x1 | 0x100000  # mark system calls; the traced process ends with this one
+_OPTIONS = 0x1 | 0x100000  # mark system calls; kill the traced process when this one ends
 
 
 @dataclass(frozen=True)
 class Change:
-    """A system call that changes files: what it does, and to which paths."""
+    """A system call that changes files: its kind and its paths."""
 
     what: str
     paths: tuple[str, ...]
@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a process: the changes that it made, the steps whose checkpoints it had finished; `killed` before another."""
+    """The end of a process: the changes that it made, the steps whose checkpoints it finished, and the change before which it was killed."""
 
     changes: tuple[Change, ...]
     saved: tuple[int, ...]
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def replica_of(group: tw.Group) -> tw.Replica:
-    """A small replica with feedback, outer momentum and rounds in the air."""
+    """Returns a small replica with feedback, outer momentum and rounds in the air."""
     model = toy()
     strategy = tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(2, 1),
@@ -73,15 +73,15 @@ def replica_of(group: tw.Group) -> tw.Replica:
 
 
 def train_and_save(replica: tw.Replica, folder: Path) -> int:
-    """One inner step, and a checkpoint of it; the step."""
+    """Trains one inner step, saves a checkpoint, and returns the step."""
     inner_step(replica.model, replica.optimizer, *batch(0, 0, replica.step + 1))
     checkpoint.save(folder, replica, {}, keep=2)
     return replica.step
 
 
 def _serve(told: Connection, base: Path) -> None:
-    """Save two checkpoints into `base`; then, for each folder that is told, in a process of its own: a third, which pushes the
-    first out, and the third again, which replaces it.
+    """Saves two checkpoints into `base`. Then, for each folder received, a forked process saves a third checkpoint, which removes
+    the first, and saves the third again, which replaces it.
     """
     torch.set_num_threads(1)
 
@@ -105,7 +105,7 @@ def _serve(told: Connection, base: Path) -> None:
 
 
 class Saver:
-    """A process with a trained replica, from which those that are traced are forked."""
+    """A process with a trained replica, which forks the processes that are traced."""
 
     def __init__(self, base: Path) -> None:
         if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -124,7 +124,7 @@ class Saver:
         self._end.close()
 
     def save_until(self, folder: Path, number: int | None = None) -> Outcome:
-        """Let a process save into `folder`, and kill it before its change `number` (from 0); it ends by itself without one."""
+        """Runs a process that saves into `folder`, and kills it before its change `number` (from 0). Without a number it ends by itself."""
         shutil.copytree(self._base, folder)
         self._end.send(folder)
         pid = self._end.recv()
@@ -150,11 +150,11 @@ class Saver:
 
 
 def _change(pid: int, folder: Path) -> Change | None:
-    """The system call that the stopped process is about to make, if it changes something in `folder`."""
+    """Returns the system call that the stopped process is about to make, if it changes something in `folder`."""
     said = ctypes.create_string_buffer(88)
     _ptrace(_GET_SYSCALL_INFO, pid, len(said), ctypes.addressof(said))
     operation, number, *arguments = struct.unpack_from("=B23xQ6Q", said.raw)
-    if operation != 1 or number not in _CALLS:  # 1: it enters
+    if operation != 1 or number not in _CALLS:  # 1: the entry of a system call
         return None
     what, kinds = _CALLS[number]
     if what == "open" and not arguments[kinds.index("P") + 1] & _OPEN_TO_WRITE:

@@ -1,6 +1,6 @@
-"""Fixtures: no test, and no module of tests, leaves a thread, a process, an open file, a socket or a network namespace behind.
+"""Fixtures that fail a test, or a module of tests, that leaves a thread, process, open file, socket or network namespace behind.
 
-What is just ending is waited for. What a fixture of wider scope holds is there before a test begins, so it is not the test's.
+They wait for what is about to end. What a fixture of wider scope holds exists before the test, so it does not count.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from pathlib import Path
 
 import pytest
 
-# What is made once in a process, by the first test that needs it, and kept until the process ends.
-KEPT_THREADS = ("tqdm_monitor",)  # of transformers' progress bars
+# Made once in a process by the first test that needs it, and kept until the process ends.
+KEPT_THREADS = ("tqdm_monitor",)  # progress bars of transformers
 KEPT_PROCESSES = (
-    "multiprocessing.resource_tracker",  # multiprocessing's own: it outlives all, to tidy up after them
-    "multiprocessing.forkserver",  # what it forks is its child, and so is seen
+    "multiprocessing.resource_tracker",  # belongs to multiprocessing, and outlives its processes to tidy up
+    "multiprocessing.forkserver",  # the processes that it forks are its children, so they are seen
 )
 
-TURNS = (
-    1100  # how often the others may run, each time 1 ms longer: ten minutes, then what is still there is left behind
-)
+TURNS = 1100  # turns in which other threads may run, each 1 ms longer than the last: ten minutes in all
 COLLECT = (
-    20  # when garbage is collected: by then what is ending has ended, mostly, and a collection takes up to a second
+    20  # turns at which garbage is collected; most things have ended by then, and a collection takes up to a second
 )
 PR_SET_CHILD_SUBREAPER = 36
 FAILED = pytest.StashKey[bool]()
@@ -49,38 +47,38 @@ class Snapshot:
     namespaces: set[str] = field(default_factory=lambda: namespaces())
 
 
-EXCUSED = Snapshot(set(), {}, Counter(), set())  # of fixtures of a whole session, and of tests marked `leaves`
+EXCUSED = Snapshot(set(), {}, Counter(), set())  # held by fixtures of the session, and by tests marked `leaves`
 
 
 def _runs(thread: threading.Thread) -> bool:
-    """Whether it does; threading never forgets a thread that was begun elsewhere."""
+    """Says whether the thread runs. `threading` never forgets a thread that was begun elsewhere."""
     return not isinstance(thread, threading._DummyThread) or Path(f"/proc/self/task/{thread.native_id}").exists()
 
 
 def open_files() -> Counter[str]:
-    """The targets of this process's file descriptors."""
+    """Returns the targets of this process's file descriptors."""
     targets: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):  # noqa: PTH208, this is four times as fast
         try:
             targets[os.readlink(f"/proc/self/fd/{number}")] += 1  # noqa: PTH115
         except OSError:
-            continue  # the one that lists them
+            continue  # the descriptor that lists them
     return targets
 
 
 def kept_files() -> set[str]:
-    """The pipes to the processes that are kept."""
+    """Returns the pipes to the processes that are kept."""
     tracker, server = resource_tracker._resource_tracker, forkserver._forkserver  # type: ignore[attr-defined]
     numbers = tracker._fd, server._forkserver_alive_fd
     return {os.readlink(f"/proc/self/fd/{number}") for number in numbers if number is not None}  # noqa: PTH115
 
 
 def descendants() -> dict[int, str]:
-    """The command of each child, grandchild and so on, that has not ended."""
+    """Returns the commands of all children, grandchildren and so on that have not ended."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return {}  # the common case; a grandchild whose parent has died is a child here
+        return {}  # the common case; a grandchild whose parent has died counts as a child here
     family, found = set[int](), [os.getpid()]
     while found:
         found += (children := _children(found.pop()))
@@ -89,7 +87,7 @@ def descendants() -> dict[int, str]:
 
 
 def _state(pid: int) -> str:
-    """The letter of what it is doing: Z and X where it has ended."""
+    """Returns the state letter of a process; Z and X mean that it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -97,7 +95,7 @@ def _state(pid: int) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    """The children of all threads of a process."""
+    """Returns the children of all threads of a process."""
     found: list[int] = []
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has just ended
@@ -113,7 +111,7 @@ def _command(pid: int) -> str:
 
 
 def namespaces() -> set[str]:
-    """The network namespaces of this process, or of one that has ended: their names hold its number."""
+    """Returns the network namespaces of this process and of ended ones; their names contain the process number."""
     folder = Path("/run/netns")
     names = os.listdir(folder) if folder.exists() else []  # noqa: PTH208
     return {name for name in names if (made := re.search(r"\d+", name)) and _ours(int(made[0]))}
@@ -132,7 +130,7 @@ def new_processes(before: Snapshot, now: Snapshot) -> dict[int, str]:
 
 
 def left_behind(before: Snapshot) -> list[str]:
-    """What is here and was not `before`, in words."""
+    """Returns a description of everything that exists now and did not exist `before`."""
     words, now, frames = [], Snapshot(), sys._current_frames()
     for thread in now.threads - before.threads - EXCUSED.threads:
         if thread.is_alive() and thread.name not in KEPT_THREADS:
@@ -169,7 +167,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
-    """One of a whole session may be made in the middle of a module."""
+    """Excuses what a fixture of the session makes, because that may happen in the middle of a module."""
     if fixturedef.scope != "session":
         return (yield)
     before = Snapshot()
@@ -188,14 +186,14 @@ def _excuse_marked(node: pytest.Item, before: Snapshot) -> None:
 def watch(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Snapshot()
     yield
-    if request.node.stash.get(FAILED, False):  # its traceback holds on to what it had
+    if request.node.stash.get(FAILED, False):  # the traceback of a failed test refers to its objects
         end_processes(before)
         return
     for turn in range(TURNS):
         if not (left := left_behind(before)):
             return
         if turn == COLLECT:
-            getattr(request.node, "funcargs", {}).clear()  # pytest holds on to what fixtures gave
+            getattr(request.node, "funcargs", {}).clear()  # pytest keeps the values of fixtures
             gc.collect()
             _excuse_marked(request.node, before)
         threading.Event().wait(turn / 1000)
@@ -205,10 +203,10 @@ def watch(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def orphans_are_ours() -> None:
-    """A process whose parent has died becomes a child of this one."""
+    """Makes a process whose parent has died a child of this one."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-if sys.platform == "linux":  # it is all read from /proc
+if sys.platform == "linux":  # everything is read from /proc
     no_test_leaves_anything = pytest.fixture(autouse=True)(watch)
     no_module_leaves_anything = pytest.fixture(autouse=True, scope="module")(watch)

@@ -1,4 +1,4 @@
-"""A small network under Lightning's `Trainer`; as a program, one of two replicas: `torchrun ... lightning_trainer.py FOLDER`."""
+"""A small network under Lightning's `Trainer`. As a program it is one of two replicas: `torchrun ... lightning_trainer.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup
 from thinwire.integrations.lightning import ThinwireCallback
 
-EPOCH, EPOCHS = 7, 3  # steps, and how many
+EPOCH, EPOCHS = 7, 3  # steps in an epoch, and epochs
 
 STREAMING = tw.streaming_diloco(every=6, fragments=2, delay=2)
 
 
 class Points(Dataset):
-    """Sample i is drawn from seed i."""
+    """A dataset whose sample i is drawn with seed i."""
 
     def __init__(self, count: int) -> None:
         self.count, self.seen = count, []
@@ -71,7 +71,7 @@ def fit(
     module: Module | None = None,
     **options: Any,
 ) -> Module:
-    """Train with batches of two. A checkpoint at the end of each epoch lies in `folder`/checkpoints."""
+    """Trains with batches of two. Checkpoints at the end of each epoch are in `folder`/checkpoints."""
     torch.manual_seed(5)
     module, data = module or Module(), Points(count)
     if sampler is None:

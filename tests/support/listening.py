@@ -1,4 +1,4 @@
-"""Where processes listen, as the kernel says."""
+"""Reads from the kernel at which addresses processes listen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def addresses(*processes: int) -> list[str]:
-    """HOST of each TCP socket that these processes listen at. Linux."""
+    """Returns the HOST of each TCP socket at which these processes listen. Linux only."""
     inodes = set()
     for process in processes:
         with suppress(OSError):
@@ -27,7 +27,7 @@ def addresses(*processes: int) -> list[str]:
 
 
 def tree(process: int) -> list[int]:
-    """It and all that it started."""
+    """Returns the process and all its descendants."""
     found = [process]
     for one in found:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The table of methods with a loop of their own, and a short way to train the toy with any of them."""
+"""The table of methods that have their own loop, and a short way to train a toy model with any of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOPS: dict[str, Method] = {
     "scallion": METHODS["scallion"](every=3, codec=tw.codecs.RandomK(0.5, tw.codecs.Int(8, 32, "fp32", "stochastic"))),
     "scafcom": METHODS["scafcom"](every=3, codec=tw.codecs.TopK(0.3)),
     "flasc": METHODS["flasc"](every=3, up=0.4, down=0.7, outer_lr=0.05),
-    # one of all at a time
+    # one sampled replica at a time
     "fedavg, one": METHODS["fedavg"](every=2, sampled=1, codec=tw.codecs.Cast("bf16")),
     "scafcom, one": METHODS["scafcom"](every=2, sampled=1, codec=tw.codecs.Sign()),
 }
@@ -30,7 +30,7 @@ LR = 0.02
 
 @dataclass
 class Trip:
-    """What one replica went through: weights after every step, and what it told."""
+    """The history of one replica: weights after every step, and events."""
 
     at_work: Attached
     weights: list[Tensor] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Trip:
 
 @dataclass
 class Tour:
-    """How to train: `loss_scale(rank, step)` multiplies a loss, `data(rank)` says whose data a replica sees."""
+    """How to train: `loss_scale(rank, step)` multiplies a loss, `data(rank)` says which replica's data a replica reads."""
 
     method: Method
     steps: int = 8
@@ -67,7 +67,7 @@ def attach(tour: Tour, group: tw.Group, model: nn.Module | None = None) -> Trip:
 
 
 def one_step(tour: Tour, at: Attached, rank: int) -> None:
-    """One step of any method, on the batches that belong to `rank` and to the step."""
+    """Takes one step of any method, on the batches of `rank` and step."""
 
     def loss(sample: int) -> Tensor:
         x, y = batch(0, tour.data(rank), 10 * at.step + sample)
@@ -93,7 +93,7 @@ def go_on(tour: Tour, trip: Trip, group: tw.Group, upto: int) -> Trip:
 
 
 def all_of_them(rank: int) -> dict[str, tuple[Tensor, ...]]:
-    """For a world of processes: what each method leaves that all of them have."""
+    """Runs in a world of processes, and returns the weights that every method leaves on all replicas."""
     group, left = tw.TorchGroup.from_world(replicas=4, timeout=600.0), {}
     for name, method in LOOPS.items():
         made = Tour(method)

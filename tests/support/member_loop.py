@@ -1,4 +1,4 @@
-"""A member with a loop of its own beside a trainer's: it trains some steps alone, and goes on when the trainer has joined."""
+"""A member with its own loop beside the member of a trainer: it trains some steps alone, and continues when the trainer has joined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.integrations.members import MemberSampler
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership, Timeouts
 
-LIMIT = 600.0  # ends a hang
+LIMIT = 600.0  # only ends a hang
 
 
 def membership(address: str, name: str) -> Membership:
@@ -27,7 +27,7 @@ def membership(address: str, name: str) -> Membership:
 
 @dataclass
 class Other:
-    """Trains `module` on samples that a ledger of `samples` gives it: `alone` steps, and on when `go` is set."""
+    """Trains `module` on samples from a ledger of `samples`: `alone` steps, and the rest once `go` is set."""
 
     address: str
     strategy: tw.Strategy
@@ -59,7 +59,7 @@ class Other:
                     if replica.step == self.alone:
                         self.ahead.set()
                         rounds = replica._driver.rounds
-                        while not self.go.is_set():  # rounds to which it brings nothing: somebody may join in one
+                        while not self.go.is_set():  # rounds without a delta of this member, in which another may join
                             rounds.ask(replica.step)
                             rounds.wait(lambda rounds=rounds: rounds.idle)
         finally:
@@ -69,7 +69,7 @@ class Other:
 
 @contextmanager
 def beside(strategy: tw.Strategy, module: nn.Module, **about: Any) -> Iterator[tuple[Other, Future[nn.Module]]]:
-    """One that has trained alone; within, join it by its address, and set `go`."""
+    """Yields a member that has trained alone. Inside the context, join it by its address and set `go`."""
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"", lambda _: None)
     other = Other(lighthouse.address, strategy, module, **about)
     with ThreadPoolExecutor(1) as pool:

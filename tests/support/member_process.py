@@ -1,6 +1,6 @@
-"""A trainer that is a member, as a program: TRAINER FOLDER ADDRESS NAME STOPS...; it stops at those steps for FOLDER/NAME.step to appear.
+"""A trainer that is an elastic member, as a program: TRAINER FOLDER ADDRESS NAME STOPS... At each stop it waits for FOLDER/NAME.step.
 
-Where it stops it goes on calling for rounds, to which it brings nothing. It ends with its weights in FOLDER/NAME.pt.
+While it waits it continues to take part in rounds, without a delta. At the end its weights are in FOLDER/NAME.pt.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def torchtitan(folder: Path, member: Membership, stops: Stops) -> tuple[torch.Te
     from thinwire.integrations.torchtitan import attach
     from thinwire.testing.toy import weights
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # its own world
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a world of one rank
     trainer = Titan(folder / member.name, steps=STEPS, saved=SAVED)
     with attach(trainer, STREAMING, member) as replica:
         trainer.train(before=lambda: stops.after(replica))

@@ -1,7 +1,7 @@
-"""Replicas that hold rounds with each other, as plainly as can be: what the tests of memberships let happen to them.
+"""Replicas that hold the simplest possible rounds with each other, for tests of memberships.
 
-A round: view, everybody's bytes, a joint vote, and it counts. Nobody is told the end of a round by anybody: a
-replica that missed some learns the number of the last one from the others' statuses.
+A round is a view, an all-gather of bytes and a joint vote. No replica announces the end of a round: a
+replica that missed some learns the number of the last one from the statuses of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from thinwire.errors import LinkError, PacketError, UndecidedError
 
 @dataclass
 class Log:
-    decided: dict[str, bool] = field(default_factory=dict)  # by view: what this replica learnt
+    decided: dict[str, bool] = field(default_factory=dict)  # by view: the outcome that this replica learned
     heard: dict[str, list[str]] = field(default_factory=dict)  # by view: whose bytes arrived
     members: list[tuple[str, ...]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Log:
 
 
 def hold_rounds(membership, rounds, log, seconds=120.0, vote=20.0, ready=lambda number: True, tries=200):
-    """Until round `rounds` is over; `ready(round)` is this replica's ballot."""
+    """Holds rounds until round `rounds` is over. `ready(round)` is the vote of this replica."""
     for _ in range(tries):
         view = membership.next_view({"round": log.round}, seconds)
         log.round = max(member.status["round"] for member in view.members)
@@ -34,7 +34,7 @@ def hold_rounds(membership, rounds, log, seconds=120.0, vote=20.0, ready=lambda 
             return log
         own = next(m for m in view.members if m.name == membership.name)
         if own.status["round"] < log.round:
-            pass  # it has missed a round: in a training run it would be healed now
+            pass  # it has missed a round; in training it would catch up now
         log.members.append(tuple(m.name for m in view.members))
         log.left_out += view.left_out
         log.rebuilt += view.rebuilt
@@ -56,7 +56,7 @@ def hold_rounds(membership, rounds, log, seconds=120.0, vote=20.0, ready=lambda 
 
 
 def check_one_outcome(logs):
-    """Nobody learnt another answer than anybody else, and yes only where everybody's bytes had arrived everywhere."""
+    """Checks that all replicas learned the same outcome of a view, and that a commit implies that all bytes arrived everywhere."""
     for view in {view for log in logs for view in log.decided}:
         answers = {log.decided[view] for log in logs if view in log.decided}
         assert len(answers) == 1, f"view {view} was decided in two ways"

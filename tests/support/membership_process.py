@@ -72,4 +72,4 @@ def main(address: str, name: str, folder: str, least: str = "2") -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # what gloo still waits for after a kill may come back while Python ends, which would abort it
+    os._exit(0)  # gloo may still wait for a killed peer, and would abort the process while Python ends

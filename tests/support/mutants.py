@@ -1,13 +1,13 @@
-"""Do the tests notice an error? Change one operator, number or condition of a module at a time, and run the tests of its package.
+"""Mutation tests: change one operator, number or condition of a module at a time, and check that a test of its package fails.
 
     make mutants                                    # all modules of PACKAGES: many hours
-    make mutants MUTANTS="codecs/base --sample 20"  # some: a sample with a seed
+    make mutants MUTANTS="codecs/base --sample 20"  # a random sample of one module
 
-The changes are cosmic-ray's operators, one for each place; no file is changed. A mutant of `codecs/base` meets those of tests/codecs
-that reach its statement, most different first, until one fails. Where the change is inside functions that no import calls, a fork of
-a process that has collected the tests puts the changed code into them, so that a mutant costs what its tests cost; any other is
-imported in a fork that has loaded torch alone. Tests that take far longer than without the change have noticed it: that is `late`,
-and counts as killed. Results are kept in build/mutants, and what is there is not run again (`--again`: the survivors are).
+The changes are cosmic-ray's operators, one for each place; no file is changed. A mutant of `codecs/base` is run against those
+tests of tests/codecs that reach its statement, in varied order, until one fails. If the change is inside functions that no import
+calls, a process that has collected the tests is forked, and the fork replaces the code of these functions; so a mutant costs only
+its tests. Any other mutant is imported in a fork that has loaded only torch. A mutant whose tests take far longer than without the
+change is `late`, which counts as killed. Results are kept in build/mutants and are not computed again (`--again` repeats survivors).
 tests/mutants.toml explains survivors that no test can kill. Out of scope: numba's kernels, and processes that tests start.
 """
 
@@ -50,7 +50,7 @@ PRELOADED = (
     "torch.distributed.tensor",
     "xdist",
 )
-# Tests elsewhere that try modules of a package, beside those of tests/<package>.
+# Tests outside tests/<package> that also test modules of the package.
 ALSO = {
     "codecs": ("laws/test_recorded.py", "pieces/test_aggregates.py", "pieces/test_pieces.py"),
     "exchange": ("laws/test_gossip.py", "pieces/test_aggregates.py"),
@@ -58,14 +58,13 @@ ALSO = {
     "runtime": ("laws/test_gossip.py", "laws/test_recorded.py", "laws/test_unlike_processors.py", "test_checkpoint.py"),
 }
 EXPLAINED = TESTS / "mutants.toml"
-TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the output, also in forks that write into a log
-RESULT = defaultdict(
-    lambda: "killed", {0: "survived", 5: "survived", None: "late"}
-)  # of the status of a fork; 5: no tests
+TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the real output, also in forks whose output goes to a log
+# exit status of a fork; 5: no tests
+RESULT = defaultdict(lambda: "killed", {0: "survived", 5: "survived", None: "late"})
 
 
 class Instead(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports one module from another text."""
+    """Imports one module from another source text."""
 
     def __init__(self, module: str, path: Path, text: str) -> None:
         self.module, self.path, self.text = module, path, text
@@ -86,13 +85,13 @@ class Instead(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 class Only:
-    """Runs these tests in this order."""
+    """Runs only these tests, in this order."""
 
     def __init__(self, ids: list[str]) -> None:
         self.ids = ids
 
     def pytest_collection(self) -> None:
-        """Before tests are imported: a smaller example of a failure tells us nothing."""
+        """Runs before tests are imported, and turns off shrinking: a smaller failing example tells nothing here."""
         from hypothesis import Phase, settings
 
         settings.register_profile("mutants", settings.get_profile("tests"), phases=[Phase.explicit, Phase.generate])
@@ -104,7 +103,7 @@ class Only:
 
 
 class InPlace(Only):
-    """Collects the tests once; each mutant runs its own in a fork, with its functions' code in place of what was imported."""
+    """Collects the tests once. Each mutant runs its tests in a fork, in which its code replaces that of the imported functions."""
 
     def __init__(self, path: Path, work: list[tuple[Mutant, list[str], float]], told: Callable[..., None]) -> None:
         super().__init__(sorted({name for _, tests, _ in work for name in tests}))
@@ -140,7 +139,7 @@ class InPlace(Only):
 
 
 class Watched:
-    """Which lines of the package each test reaches, and how long it takes."""
+    """Records which lines of the package each test reaches, and how long the test takes."""
 
     def __init__(self, package: str) -> None:
         import coverage
@@ -166,7 +165,7 @@ class Watched:
 
 
 def forked(work: Callable[[], int], log: Path | None, limit: float) -> int | None:
-    """The status of `work` in a fork, in a process group of its own; None if it took longer than `limit` seconds."""
+    """Runs `work` in a fork with its own process group. Returns its exit status, or None if it took longer than `limit` seconds."""
     sys.stdout.flush()
     if not (pid := os.fork()):
         os.setsid()
@@ -191,7 +190,7 @@ def forked(work: Callable[[], int], log: Path | None, limit: float) -> int | Non
     timer.cancel()
     timer.join()
     with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # what its tests left behind
+        os.killpg(pid, signal.SIGKILL)  # the processes that its tests left behind
     return None if late.is_set() else os.waitstatus_to_exitcode(status)
 
 
@@ -204,7 +203,7 @@ def digest(*paths: Path) -> str:
 
 @cache
 def reach(package: str, given: tuple[str, ...]) -> dict[str, Any]:
-    """What `Watched` saw of the tests of a package, or of those given, as they are, one file at a time; they must pass."""
+    """Returns what `Watched` recorded of the tests of a package, or of the given tests, without a mutant. They must pass."""
     import pytest
 
     files = sorted((TESTS / package).rglob("test_*.py")) + [TESTS / also for also in ALSO.get(package, ())]
@@ -236,7 +235,7 @@ def reach(package: str, given: tuple[str, ...]) -> dict[str, Any]:
 
 
 def statement(text: str, line: int) -> range:
-    """The lines of the smallest statement, without the statements in it, that holds this line."""
+    """Returns the lines of the smallest statement that holds this line, without the statements inside it."""
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt | ast.ExceptHandler)]
     around = [n for n in nodes if n.lineno <= line <= (n.end_lineno or n.lineno)]
     if not around:
@@ -247,8 +246,8 @@ def statement(text: str, line: int) -> range:
 
 
 def reaching(seen: dict[str, Any], path: Path, lines: range) -> tuple[set[str], set[str], bool]:
-    """The tests that reach one of these lines; those that reach any of the module; whether an import does: then the first are all, which
-    may read what a class declares and run no line of its module.
+    """Returns the tests that reach one of these lines, the tests that reach any line of the module, and whether an import reaches these
+    lines. If it does, the first are all tests, because a test may read what a class declares without running a line of the module.
     """
     reached = seen["reached"].get(str(path.relative_to(ROOT)), {})
     ids = {i for line in lines for i in reached.get(str(line), [])}
@@ -258,8 +257,8 @@ def reaching(seen: dict[str, Any], path: Path, lines: range) -> tuple[set[str], 
 
 
 def ordered(seen: dict[str, Any], ids: set[str], near: set[str], stem: str, seconds: float) -> tuple[list[str], float]:
-    """Those of the module's own file first, then those `near` it; of each function the quickest case, then the second of each, for at most
-    `seconds`; and how long they take.
+    """Orders tests: those of the module's own test file first, then those `near` it; the fastest case of each function, then the second
+    of each, for at most `seconds`. Returns them and their total time.
     """
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(ids, key=lambda name: seen["seconds"].get(name, 0.0)):
@@ -293,7 +292,7 @@ def files_of(tests: list[str]) -> list[str]:
 
 
 def examine(module: str, options: argparse.Namespace) -> tuple[int, dict[str, str]]:
-    """Run the mutants of one module that have no result yet. How many places it has, and the outcome of each that was run."""
+    """Runs the mutants of one module that have no result yet. Returns the number of places, and the outcome of each mutant run."""
     import pytest
 
     path = SOURCE / f"{module}.py"

@@ -1,4 +1,4 @@
-"""The changes that `make mutants` makes to a module: places, texts, and which functions they are in. See mutants.py."""
+"""The changes that `make mutants` makes to a module: their places, texts, and functions. See mutants.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
-# One change for each operator: the one that a person would make by mistake.
+# One change for each operator: the one that a person would most likely make by mistake.
 BINARY = "Add_Sub Sub_Add Mul_Add Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul RShift_LShift LShift_RShift BitAnd_BitOr BitOr_BitAnd BitXor_BitAnd"
 COMPARISON = "Lt_LtE LtE_Lt Gt_GtE GtE_Gt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is"
 OTHERS = (
@@ -26,7 +26,7 @@ OPERATORS = [
 ]
 
 
-# Lines that say something to readers and type checkers, or to the memory, and change no result that a test could see.
+# Lines for readers, type checkers or memory, which change no result that a test can see.
 NOT_CHANGED = re.compile(
     r"@(abstractmethod|runtime_checkable|override|lru_cache\(maxsize=\d+\)|dataclass\(frozen=True\))$"
 )
@@ -48,7 +48,7 @@ def annotations(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def places_of(text: str) -> list[tuple[str, int]]:
-    """Operator and occurrence, and line, one for each place that an operator can change; types are left out."""
+    """Returns operator and occurrence, and the line, of each place that an operator can change, without type annotations."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator
 
@@ -66,7 +66,7 @@ def places_of(text: str) -> list[tuple[str, int]]:
 
 
 def mutant(path: Path, text: str, key: str, line: int) -> Mutant | None:
-    """The mutant of one place, on `line`; None where the result is no other program."""
+    """Returns the mutant of one place on `line`; None if the result is the same program."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -90,7 +90,7 @@ def compiled(text: str, path: Path) -> CodeType | None:
 
 
 def changed_functions(was: CodeType, now: CodeType) -> list[tuple[CodeType, CodeType]] | None:
-    """Each function whose code differs, as it is and as it is now; None where a module or a class differs outside its functions."""
+    """Returns each function whose code differs, before and after; None if a module or class differs outside its functions."""
     pairs = []
     inner = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (was, now)]
     if [c.co_qualname for c in inner[0]] != [c.co_qualname for c in inner[1]]:

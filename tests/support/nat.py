@@ -1,12 +1,12 @@
-"""Homes behind routers that masquerade, and a cloud that has no route into any of them: the wires between network namespaces.
+"""Machines behind routers that masquerade (NAT), and a cloud machine that cannot reach them first: links between network namespaces.
 
     nat = Masquerade()
     with Namespaces(3, nat) as space: ...    # namespace 0 is the cloud, at CLOUD; the others are homes, all at HOME
 
-A TUN device in each namespace, and one thread that carries TCP over IPv4 between them. What leaves a home has its router's
-address and a port of it; what comes to a port that nothing has left from is dropped. As with Linux's own masquerading, packets
-of a connection that the router has forgotten open a new port; the other end knows no such connection, and resets it. A `silent`
-router drops them instead, as firewalls do that know of connections, so that neither end hears of it.
+A TUN device in each namespace, and one thread that carries TCP over IPv4 between them. A packet that leaves a home gets the address
+and a port of its router; a packet to a port from which nothing has left is dropped. As with Linux's masquerading, packets of a
+connection that the router has forgotten open a new port; the other end knows no such connection, and resets it. A `silent`
+router drops such packets instead, as stateful firewalls do, so that neither end is told.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
-CLOUD, HOME, ROUTERS = "198.51.100.1", "192.168.1.2", "203.0.113"  # two of them are of RFC 5737, for documents
+CLOUD, HOME, ROUTERS = "198.51.100.1", "192.168.1.2", "203.0.113"  # two of them are for documentation (RFC 5737)
 DEVICE = "/dev/net/tun"
 MTU = 1500
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
-_TCP, _SOURCE, _TARGET = 6, 12, 16  # the number of the protocol; where the two addresses are
-_FLAGS, _SYN = 13, 2  # where TCP's flags are in its header; the one that opens a connection
+_TCP, _SOURCE, _TARGET = 6, 12, 16  # the protocol number; the offsets of the two addresses
+_FLAGS, _SYN = 13, 2  # the offset of the flags in TCP's header; the flag that opens a connection
 
 
 class Masquerade:
-    """Carries packets until `close`. `dropped` counts what came to a home unasked, `moves` how often each home's address changed."""
+    """Carries packets until `close`. `dropped` counts unsolicited packets to a home, `moves` how often the address of each home changed."""
 
     def __init__(self, silent: bool = False) -> None:
-        self._silent, self.unknown = silent, 0  # packets of forgotten connections that were dropped
+        self._silent, self.unknown = silent, 0  # dropped packets of forgotten connections
         self.dropped, self.moves = 0, Counter[int]()
-        self.routers: list[bytes] = []  # their addresses now; the first is unused
-        self._ports: dict[tuple[int, int], int] = {}  # of a home and a port there: the one of its router
-        self._back: dict[tuple[bytes, int], tuple[int, int]] = {}  # of a router and a port of it: the home's
+        self.routers: list[bytes] = []  # their current addresses; the first is unused
+        self._ports: dict[tuple[int, int], int] = {}  # (home, its port) -> port of its router
+        self._back: dict[tuple[bytes, int], tuple[int, int]] = {}  # (router, its port) -> (home, its port)
         self._left: Counter[int] = Counter()  # bytes that left each home
         self._move_at: dict[int, int] = {}
         self._devices: list[int] = []
@@ -46,7 +46,7 @@ class Masquerade:
         self._thread: threading.Thread | None = None
 
     def connect(self, namespaces: Sequence[str], interfaces: Sequence[str], addresses: Sequence[str]) -> None:
-        """Make the devices, and begin to carry; `addresses` are not used."""
+        """Makes the devices and starts to carry packets; `addresses` are not used."""
         self._wake = os.pipe()
         for place, (namespace, interface) in enumerate(zip(namespaces, interfaces)):
             file = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,11 +64,11 @@ class Masquerade:
         self._thread.start()
 
     def move_after(self, home: int, nbytes: int) -> None:
-        """Once `nbytes` have left `home`, its router has a new address and remembers no connection. Before any have left."""
+        """Once `nbytes` have left `home`, gives its router a new address and no memory of connections. Call it before any have left."""
         self._move_at[home] = nbytes
 
     def close(self) -> None:
-        """End the thread; the devices go with it."""
+        """Ends the thread; the devices disappear with it."""
         if self._thread:
             os.write(self._wake[1], b"x")
             self._thread.join()
@@ -114,7 +114,7 @@ class Masquerade:
         self._hand_over(home, packet)
 
     def _hand_over(self, place: int, packet: bytearray) -> None:
-        with suppress(OSError):  # a namespace that is going takes nothing
+        with suppress(OSError):  # a namespace that is being removed accepts nothing
             os.write(self._devices[place], packet)
 
     def _move(self, home: int) -> None:
@@ -124,7 +124,7 @@ class Masquerade:
 
 
 def _rewrite(packet: bytearray, at: int, address: bytes, port_at: int, port: int) -> None:
-    """Another address and port in a packet, with both checksums as they must be then (RFC 1624)."""
+    """Replaces an address and a port in a packet, and updates both checksums (RFC 1624)."""
     tcp = 4 * (packet[0] & 15) + 16
     old, new = bytes(packet[at : at + 4] + packet[port_at : port_at + 2]), address + struct.pack("!H", port)
     packet[at : at + 4], packet[port_at : port_at + 2] = new[:4], new[4:]

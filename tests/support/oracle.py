@@ -1,7 +1,7 @@
-"""The slow simulator beside the fast one: one event at a time, one message at a time, in the order of time.
+"""A slow simulator, the oracle for the fast one: it processes one event and one message at a time, in order of time.
 
-A heap of (time, number, what to go on with). Every replica is a generator that says until when it computes, or what it
-waits for. Nothing is shared with thinwire.simulate but the scenario: no stragglers, no failures, no outages, no jitter.
+A heap holds (time, number, generator). Every replica is a generator that yields until when it computes, or what it
+waits for. It shares only the scenario with thinwire.simulate: no stragglers, failures, outages or jitter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from thinwire.strategy import Gradients, Strategy
 
 
 class Oracle:
-    """`wall[r]` and `landings[r]` (times) after `run`. `messages` = True: every peer gets its own message, in rank order,
-    and a replica lands when its own have arrived there and all others here; False: a round is complete for all at once.
+    """After `run`, `wall[r]` and `landings[r]` are times. `messages=True`: every peer gets its own message, in rank order, and a
+    replica lands when its messages have arrived and all others' have arrived here. False: a round completes for all at once.
     """
 
     def __init__(self, strategy: Strategy, numels: Sequence[int], scenario: Scenario, messages: bool = False) -> None:
@@ -78,7 +78,7 @@ class Oracle:
                 self.later(now, self.asleep.pop(key))
 
     def depart(self, rank: int, fragment: int, number: int, now: float) -> None:
-        """Book the uplink at `now`: events come in the order of time, so it is first come, first served."""
+        """Books the uplink at `now`. Events come in order of time, so the first to ask is served first."""
         wire = self.scenario.shares[rank] if self.scenario.shares else rank
         link = self.scenario.wires[wire].link
         nbytes = self.strategy.nbytes_per_period([self.numels[fragment]], self.size, number)
@@ -94,12 +94,12 @@ class Oracle:
             )
 
     def replica(self, rank: int, steps: int) -> Generator:
-        """The order of `Replica`, told once more."""
+        """The order of events of `Replica`, written a second time."""
         schedule, fragments = self.strategy.schedule, range(len(self.numels))
         eager = self.strategy.merge.whole_period
         flying: dict[int, tuple[int, int]] = {}
         rounds, counted = [0] * len(self.numels), [0] * len(self.numels)
-        throws_away = not eager and self.strategy.merge.forgets  # what was trained in flight
+        throws_away = not eager and self.strategy.merge.forgets  # the training during the flight
         now = yield ("until", 0.0)
 
         def depart(p: int, step: int) -> None:
@@ -132,7 +132,7 @@ class Oracle:
                     now = yield from land(p)
                     counted[p] = steps if throws_away else counted[p]
             for p in fragments:
-                if counted[p] < steps:  # else nothing was trained since
+                if counted[p] < steps:  # otherwise nothing was trained since
                     if p in flying:
                         now = yield from land(p)
                     depart(p, steps)

@@ -1,4 +1,4 @@
-"""README and docs, cut into what can be checked."""
+"""Splits README and docs into blocks that can be checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences of a page."""
+    """The text between two fences of a page."""
 
     page: Path
     line: int
@@ -31,7 +31,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 
 
 def commands() -> list[tuple[Block, str]]:
-    """Every line of every ```bash block, without comments."""
+    """Returns every line of every ```bash block, without comments."""
     lines = [
         (b, line.split(" #")[0].strip()) for page in PAGES for b in blocks(page, "bash") for line in b.text.splitlines()
     ]

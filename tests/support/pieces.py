@@ -1,6 +1,6 @@
-"""What each piece of the catalogue claims, and in which forms it is tried. A new one has a row by itself.
+"""The claims of each piece of the catalogue, and the forms in which it is tested. A new piece has a row by default.
 
-What the laws are tried on stands in thinwire.testing.
+The inputs of the laws are in thinwire.testing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Row:
     """An instance and its claims.
 
     Codecs: `exact` (decodes to what was encoded), `odd` (q(−x) = −q(x)), `idempotent` (q(q(x)) = q(x)), `contractive` (‖q(x) − x‖ ≤ ‖x‖
-    on all input), `unbiased` (the mean of q(x) over keys is x), `local` (what a block of `block` holds changes nothing in the others),
-    `drawn` (the bytes depend on the key, though not unbiased), `refuses` (bytes that no encoding makes are a
-    `PacketError`), `shared` (all senders of a round draw alike), and `error`: the most of ‖q(x) − x‖² / ‖x‖² on normal numbers, if it is known.
+    on all input), `unbiased` (the mean of q(x) over keys is x), `local` (the values in a block of `block` change nothing in the others),
+    `drawn` (the bytes depend on the key, though not unbiased), `refuses` (bytes that no encoding makes raise
+    `PacketError`), `shared` (all senders of a round draw the same), and `error`: the maximum of ‖q(x) − x‖² / ‖x‖² on normal numbers, if known.
     Outer steps: `linear` in the deltas, `stateless`.
     Exchanges: `rank order` (of exact values, the sum in rank order to the last bit).
     Aggregates: `linear`.
@@ -48,7 +48,7 @@ def row(piece: Any, *claims: str, error: float | None = 0.0) -> Row:
 
 
 def over(names: str, values: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `parametrize`, but one test: thousands of them cost more than what they try. A failure says for which value."""
+    """Like `parametrize`, but one test: collecting thousands of cases costs more than running them. A failure names the value."""
     several = [name.strip() for name in names.split(",")]
 
     def wrap(test: Callable[..., None]) -> Callable[..., None]:
@@ -69,8 +69,8 @@ def over(names: str, values: Any) -> Callable[[Callable[..., None]], Callable[..
 
 
 def grid_error(codec: Any) -> float:
-    """The most of a block's energy that rounding to the nearest can cost: of each value, as a share of itself (widest where the
-    grid doubles) or as half of its lowest step; the block's largest is above half of the grid's."""
+    """Returns the largest share of a block's energy that rounding to nearest can cost. A value errs by a share of itself (most where
+    the grid doubles) or by half of the lowest step, and the block's largest value is above half of the grid's largest."""
     grid = codec.grid
     step = grid.normal / 2**grid.mantissa
     largest = grid.largest / (2 if codec.scale == "exponent" else 1.01)
@@ -166,7 +166,7 @@ CODECS = [
         "refuses",
         error=1.0,
     ),
-    row(tw.codecs.LowRank(), "exact", "odd", "contractive", "idempotent"),  # nothing is known to be a matrix
+    row(tw.codecs.LowRank(), "exact", "odd", "contractive", "idempotent"),  # no shape is known, so nothing is a matrix
     row(tw.codecs.LowRank(1, shapes=MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.codecs.LowRank(3, 2, tw.codecs.E2M1(8), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
     row(tw.codecs.LowRank(2, 1, tw.codecs.Cast(), MATRICES), "odd", "contractive", "drawn", "shared", error=1.0),
@@ -179,7 +179,7 @@ CODECS = [
     ),
     row(
         tw.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"
-    ),  # nothing is known to be a matrix
+    ),  # no shape is known, so nothing is a matrix
     row(tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
     row(tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast(), 30, MATRICES), "contractive", error=1.0),
     row(tw.codecs.Each(tw.codecs.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),
@@ -276,10 +276,11 @@ EXCHANGES = [
 ]
 AGGREGATES = [row(tw.pieces.aggregate.Mean(), "linear"), row(tw.pieces.aggregate.MeanOverSenders())]
 SIGNALS = [row(tw.strategy.Deltas()), row(tw.strategy.Gradients())]
+# tests/pieces/test_privacy.py holds its own laws
 PRIVACIES = [
     row(tw.pieces.privacy.Privacy()),
     row(tw.pieces.privacy.Privacy(0.25, 10.0, 1e-6)),
-]  # its own laws: tests/pieces/test_privacy.py
+]
 FEEDBACKS = [
     row(tw.pieces.feedback.Feedback(), "conserves"),
     row(tw.pieces.feedback.Feedback(0, 0.95, 0.95)),
@@ -296,11 +297,11 @@ POLICIES = [
     row(tw.pieces.lgreco.LGreCo(), "decides"),
     row(tw.pieces.lgreco.LGreCo((tw.codecs.Int(2, 4), tw.codecs.Int(8)), 2.0, 3), "decides"),
 ]
-# `passes` (with a codec that drops nothing the estimate is the mean of the signals), `agreed` (its state is the same on all replicas)
+# `passes` (with a codec that drops nothing, the estimate is the mean of the signals), `agreed` (its state is the same on all replicas)
 FILTERS = [
     row(tw.pieces.transforms.Clip(0.0), "passes", "agreed"),
     row(tw.pieces.transforms.Clip(1.0), "agreed"),
-    row(tw.pieces.transforms.Momentum(0.9), "passes"),  # what was all sent is all cleared
+    row(tw.pieces.transforms.Momentum(0.9), "passes"),  # everything is sent, so everything is cleared
     row(tw.pieces.transforms.Momentum(0.5, "nothing")),
     row(tw.pieces.transforms.Moments(freeze=3), "agreed"),
     row(tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(0.5, 2)), "agreed"),
@@ -330,7 +331,7 @@ INNERS = [
 
 
 def missing(table: list[Row], protocol: type) -> list[Row]:
-    """A row for each piece of the catalogue that has none in `table`: as it is made without arguments, with what it claims."""
+    """Returns a row for each piece of the catalogue without one in `table`: its default instance, with the claims that it declares."""
     there = {type(row.piece) for row in table}
     made = [
         piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there | {tw.exchange.Gossip}
@@ -367,7 +368,7 @@ TABLE = [
 
 _IRREGULAR = tw.topology.Listed(((0, 1), (1, 2), (2, 3), (3, 0), (0, 2)), one_way=True)
 GOSSIP: dict[str, tw.Strategy] = {
-    # the recipes whose replicas do not agree, and what these leave out; for four replicas
+    # the recipes whose replicas do not agree, and variants of them; for four replicas
     "noloco": RECIPES["noloco"](every=4),
     "d_psgd": RECIPES["d_psgd"](),
     "choco": RECIPES["choco"](codec=tw.codecs.E3M0(4)),
@@ -431,7 +432,7 @@ METHODS: dict[str, tw.Strategy] = {
         exchange=tw.exchange.TwoShot(),
         aggregate=tw.pieces.weighing.FoolsGold(),
     ),
-    # what the recipes leave out
+    # forms that no recipe has
     "feedback in the air": tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(6, 3),
         partition=tw.pieces.partition.Strided(2),
@@ -586,16 +587,16 @@ METHODS: dict[str, tw.Strategy] = {
     ),
 }
 
-# Of these the kind is in the fast tests already; they are slow by their number only.
+# The fast tests already have one of each kind; these are slow only because there are many.
 _OF_A_KIND = {"outer_dgc", "ef14", "ef21", "power_sgd", "qsgd", "cgx", "demo", "muloco"}
 
 
 def each(names: Iterable[str]) -> list[Any]:
-    """Names of methods to parametrize with; of a kind only one is fast."""
+    """Returns names of methods for parametrize; only one of each kind is fast."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in _OF_A_KIND else name for name in names]
 
 
-IN_SITES = {  # for so many replicas as there are in the sites
+IN_SITES = {  # by the number of replicas in the sites
     sites: tw.Strategy(
         schedule=tw.pieces.schedule.Staggered(4, 2),
         partition=tw.pieces.partition.Strided(2),
@@ -613,7 +614,7 @@ IN_SITES = {  # for so many replicas as there are in the sites
 
 @dataclass(frozen=True)
 class Picky(tw.pieces.outer.Outer):
-    """An outer step that overflows on a first, small delta: a round that nobody can land, and nobody's fault."""
+    """An outer step that overflows on the first small delta: no replica can land such a round, though every packet is sound."""
 
     at_least: float
     linear = True

@@ -1,5 +1,5 @@
-"""What torch's profiler counts of memory. `alone` (conftest.py) calls these in a process without other threads: beside threads
-that wait, the profiler may end the process.
+"""Memory as torch's profiler counts it. `alone` (conftest.py) runs these functions in a process without other threads, because
+beside waiting threads the profiler may end the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thinwire.rng import Key
 
 
 def of_a_codec(codec: Codec, numel: int, times: int) -> tuple[list[int], int]:
-    """Bytes of the tensors of one encoding and decoding of `numel` values; the peak of Python's and numpy's in `times` of them."""
+    """Returns the bytes of the tensors of one encoding and decoding of `numel` values, and the peak of Python's and numpy's in `times`."""
     torch.set_num_threads(1)
     x, out = torch.randn(numel), torch.zeros(numel)
     payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
@@ -26,7 +26,7 @@ def of_a_codec(codec: Codec, numel: int, times: int) -> tuple[list[int], int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         codec.encode(x, payload, Key())
         codec.decode_add(payload, out, Key(), 0.5)
-        seen = torch.empty(1)  # so that a profiler that sees nothing is found out
+        seen = torch.empty(1)  # detects a profiler that sees nothing
     del seen
     allocated = [event.cpu_memory_usage for event in profiler.events() if event.cpu_memory_usage]
     tracemalloc.start()
@@ -39,7 +39,7 @@ def of_a_codec(codec: Codec, numel: int, times: int) -> tuple[list[int], int]:
 
 
 def of_an_inner_step(shape: Architecture, batch: int, accumulate: int) -> int:
-    """The peak of bytes alive in an inner step of our own model."""
+    """Returns the peak of live bytes in an inner step of Thinwire's language model."""
     model = Transformer(shape)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(batch, shape.context, dtype=torch.long)
@@ -54,7 +54,7 @@ def of_an_inner_step(shape: Architecture, batch: int, accumulate: int) -> int:
 
 
 def of_forward_and_backward(kind: str, options: dict[str, Any], vocabulary: int) -> int:
-    """The same, of a pass over 4 texts of 64 tokens in a Hugging Face model."""
+    """Returns the same for a forward and backward pass of a Hugging Face model over 4 texts of 64 tokens."""
     model = hugging_face(kind, vocabulary=vocabulary, **options)
     tokens = torch.zeros(4, 64, dtype=torch.long)
 

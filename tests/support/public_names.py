@@ -1,4 +1,4 @@
-"""What users may lean on. `DOCUMENTED` are the names that pages must mention, `PUBLIC` all names whose docstrings are held."""
+"""The public names. `DOCUMENTED` are those that pages must mention; `PUBLIC` are all whose docstrings are checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BESIDE: dict[str, object] = {
     each.__name__: each for each in (tw.pieces.partition.Fragment, tw.pieces.schedule.short_first, parse)
 }
 
-# Outside the table of pieces: what pages and examples tell users to import.
+# Names outside the table of pieces that pages and examples import.
 MODULES = {
     "thinwire.codecs": "check_finite",
     "thinwire.comm": "CountedGroup Link LinkedGroup gather start_torch",
@@ -56,7 +56,7 @@ MODULES = {
     "thinwire.testing": "check",
     "thinwire.topology": "spectrum",
 }
-NEEDS = {"thinwire.integrations.torchtitan": "torchtitan"}  # is not in the extra `dev`
+NEEDS = {"thinwire.integrations.torchtitan": "torchtitan"}  # the extra `dev` does not have it
 IMPORTED: dict[str, object] = {
     name: getattr(import_module(module), name)
     for module, names in MODULES.items()
@@ -67,9 +67,9 @@ DOCUMENTED: dict[str, object] = (
     {name: getattr(tw, name) for name in tw.__all__} | COMPOSED | PIECES | PROTOCOLS | BESIDE | IMPORTED
 )
 
-# Packages without `__all__` whose modules are all for users.
+# Packages without `__all__`, all of whose modules are public.
 WHOLE = ("thinwire.simulate", "thinwire.plan.sharding")
-# What a docstring cannot show in one process: a test runs the example from this file.
+# Names whose docstring cannot show an example in one process; a test runs the example in this file.
 EXAMPLES = {
     "thinwire.comm.torch.start_torch": "examples/02_processes.py",
     "thinwire.comm.secure.hub.Hub": "examples/12_own_loop_over_a_hub.py",
@@ -91,7 +91,7 @@ def qualified(thing: object) -> str:
 
 
 def exported() -> Iterator[object]:
-    """What packages list in `__all__`, and all that the modules of `WHOLE` define. The command line is held by test_surface.py."""
+    """Yields what packages list in `__all__`, and all that the modules of `WHOLE` define. test_surface.py checks the command line."""
     for _, name, is_package in pkgutil.walk_packages(tw.__path__, "thinwire."):
         whole = name.startswith(WHOLE)
         if (is_package or whole) and not name.startswith("thinwire.cli"):
@@ -101,7 +101,7 @@ def exported() -> Iterator[object]:
 
 
 def shown() -> Iterator[object]:
-    """What the code of pages and examples imports from thinwire, or reaches through it."""
+    """Yields what the code of pages and examples imports from thinwire, or reaches through it."""
     texts = [block.text for page in PAGES if page.name != "log.md" for block in blocks(page, "python")]
     texts += [path.read_text() for path in ROOT.glob("examples/*.py")]
     for text in texts:
@@ -124,7 +124,7 @@ def importable(module: str | None) -> bool:
 
 
 def in_the_reference() -> Iterator[object]:
-    """The names that the site's API reference shows beside those of packages: `BESIDE` in docs/site_hooks.py."""
+    """Yields the names that the site's API reference shows in addition to those of packages: `BESIDE` in docs/site_hooks.py."""
     for statement in ast.parse((ROOT / "docs/site_hooks.py").read_text()).body:
         if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "BESIDE":
             for module, names in ast.literal_eval(statement.value).items():

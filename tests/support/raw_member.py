@@ -1,4 +1,4 @@
-"""A member that says what it likes: the right key, and frames by hand."""
+"""A member with a valid key that sends arbitrary frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.version import PROTOCOLS
 
 
 class RawStream:
-    """One stream: `put` a frame, read the answers."""
+    """One stream: `put` sends a frame; iteration reads the answers."""
 
     def __init__(self, channel: grpc.Channel, method: str) -> None:
         self._frames: queue.Queue[bytes | None] = queue.Queue()
@@ -36,7 +36,7 @@ class RawStream:
         self._frames.put(None)
 
     def refusal(self) -> tuple[grpc.StatusCode, str]:
-        """How the hub ends the stream, after whatever else it says."""
+        """Returns how the hub ends the stream, skipping its other messages."""
         try:
             for _ in self.call:
                 pass
@@ -46,7 +46,7 @@ class RawStream:
 
 
 class RawMember:
-    """A channel with these credentials; `admitted` makes honest ones."""
+    """A channel with these credentials; `admitted` makes valid ones."""
 
     def __init__(self, token: Token, own: Credentials, group: bytes = bytes(32)) -> None:
         credentials = grpc.ssl_channel_credentials(own.authorities, own.key or None, own.certificate or None)
@@ -70,7 +70,7 @@ class RawMember:
         return self._streams[-1]
 
     def hello(self, size: int) -> RawStream:
-        """A control stream with its first frame."""
+        """Opens a control stream and sends its first frame."""
         stream = self.control()
         stream.put(
             frames.HELLO,
@@ -80,7 +80,7 @@ class RawMember:
         return stream
 
     def meet(self, run: str) -> RawStream:
-        """A stream of requests in the elastic run of this name, with its first frame."""
+        """Opens a stream of requests in the elastic run of this name, and sends its first frame."""
         stream = self._stream(MEET)
         stream.put(frames.MEET, 0, frames.packed(frames.MEET, self.process, run.encode()))
         return stream
@@ -98,11 +98,11 @@ class RawMember:
 
 
 def admitted(token: Token, name: str, folder: Path) -> Credentials:
-    """What an honest machine gets."""
+    """Returns the credentials that an honest machine gets."""
     return asyncio.run(Enrolment(token, name, folder).admitted()).credentials
 
 
 def welcomed(stream: RawStream) -> frames.Welcome:
-    """The hub's answer to `hello`."""
+    """Returns the hub's answer to `hello`."""
     raw = next(stream.call)
     return frames.opened_welcome(frames.opened(raw, 0, [frames.WELCOME]).body)

@@ -1,5 +1,5 @@
-"""Toys that read samples: parameter x of every fragment counts how often the sample at position x was trained. So what is in the anchors
-is known from the deltas themselves, whatever the ledger says.
+"""Toys that read samples. Parameter x of every fragment counts how often the sample at position x was trained, so the deltas
+themselves show which samples are in the anchors, independently of the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP = 2  # samples in an inner step
 
 
 class NotingReader(LeasedReader):
-    """Says what was read last."""
+    """A reader that remembers its last draw."""
 
     now: list[Range]
 
@@ -37,7 +37,7 @@ def book() -> Book:
 
 
 def inner(toy: Toy, fragment: int) -> Tensor:
-    """An inner step: one for each sample, in both fragments."""
+    """Returns the change of one inner step: 1 for each sample, in both fragments."""
     reader = toy.reader
     assert isinstance(reader, NotingReader)
     if fragment == 0:
@@ -59,8 +59,8 @@ def train(
     away: float = 0.0,
     **settings: Any,
 ) -> Callable[[str], Toy]:
-    """A replica that reads, comes after `come` seconds, and `away` seconds after its death comes back: with its last checkpoint, if it
-    saves any.
+    """Returns a replica that reads. It joins after `come` seconds; `away` seconds after its death it returns, with its last checkpoint
+    if it saves any.
     """
 
     def run(name: str) -> Toy:
@@ -80,7 +80,7 @@ def train(
 
 
 def landed(held: Book, state_digest: str) -> list[Counter[int]]:
-    """How often each position is in the anchors that `state_digest` names, by fragment: from the deltas that made them."""
+    """Returns, by fragment, how often each position is in the anchors of `state_digest`, computed from the deltas that made them."""
     sums = [torch.zeros(POSITIONS), torch.zeros(POSITIONS)]
     for one in held.history(state_digest):
         sums[one.fragment] -= reduce(torch.add, one.deltas, torch.zeros(POSITIONS))
@@ -88,7 +88,8 @@ def landed(held: Book, state_digest: str) -> list[Counter[int]]:
 
 
 def check(held: Book, toy: Toy) -> tuple[DataLedger, set[int]]:
-    """Every position is in the anchors at most once; once in all of them, or named as lost, or somebody's still. The ledger, and what is lost."""
+    """Checks that each position is at most once in the anchors, and is either in all of them, named as lost, or leased. Returns the ledger
+    and the lost positions."""
     agreed = toy.elastic.rounds.loop.agreed
     ledger, anchors = agreed.ledger, landed(held, agreed.state_digest)
     assert ledger is not None

@@ -1,9 +1,9 @@
-"""Record what byzfl 0.0.11 makes of a few vectors: the oracle of tests/pieces/test_byzfl.py.
+"""Records the results of byzfl 0.0.11 on a few vectors: the oracle of tests/pieces/test_byzfl.py.
 
-    pip install byzfl==0.0.11          # somewhere else: it needs torchvision, scipy, matplotlib and seaborn, which Thinwire does not
+    pip install byzfl==0.0.11          # in another environment: it needs torchvision, scipy, matplotlib and seaborn, which Thinwire does not
     python tests/support/record_byzfl.py
 
-Only its rules and attacks are loaded, without what its __init__ imports beside them, so `pip install --no-deps byzfl==0.0.11 scipy` will do.
+Only its rules and attacks are loaded, without the imports of its __init__, so `pip install --no-deps byzfl==0.0.11 scipy` is enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZE, NUMEL, LIARS = 11, 6, 2
 
 
 def vectors(seed: int) -> np.ndarray:
-    """[11, 6], the last two far away; whole numbers over 256, so that JSON holds them exactly."""
+    """Returns [11, 6], of which the last two are outliers; integers divided by 256, so that JSON holds them exactly."""
     chance = np.random.default_rng(seed)
     x = chance.normal(size=NUMEL) + chance.normal(size=(SIZE, NUMEL))
     x[-LIARS:] *= 10

@@ -1,4 +1,4 @@
-"""Synthetic event logs. A fixture, not a simulator: it draws plausible numbers so that there is something to read and draw."""
+"""Synthetic event logs with plausible random numbers, so that records and reports have something to read and draw."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def write_events(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 class _Pen:
-    """Draws one replica's session."""
+    """Writes the session of one replica."""
 
     def __init__(self, replica: int, replicas: int, seed: int, options: dict[str, Any]) -> None:
         self.replica, self.replicas, self.options = replica, replicas, options
         self.random = random.Random(seed * 1000 + replica)
         self.clock, self.free = 0.4, 0.0
         self.events: list[dict[str, Any]] = []
-        self.air: list[tuple[int, int, int, float]] = []  # lands at step, fragment, round, ready
+        self.air: list[tuple[int, int, int, float]] = []  # (step of landing, fragment, round, time when ready)
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         self.events.append({"event": kind, "seconds": round(self.clock, 6), "step": step, **fields})
@@ -136,7 +136,7 @@ def make_run() -> Callable[..., Path]:
 
 
 def draw_run(folder: Path, replicas: int = 2, steps: int = 200, killed_at: int = 0, **options: Any) -> Path:
-    """A run folder; `killed_at` kills and resumes it at the last hundred before that step."""
+    """Returns a run folder. `killed_at` kills the run and resumes it at the last hundred before that step."""
     options = {"every": 30, "delay": 5, "seconds": 0.18, "rate": 2e7, "seed": 0} | options
     folder.mkdir(parents=True)
     toml = RUN_TOML.format(steps=steps, mbit=int(options["rate"] / 1e6), **options)

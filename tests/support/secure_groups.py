@@ -1,4 +1,4 @@
-"""Replicas over a hub, as threads of one process, each with a key and connections of its own."""
+"""Replicas over a hub as threads of one process, each with its own key and connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.comm.secure import Hub, SecureGroup, Token, join
 def run_secure(
     hub: Hub | Token, size: int, fn: Callable[[SecureGroup], Any], folder: Path, prefix: str = "replica", run: str = ""
 ) -> list[Any]:
-    """`fn(group)` on `size` replicas that join `hub`; their results in rank order. Raises what the first raised."""
+    """Runs `fn(group)` on `size` replicas that join `hub`. Returns the results in rank order, or raises the first error."""
     token = hub.invite(size) if isinstance(hub, Hub) else hub
     results: dict[int, Any] = {}
     failures: list[BaseException] = []

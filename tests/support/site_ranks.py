@@ -1,4 +1,4 @@
-"""Ranks of a site as threads of this process: torch's own process group for tests, with its collectives."""
+"""Ranks of a site as threads of this process, in torch's own process group for tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def run_ranks(ranks: int, call: Callable[[int, DeviceMesh], Any]) -> list[Any]:
-    """`call(rank, mesh)` on each of `ranks` ranks; what they return, by rank. The first error of any rank is raised."""
+    """Runs `call(rank, mesh)` on each of `ranks` ranks and returns the results by rank. The first error of any rank is raised."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     store, world = dist.HashStore(), dist.distributed_c10d._world
-    hook = sys.excepthook  # torch puts one in its place that names ranks
+    hook = sys.excepthook  # torch replaces it by one that names ranks
     found, failed = [None] * ranks, list[BaseException]()
 
     def one(rank: int) -> None:
@@ -29,7 +29,7 @@ def run_ranks(ranks: int, call: Callable[[int, DeviceMesh], Any]) -> list[Any]:
             found[rank] = call(rank, init_device_mesh("cpu", (ranks,)))
         except BaseException as error:
             failed.append(error)
-            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the others
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the other ranks
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -53,7 +53,7 @@ def run_ranks(ranks: int, call: Callable[[int, DeviceMesh], Any]) -> list[Any]:
 
 
 class Collectives(TorchDispatchMode):
-    """Within: the names of functional collectives that this thread calls."""
+    """Records the names of functional collectives that this thread calls inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # to be told of what it does with its parts
+            return NotImplemented  # then torch dispatches the operations on its parts to this mode
         space, _, name = func._schema.name.partition("::")
         if space == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
             self.called.append(name)

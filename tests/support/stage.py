@@ -1,4 +1,4 @@
-"""A lighthouse and counting replicas, each a process of its own; what happens to them, and the reckoning at the end."""
+"""A lighthouse or hub and counting replicas, each a process; faults that happen to them, and the checks at the end."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from counting import NAMES, PLACES, QUICK, UNIT
 
 from thinwire.membership.lighthouse import Lighthouse
 
-LIMIT = 600.0  # ends a hang
+LIMIT = 600.0  # only ends a hang
 Line = dict[str, Any]
 
-# Each is a process of its own, forked from one that has imported torch already: on a busy machine that takes long.
+# Each process is forked from one that has imported torch already, because importing takes long on a busy machine.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["stage", "pytest"])
 
 
-def stand(told: Connection, port: int) -> None:
-    """A lighthouse, until it is killed."""
+def serve_lighthouse(told: Connection, port: int) -> None:
+    """Runs a lighthouse until it is killed."""
     lighthouse = Lighthouse("127.0.0.1", port, heartbeat_timeout=QUICK.heartbeat_timeout)
     told.send((lighthouse.address, lighthouse.port))
     signal.pause()
 
 
-def stand_as_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUICK.heartbeat_timeout) -> None:
-    """A hub, until it is killed."""
+def serve_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUICK.heartbeat_timeout) -> None:
+    """Runs a hub until it is killed."""
     from thinwire.comm.secure import Hub
     from thinwire.membership.registry import MemberRegistry
 
@@ -46,8 +46,8 @@ def stand_as_hub(told: Connection, folder: Path, heartbeat_timeout: float = QUIC
     signal.pause()
 
 
-def replicate(err: str, *arguments: str) -> None:
-    """A replica; what it would write to stderr goes to the file `err`."""
+def run_replica(err: str, *arguments: str) -> None:
+    """Runs a replica; its stderr is appended to the file `err`."""
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     counting.main(*arguments)
 
@@ -57,30 +57,30 @@ class Stage:
         self.folder, self.names, self.port = folder, names, 0
         self.running: dict[str, BaseProcess] = {}
         self.done: Counter[str] = Counter()  # faults, by kind
-        self.untouched = set(names)  # never killed: nothing of theirs may be lost
+        self.untouched = set(names)  # never killed, so no step of theirs may be lost
         self.frozen: dict[str, float] = {}  # until when
-        self.light()
+        self.start_server()
 
-    # ---- what stands here
+    # ---- processes
 
-    def light(self) -> None:
+    def start_server(self) -> None:
         hear, tell = FORKS.Pipe(duplex=False)
-        self.lighthouse = FORKS.Process(target=self.stands[0], args=(tell, *self.stands[1:]), daemon=True)
+        self.lighthouse = FORKS.Process(target=self.server_call[0], args=(tell, *self.server_call[1:]), daemon=True)
         self.lighthouse.start()
         self.address, self.port = hear.recv()
 
     @property
-    def stands(self) -> tuple[Any, ...]:
-        """What is called in a process of its own."""
-        return stand, self.port
+    def server_call(self) -> tuple[Any, ...]:
+        """The function, with its arguments, that runs in the process of the server."""
+        return serve_lighthouse, self.port
 
-    def darken(self) -> None:
+    def kill_server(self) -> None:
         self.lighthouse.kill()
         self.lighthouse.join()
 
     def start(self, name: str, size: int = PLACES) -> BaseProcess:
         arguments = (str(self.folder / f"{name}.err"), self.address, name, str(self.folder), str(size))
-        process = FORKS.Process(target=replicate, args=arguments, daemon=True)
+        process = FORKS.Process(target=run_replica, args=arguments, daemon=True)
         process.start()
         return process
 
@@ -95,8 +95,8 @@ class Stage:
         self.running[name].kill()
         self.running[name].join()
 
-    def tend(self) -> None:
-        """What somebody does who looks after a run: thaw, and start again what has ended."""
+    def restart_ended(self) -> None:
+        """Resumes replicas whose freeze is over, and restarts those that have ended, as the operator of a run would."""
         for name, until in list(self.frozen.items()):
             if time.monotonic() >= until:
                 self.signal(name, signal.SIGCONT)
@@ -117,9 +117,9 @@ class Stage:
         for process in self.running.values():
             process.kill()
             process.join()
-        self.darken()
+        self.kill_server()
 
-    # ---- what they wrote
+    # ---- logs of the replicas
 
     def lines(self, name: str, *kinds: str) -> list[Line]:
         files = sorted(self.folder.glob(f"{name}-*.jsonl"), key=lambda file: file.name)
@@ -127,14 +127,14 @@ class Stage:
         return [line for line in map(json.loads, whole) if not kinds or line["kind"] in kinds]
 
     def steps(self, name: str) -> int:
-        """Inner steps in all its lives."""
+        """Returns the inner steps of a replica over all its processes."""
         return int(struct.unpack("<q", (self.folder / f"{name}.steps").read_bytes())[0])
 
     def until(self, condition: Any, what: str) -> None:
         deadline = time.monotonic() + LIMIT
         while not condition():
             assert time.monotonic() < deadline, f"{what}: {self.said()}"
-            self.tend()
+            self.restart_ended()
             time.sleep(0.05)
 
     def until_all_take_part(self) -> None:
@@ -168,9 +168,9 @@ class Stage:
             case "disk full":
                 self.signal(name, signal.SIGUSR2)
             case "lighthouse killed":
-                self.darken()
+                self.kill_server()
                 time.sleep(chance.uniform(0.0, 1.5))
-                self.light()
+                self.start_server()
             case "lighthouse frozen":
                 os.kill(self.lighthouse.pid or 0, signal.SIGSTOP)
                 time.sleep(chance.uniform(0.2, 1.0))
@@ -178,18 +178,18 @@ class Stage:
             case "all killed":
                 for each in self.names:
                     self.kill(each)
-                self.darken()
-                self.light()
+                self.kill_server()
+                self.start_server()
             case "wrong model" | "a name that is taken":
-                self.until_all_take_part()  # one that was killed a moment ago has no name to be taken
+                self.until_all_take_part()  # a replica killed a moment ago holds no name
                 wrong = self.start("d", PLACES // 2) if kind == "wrong model" else self.start(name)
                 wrong.join(LIMIT)
                 assert wrong.exitcode == 1, self.said()
 
-    # ---- the reckoning
+    # ---- checks at the end
 
     def end(self) -> None:
-        """All stop by themselves."""
+        """Stops all replicas; each ends by itself."""
         self.until_all_take_part()
         (self.folder / "stop").touch()
         for name, process in self.running.items():
@@ -197,7 +197,7 @@ class Stage:
             assert process.exitcode == 0, (name, self.said())
 
     def history(self) -> list[Line]:
-        """The rounds that led to what all hold at the end, first to last."""
+        """Returns the rounds that led to the final state, in order."""
         commits = {line["state_digest"]: line for name in self.names for line in self.lines(name, "commit")}
         state_digest, rounds = self.lines(self.names[0], "done")[-1]["state_digest"], []
         while state_digest in commits:
@@ -205,8 +205,8 @@ class Stage:
             state_digest = rounds[-1]["before"]
         return rounds[::-1]
 
-    def reckon(self) -> dict[str, float]:
-        """All hold the same bits, and these are what was brought to the committed rounds, each counted once. What was lost, by name."""
+    def check_anchors(self) -> dict[str, float]:
+        """Checks that all hold the same bits, and that these are the deltas of the committed rounds, each once. Returns the steps lost by name."""
         ends = {name: self.lines(name, "done")[-1] for name in self.names}
         first = ends[self.names[0]]
         assert all(
@@ -229,7 +229,7 @@ class Stage:
         return {name: self.steps(name) - min(c[NAMES.index(name)] for c in counted) for name in self.names}
 
     def figures(self, lost: dict[str, float]) -> str:
-        """How it was survived, in lines."""
+        """Returns the figures of the run as text."""
         rounds = [line for name in self.names for line in self.lines(name, "round") if line["fragment"] >= 0]
         ids = {(line["round"], tuple(line["members"])): line["committed"] for line in rounds}
         finish = [line for name in self.names for line in self.lines(name, "finish")]
@@ -255,8 +255,8 @@ class Stage:
 
 
 class HubStage(Stage):
-    """With a hub in place of the lighthouse: the same faults happen to it."""
+    """The same with a hub in place of the lighthouse."""
 
     @property
-    def stands(self) -> tuple[Any, ...]:
-        return stand_as_hub, self.folder / "hub"
+    def server_call(self) -> tuple[Any, ...]:
+        return serve_hub, self.folder / "hub"

@@ -1,4 +1,4 @@
-"""Replicas of unlike small language models that talk: a chain of tokens, two models, and a run."""
+"""Replicas of different small language models that codistill: a synthetic text, two models, and a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.testing.toy import fill, weights
 
 VOCABULARY, PROBE = 12, 6
 METHOD = codistill(every=4, delay=2, probe=PROBE, top=3, warmup=4, weight=1.0)
-Change = Callable[[int, int, Tensor], Tensor]  # of a rank's logits of a part of the probe set
+Change = Callable[[int, int, Tensor], Tensor]  # maps (rank, part of the probe set, logits) to the logits that are sent
 
 
 def as_they_are(rank: int, number: int, logits: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def as_they_are(rank: int, number: int, logits: Tensor) -> Tensor:
 
 
 def chain(stream: int, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens and what follows them: mostly 3·x + 1."""
+    """Returns tokens and the tokens that follow them, mostly 3·x + 1."""
     generator = torch.Generator().manual_seed(stream)
     tokens = torch.randint(0, VOCABULARY, (count,), generator=generator)
     noise = torch.randint(0, 3, (count,), generator=generator)
@@ -38,7 +38,7 @@ def model_of(width: int, seed: int = 0) -> nn.Module:
 
 @dataclass
 class ChainProbe:
-    """The probe set; `change` is what a replica says in place of what its model does."""
+    """The probe set. `change` replaces the logits that a replica's model gives."""
 
     model: nn.Module
     rank: int = 0
@@ -55,7 +55,7 @@ class ChainProbe:
 
 @dataclass
 class Trip:
-    """What a replica lived through."""
+    """The history of one replica."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -71,7 +71,7 @@ class Trip:
 
 
 def attached(method: Codistill, group: Group, change: Change = as_they_are, seed: int = 0, width: int = 0) -> Trip:
-    """Replica 0 is 4 wide, replica 1 is 6, and so on, unless `width` is said."""
+    """Attaches a replica. Replica 0 has width 4, replica 1 has 6, and so on, unless `width` is given."""
     model = model_of(width or 4 + 2 * group.rank, seed)
     trip = Trip(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
@@ -98,7 +98,7 @@ def go_on(trip: Trip, rank: int, until: int) -> Trip:
 
 
 def talk(group: Group, method: Codistill = METHOD, steps: int = 24, change: Change = as_they_are, **more: Any) -> Trip:
-    """A whole run of one replica."""
+    """Runs the whole training of one replica."""
     trip = go_on(attached(method, group, change, **more), group.rank, steps)
     assert trip.at_work
     trip.at_work.finish()
@@ -106,7 +106,7 @@ def talk(group: Group, method: Codistill = METHOD, steps: int = 24, change: Chan
 
 
 def alone(rank: int, steps: int = 24) -> Tensor:
-    """The same replica without any method."""
+    """Trains the same replica without any method, and returns its weights."""
     model = model_of(4 + 2 * rank)
     trip = Trip(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""A TCP proxy that a test can cut, hold and let garble: two ports of a hub, as a bad network would give them."""
+"""A TCP proxy that a test can cut, hold and make change bytes: it forwards the two ports of a hub, like a bad network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Change = Callable[[bytes], bytes]
 
 
 class Proxy:
-    """Forwards to the two ports of a hub, whose `token` it gives with its own ports in it.
+    """Forwards to the two ports of a hub. `token` is the hub's token with the proxy's ports in it.
 
-    `upwards` and `downwards` change what is forwarded. `held`: nothing is forwarded while it is clear. `forwarded` counts the
-    bytes that went up to the port of members; `reached` wakes whoever waits for so many.
+    `upwards` and `downwards` change the forwarded bytes. `held`: nothing is forwarded while it is clear. `forwarded` counts the
+    bytes that went up to the port of members; `reached` wakes threads that wait for a count.
     """
 
     def __init__(self, token: Token) -> None:
@@ -38,29 +38,29 @@ class Proxy:
             self._begin(self._accept, listener, (token.host, port), port == token.port)
 
     def cut(self) -> None:
-        """End all connections, and let none through until `mend`."""
+        """Ends all connections, and accepts none until `mend`."""
         with self.changed:
             self._cut = True
             for one in list(self._open):
                 self._end(one)
 
     def forget(self) -> None:
-        """Drop what comes over the connections that are open now, without a word, as a router does that has begun again."""
+        """Drops everything on the open connections without an error, like a router that has restarted."""
         with self.changed:
             self._forgotten |= self._open
 
     def mend(self) -> None:
-        """Let connections through again."""
+        """Accepts connections again."""
         with self.changed:
             self._cut = False
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Until `enough`, which something that was counted here makes true."""
+        """Waits until `enough()`; a count of this proxy must make it true."""
         with self.changed:
             assert self.changed.wait_for(enough, 600.0)
 
     def close(self) -> None:
-        """End everything."""
+        """Ends everything."""
         self.cut()
         self.held.set()
         for listener in self._listeners:
@@ -97,7 +97,7 @@ class Proxy:
                     continue
                 try:
                     far = socket.create_connection(target)
-                except OSError:  # the hub is not there
+                except OSError:  # the hub does not answer
                     near.close()
                     continue
                 self._open |= {near, far}

@@ -1,4 +1,4 @@
-"""What torchtitan's Trainer is made of, by its real configs, and its loop: the Trainer itself needs a GPU."""
+"""The parts of torchtitan's Trainer, made from its real configurations, and its loop. The Trainer itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToyWithoutEmpty(Toy):
 
 
 class Titan:
-    """With the attributes of torchtitan's Trainer that the bridge uses."""
+    """An object with the attributes of torchtitan's Trainer that the bridge uses."""
 
     def __init__(self, folder: Path, groups: int = 2, steps: int = 12, saved: int = 7) -> None:
         self.config, self.step = SimpleNamespace(training=SimpleNamespace(steps=steps)), 0
@@ -50,7 +50,7 @@ class Titan:
             sd_adapter=None,
             base_folder=str(folder),
         )
-        self.checkpointer.states.pop("dataloader")  # there is none
+        self.checkpointer.states.pop("dataloader")  # this trainer has no dataloader
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -59,7 +59,7 @@ class Titan:
         self.step = state["step"]
 
     def train(self, steps: int | None = None, load: int = -1, before: Callable[[], object] = lambda: None) -> Toy:
-        """As `Trainer.train` goes."""
+        """Trains in the order of `Trainer.train`."""
         (model,), last = self.model_parts, self.config.training.steps
         self.checkpointer.load(step=load)
         while self.step < (steps or last):

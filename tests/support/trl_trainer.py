@@ -1,4 +1,4 @@
-"""Adapters on a tiny GPT-2 under TRL's `SFTTrainer`, with local texts; as a program, one of two replicas: `torchrun ... trl_trainer.py FOLDER`."""
+"""Adapters on a tiny GPT-2 under TRL's `SFTTrainer`, on local texts. As a program it is one replica of two: `torchrun ... trl_trainer.py FOLDER`."""
 
 from __future__ import annotations
 

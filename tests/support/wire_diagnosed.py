@@ -1,7 +1,7 @@
-"""A replica that test_diagnosis_wire.py starts in a network namespace: it trains a toy, writes its events, and fails as a line on stdin says.
+"""A replica that test_diagnosis_wire.py starts in a network namespace. It trains a toy, writes events, and obeys lines on stdin:
 
-sleep     0.1 s in every step from now on
-before    stop (SIGSTOP) before the next round is entered
+sleep     sleep 0.1 s in every step from now on
+before    stop (SIGSTOP) before the next round begins
 during    stop in the middle of the next round
 """
 
@@ -22,8 +22,8 @@ import thinwire as tw
 from thinwire.comm import TorchGroup, start_torch
 from thinwire.records.events import EventLog
 
-STEPS = 4  # inner steps a round
-NUMEL = 50_000  # 200 kB a message
+STEPS = 4  # inner steps in a round
+NUMEL = 50_000  # 200 kB in a message
 
 
 def main() -> None:

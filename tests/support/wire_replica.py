@@ -1,7 +1,7 @@
 """A replica that test_group_wire.py starts in a network namespace.
 
-It does what a line on stdin says: `count` answers with what its ledger and the kernel count of its connections, `rounds`
-exchanges and answers with the bytes that its packets should have.
+It obeys lines on stdin: `count` prints the counts of its ledger and of the kernel for its connections; `rounds`
+exchanges, and prints the predicted bytes of its packets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from thinwire.rng import Key
 NUMELS = (0, 1, 300, 25_000, 750_000)
 ROUNDS = 3
 
-# Of Linux's `struct tcp_info` (since 4.19): name, offset, form.
+# Fields of Linux's `struct tcp_info` (since 4.19): name, offset, format.
 INFO = (
     ("unacked", 24, "I"), ("acked", 120, "Q"), ("received", 128, "Q"), ("segments", 136, "I"), ("notsent", 144, "I"),
     ("sent", 200, "Q"),
@@ -33,7 +33,7 @@ INFO = (
 
 
 def counted(files: set[SocketFile]) -> dict[str, int]:
-    """What the kernel counts of these connections: bytes without any header, segments with those that only acknowledge."""
+    """Returns the kernel's counts for these connections: bytes without headers, and segments including pure acknowledgements."""
     total: Counter[str] = Counter()
     for file in files:
         with opened(file) as one:
@@ -43,14 +43,14 @@ def counted(files: set[SocketFile]) -> dict[str, int]:
 
 
 def settled(files: set[SocketFile]) -> dict[str, int]:
-    """The same, when the peers have acknowledged all that was sent."""
+    """Returns the same once the peers have acknowledged everything that was sent."""
     while (now := counted(files))["unacked"] or now["notsent"]:
         time.sleep(0.01)
     return now
 
 
 def rounds(group: CountedGroup) -> int:
-    """Exchange a tensor of each size; predicted bytes of the packets."""
+    """Exchanges a tensor of each size and returns the predicted bytes of the packets."""
     predicted, air = 0, SendContext(group)
     for number in range(ROUNDS):
         for fragment, numel in enumerate(NUMELS):

@@ -1,4 +1,4 @@
-"""The fewest meetings that are enough, against §a.1 and another solver's numbers; what every feasible point must fulfil."""
+"""The lowest meeting rates that reach consensus fast enough: against §a.1 of the paper, another solver, and the optimality conditions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.topology.rates import _Barrier
 
 
 def barbell(k):
-    """Two complete graphs of k, joined by one edge."""
+    """Returns two complete graphs of k nodes, joined by one edge."""
     halves = [pair for first in (0, k) for pair in combinations(range(first, first + k), 2)]
     return Listed((*halves, (0, k)))
 
@@ -44,8 +44,8 @@ STAR = Listed(tuple((0, i) for i in range(1, 8)))
     ],
     ids=["line", "ring", "star", "complete", "barbell of 4", "barbell of 6"],
 )
-def test_the_best_rates_are_the_papers_programme(topology, size, even, best, largest):
-    """§a.1. The sums of the barbells to the digits on which CVXPY with Clarabel agrees."""
+def test_the_best_rates_solve_the_program_of_the_paper(topology, size, even, best, largest):
+    """§a.1. For barbells the sums have the digits on which CVXPY with Clarabel agrees."""
     chi1, chi2 = resistances(meeting_rates(topology, size, 2 / size))
     assert np.sqrt(2 * chi1 * chi2) == pytest.approx(even, rel=1e-3)
     rates = fewest_meetings(topology, size)
@@ -57,8 +57,8 @@ def test_the_best_rates_are_the_papers_programme(topology, size, even, best, lar
         assert rates.max() == pytest.approx(largest, rel=1e-3)
 
 
-def test_nothing_near_is_better():
-    """Of 200 other rates near the best, scaled until they are enough, none has a smaller sum; and the joint scale of t is right."""
+def test_no_rates_near_the_best_are_better():
+    """Of 200 sets of rates near the best, each scaled until it is feasible, none has a smaller sum."""
     topology, size = Listed(((0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5), (5, 3), (1, 4))), 6
     best = fewest_meetings(topology, size)
     rng = np.random.default_rng(0)
@@ -70,8 +70,8 @@ def test_nothing_near_is_better():
             assert other.sum() * np.sqrt(2 * chi1 * chi2) > best.sum() * (1 - 1e-6)
 
 
-def test_newtons_step_is_that_of_the_barrier():
-    """Its decrement and direction, from differences of the value alone: first of the value, then of these."""
+def test_the_newton_step_equals_finite_differences_of_the_barrier():
+    """Step and decrement are compared with differences of the value: first differences, then differences of these."""
     topology, size, worth = barbell(3), 6, 0.1
     ones, others = np.nonzero(np.triu(topology.edges(size)))
     barrier = _Barrier.of(ones, others, size)
@@ -91,7 +91,7 @@ def test_newtons_step_is_that_of_the_barrier():
     assert decrement == pytest.approx(float(-slope(at) @ expected), rel=1e-3)
 
 
-def test_fitted_rates_have_the_mean_rate_and_are_whole_shares():
+def test_fitted_rates_have_the_mean_rate_and_integer_ratios():
     even, fitted = meeting_rates(barbell(4), 8, 2.0), fitted_rates(barbell(4), 8, 2.0)
     assert even.sum() == pytest.approx(fitted.sum()) == pytest.approx(16)
     assert fitted[0, 4] / even[0, 4] == pytest.approx(2.69555 * 13 / 13.2054, rel=1e-3)
@@ -109,6 +109,6 @@ def test_fitted_rates_have_the_mean_rate_and_are_whole_shares():
     ],
     ids=["parts", "one way", "drawn"],
 )
-def test_refused(topology, size, said):
+def test_unsuitable_graphs_are_refused(topology, size, said):
     with pytest.raises(ConfigurationError, match=said):
         fewest_meetings(topology, size)

@@ -1,4 +1,4 @@
-"""Graphs, weights and spectra against closed forms, and what is refused."""
+"""Graphs, weights and spectra against closed forms; sizes and files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVERY = [
 
 @pytest.mark.parametrize("topology", EVERY, ids=str)
 def test_weights_are_doubly_stochastic_in_every_round(topology):
-    """Nobody sends to itself, all reach all, and a mean over all is left as it was."""
+    """No replica sends to itself, all edges have weights, and a mean over all replicas is unchanged."""
     check_size(topology, 8)
     for number in range(20):
         edges, weights = topology.edges(8, number, 3, 7), mixing(topology, 8, number, 3, 7)
@@ -59,7 +59,7 @@ def test_weights_are_doubly_stochastic_in_every_round(topology):
     assert topology.fixed == all((topology.edges(8, 0, 3, 7) == topology.edges(8, n, 3, 7)).all() for n in range(20))
 
 
-def test_degrees():
+def test_degrees_are_those_of_the_graphs():
     degrees = {topology: topology.edges(16).sum(1) for topology in (Complete(), Ring(), Torus(), Exponential())}
     assert [set(map(int, of)) for of in degrees.values()] == [{15}, {2}, {4}, {4}]
     assert sorted(map(int, set(Mesh(4).edges(16).sum(1)))) == [2, 3, 4]
@@ -67,8 +67,8 @@ def test_degrees():
     assert {int(RandomPairs().edges(10, n).sum()) for n in range(50)} == {10}
 
 
-def test_spectra_are_the_closed_forms():
-    """specs §b (Metropolis), §m.4 (2 / (1 + τ) exactly for even M), and a ring's 1/3 + 2/3 cos."""
+def test_spectra_equal_their_closed_forms():
+    """Sources: §b (Metropolis), §m.4 (2 / (1 + τ) exactly for even M), and 1/3 + 2/3 cos for a ring."""
     for size in (4, 6, 8, 12, 24, 64):
         tau = int(np.ceil(np.log2(size)))
         assert spectrum(Exponential(), size).gap == pytest.approx(2 / (1 + tau), abs=1e-9)
@@ -80,7 +80,7 @@ def test_spectra_are_the_closed_forms():
     assert ring.halving == pytest.approx(np.log(2) / -np.log(0.949253), rel=1e-4)
 
 
-def test_one_peer_is_exact_for_powers_of_two_only():
+def test_one_peer_exponential_is_exact_only_for_powers_of_two():
     def after(size, rounds):
         product = np.eye(size)
         for number in range(rounds):
@@ -92,7 +92,7 @@ def test_one_peer_is_exact_for_powers_of_two_only():
 
 
 def test_a_full_moshpit_grid_is_exact_after_one_round_along_each_axis():
-    """§m.6: 8³ exactly. A grid that is not full is not, and shrinks from round to round all the same."""
+    """§m.6: 8³ is exact. A grid that is not full is not exact, but its error shrinks in every round."""
 
     def after(topology, size, rounds):
         product = np.eye(size)
@@ -117,8 +117,8 @@ def test_a_full_moshpit_grid_is_exact_after_one_round_along_each_axis():
     ],
     ids=str,
 )
-def test_random_groups_shrink_the_variance_as_their_expectation_says(topology, size, groups, expected):
-    """(r − 1)/(M − 1) of r groups in a round, in the mean over rounds: §m.6."""
+def test_random_groups_shrink_the_variance_by_the_expected_factor(topology, size, groups, expected):
+    """§m.6: with r groups in a round, the mean factor over rounds is (r − 1)/(M − 1)."""
     rng, ratios = np.random.default_rng(0), []
     for number in range(1000):
         x = rng.normal(size=size)
@@ -130,7 +130,7 @@ def test_random_groups_shrink_the_variance_as_their_expectation_says(topology, s
     assert spectrum(topology, size).second ** 2 == pytest.approx((groups - 1) / (size - 1))
 
 
-def test_pairs_are_drawn_from_seed_round_and_fragment():
+def test_pairs_depend_on_seed_round_and_fragment():
     edges = RandomPairs().edges
     assert (edges(8, 5, 1, 2) == edges(8, 5, 1, 2)).all()
     assert all(
@@ -138,19 +138,19 @@ def test_pairs_are_drawn_from_seed_round_and_fragment():
     )
 
 
-def test_push_sum_weights_keep_columns():
+def test_columns_of_push_sum_weights_add_up_to_one():
     edges = Listed(((0, 1), (1, 2), (2, 0), (0, 2)), one_way=True).edges(3)
     weights = outgoing(edges)
     np.testing.assert_allclose(weights.sum(0), 1)
     assert weights[2, 0] == pytest.approx(1 / 3) and weights[1, 2] == 0
 
 
-def test_how_many_rounds_a_word_takes():
+def test_spread_counts_the_rounds_until_a_value_reaches_all():
     assert [spread(topology, 8) for topology in (Complete(), Ring(), Exponential())] == [1, 4, 3]
     assert spread(OnePeerExponential(), 8) == 3 and spread(Complete(), 1) == 0
 
 
-def test_where_all_count_alike_weights_are_equal_to_the_bit():
+def test_metropolis_weights_of_a_complete_graph_are_equal_bit_for_bit():
     for size in range(2, 20):
         assert len(set(metropolis(Complete().edges(size)).ravel().tolist())) == 1
 
@@ -171,22 +171,22 @@ def test_where_all_count_alike_weights_are_equal_to_the_bit():
     ],
     ids=str,
 )
-def test_refused_for_a_size(topology, size, said):
+def test_graphs_that_do_not_fit_the_size_are_refused(topology, size, said):
     with pytest.raises(ConfigurationError, match=said):
         check_size(topology, size)
 
 
-def test_weights_that_would_move_the_mean_are_refused_with_the_number():
+def test_weights_that_would_move_the_mean_are_refused():
     one_way = Listed(((0, 1), (1, 2), (2, 0), (0, 2)), one_way=True)
     with pytest.raises(ConfigurationError, match=r"replica 2 receives add up to 1\.333, .* at others to 1;"):
         mixing(one_way, 3)
     bent = mixing(Ring(), 5).copy()
-    bent[3] = np.eye(5)[3]  # a row that does not mix, which biases the mean
+    bent[3] = np.eye(5)[3]  # this row does not mix, which biases the mean
     with pytest.raises(ConfigurationError, match=r"replica 3 receives add up to 1, .* at others to 1\.667"):
         check_doubly(bent, "a ring")
 
 
-def test_edges_from_a_file(tmp_path):
+def test_edges_are_read_from_a_file(tmp_path):
     file = tmp_path / "ring.json"
     file.write_text(json.dumps([[0, 1], [1, 2], [2, 0]]))
     assert read_edges(file) == Listed(((0, 1), (1, 2), (2, 0))) and second(mixing(read_edges(file), 3)) == 0.0

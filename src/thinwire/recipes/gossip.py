@@ -1,4 +1,4 @@
-"""Methods in which replicas exchange with neighbours only, as compositions. No logic here: a recipe that needs an `if` lacks a piece."""
+"""Methods in which replicas exchange with neighbours only, as compositions of pieces. A recipe has no logic: one that needs an `if` lacks a piece."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def noloco(
         δ_i ← α·δ_i + β·[θ − x]_i − γ·(x_i − [x]_i),   x_i ← x_i + δ_i,   θ_i ← x_i          [v]_i = (v_i + v_j) / 2
 
     *Differs*: j is replica i's partner in this round; each fragment has its own pairs. With another topology [v] is
-    the weighted mean of the neighbours. The step has heavy-ball form, as in the released code; H is 30, the
+    the weighted mean of the neighbours. The step has heavy-ball form, as in the released code. H is 30; the
     paper's is 50.
     *Wire*: 2·(4·N + 48) bytes every H steps from each replica, for N parameters in fp32 and any number of replicas;
     at the end the mean of all.
@@ -78,8 +78,8 @@ def gasloc(
 
         u_i = x_i + η·(θ_i − x_i),   x_i ← u_i − α·(u_i − [u]_i) + γ·(u_i − u_i of the round before),   θ_i ← x_i
 
-    *Differs*: written after a summary by others, because the paper was not at hand, so its constants are not here: η, γ, α
-    and H are ours. α·Λ is α·(1 − W) with the weights of the round.
+    *Differs*: the equation follows a summary by others, because the paper was not available. Its constants are therefore
+    missing, and η, γ, α and H are Thinwire's. α·Λ is α·(1 − W) with the weights of the round.
     *Wire*: 4·N + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the mean of all.
 
     Args:
@@ -88,8 +88,8 @@ def gasloc(
         outer_lr: η, the learning rate of the outer step.
         outer_momentum: γ, its momentum, in [0, 1).
         pull: α, the share by which a replica is drawn to its neighbours, above 0.
-        topology: who talks to whom.
-        partition: how the model is cut into fragments; each has pairs of its own.
+        topology: which replicas exchange with which.
+        partition: how the model is cut into fragments; each has its own pairs.
 
     Raises:
         ConfigurationError: a setting cannot work, or replicas would diverge; the message has the number.
@@ -127,7 +127,7 @@ def d_psgd(
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        topology: who talks to whom.
+        topology: which replicas exchange with which.
         rule: the order: AdaptThenCombine() or CombineThenAdapt().
         partition: how the model is cut into fragments.
 
@@ -158,16 +158,16 @@ def dfedsam(
         H inner steps:   ĝ = ∇f(θ + radius·g / ‖g‖),   g = ∇f(θ),   θ_i ← SGD's step along ĝ
         x_i ← Σ_j w_ij·θ_j,   θ_i ← x_i
 
-    *Differs*: H is in steps, the paper's is five local epochs; momentum 0.9 is a third party's, the theory has none; the
-    factor of its learning rate, `SGD_RATE`, is ours.
+    *Differs*: H counts steps, while the paper's is five local epochs. The momentum 0.9 is a third party's; the theory has none.
+    The factor of its learning rate, `SGD_RATE`, is Thinwire's.
     *Wire*: 4·N + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the mean of all. SAM
-    sends nothing; it takes twice the computing.
+    adds no bytes, but doubles the compute.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
         radius: ρ, the L2 norm of SAM's perturbation of the weights, 0 or more.
-        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
+        momentum: momentum of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
         topology: which replicas exchange with which.
         partition: how the model is cut into fragments.
 
@@ -211,7 +211,7 @@ def dfedsam_mgs(
         delay: τ, inner steps from departure to landing; less than `every`.
         gossip_steps: Q, gossip steps of a round, 1 to 8.
         radius: ρ, the L2 norm of SAM's perturbation of the weights, 0 or more.
-        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
+        momentum: momentum of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
         topology: which replicas exchange with which.
         partition: how the model is cut into fragments.
 
@@ -285,8 +285,8 @@ def choco(
         q_i = codec(θ_i − x̂_i),   x̂_i ← x̂_i + q_i,   s_i ← s_i + Σ_j w_ij·q_j
         x_i ← θ_i + step·(s_i − x̂_i),   θ_i ← x_i
 
-    *Differs*: the public copy x̂ and its mean s begin at the common start, not at zero; `step` suits four bits, the
-    paper's are 0.4 to 0.9, by codec.
+    *Differs*: the public copy x̂ and its mean s begin at the common start, not at zero. The default `step` suits four
+    bits; the paper's values are 0.4 to 0.9, depending on the codec.
     *Wire*: one packet of the codec and 48 bytes to each neighbour every H steps; at the end the mean of all, in
     fp32.
 
@@ -323,7 +323,7 @@ def sgp(
         send p_ji·w_i·θ_i and p_ji·w_i to j
         w_i ← Σ_j p_ij·w_j,   x_i ← (Σ_j p_ij·w_j·θ_j) / w_i,   θ_i ← x_i          p_ji = 1 / (1 + out-degree of i)
 
-    *Differs*: the receiver applies p, because all replicas know the graph; with `delay` a landing keeps the steps of
+    *Differs*: the receiver applies p, because all replicas know the graph. With `delay`, a landing keeps the steps of
     the flight.
     *Wire*: 4·N + 48 and 4 + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the mean
     of all.
@@ -353,14 +353,14 @@ def gradient_tracking(*, topology: Topology = Ring(), momentum: float = 0.9) -> 
         y_i ← Σ_j w_ij·y_j + g_i(new) − g_i(old)
         θ_i ← the inner optimizer's step from x_i along y_i,   x_i ← Σ_j w_ij·θ_j
 
-    *Differs*: y is mixed before the new gradient is added, so that weights and y are sent in one round; the inner
-    optimizer has momentum, and its factor `SGD_RATE` is ours.
+    *Differs*: y is mixed before the new gradient is added, so weights and y are sent in one round. The inner
+    optimizer has momentum, and its factor `SGD_RATE` is Thinwire's.
     *Wire*: 2·(4·N + 48) bytes to each neighbour at every step, for N parameters in fp32; at the end the mean of
     all.
 
     Args:
-        topology: who talks to whom.
-        momentum: of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
+        topology: which replicas exchange with which.
+        momentum: momentum of the inner SGD, in [0, 1). Its learning rate is `SGD_RATE` times the run's.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

@@ -19,15 +19,15 @@ def bristle(
         v_jc = min(1, ½·exp(L_c(θ_i) − L_c(θ_j))),   w_ij = certainty_j · max(0, 10·sigmoid(Σ_c s_jc / 100) − 4)
         x_i ← (θ_i + Σ_j w_ij·θ_j) / (1 + Σ_j w_ij),   θ_i ← x_i          s_jc: see `Bristle`; own weight 1, an equal model's ½
 
-    *Differs*: the paper weighs the columns of a classifier's output layer, on frozen features, by F1 per class; here a
-    whole model is weighed, by the ratio of perplexities. All neighbours are tried. At the end all take the median.
+    *Differs*: the paper weighs the columns of a classifier's output layer, on frozen features, by F1 for each class. Here
+    the whole model is weighed, by the ratio of perplexities. All neighbours are tried. At the end all replicas take the median.
     *Wire*: 4·N + 48 bytes to each neighbour every H steps, for N parameters in fp32; at the end the median of all.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        topology: who sends to whom.
-        partition: how the model is cut into fragments; each is weighed by itself.
+        topology: which replicas send to which.
+        partition: how the model is cut into fragments; each is weighed separately.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -56,18 +56,18 @@ def sybil_wall(
         h_j = sketch(θ_j − x_0);   w_ij: the weights of FoolsGold from the cosines of all h that replica i knows
         x_i ← (θ_i + Σ_j w_ij·θ_j) / (1 + Σ_j w_ij),   θ_i ← x_i
 
-    For replicas with unlike data only; with alike data it keeps liars and drops the others.
+    Use it only for replicas with different data. If data are alike, it keeps liars and drops the others.
 
-    *Differs*: h begins at the common start, and is a random projection. At the end all take the median.
+    *Differs*: h begins at the common start, and is a random projection. At the end all replicas take the median.
     *Wire*: 4·N + 48 and 4·width + 60 bytes to each neighbour every H steps, for N parameters in fp32; at the end the
     median of all.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
         delay: τ, inner steps from departure to landing; less than `every`.
-        topology: who sends to whom; the same in every round.
+        topology: which replicas send to which; the same in every round.
         width: numbers of a sketch, a multiple of 64 up to 65,536.
-        reach: how many hops a record travels; 1: none is sent, which is FoolsGold among neighbours.
+        reach: how many hops a record travels. With 1 none is sent, which is FoolsGold among neighbours.
         partition: how the model is cut into fragments; each has its own histories.
 
     Raises:

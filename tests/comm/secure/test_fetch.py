@@ -1,4 +1,4 @@
-"""Followers at a hub: they receive what is published, whole, and can do nothing else."""
+"""Followers at a hub receive complete published versions, and can do nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.records.published import PublishedFolder
 
 
 def published(run: Path) -> torch.Tensor:
-    """Two versions of a model of more than one chunk; the values of the newest."""
+    """Publishes two versions of a model of more than one chunk, and returns the values of the newest."""
     model = nn.Linear(1200, 1200)
     fragment = Fragment("all", tuple(model.named_parameters()))
 

@@ -1,4 +1,4 @@
-"""Frames, tokens and requests from anybody: each is what it says, or refused by name; nothing else is raised, nothing is allocated from a length."""
+"""Frames, tokens and requests from a peer are either valid or refused by name. No other error is raised, and no length causes an allocation."""
 
 from __future__ import annotations
 

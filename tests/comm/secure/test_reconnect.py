@@ -1,4 +1,4 @@
-"""Connections that break, and a hub that is killed: no message is lost, doubled or changed, and none is sent from its beginning again."""
+"""Broken connections and a killed hub: no message is lost, doubled or changed, and none is sent again from its beginning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NBYTES = 4_000_000
 
 @pytest.mark.parametrize("cuts", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_repeatedly_cut_link_loses_no_message(tmp_path, cuts):
-    """Of three replicas one loses its link again and again, in the middle of what it sends."""
+    """One of three replicas repeatedly loses its link while it sends."""
     rounds = cuts + 1
     with Hub(tmp_path / "hub") as hub, Proxy(hub.invite(3)) as proxy:
         tokens = [hub.invite(3), proxy.token, hub.invite(3)]
@@ -64,12 +64,12 @@ def test_a_repeatedly_cut_link_loses_no_message(tmp_path, cuts):
         spoiler.join()
         assert not failures, failures
         assert proxy.refused >= cuts
-        payload = rounds * 2 * NBYTES  # each packet differs for its receiver
+        payload = rounds * 2 * NBYTES  # packets differ by receiver
         assert payload < uploaded[0] < payload + cuts * BUDGET_NBYTES
 
 
 def test_connections_dropped_silently_by_a_router_are_replaced(tmp_path):
-    """No end hears that a router drops what it does not know. The control stream notices by its own bound, and all goes on."""
+    """No end is told that a router drops its packets. The control stream notices within its own bound, and all continue."""
     said, changed, failures = list[str](), threading.Condition(), list[BaseException]()
 
     def say(line: str) -> None:
@@ -109,7 +109,7 @@ def test_connections_dropped_silently_by_a_router_are_replaced(tmp_path):
             proxy.forget()
             forgotten.set()
             until("connected fast", 1)
-            assert not any(line.startswith("connected slow") for line in said)  # its own bound is ten minutes
+            assert not any(line.startswith("connected slow") for line in said)  # the slow bound is ten minutes
         finally:
             proxy.cut()
             proxy.mend()
@@ -133,9 +133,9 @@ def test_a_broadcast_packet_is_uploaded_once(tmp_path):
 
 
 def trained(group):
-    """The digest of a model after some rounds: the same on any carrier."""
+    """Returns the digest of a model after some rounds; it is the same on any carrier."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    weights = torch.Generator().manual_seed(0)  # torch's own is shared by the threads
+    weights = torch.Generator().manual_seed(0)  # threads share torch's own generator
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -151,7 +151,7 @@ def trained(group):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
-    """The real command, killed in the middle of transfers: the model is the one of threads."""
+    """The real command is killed during transfers. The model equals that of thread replicas."""
     hub = HubProcess(tmp_path / "hub")
     rounds, ready = 4 * kills, threading.Barrier(3)
     failures: list[BaseException] = []
@@ -167,7 +167,7 @@ def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
                 else:
                     Exchange(group, 2, what, NBYTES // 10).check()
         except BaseException:
-            ready.abort()  # nobody waits for one that has failed
+            ready.abort()  # no thread waits for one that has failed
             raise
         return trained(group)
 
@@ -194,7 +194,7 @@ def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
 
 
 def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):
-    """With its name and what there is to do; who waits for another message is told at once."""
+    """The error names it and says what to do; threads that wait for another message get it at once."""
 
     def replica(group):
         if group.rank:
@@ -222,7 +222,7 @@ def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_random_cuts_and_hub_restarts_lose_no_message(tmp_path, seed):
-    """Messages of all sizes under a few tags from three replicas, while links are cut and the hub stops and starts again."""
+    """Three replicas send messages of all sizes under a few tags, while links are cut and the hub stops and restarts."""
     size, messages, faults = 3, 150, 25
     draw = random.Random(seed)
     hub = Hub(tmp_path / "hub")

@@ -1,4 +1,4 @@
-"""What a hub keeps: tokens count exactly, also when several ask at once, and everything is there after a kill."""
+"""The stored state of a hub: uses of a token are counted exactly, also when concurrent, and a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_a_killed_hub_keeps_its_state(tmp_path):
     assert (member.name, member.key, member.revoked) == ("oslo", b"a" * 32, True) and open_one[0] == 1
     assert group.members == (("oslo", b"p" * 16), ("lima", b"q" * 16)) and group.gone == {1: 2}
     state.gone(group.number, 0, 0)
-    assert state.groups() == []  # nobody is left
+    assert state.groups() == []  # no member is left
     state.close()
 
 
 def test_concurrent_uses_of_a_token_stop_at_its_limit(tmp_path):
-    """By forty at once, over several connections, as two processes would have."""
+    """Forty uses at once, over several connections, as two processes would have."""
     states = [HubState(tmp_path) for _ in range(4)]
     number, secret = states[0].invite(7, 1000.0, None)
     admitted: list[str] = []
@@ -69,7 +69,7 @@ def test_concurrent_uses_of_a_token_stop_at_its_limit(tmp_path):
 
 
 def test_only_hashes_of_token_secrets_are_stored(tmp_path):
-    """Only their hash is: a thief of the file cannot join by an invitation that is still open."""
+    """A thief of the file cannot join with an invitation that is still open."""
     state = HubState(tmp_path)
     _, secret = state.invite(1, 1000.0, None)
     state.close()
@@ -91,7 +91,7 @@ def test_files_are_written_atomically_and_readable_by_their_owner_only(tmp_path,
 
 
 def test_an_authority_is_created_once(tmp_path):
-    """Also when the first try was killed before its certificate was there."""
+    """The same holds if the first attempt was killed before it wrote a certificate."""
     write_private(tmp_path / "authority.key", b"half")
     assert Authority(tmp_path).fingerprint == Authority(tmp_path).fingerprint
 

@@ -1,4 +1,4 @@
-"""Virtual time: it goes from one event to the next, and only while nobody is busy."""
+"""Virtual time moves to the next event only while no thread is busy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_actions_and_waits_end_at_their_virtual_times():
 
 
 def test_virtual_time_stops_while_a_thread_is_busy():
-    """a and c wait while b is busy; then c sees what happens at its time, although others wait for later."""
+    """a and c wait while b is busy. Then c sees the state at its own time, although others wait for a later one."""
     time, seen, flag = VirtualTime(), [], []
 
     def waits(name, times):

@@ -1,4 +1,4 @@
-"""The simulated cluster by hand, in virtual time: messages, faults, and whom its lighthouse calls together."""
+"""The simulated cluster, by hand in virtual time: messages, faults, and the members whom its lighthouse calls together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.membership.view import Presence
 
 
 def test_messages_arrive_after_their_links_delay_damage_and_cuts():
-    """A bit of the second is wrong; a link that is cut keeps what comes, in order, until it is healed."""
+    """One bit of the second message is wrong. A cut link keeps messages in order until it heals."""
     cluster, seen, message = SimulatedCluster(), [], torch.zeros(5, dtype=torch.uint8)
 
     def carry(sender="a", receiver="b"):
@@ -73,9 +73,10 @@ def test_a_silent_replica_counts_as_alive_until_its_timeout():
     with time:
         lighthouse.hear("b", "b-1")
         lighthouse.silence("b")
-        time.after(1.0, lambda: lighthouse.silence("b"))  # it is silent already
+        time.after(1.0, lambda: lighthouse.silence("b"))  # it is already silent
         assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
-        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0  # all of the last view
+        # all living members of the last view
+        assert names(lighthouse.call("a", presence("a"), 60.0)) == ["a"] and time.now == 5.0
         with pytest.raises(LinkError, match="no view within 3 s: too few others called"):
             lighthouse.call("b", presence("b", 2), 3.0)  # half are not enough
         assert time.now == 8.0
