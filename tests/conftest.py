@@ -24,7 +24,7 @@ sys.path[:0] = [
     str(TESTS.parent / "docs"),
     str(TESTS.parent / "benchmarks"),
 ]  # of processes, too
-pytest_plugins = ("leaks", "run_folders", "inline")  # of tests/support
+pytest_plugins = ("leaks", "run_folders", "inline", "late")  # of tests/support
 
 # Whatever else the machine does: no example has a deadline, and none is kept on disk.
 settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,10 +7,20 @@ import inspect
 import re
 import textwrap
 from enum import Enum
+from typing import TYPE_CHECKING
 
+import pytest
 from pages import ROOT
 from pieces import over
-from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
+
+from thinwire.decoupled.method import DECOUPLED
+from thinwire.methods import CODISTILL, METHODS
+from thinwire.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 
 # A unit, what is counted, or the range of a plain number.
 UNIT = re.compile(
@@ -115,7 +125,7 @@ def test_the_public_names_are_counted():
     assert len(PUBLIC) > 300
 
 
-@over("name", COMPOSED)
+@over("name", RECIPES | METHODS | DECOUPLED | CODISTILL)
 def test_methods_have_equation_difference_and_bytes(name):
     """A name of `--strategy` says what it computes, what is not the paper's, what it sends, and predicts the bytes in its example."""
     text = inspect.getdoc(COMPOSED[name]) or ""
