@@ -6,12 +6,10 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-import transformers
 from safetensors.torch import load_file
 
 from thinwire.checkpoint import Checkpoint, read
@@ -21,6 +19,12 @@ from thinwire.lm.trained import trained_model
 from thinwire.records.events import EventLog, read_events
 from thinwire.report.top import Top
 from thinwire.rng import derive
+
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
+    import transformers
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 

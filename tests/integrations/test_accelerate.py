@@ -6,16 +6,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate_loop import BATCHES, STREAMING, train
 
 import thinwire as tw
-from thinwire.integrations.accelerate import LocalSGD
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.testing.toy import same_bits
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate_loop import BATCHES, STREAMING, train
+
+    from thinwire.integrations.accelerate import LocalSGD
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -6,30 +6,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hf_trainer import SAVED, STEPS, STREAMING, Tokens, arguments, model, refused, train, weights
 from member_loop import beside, membership
-from transformers import Trainer, TrainerCallback
 
 import thinwire as tw
 from thinwire.integrations.attached import too_short
-from thinwire.integrations.huggingface import ThinwireCallback
 from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
+if TYPE_CHECKING:
+    from hf_trainer import SAVED, STEPS, STREAMING, Then, Tokens, arguments, model, refused, train, weights
+    from transformers import Trainer
+
+    from thinwire.integrations.huggingface import ThinwireCallback
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 AVERAGE = tw.local_sgd(every=3)
-
-
-class Then(TrainerCallback):
-    """Sets `event` after the first step."""
-
-    def __init__(self, event):
-        self.event = event
-
-    def on_step_end(self, args, state, control, **_):
-        self.event.set()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulating"])

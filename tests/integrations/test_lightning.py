@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_trainer import EPOCH, EPOCHS, STREAMING, Module, Points, fit, weights
 from member_loop import beside, membership
 from pages import ROOT
 from torch.utils.data import DistributedSampler
 
 import thinwire as tw
-from thinwire.integrations.lightning import ThinwireCallback
 from thinwire.integrations.traffic import gradient_nbytes
 from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning_trainer import EPOCH, EPOCHS, STREAMING, BySteps, Module, Points, fit, weights
+
+    from thinwire.integrations.lightning import ThinwireCallback
+
 pytestmark = [
+    pytest.mark.usefixtures("late_imports"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]
-STEPS = EPOCH * EPOCHS
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_two_replicas_end_equal_in_the_predicted_bytes(world):
         assert same_bits(first[name], second[name]), name
     assert first["calls"] == second["calls"] == []
     assert not same_bits(first["whole"], weights(Module()))
-    rounds = STEPS // STREAMING.schedule.every
+    rounds = EPOCH * EPOCHS // STREAMING.schedule.every
     nbytes = STREAMING.nbytes_per_period(first["shapes"], 2)
     assert rounds * nbytes <= first["packets"] <= (rounds + 2) * nbytes
     assert first["losses"][1:] == second["losses"][1:] and first["own"][1:] != second["own"][1:]
@@ -148,21 +152,6 @@ def test_a_step_that_the_scaler_skips_counts_but_trains_nothing(tmp_path):
         tmp_path / "attached", ThinwireCallback(tw.local_sgd(every=5)), module=Poisoned(), plugins=plugin[1:]
     )
     assert plugin[1].scaler.get_scale() < 65536.0 and same_bits(weights(alone), weights(attached))
-
-
-class BySteps(Module):
-    """A module whose learning rate falls with the steps. It sets `events` after the first step."""
-
-    event = None
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.event:
-            self.event.set()
 
 
 def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from thinwire.cli import main
 from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokenizer import open_corpus
+
+if TYPE_CHECKING:
+    import transformers
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(

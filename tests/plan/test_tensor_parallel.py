@@ -6,7 +6,8 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,7 +22,13 @@ from thinwire.lm.model import Architecture, Transformer
 from thinwire.plan.split import layers_of, split
 from thinwire.plan.tensor_parallel import Layer, TensorParallel, derive, waiting
 
-transformers = pytest.importorskip("transformers")
+if TYPE_CHECKING:
+    import transformers
+
+pytestmark = [
+    pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed"),
+    pytest.mark.usefixtures("late_imports"),
+]
 
 TOKENS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 TOKENS[0, :4] = torch.tensor([1, 17, 33, 49])  # OPT's padding token, and the tokens at its row on other ranks

@@ -7,10 +7,20 @@ import inspect
 import re
 import textwrap
 from enum import Enum
+from typing import TYPE_CHECKING
 
+import pytest
 from pages import ROOT
 from pieces import over
-from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
+
+from thinwire.decoupled.method import DECOUPLED
+from thinwire.methods import CODISTILL, METHODS
+from thinwire.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from public_names import COMPOSED, DOCUMENTED, EXAMPLES, PUBLIC
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 
 # An accepted description of a number: a unit, what is counted, or a range.
 UNIT = re.compile(
@@ -115,7 +125,7 @@ def test_every_documented_name_is_checked_and_every_exemption_is_needed():
     assert len(PUBLIC) > 300
 
 
-@over("name", COMPOSED)
+@over("name", RECIPES | METHODS | DECOUPLED | CODISTILL)
 def test_methods_have_equation_difference_and_bytes(name):
     """Each `--strategy` docstring has an equation, a *Differs* and a *Wire* paragraph, and an example that predicts bytes."""
     text = inspect.getdoc(COMPOSED[name]) or ""

@@ -11,10 +11,11 @@ import pkgutil
 import re
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from pages import ROOT
 from pieces import over
-from public_names import DOCUMENTED
 
 import thinwire
 from thinwire.cli import VERBS
@@ -22,6 +23,11 @@ from thinwire.cli.plan.command import BESIDE
 from thinwire.cli.simulate.command import STUDIES
 from thinwire.lm import settings
 from thinwire.lm.run import PART_OF, PARTS, Run
+
+if TYPE_CHECKING:
+    from public_names import DOCUMENTED
+
+pytestmark = pytest.mark.usefixtures("late_imports")
 
 # The options of `train` and `compare`, which are also the keys of a run file.
 RUN = """

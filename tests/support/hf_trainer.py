@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup
@@ -31,6 +32,16 @@ class Tokens(torch.utils.data.Dataset):
         self.seen.append(index)
         tokens = torch.randint(0, 32, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
+
+
+class Then(TrainerCallback):
+    """Sets `event` after the first step."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+        self.event.set()
 
 
 def model() -> GPT2LMHeadModel:
