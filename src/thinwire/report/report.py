@@ -81,9 +81,7 @@ def write_report(
             _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
             _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
             *(section.html() for section in sections),
-            _section(
-                "distributions", "Distributions", _DISTRIBUTIONS, records, _distributions(records, charts)
-            ),
+            _section("distributions", "Distributions", _DISTRIBUTIONS, records, _distributions(records, charts)),
             _section(
                 "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
             ),
