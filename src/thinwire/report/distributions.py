@@ -73,7 +73,7 @@ def _chart(what: str, own: Samples, more: Sequence[str]) -> Chart:
 
 
 def _shares(index: int, name: str, values: Floats) -> Json:
-    """The share of values that are at most x; of few values each has a dot."""
+    """The share of values that are at most x. Each value has a dot if they are few."""
     ordered = np.sort(values)
     some = every_point(len(ordered), POINTS)
     return _trace(index, name, ordered[some], (some + 1) / len(ordered), "%{y:.1%} of the values are at most %{x}") | {
