@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from elastic_runs import NAMES, living, played, simulated
 
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
-from thinwire.elastic import round_thread
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError
-from thinwire.exchange import send_queue
 from thinwire.jobs.base import Share
 from thinwire.lm import launch, membership, trainer
 from thinwire.lm.job import check
@@ -30,19 +29,6 @@ from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report
 
-NAMES = ("replica-0", "replica-1", "replica-2")
-
-
-class Inline(round_thread.Executor):
-    """Runs submitted calls at once in the same thread, in a determined order."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
@@ -56,46 +42,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
-    """A simulated cluster; an inner step takes one second of its time."""
-    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
-    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
-    monkeypatch.setattr(round_thread, "ThreadPoolExecutor", Inline)
-    there, inner_step = SimulatedCluster(), trainer.Trainer._inner_step
-
-    def slowly(self: trainer.Trainer) -> None:
-        with there.time:
-            there.wait(self.place.name, lambda: False, 1.0)
-        inner_step(self)
-
-    monkeypatch.setattr(trainer.Trainer, "_inner_step", slowly)
-    return there
-
-
-def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> Callable[[str], Any]:
-    """Returns a replica that is restarted with --resume after it was killed."""
-
-    def life(name: str) -> Any:
-        again = resume
-        while True:
-            try:
-                torch.manual_seed(0)
-                return launch.train_here(
-                    run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), folder, again)
-                )
-            except Killed:
-                cluster.revive(name)
-                again = True
-
-    return life
-
-
-def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
-    launch.new_folder(run, folder, resume)
-    ended = cluster.play({name: living(cluster, run, folder, resume) for name in NAMES[: run.placement.replicas]})
-    for outcome in ended.values():
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return ended
+    return simulated(monkeypatch)
 
 
 def test_all_replicas_end_equal_and_their_step_counts_add_up(

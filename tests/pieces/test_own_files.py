@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.own_files import pinned_file, taken_apart
+from thinwire.pieces import own_files
+from thinwire.pieces.own_files import file_of, pinned_file, taken_apart
 
 
 def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +30,40 @@ def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkey
     for text in ("mine.txt", f"{file}@123"):
         with pytest.raises(ConfigurationError, match=r"a path that ends in \.py is needed"):
             taken_apart(text)
+
+
+class Noticed:
+    """A lock that says when somebody waits for it."""
+
+    def __init__(self, waited_for: threading.Event) -> None:
+        self._lock, self._waited_for = threading.RLock(), waited_for
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("pin", [str, pinned_file], ids=["plain", "pinned"])
+def test_a_second_thread_gets_no_half_module(pin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas in threads import one job file at the same time: the first is in the midst of it when the second asks."""
+    begun, second = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gate", SimpleNamespace(begun=begun, second=second))
+    monkeypatch.setattr(own_files, "_ONE_AT_A_TIME", Noticed(second))
+    file = tmp_path / "job.py"
+    file.write_text("import gate\ngate.begun.set()\ngate.second.wait()\nHERE = 1\n")
+    path = pin(str(file))
+
+    def ask() -> list[str]:
+        begun.wait()
+        try:
+            return list(vars(file_of(path)))
+        finally:
+            second.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, later = pool.submit(file_of, path), pool.submit(ask)
+        assert first.result().HERE == 1 and "HERE" in later.result()

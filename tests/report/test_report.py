@@ -21,7 +21,7 @@ from thinwire.report.timeline import Bar, joined, timeline_chart
 
 Make = Callable[..., Path]
 HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"
-SECTIONS = ("loss", "timeline", "link", "wire", "fragments", "notes", "settings")
+SECTIONS = ("loss", "timeline", "link", "distributions", "wire", "fragments", "notes", "settings")
 
 
 def own_text(page: str) -> str:
@@ -45,7 +45,7 @@ def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -
 def test_two_runs_are_shown_side_by_side_with_differences_marked(make_run: Make, tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, steps=60, rate=rate) for name, rate in (("thin", 1e7), ("wide", 1e8))]
     text = own_text(write_report(folders, tmp_path / "both.html").read_text())
-    assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 2 * 2
+    assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 5 * 2
     assert re.search(r'<tr class="differs"><th>rate</th>.*10 Mbit/s.*100 Mbit/s', text)
     assert "<tr><th>every</th>" in text
 
@@ -185,7 +185,7 @@ def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path)
     dom = done.stdout
     body = re.search(r"<body[^>]*>", dom)
     assert body is not None
-    charts = 1 + 2 * len(folders)
+    charts = 1 + 5 * len(folders)
     assert f'data-charts="{charts}"' in body[0], body[0]
     assert "data-errors" not in body[0] and "data-pwned" not in body[0], body[0]
     assert len(re.findall(r'<svg class="main-svg"', dom)) >= charts

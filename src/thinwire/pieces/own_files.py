@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.records.files import contents
 
 _DIGEST = "__thinwire_digest__"
+_ONE_AT_A_TIME = threading.RLock()  # for imports of replicas in threads
 _PATH = r"""(?P<path>[^\s'"(),=:@\[\]{}]+\.py)(?:@(?P<digest>[0-9a-f]{32}))?"""
 _QUOTED = r"""(?P<quote>['"])(?P<spaced>[^'"\n]+\.py)(?:@(?P<mark>[0-9a-f]{32}))?(?P=quote)"""
 _FILE = re.compile(r"(?P<path>.+\.py)(?:@(?P<digest>[0-9a-f]{32}))?")
@@ -130,22 +132,24 @@ def _nested(value: object) -> Iterator[object]:
 
 
 def _imported(path: Path, digest: str | None) -> ModuleType:
-    if digest is not None and (known := sys.modules.get(_name(path, digest))):
-        return known
-    source = _read(path)
-    found = _digest(source)
-    if digest not in (None, found):
-        raise ConfigurationError(
-            f"{path} has changed since this run began: its digest was {digest} and is {found}. Restore the file, or start a new run "
-            "in another --out."
-        )
-    name = _name(path, found)
-    if name in sys.modules:
-        return sys.modules[name]
+    with _ONE_AT_A_TIME:  # a module is in sys.modules before all of its names are
+        if digest is not None and (known := sys.modules.get(_name(path, digest))):
+            return known
+        source = _read(path)
+        found = _digest(source)
+        if digest not in (None, found):
+            raise ConfigurationError(
+                f"{path} has changed since this run began: its digest was {digest} and is {found}. Restore the file, or start a new run "
+                "in another --out."
+            )
+        return sys.modules.get(_name(path, found)) or _executed(_name(path, found), path, source)
+
+
+def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, _Source(path, source), origin=str(path))
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    setattr(module, _DIGEST, found)
+    setattr(module, _DIGEST, _digest(source))
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)

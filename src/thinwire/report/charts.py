@@ -103,10 +103,10 @@ def _byte_ticks(records: Sequence[RunRecord]) -> Json:
 
 def _curves(record: RunRecord, against: str, paint: str, several: bool) -> list[Json]:
     replica, evaluations = record.replicas[0], record.evaluations
-    pick = _every(len(replica.step), POINTS)
+    pick = every_point(len(replica.step), POINTS)
     steps = {"steps": replica.step, "seconds": replica.seconds, "bytes sent": replica.nbytes}[against]
     points = {"steps": evaluations.step, "seconds": evaluations.seconds, "bytes sent": evaluations.nbytes}[against]
-    chosen = _every(len(points), POINTS)
+    chosen = every_point(len(points), POINTS)
     name = escape(record.name) + ", " if several else ""
     return [
         {
@@ -213,6 +213,6 @@ def _cycle(replica: ReplicaRecord) -> float | None:
     return max(float(np.median(np.diff(begins))), 1e-3) if len(begins) > 1 else None
 
 
-def _every(count: int, most: int) -> Integers:
+def every_point(count: int, most: int) -> Integers:
     """Indices of at most `most` of `count` points, first and last among them."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, most)).astype(np.int64))

@@ -17,6 +17,7 @@ from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.report.charts import Chart, colour, link_chart, loss_chart, typical_window
 from thinwire.report.diagnosis import delay_page, diagnose
+from thinwire.report.distributions import QUANTITIES, distribution_charts
 from thinwire.report.page import chart_place, page, table, word
 from thinwire.report.timeline import timeline_chart
 
@@ -70,6 +71,7 @@ def write_report(
     for index, record in enumerate(records):
         charts[f"timeline-{index}"] = timeline_chart(record)
         charts[f"link-{index}"] = link_chart(record, typical_window(record))
+        charts |= {f"{what}-{index}": chart for what, chart in distribution_charts(record).items()}
     body = "".join(
         (
             _headline(records),
@@ -79,6 +81,7 @@ def write_report(
             _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
             _section("link", "Use of the link", _LINK, records, _per_run(records, charts, "link")),
             *(section.html() for section in sections),
+            _section("distributions", "Distributions", _DISTRIBUTIONS, records, _distributions(records, charts)),
             _section(
                 "wire", "Who sent what to whom", _WIRE, records, "".join(_wire(r, len(records) > 1) for r in records)
             ),
@@ -110,6 +113,10 @@ _TIMELINE = (
     "on the link, faint: waiting for it or travelling. Drag to move through the run."
 )
 _LINK = "Bits each replica sends, over time."
+_DISTRIBUTIONS = (
+    "Replicas side by side. A density is a sum of Gaussian kernels; on a logarithmic axis it is that of the logarithm. Small bumps may be "
+    "chance. An exchange begins when a fragment departs and ends when all packets are there."
+)
 _WIRE = (
     "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
     "Queued, on the link: what an emulated link did to what was sent; a real one does not tell its sender. Until there: "
@@ -224,6 +231,15 @@ def _per_run(records: Sequence[RunRecord], charts: Mapping[str, Chart], kind: st
         told = text_of_clocks(record.clocks) if kind == "timeline" else ""
         clocks = f'<p class="soft">{escape(told)} The rows are corrected for it.</p>' if told else ""
         places.append(_run_title(record, len(records) > 1) + chart_place(name, charts[name]) + clocks)
+    return "".join(places)
+
+
+def _distributions(records: Sequence[RunRecord], charts: Mapping[str, Chart]) -> str:
+    places = []
+    for index, record in enumerate(records):
+        there = [name for what in QUANTITIES if (name := f"{what}-{index}") in charts]
+        body = "".join(chart_place(name, charts[name]) for name in there) or '<p class="soft">No step yet.</p>'
+        places.append(_run_title(record, len(records) > 1) + body)
     return "".join(places)
 
 

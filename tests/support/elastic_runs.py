@@ -1,0 +1,75 @@
+"""Replicas of the real trainer that come and go, as threads in virtual time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.elastic import round_thread
+from thinwire.exchange import send_queue
+from thinwire.lm import launch, trainer
+from thinwire.lm.membership import MemberSpec
+from thinwire.lm.place import ElasticPlace
+from thinwire.lm.run import Run
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
+
+NAMES = ("replica-0", "replica-1", "replica-2")
+
+
+class Inline(round_thread.Executor):
+    """Runs at once what is submitted, so that everything has its order."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
+    """A place to meet; an inner step lasts a second of its time."""
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
+    monkeypatch.setattr(round_thread, "ThreadPoolExecutor", Inline)
+    there, inner_step = SimulatedCluster(), trainer.Trainer._inner_step
+
+    def slowly(self: trainer.Trainer) -> None:
+        with there.time:
+            there.wait(self.place.name, lambda: False, 1.0)
+        inner_step(self)
+
+    monkeypatch.setattr(trainer.Trainer, "_inner_step", slowly)
+    return there
+
+
+def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> Callable[[str], Any]:
+    """A replica that is started again, with --resume, when it was killed."""
+
+    def life(name: str) -> Any:
+        again = resume
+        while True:
+            try:
+                torch.manual_seed(0)
+                return launch.train_here(
+                    run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), folder, again)
+                )
+            except Killed:
+                cluster.revive(name)
+                again = True
+
+    return life
+
+
+def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
+    launch.new_folder(run, folder, resume)
+    ended = cluster.play({name: living(cluster, run, folder, resume) for name in NAMES[: run.placement.replicas]})
+    for outcome in ended.values():
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return ended
