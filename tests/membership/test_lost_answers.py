@@ -4,6 +4,7 @@ nobody who was told waits for packets that will not come."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from membership_play import Log, check_one_outcome, hold_rounds
@@ -87,7 +88,7 @@ class Scripted:
         answer = self.answers.pop(0)
         if answer is not None:
             raise answer
-        return [presence], self.store
+        return [presence], cast(VoteStore, self.store)
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         self.groups.append(ThreadGroup.create(1)[0])
@@ -110,7 +111,7 @@ class _Store:
 def test_a_member_whose_answer_is_lost_closes_its_group_and_calls_again() -> None:
     """It says in its next call that it holds no group. A call that ends for another reason keeps the group."""
     scripted = Scripted(None, LinkError("too few called"), None, AnswerLostError("the hub has gone"), None)
-    membership = Membership(scripted, "a", least=1)  # type: ignore[arg-type]
+    membership = Membership(scripted, "a", least=1)
     first = membership.next_view({})
     with pytest.raises(LinkError, match="too few called"):
         membership.next_view({})
@@ -124,6 +125,6 @@ def test_a_member_whose_answer_is_lost_closes_its_group_and_calls_again() -> Non
 
 def test_a_call_whose_answer_is_lost_at_its_deadline_says_what_was_lost() -> None:
     scripted = Scripted(AnswerLostError("the hub has gone."))
-    membership = Membership(scripted, "a", least=1)  # type: ignore[arg-type]
+    membership = Membership(scripted, "a", least=1)
     with pytest.raises(LinkError, match=r"'a' found no view within 1 s: the hub has gone\.$"):
         membership.next_view({}, 1.0)
