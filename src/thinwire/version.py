@@ -12,7 +12,7 @@ _STATED = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9}) \(Thinwire ([A-Za-z0-9.+_-]{
 
 @dataclass(frozen=True)
 class Protocols:
-    """The protocols of one release: all from `oldest` to `newest`.
+    """The protocols of one release: all from `oldest` to `newest`. The same for its frames to a hub, and its messages to a lighthouse.
 
     A protocol is what all replicas of a run must share: the formats of their messages, and the arithmetic that gives all replicas
     the same bits. Replicas of different releases train together if one protocol is in the ranges of all.
@@ -39,11 +39,26 @@ class Protocols:
         return cls(int(match[1]), int(match[2]), match[3]) if match else None
 
 
+def newest_of_both(here: Protocols, there: Protocols) -> int | None:
+    """The newest number in both ranges; None if they do not meet.
+
+    >>> newest_of_both(Protocols(1, 3, "0.2.0"), Protocols(2, 5, "0.3.0")), newest_of_both(Protocols(1, 1, "0.1.0"), Protocols(2, 2, "0.3.0"))
+    (3, None)
+    """
+    newest = min(here.newest, there.newest)
+    return newest if newest >= max(here.oldest, there.oldest) else None
+
+
 def common(stated: Collection[Protocols | None]) -> bool:
     """Whether one protocol is in all ranges. It is enough to compare pairs: ranges that overlap in pairs have a number in common."""
     known = [one for one in stated if one]
     return len(known) == len(stated) and max(one.oldest for one in known) <= min(one.newest for one in known)
 
+
+# A release that changes the frames between members and a hub, or the messages between replicas and a lighthouse, raises `newest` here. It
+# raises `oldest` to the same number, unless both its sides still speak the older ones.
+HUB_FRAMES = Protocols(oldest=4, newest=4, release=__version__)
+LIGHTHOUSE_MESSAGES = Protocols(oldest=3, newest=3, release=__version__)
 
 # A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,
 # unless replicas of the previous release read its messages and compute the same bits.

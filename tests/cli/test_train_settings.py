@@ -174,6 +174,16 @@ def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callab
     )
     assert of_stalls(RunRecord.load(wide), wide) == ""
     record = RunRecord.load(thin)
-    for strategy in ("a2cid2", "data_parallel"):  # these have no delay
+    waited = told.partition(";")[0]
+    for strategy, advice in {
+        "a2cid2": "",  # which has no delay, as the next three
+        "data-parallel": "",
+        "plexus(sample=2)": "",
+        " plexus (sample=2)": "",
+        "streaming_diloco(every=5)": "the delay without waits",  # no option: it is in the parentheses
+        "Strategy(schedule=Staggered(4))": "the delay without waits",
+        "streaming-diloco": "the --delay without waits",
+    }.items():
         alike = replace(record, settings=record.settings | {"strategy": strategy})
-        assert of_stalls(alike, thin) == told.partition(";")[0]
+        said = f"; thinwire doctor {thin / 'run.toml'} shows {advice}" if advice else ""
+        assert of_stalls(alike, thin) == waited + said, strategy

@@ -11,6 +11,7 @@ import pytest
 from thinwire.comm.group import Group
 from thinwire.errors import DisagreementError, LinkError
 from thinwire.membership.remote_rendezvous import RemoteRendezvous
+from thinwire.membership.rendezvous import AnswerLostError
 from thinwire.membership.store import ChannelVoteStore, RequestChannel
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
@@ -129,6 +130,8 @@ def test_a_call_keeps_members_of_its_version_and_continues_at_a_restarted_server
         Line({"present": None}),
     ]
     replica = Linked(*lines)
+    with pytest.raises(AnswerLostError, match=r"the hub has gone \(gone\)"):
+        replica.call(own, 300.0)
     for _ in range(2):
         heard, store = replica.call(own, 300.0)
         assert [one.to_json() for one in heard] == [own.to_json(), other.to_json()]

@@ -20,12 +20,11 @@ from thinwire.membership.channel import (
     FRAME,
     HELLO,
     INTRODUCTION,
-    MAGIC,
     OTHER_SECRET,
-    VERSION,
     WELCOME,
     Channel,
     secret_in,
+    spoken,
 )
 from thinwire.membership.testing import SimulatedCluster
 from thinwire.membership.testing.cluster import ThreadRendezvous
@@ -251,7 +250,7 @@ def test_a_lighthouse_without_the_secret_is_refused(lit):
         def pretend():
             line, _ = false.accept()
             with line:
-                line.sendall(HELLO.pack(MAGIC, VERSION, bytes(32)))
+                line.sendall(spoken() + bytes(32))
                 line.recv(INTRODUCTION.size, socket.MSG_WAITALL)
                 line.sendall(WELCOME.pack(0, 5.0, bytes(32)))
 

@@ -24,8 +24,10 @@ from thinwire.comm.secure.proxy import CLOSING, STRANGERS
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
-from thinwire.version import PROTOCOLS, Protocols
+from thinwire.version import HUB_FRAMES, PROTOCOLS, Protocols
 
+AFTER = Protocols(HUB_FRAMES.oldest, HUB_FRAMES.newest + 1, "0.2.0")
+FAR = Protocols(HUB_FRAMES.newest + 2, HUB_FRAMES.newest + 3, "9.0")
 NBYTES = 1_500_000
 
 
@@ -110,17 +112,21 @@ def test_forbidden_frames_end_a_members_stream_with_a_reason(kind, hub, audit, t
 
 
 def test_a_member_of_another_version_is_refused_by_name(hub, audit, tmp_path):
-    """The refusal of its first frame says what to do. Rounds of other members continue meanwhile."""
+    """Both ranges and what to do are named, beside members whose rounds continue. If the ranges meet, it is served."""
     run_secure(hub, 2, rounds, tmp_path / "keys")
     (one, other) = (admitted(hub.invite(), name, tmp_path) for name in ("bergen", "oslo"))
     with RawMember(hub.invite(), one) as first, RawMember(hub.invite(), other) as second:
-        stream = first.control()
-        hello = frames.packed(frames.HELLO, first.process, first.group, 2, 0, str(PROTOCOLS).encode())
-        stream.raw(bytes([frames.HELLO, frames.VERSION + 1]) + frames.head(frames.HELLO, 0, 0)[2:] + hello)
-        code, told = stream.refusal()
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and f"frames of version {frames.VERSION + 1}" in told
-        assert "bergen" in told and "Install the same Thinwire on the hub and on all replicas" in told
-        audit.wait("refused frames of", "bergen.member.thinwire", "frames of version")
+        for said in (str(FAR), None, "all of them"):
+            first.stated = said
+            code, told = first.hello(2).refusal()
+            there = FAR if said == str(FAR) else "states none"
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert (
+                f"bergen.member.thinwire: the hub speaks frames {HUB_FRAMES}, the replica {there}. Install one release on both"
+                in told
+            )
+        audit.wait("refused frames of", "bergen.member.thinwire", f"the replica {FAR}")
+        first.stated = str(AFTER)  # of the next release, which speaks the older frames, too
         first.hello(2)
         audit.wait("waits bergen")
         oldest, newest = PROTOCOLS.oldest, PROTOCOLS.newest
@@ -157,7 +163,7 @@ def test_an_invitation_to_a_run_is_refused_by_other_runs(tmp_path, audit):
                     code, told = stream.refusal()
                     assert code is grpc.StatusCode.PERMISSION_DENIED and "thinwire join --group pink" in told
                 else:
-                    assert frames.opened(next(stream.call), 0, [frames.ANSWER]).body
+                    assert frames.opened(next(stream.call), 0, [frames.ANSWER], stream.version).body
         state = HubState(tmp_path / "hub")
         assert [run.name for run in state.runs()] == ["red", "blue"] and state.bound("lima") == []
         state.close()
@@ -299,7 +305,7 @@ def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
             welcomed(before), welcomed(there)
             with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as again:
                 stream = again.hello(2)
-                seen = [frames.opened(next(there.call), place, range(12)).kind for place in (1, 2)]
+                seen = [frames.opened(next(there.call), place, range(12), there.version).kind for place in (1, 2)]
                 assert set(seen) >= {frames.GONE}
                 assert "another process has connected as oslo" in before.refusal()[1]
                 audit.wait("gone oslo: has restarted")

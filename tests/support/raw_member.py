@@ -14,19 +14,21 @@ from thinwire.comm.secure import Token, frames
 from thinwire.comm.secure.channels import BULK, CONTROL, MEET
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.keys import HUB, Credentials
-from thinwire.version import PROTOCOLS
+from thinwire.version import HUB_FRAMES, PROTOCOLS
 
 
 class RawStream:
-    """One stream: `put` sends a frame; iteration reads the answers."""
+    """One stream: `put` sends a frame; iteration reads the answers. It states the range `stated`, and its frames have `version`."""
 
-    def __init__(self, channel: grpc.Channel, method: str) -> None:
+    def __init__(self, channel: grpc.Channel, method: str, stated: str | None, version: int) -> None:
         self._frames: queue.Queue[bytes | None] = queue.Queue()
-        self.call: Any = channel.stream_stream(method)(iter(self._frames.get, None))
-        self.sequence = 0
+        metadata = [] if stated is None else [("thinwire-frames", stated)]
+        self.call: Any = channel.stream_stream(method)(iter(self._frames.get, None), metadata=metadata)
+        self.sequence, self.version = 0, version
 
     def put(self, kind: int, rank: int, body: bytes, sequence: int | None = None) -> None:
-        self._frames.put(frames.head(kind, rank, self.sequence if sequence is None else sequence) + body)
+        number = self.sequence if sequence is None else sequence
+        self._frames.put(frames.head(kind, rank, number, self.version) + body)
         self.sequence += 1
 
     def raw(self, data: bytes) -> None:
@@ -57,6 +59,8 @@ class RawMember:
         ]
         self.channel = grpc.secure_channel(f"{token.host}:{token.port}", credentials, options)
         self.group, self.process, self.protocols = group, os.urandom(16), PROTOCOLS
+        self.stated: str | None = str(HUB_FRAMES)
+        self.version = HUB_FRAMES.newest
         self._streams: list[RawStream] = []
 
     def control(self) -> RawStream:
@@ -66,7 +70,7 @@ class RawMember:
         return self._stream(BULK)
 
     def _stream(self, method: str) -> RawStream:
-        self._streams.append(RawStream(self.channel, method))
+        self._streams.append(RawStream(self.channel, method, self.stated, self.version))
         return self._streams[-1]
 
     def hello(self, size: int) -> RawStream:
@@ -105,4 +109,4 @@ def admitted(token: Token, name: str, folder: Path) -> Credentials:
 def welcomed(stream: RawStream) -> frames.Welcome:
     """Returns the hub's answer to `hello`."""
     raw = next(stream.call)
-    return frames.opened_welcome(frames.opened(raw, 0, [frames.WELCOME]).body)
+    return frames.opened_welcome(frames.opened(raw, 0, [frames.WELCOME], stream.version).body)

@@ -312,10 +312,12 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     if not share > 0.1:
         return ""
     told = f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance})"
-    recipe = NAMED.get(recipe_name(str(record.settings.get("strategy"))))
+    name, text, _ = str(record.settings.get("strategy")).partition("(")
+    recipe = NAMED.get(recipe_name(name))
     if recipe is not None and "delay" not in inspect.signature(recipe).parameters:
         return told
-    return f"{told}; thinwire doctor {folder / 'run.toml'} shows the --delay without waits"
+    what = "delay" if text else "--delay"  # what is written as text has its delay in the parentheses
+    return f"{told}; thinwire doctor {folder / 'run.toml'} shows the {what} without waits"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """Authenticated messages between a replica and its lighthouse. Messages of a peer without the run secret are not read.
 
-    lighthouse → replica     magic, version, 32 random bytes
-    replica → lighthouse     magic, version, name, incarnation, 32 random bytes, proof
+    lighthouse → replica     magic, oldest and newest version, 32 random bytes
+    replica → lighthouse     magic, oldest and newest version, name, incarnation, 32 random bytes, proof
     lighthouse → replica     verdict, heartbeat time-out, proof
     then messages both ways  length, MAC, JSON
+
+The lighthouse's first message, and the first eight bytes of the response, have this form in all versions. If the ranges do not meet, both
+sides say so with both ranges, and nothing else is read.
 
 A proof is an HMAC-SHA256 with the run secret as key, over the sender's part and all messages of both sides so far. The MACs of
 messages have a separate key for each connection and direction, and include the number of the message. So no message can be replayed,
@@ -26,10 +29,12 @@ import stat
 import struct
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigurationError, LinkError, PacketError
+from thinwire.version import LIGHTHOUSE_MESSAGES, newest_of_both
 
 PORT = 29510
 ANSWER = 5.0  # seconds within which a response must arrive
@@ -40,16 +45,18 @@ MOST_ANSWERED = 3 * MOST_MEMBERS * MOST_PRESENCE  # bytes of one message from it
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 INCARNATION = re.compile(r"[0-9a-f]{16}")
 
-MAGIC, VERSION = b"TWLH", 2
-HELLO = struct.Struct("<4sI32s")
-INTRODUCTION = struct.Struct("<4sI64s16s32s32s")
+MAGIC = b"TWLH"
+SPOKEN = struct.Struct("<4sHH")  # magic, oldest and newest version
+HELLO = struct.Struct("<4sHH32s")
+INTRODUCTION = struct.Struct("<4sHH64s16s32s32s")
+_INTRODUCED = struct.Struct("<64s16s32s")  # name, incarnation, random bytes
 WELCOME = struct.Struct("<Id32s")
 FRAME = struct.Struct("<I32s")
 PROOF = 32
 TAKEN, OTHER_SECRET, OTHER_VERSION, FULL = range(4)
 _VERDICTS = {
     OTHER_SECRET: "refuses this replica: one of them has another run secret, or none. Give every machine the same file with --secret",
-    OTHER_VERSION: "runs another version of Thinwire; run the same version everywhere",
+    OTHER_VERSION: "speaks no version of messages that this replica speaks; install one release on both",
     FULL: f"is full: {MOST_MEMBERS} replicas are there already",
 }
 
@@ -134,14 +141,12 @@ class Channel:
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = self._receive(HELLO.size, until)
-            magic, version, _ = HELLO.unpack(hello)
-            if magic != MAGIC:
+            if not hello.startswith(MAGIC):
                 raise LinkError(f"what answers at {where} is not a Thinwire lighthouse.")
-            if version != VERSION:
-                raise LinkError(f"the lighthouse at {where} {_VERDICTS[OTHER_VERSION]}.")
-            said = INTRODUCTION.pack(
-                MAGIC, VERSION, name.encode(), incarnation.encode(), secrets.token_bytes(32), bytes(PROOF)
-            )[:-PROOF]
+            if other := unlike(hello):
+                self._line.sendall(spoken())  # the lighthouse says so, too
+                raise LinkError(f"the lighthouse at {where} speaks {other}.")
+            said = spoken() + _INTRODUCED.pack(name.encode(), incarnation.encode(), secrets.token_bytes(32))
             self._line.sendall(said + mac(secret, "replica", hello, said))
             welcome = self._receive(WELCOME.size, until)
             verdict, self.heartbeat_timeout, proof = WELCOME.unpack(welcome)
@@ -192,6 +197,20 @@ class Channel:
                 raise OSError("it has closed the connection")
             parts += part
         return bytes(parts)
+
+
+def spoken() -> bytes:
+    """The range of messages of this side, as both sides begin."""
+    return SPOKEN.pack(MAGIC, LIGHTHOUSE_MESSAGES.oldest, LIGHTHOUSE_MESSAGES.newest)
+
+
+def unlike(said: bytes) -> str:
+    """The other side's range, this one's, and what to do, if they do not meet; "" if they do. `said` begins as `spoken`."""
+    _, oldest, newest = SPOKEN.unpack_from(said)
+    here = LIGHTHOUSE_MESSAGES
+    if oldest <= newest and newest_of_both(here, replace(here, oldest=oldest, newest=newest)) is not None:
+        return ""
+    return f"messages {oldest} to {newest}, this side {here}. Install one release on both, or one that speaks a version of each"
 
 
 def at(host: str, port: int) -> str:

@@ -16,6 +16,7 @@ from thinwire.comm.group import Group
 from thinwire.errors import DisagreementError, LinkError, PacketError
 from thinwire.membership.channel import ANSWER
 from thinwire.membership.commit import VoteStore
+from thinwire.membership.rendezvous import AnswerLostError
 from thinwire.membership.store import ChannelVoteStore, RequestChannel
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
@@ -74,21 +75,18 @@ class RemoteRendezvous(ABC):
         """See `Rendezvous`."""
         until = self.clock() + seconds
         text = presence.to_json()
-        while (left := until - self.clock()) > 0 and not self._left.is_set():
-            vote_store = self._found(left)
-            left = until - self.clock()
-            if left <= 0:
-                break
+        vote_store = None if self._left.is_set() else self._found(seconds)
+        if vote_store is not None and (left := until - self.clock()) > 0:
             try:
                 present = vote_store.channel.ask("call", left, presence=text)["present"]
             except LinkError as error:
-                self._retry(f"{self.where} has gone ({error})", 0.5)
                 self._lose()
-                continue
-            if present is None:
-                break
-            heard = [self._heard(str(name), str(incarnation), str(text)) for name, incarnation, text in present]
-            return [p for p in heard if p is not None], vote_store
+                reason = f"{self.where} has gone ({error})"
+                self._retry(reason, 0.5)
+                raise AnswerLostError(reason) from None
+            if present is not None:
+                heard = [self._heard(str(name), str(incarnation), str(text)) for name, incarnation, text in present]
+                return [p for p in heard if p is not None], vote_store
         if self._left.is_set():
             raise LinkError(f"replica {self._name!r} has left {self.where}.")
         raise LinkError(

@@ -52,6 +52,10 @@ Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Check = Callable[[Mapping[str, Any], str], object]  # takes a status and the name of its member; raises `PeerError`
 
 
+class AnswerLostError(LinkError):
+    """The rendezvous has gone during a call of this replica. It may have answered others: with a view of which this replica is a member."""
+
+
 class Rendezvous(Protocol):
     """The place where replicas find each other, seen from one of them."""
 
@@ -70,7 +74,8 @@ class Rendezvous(Protocol):
     def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
         """Wait until most of the live replicas call, too.
 
-        Returns the presences, which are the same for all of them, and their vote store. Raises `LinkError` after `seconds`.
+        Returns the presences, which are the same for all of them, and their vote store. Raises `LinkError` after `seconds`, and
+        `AnswerLostError` as soon as the rendezvous has gone during the call.
         """
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
@@ -192,15 +197,16 @@ class Membership:
             self._observe("call", {"calls": self._calls, "holds": self._holds})
             try:
                 present, vote_store = self._rendezvous.call(self._presence(said(), expected), left)
+            except AnswerLostError as error:
+                reason = str(error).rstrip(".")
+                self._let_go(self._group)  # so that nobody who was answered waits for packets of this replica
+                continue
             except LinkError as error:
                 reason = reason or str(error).rstrip(".")
                 break
             here = {p.incarnation for p in present}
             if vote_store is not self._vote_store:  # of a server that was away: others may find it later than this one
                 self._vote_store, found = vote_store, self._rendezvous.clock()
-                if any(p.incarnation not in here for p in self._members):
-                    # A member that was told a view, and this replica was not, shall not wait for its packets.
-                    self._let_go(self._group)
             self._suspects = tuple(p for p in self._suspects if p.incarnation in here)
             verdict = self._judge(present, check)
             alike = [p for p in present if fits(p.facts, self.facts)]

@@ -24,7 +24,6 @@ from thinwire.membership.channel import (
     ANSWER,
     FRAME,
     FULL,
-    HELLO,
     INCARNATION,
     INTRODUCTION,
     MAGIC,
@@ -35,14 +34,16 @@ from thinwire.membership.channel import (
     OTHER_VERSION,
     PORT,
     PROOF,
+    SPOKEN,
     TAKEN,
-    VERSION,
     WELCOME,
     Seal,
     at,
     family,
     mac,
     same,
+    spoken,
+    unlike,
 )
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, TICK, MemberRegistry
 
@@ -200,16 +201,17 @@ class Lighthouse:
 
     async def _meet(self, line: _Line) -> None:
         """The handshake. Raises `_Refused`."""
-        hello = HELLO.pack(MAGIC, VERSION, secrets.token_bytes(32))
+        hello = spoken() + secrets.token_bytes(32)
         await line.send(hello)
-        first = await line.reader.readexactly(8)
-        if first[:4] != MAGIC:
+        first = await line.reader.readexactly(SPOKEN.size)
+        if not first.startswith(MAGIC):
             raise _Refused("it speaks another protocol")
-        said = first + await line.reader.readexactly(INTRODUCTION.size - 8)
-        _, version, name, incarnation, _, proof = INTRODUCTION.unpack(said)
-        if version != VERSION:
-            await line.send(WELCOME.pack(OTHER_VERSION, 0.0, bytes(PROOF)))
-            raise _Refused("it is of another version of Thinwire")
+        if other := unlike(first):
+            with suppress(OSError):  # it may have gone: it knows
+                await line.send(WELCOME.pack(OTHER_VERSION, 0.0, bytes(PROOF)))
+            raise _Refused(f"it speaks {other}")
+        said = first + await line.reader.readexactly(INTRODUCTION.size - SPOKEN.size)
+        _, _, _, name, incarnation, _, proof = INTRODUCTION.unpack(said)
         if not same(proof, mac(self._secret, "replica", hello, said[:-PROOF])):
             await line.send(WELCOME.pack(OTHER_SECRET, 0.0, bytes(PROOF)))
             raise _Refused("it does not hold this run's secret")

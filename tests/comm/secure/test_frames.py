@@ -21,9 +21,11 @@ ALL = range(15)
 
 def test_frames_survive_serialisation():
     pull = Pull(7, 3, 1 << 40, 1 << 20)
-    raw = frames.head(frames.PULL, 5, 9) + frames.packed(frames.PULL, *pull)
-    frame = frames.opened(raw, 9, [frames.PULL])
+    raw = frames.head(frames.PULL, 5, 9, 4) + frames.packed(frames.PULL, *pull)
+    frame = frames.opened(raw, 9, [frames.PULL], 4)
     assert (frame.kind, frame.rank, frame.fields) == (frames.PULL, 5, tuple(pull))
+    with pytest.raises(PacketError, match="a frame of version 4 on a connection with frames of version 5"):
+        frames.opened(raw, 9, [frames.PULL], 5)
     welcome = frames.packed_welcome(3, 4, 1, ["oslo", "lima"], [(0, 77)])
     assert frames.opened_welcome(welcome) == frames.Welcome(3, 4, 1, ("oslo", "lima"), ((0, 77),))
     offset, receivers, chunk = frames.opened_data(frames.packed_data(1 << 33, [(1, 2), (3, 4)], b"abc"))
@@ -35,9 +37,9 @@ def test_frames_survive_serialisation():
 def test_arbitrary_bytes_are_a_frame_or_refused(raw, kind):
     tracemalloc.start()
     try:
-        for given_bytes in (raw, bytes([kind, frames.VERSION]) + raw):
+        for given_bytes in (raw, bytes([kind, 4]) + raw):
             try:
-                frame = frames.opened(given_bytes, 0, ALL)
+                frame = frames.opened(given_bytes, 0, ALL, 4)
             except PacketError:
                 continue
             assert frame.kind in ALL

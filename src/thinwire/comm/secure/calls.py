@@ -40,15 +40,6 @@ async def written(stream: Any, frame: bytes) -> None:
         raise _refusal(await stream.code(), await stream.details()) from None
 
 
-async def begun(stream: Any, frame: bytes, seconds: float) -> None:
-    """Write the first frame; the connection must be made within `seconds`. Raises `Refused`, `Broken`."""
-    try:
-        async with asyncio.timeout(seconds):
-            await written(stream, frame)
-    except TimeoutError:
-        raise Broken(f"the hub was not reached within {seconds:g} s") from None
-
-
 def explained(error: grpc.aio.AioRpcError) -> LinkError:
     """The error as `Refused` or `Broken`."""
     return _refusal(error.code(), error.details())

@@ -5,7 +5,7 @@ A frame begins with
 | bytes | field    | meaning                                                                   |
 |-------|----------|---------------------------------------------------------------------------|
 | 1     | kind     | of the frame, below                                                       |
-| 1     | version  | of this protocol                                                          |
+| 1     | version  | of the frames of this connection, which both sides speak (versions.py)    |
 | 2     | rank     | to the hub: the receiver; from the hub: the sender, or the member it is about |
 | 8     | sequence | 0, 1, 2, ... of all frames of this stream in this direction               |
 
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from thinwire.errors import PacketError
 
-VERSION = 4
 CHUNK_NBYTES = 1 << 17
 SMALL_NBYTES = 1 << 13  # a message up to this size is sent on the control stream
 MEMBERS = 64  # most members of one group
@@ -99,21 +98,18 @@ def packed(kind: int, *fields: int | bytes) -> bytes:
     return _FIELDS[kind].pack(*fields)
 
 
-def head(kind: int, rank: int, sequence: int) -> bytes:
+def head(kind: int, rank: int, sequence: int, version: int) -> bytes:
     """The header of a frame."""
-    return HEADER.pack(kind, VERSION, rank, sequence)
+    return HEADER.pack(kind, version, rank, sequence)
 
 
-def opened(raw: bytes, sequence: int, kinds: Sequence[int]) -> Frame:
-    """Check and parse `raw`: a frame with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
+def opened(raw: bytes, sequence: int, kinds: Sequence[int], version: int) -> Frame:
+    """Check and parse `raw`: a frame of this `version` with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
     if len(raw) < HEADER.size:
         raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are needed")
-    kind, version, rank, number = HEADER.unpack_from(raw)
-    if version != VERSION:
-        raise PacketError(
-            f"frames of version {version}; this side has version {VERSION}. Install the same Thinwire on the hub and on all "
-            "replicas, and start them again"
-        )
+    kind, stated, rank, number = HEADER.unpack_from(raw)
+    if stated != version:
+        raise PacketError(f"a frame of version {stated} on a connection with frames of version {version}")
     if number != sequence:
         raise PacketError(f"frame {number} where {sequence} was expected: repeated, lost or out of order")
     if kind not in kinds:

@@ -48,6 +48,7 @@ from thinwire.comm.secure.runs import HubRuns
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
 from thinwire.comm.secure.token import Token
+from thinwire.comm.secure.versions import agreed_with_member
 from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
@@ -209,7 +210,8 @@ class Hub:
     async def _control(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._proxies[0]):
             name, expires = self._trainer(context)
-            frame = frames.opened(await first(context), 0, [frames.HELLO])
+            version = await agreed_with_member(context)
+            frame = frames.opened(await first(context), 0, [frames.HELLO], version)
             process, label = frame.data(0), frame.data(1)
             if self._runs is None:  # in an elastic run a label has the name of a view, which only its members know
                 size = frame.number(2)
@@ -222,7 +224,7 @@ class Hub:
             with self._connected(name, process, expires) as connection:
                 try:
                     self._groups.join(connection, GroupRequest.read(frame))
-                    await self._serve(context, connection, connection.control, self._said(connection))
+                    await self._serve(context, connection, connection.control, self._said(connection), version)
                 finally:
                     self._groups.leave(connection, label)
 
@@ -232,12 +234,13 @@ class Hub:
             name, expires = self._trainer(context)
             if self._runs is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
-            process, run = opened_meet(frames.opened(await first(context), 0, [frames.MEET]))
+            version = await agreed_with_member(context)
+            process, run = opened_meet(frames.opened(await first(context), 0, [frames.MEET], version))
             self._check_bound(name, lambda known: known == run)
             with self._runs.used(run, name) as registry, self._connected(name, process, expires, run) as connection:
                 requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
                 try:
-                    await self._until_one_ends(connection, [serving_requests(context, registry, requester)])
+                    await self._until_one_ends(connection, [serving_requests(context, registry, requester, version)])
                 finally:
                     alike = [one for one in self._connections.values() if (one.name, one.process) == (name, process)]
                     if not any(one.run == run and one is not connection for one in alike):
@@ -292,7 +295,8 @@ class Hub:
     async def _bulk(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._proxies[0]):
             name, _expires = self._trainer(context)
-            frame = frames.opened(await first(context), 0, [frames.ATTACH])
+            version = await agreed_with_member(context)
+            frame = frames.opened(await first(context), 0, [frames.ATTACH], version)
             connection = self._connections.get(frame.number(0))
             if connection is None or connection.name != name or connection.relay is None:
                 return  # the control stream has ended meanwhile
@@ -302,7 +306,7 @@ class Hub:
             relay = connection.relay
             try:
                 handle = {frames.DATA: lambda frame: relay.data(connection.rank, frame)}
-                await self._serve(context, connection, connection.bulk, handle)
+                await self._serve(context, connection, connection.bulk, handle, version)
             finally:
                 connection.end.set()
 
@@ -315,9 +319,11 @@ class Hub:
 
         return dict.fromkeys((*frames.PASSED_ON, frames.DATA, frames.LEAVE), handle)
 
-    async def _serve(self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle]) -> None:
+    async def _serve(
+        self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle], version: int
+    ) -> None:
         """Read and write until the stream or the connection ends. Raises `PacketError` for a frame that is not allowed."""
-        await self._until_one_ends(connection, [reading(context, handles), writing(context, pipe)])
+        await self._until_one_ends(connection, [reading(context, handles, version), writing(context, pipe, version)])
 
     async def _until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
         tasks = [asyncio.create_task(work) for work in (*works, connection.end.wait())]

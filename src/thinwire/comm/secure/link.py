@@ -17,12 +17,13 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Outdated, Refused, begun, explained, read, written
+from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
+from thinwire.comm.secure.versions import agreed_with_hub, stated
 from thinwire.errors import LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
@@ -55,6 +56,7 @@ class HubLink:
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
         )
+        self._version = 0  # of the frames of the present connection
         self._place: Welcome | None = None
         self._placed: Future[Welcome] = Future()
         self._task: asyncio.Task[None] | None = None
@@ -174,12 +176,13 @@ class HubLink:
         # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dialled(*of_hub, silent=self._silent), *(dialled(*of_hub) for _ in range(CHANNELS))]
         try:
-            control = channels[0].stream_stream(CONTROL)()
+            control = channels[0].stream_stream(CONTROL)(metadata=stated())
+            self._version = await agreed_with_hub(control, self._silent)
             welcome = await self._greeted(control)
-            bulk = [channel.stream_stream(BULK)() for channel in channels[1:]]
+            bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
-                await written(stream, frames.head(frames.ATTACH, 0, 0) + attach)
+                await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
@@ -188,9 +191,9 @@ class HubLink:
                 await channel.close(None)
 
     async def _greeted(self, control: Any) -> Welcome:
-        await begun(control, frames.head(frames.HELLO, 0, 0) + self._hello, self._silent)
+        await written(control, frames.head(frames.HELLO, 0, 0, self._version) + self._hello)
         self.state = f"waits for the group: {self._size} members are needed"
-        welcome = frames.opened_welcome(frames.opened(await read(control), 0, [frames.WELCOME]).body)
+        welcome = frames.opened_welcome(frames.opened(await read(control), 0, [frames.WELCOME], self._version).body)
         if len(welcome.names) != self._size:
             raise Refused(f"the hub has a group of {len(welcome.names)}; {self._size} were expected")
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
@@ -235,7 +238,7 @@ class HubLink:
         control = sequence > 0  # its first frame was the welcome
         kinds = (*frames.PASSED_ON, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
         while True:
-            frame = frames.opened(await read(stream), sequence, kinds)
+            frame = frames.opened(await read(stream), sequence, kinds, self._version)
             if not 0 <= frame.rank < self._size:
                 raise PacketError(f"a frame from member {frame.rank} of {self._size}")
             self._heard(frame)
@@ -278,7 +281,7 @@ class HubLink:
         while True:
             while self._control:
                 kind, rank, body = self._control.popleft()
-                await self._written(control, frames.head(kind, rank, sequence) + body)
+                await self._written(control, frames.head(kind, rank, sequence, self._version) + body)
                 sequence += 1
             late = late_at is not None and time.monotonic() >= late_at
             chunk = self.messages.chunk(late)
@@ -286,12 +289,14 @@ class HubLink:
                 late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
                 await self._sleep(None if late_at is None or late else late_at - time.monotonic())
             elif chunk.small:
-                await self._written(control, frames.head(frames.DATA, 0, sequence) + _data(chunk))
+                await self._written(control, frames.head(frames.DATA, 0, sequence, self._version) + _data(chunk))
                 sequence += 1
             else:
                 await self._pace(len(chunk.data))
                 place = turn = (turn + 1) % len(bulk)
-                await self._written(bulk[place], frames.head(frames.DATA, 0, sequences[place]) + _data(chunk))
+                await self._written(
+                    bulk[place], frames.head(frames.DATA, 0, sequences[place], self._version) + _data(chunk)
+                )
                 sequences[place] += 1
 
     async def _sleep(self, seconds: float | None) -> None:

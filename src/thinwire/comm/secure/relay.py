@@ -181,9 +181,9 @@ class Relay:
                 connection.end.set()
 
 
-def flattened(frame: PassedOn, sequence: int) -> bytes:
+def flattened(frame: PassedOn, sequence: int, version: int) -> bytes:
     """The bytes of the frame, with its header."""
-    return frames.head(frame.kind, frame.rank, sequence) + frame.body
+    return frames.head(frame.kind, frame.rank, sequence, version) + frame.body
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:

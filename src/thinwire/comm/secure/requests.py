@@ -14,12 +14,13 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Outdated, begun, explained, read, written
+from thinwire.comm.secure.calls import Outdated, explained, read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.state import KeptRun
+from thinwire.comm.secure.versions import agreed_with_hub, stated
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 
@@ -57,12 +58,12 @@ class RequestHandler(Protocol):
         """The response. Raises `PacketError` for a request that is not allowed."""
 
 
-async def serving_requests(context: Any, registry: RequestHandler, requester: HubRequester) -> None:
+async def serving_requests(context: Any, registry: RequestHandler, requester: HubRequester, version: int) -> None:
     """Run on the hub for each stream of requests. Raises `PacketError`."""
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:
-        answer = await registry.answer(requester, _opened(frames.opened(raw, sequence, [frames.ASK])))
-        await context.write(frames.head(frames.ANSWER, 0, sequence - 1) + _packed(answer))
+        answer = await registry.answer(requester, _opened(frames.opened(raw, sequence, [frames.ASK], version)))
+        await context.write(frames.head(frames.ANSWER, 0, sequence - 1, version) + _packed(answer))
         sequence += 1
 
 
@@ -91,7 +92,7 @@ class HubChannel:
     """
 
     def __init__(self, enrolment: Enrolment, process: str, run: str, thread: LoopThread, silent: float) -> None:
-        self._thread, self._enrolment, self._sequence = thread, enrolment, 1
+        self._thread, self._enrolment, self._sequence, self._version = thread, enrolment, 1, 0
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
         self._done(self._open(process, run, silent), ANSWER_SECONDS)
@@ -136,15 +137,16 @@ class HubChannel:
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
         self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES, silent)
-        self._call = self._channel.stream_stream(MEET)()
+        self._call = self._channel.stream_stream(MEET)(metadata=stated())
+        self._version = await agreed_with_hub(self._call, silent)
         meet = frames.packed(frames.MEET, process.encode("ascii"), run.encode("ascii"))
-        await begun(self._call, frames.head(frames.MEET, 0, 0) + meet, silent)
+        await written(self._call, frames.head(frames.MEET, 0, 0, self._version) + meet)
 
     async def _asked(self, question: bytes) -> dict[str, Any]:
         if self._channel is None:
             raise LinkError("the connection to the hub is closed")
-        await written(self._call, frames.head(frames.ASK, 0, self._sequence) + question)
-        frame = frames.opened(await read(self._call), self._sequence - 1, [frames.ANSWER])
+        await written(self._call, frames.head(frames.ASK, 0, self._sequence, self._version) + question)
+        frame = frames.opened(await read(self._call), self._sequence - 1, [frames.ANSWER], self._version)
         self._sequence += 1
         return _opened(frame)
 

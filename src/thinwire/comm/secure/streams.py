@@ -70,18 +70,18 @@ async def first(context: Any) -> bytes:
     return bytes(raw)
 
 
-async def reading(context: Any, handles: dict[int, Handle]) -> None:
+async def reading(context: Any, handles: dict[int, Handle], version: int) -> None:
     kinds: Sequence[int] = tuple(handles)
     sequence = 1
     while (raw := await context.read()) is not grpc.aio.EOF:
-        frame = frames.opened(raw, sequence, kinds)
+        frame = frames.opened(raw, sequence, kinds, version)
         handles[frame.kind](frame)
         sequence += 1
 
 
-async def writing(context: Any, pipe: Pipe) -> None:
+async def writing(context: Any, pipe: Pipe, version: int) -> None:
     sequence = 0
     while True:
         frame = await pipe.get()
-        await context.write(flattened(frame, sequence))
+        await context.write(flattened(frame, sequence, version))
         sequence += 1

@@ -17,7 +17,7 @@ from thinwire.comm.group import Group
 from thinwire.comm.threads import Key, ThreadGroup, _Hub
 from thinwire.errors import LinkError
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.rendezvous import Membership
+from thinwire.membership.rendezvous import AnswerLostError, Membership
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.testing.lighthouse import SimulatedLighthouse, SimulatedVoteStore
 from thinwire.membership.timeouts import Timeouts
@@ -315,6 +315,8 @@ class ThreadRendezvous:
                     present = lighthouse.call(self._name, presence, left)
             except LinkError as error:
                 self._observe("retry", {"reason": str(error), "seconds": 0.0})
+                if self._epoch != lighthouse.epoch:
+                    raise AnswerLostError(str(error)) from None
                 continue
             self._cluster.passing(self._name, "called")
             assert self._vote_store is not None
