@@ -18,6 +18,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from thinwire.comm.sockets import SocketFile, opened, socket_files
 
@@ -45,16 +46,24 @@ def pace(files: set[SocketFile], bits_per_second: float) -> int:
     """Let the connections `files` share `bits_per_second` evenly. Returns the number of connections that could be set."""
     if not sys.platform.startswith("linux"):
         return 0
-    restarts = _starts_slowly_after_idle()
     paced, share = 0, SHARE * bits_per_second / 8 / max(1, len(files))
     for file in files:
         with suppress(OSError), opened(file) as one:
-            if restarts:
-                with suppress(OSError):  # it does not exist, or needs more rights
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            keep_window(one)
             one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))
             paced += 1
     return paced
+
+
+class _Settable(Protocol):
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
+
+
+def keep_window(connection: _Settable) -> None:
+    """Use BBR for this TCP connection if Linux would start slowly after each of its pauses, and lets this process choose."""
+    if sys.platform.startswith("linux") and _starts_slowly_after_idle():
+        with suppress(OSError):  # it does not exist, or needs more rights
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 def _starts_slowly_after_idle() -> bool:
