@@ -28,16 +28,17 @@ _AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _SO_MAX_PACING_RATE = 47  # Linux; Python gives it no name before 3.12
 
 
-def connections() -> set[SocketFile]:
-    """The connected TCP sockets of this process; empty if the system does not list them."""
-    return {file for file in socket_files() if _connected(file)}
+def connections(port: int | None = None) -> set[SocketFile]:
+    """The connected TCP sockets of this process, only those to `port` if it is given; empty if the system does not list them."""
+    return {file for file in socket_files() if _connected(file, port)}
 
 
-def _connected(file: SocketFile) -> bool:
+def _connected(file: SocketFile, port: int | None) -> bool:
     try:
         with opened(file) as one:
-            one.getpeername()  # raises for a listening socket
-            return one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
+            peer = one.getpeername()  # raises for a listening socket
+            tcp = one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
+            return tcp and port in (None, peer[1])
     except OSError:  # closed meanwhile
         return False
 

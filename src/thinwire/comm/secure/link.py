@@ -29,7 +29,9 @@ from thinwire.version import PROTOCOLS
 
 CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; the default
-PAYLOAD = 0.93  # share of the rate for chunks; the rest is for the headers of TCP, TLS and HTTP/2, for ACKs and for control
+PAYLOAD = (
+    0.93  # share of the rate for chunks; the rest is for the headers of TCP, TLS and HTTP/2, for ACKs and for control
+)
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
@@ -176,13 +178,13 @@ class HubLink:
         try:
             control = channels[0].stream_stream(CONTROL)()
             welcome = await self._greeted(control)
-            before = connections() if self._rate else set()
+            before = connections(token.port) if self._rate else set()
             bulk = [channel.stream_stream(BULK)() for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0) + attach)
             if self._rate:
-                for connection in connections() - before:
+                for connection in connections(token.port) - before:
                     pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
