@@ -53,7 +53,7 @@ from thinwire.pieces.schedule import short_first
 EVERY, DELAY, FRAGMENTS = 30, 5, 3
 SIGN_EVERY = 7
 MARGIN = 1.2
-RTTS = (0.002, 0.1, 0.3)
+RTTS = (0.3, 0.1, 0.002)  # falling, because BBR takes ten seconds to believe that a round trip has become longer
 BULK_NBYTES = 1_000_000
 HUB = 1e9  # bits per second of its uplink
 IDLE_SECONDS = 0.5
@@ -123,8 +123,8 @@ def stands(quick: bool) -> list[Stand]:
 class Replicas:
     """Two processes that stand over a router, with a hub where they need one."""
 
-    def __init__(self, stand: Stand, uplink: float | None, port: int) -> None:
-        self.stand, self.uplink, self.port = stand, uplink, port
+    def __init__(self, stand: Stand, uplink: float | None, rtt: float, port: int) -> None:
+        self.stand, self.uplink, self.rtt, self.port = stand, uplink, rtt, port
         self.router = Router(Link(HUB))
         self.space = Namespaces(3, self.router)
         self.folder = TemporaryDirectory()
@@ -135,6 +135,7 @@ class Replicas:
     def __enter__(self) -> Replicas:
         self.space.__enter__()
         try:
+            self._shape(HUB, self.rtt)  # fast until all are warm, but as far apart as they will be
             self._start()
         except BaseException:
             self.__exit__(None)
@@ -176,8 +177,11 @@ class Replicas:
 
     def shape(self, rtt: float) -> dict[str, Any]:
         """Give each uplink its rate, and each way its delay; returns the router's report of the time before."""
+        return self._shape(self.uplink or HUB, rtt)
+
+    def _shape(self, rate: float, rtt: float) -> dict[str, Any]:
         hops = 4 if self.stand.carrier == "secure" else 2  # a round trip by the hub has four ways
-        own = Link(self.uplink or HUB, rtt / hops)
+        own = Link(rate, rtt / hops)
         return self.router.shape([own, own, Link(HUB, rtt / hops)])
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
@@ -289,7 +293,7 @@ def rows_of(stand: Stand, uplink: float | None, rtts: Sequence[float], port: int
     """The rows of one pair of processes; a row with a `problem` ends it."""
     rtt = rtts[0]
     try:
-        with Replicas(stand, uplink, port) as replicas:
+        with Replicas(stand, uplink, rtt, port) as replicas:
             for rtt in rtts:
                 yield _named(stand, uplink, rtt) | measured(replicas, stand, rtt)
     except (OSError, RuntimeError) as error:
