@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -27,12 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import Replica, Strategy, TorchGroup
 from thinwire.catalogue.parsing import parse
-from thinwire.comm import CountedGroup, Ledger, start_torch
+from thinwire.comm import CountedGroup, Group, Ledger, start_torch
 from thinwire.lm.model import SIZES, Transformer
 
 TIMEOUT = 300.0  # seconds; no process dies here
 Facts = Callable[[], dict[str, float]]  # counters of a method; they only grow
 Model = Callable[[torch.Tensor, torch.Tensor], Any]
+Attach = Callable[["Part", nn.Module, torch.optim.Optimizer], AbstractContextManager[tuple[Model, Facts]]]
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,20 @@ def bare(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 @contextmanager
 def thinwire(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Model, Facts]]:
+    start_torch(part.rank, 2, part.addresses[0], part.port, TIMEOUT)
+    with over(TorchGroup.from_world(2, timeout=TIMEOUT), part, model, optimizer) as attached:
+        yield attached
+
+
+@contextmanager
+def over(
+    carrier: Group, part: Part, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Model, Facts]]:
+    """A Thinwire strategy over any carrier."""
     strategy = parse(part.method)
     assert isinstance(strategy, Strategy)
-    start_torch(part.rank, 2, part.addresses[0], part.port, TIMEOUT)
     ledger = Ledger()
-    group = CountedGroup(TorchGroup.from_world(2, timeout=TIMEOUT), ledger)
-    replica = Replica(strategy, model, optimizer, group)
+    replica = Replica(strategy, model, optimizer, CountedGroup(carrier, ledger))
     try:
         yield model, lambda: {"counted_nbytes": ledger.sent("packet"), "late_seconds": replica.stall_seconds}
     finally:
@@ -134,6 +143,9 @@ def torchft(part: Part, model: nn.Module, optimizer: torch.optim.Optimizer) -> I
         yield model, lambda: {"rounds": float(manager.current_step())}
 
 
+ATTACH: dict[str, Attach] = {"bare": bare, "ddp": ddp, "torchft": torchft}
+
+
 def _fragments(model: nn.Module, count: int) -> list[nn.Module]:
     assert isinstance(model, Transformer)
     fragments = [nn.ModuleList(list(model.blocks)[i::count]) for i in range(count)]
@@ -168,13 +180,22 @@ def _core_cpu() -> float:
 
 def run(part: Part) -> None:
     """Attaches, warms up, waits for the start line, trains `steps` steps, and returns the measurements."""
+    with standing(part, ATTACH.get(part.method, thinwire)) as window:
+        say({"ready": part.rank})
+        hear()
+        say(window(part.steps))
+        hear()  # the peer may still need this process
+
+
+@contextmanager
+def standing(part: Part, attach: Attach) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """A model that trains with a method and is warm. What it yields trains so many steps and returns what was measured."""
     model = Transformer(SIZES[part.size], seed=part.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(part.seed + 1 + part.rank)
     batches = [torch.randint(0, 256, part.batch, generator=generator) for _ in range(8)]
     watch = Stopwatch()
     optimizer.register_step_post_hook(watch.after)
-    attach = {"bare": bare, "ddp": ddp, "torchft": torchft}.get(part.method, thinwire)
     with attach(part, model, optimizer) as (attached, facts):
         optimizer.register_step_pre_hook(watch.before)
 
@@ -187,16 +208,16 @@ def run(part: Part) -> None:
             optimizer.step()
             return time.perf_counter()
 
+        def window(steps: int) -> dict[str, Any]:
+            watch.inner.clear()
+            begin = Reading.now(part, facts)
+            ends = [begin.seconds, *(step(number) for number in range(steps))]
+            end = Reading.now(part, facts)
+            return _measured(part, begin, end, ends, watch.inner)
+
         for number in range(part.warm):
             step(number)
-        watch.inner.clear()
-        _say({"ready": part.rank})
-        _hear()
-        begin = Reading.now(part, facts)
-        ends = [begin.seconds, *(step(number) for number in range(part.steps))]
-        end = Reading.now(part, facts)
-        _say(_measured(part, begin, end, ends, watch.inner))
-        _hear()  # the peer may still need this process
+        yield window
 
 
 def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner: list[float]) -> dict[str, Any]:
@@ -204,7 +225,7 @@ def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner
     own = end.process_cpu - begin.process_cpu
     return {
         "rank": part.rank,
-        "steps": part.steps,
+        "steps": len(seconds),
         "wall_seconds": end.seconds - begin.seconds,
         "step_seconds": statistics.median(seconds),
         "inner_seconds": None if part.method == "ddp" else sum(inner),
@@ -218,11 +239,11 @@ def _measured(part: Part, begin: Reading, end: Reading, ends: list[float], inner
     }
 
 
-def _say(message: dict[str, Any]) -> None:
+def say(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _hear() -> None:
+def hear() -> None:
     if not sys.stdin.readline():
         raise SystemExit("the benchmark that started this replica is gone.")
 

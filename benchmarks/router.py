@@ -2,6 +2,8 @@
 
     with Namespaces(3, Router(Link.parse("100mbit,40ms"))) as space: ...
 
+`shape` gives every end a link of its own while it runs.
+
 One TUN device in each namespace, one Python process that carries packets between them. A packet waits for its sender's uplink, occupies
 it for as long as its bytes take at the rate (IP and TCP headers included; an MTU of 1500), and is handed over `delay_seconds` after its
 last bit left, never earlier. When more than `QUEUE_SECONDS` of bytes wait, the packet is dropped. Downlinks have no limit.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import select
@@ -69,6 +72,20 @@ class Router:
         if not self.process.stdout.readline():
             raise RuntimeError("the router could not start; its own message says why.")
 
+    def shape(self, links: Sequence[Link]) -> dict[str, Any]:
+        """From now on end number i sends over `links[i]`. Returns the report of the time before; raises `RuntimeError`."""
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        print(
+            json.dumps([[link.bits_per_second, link.delay_seconds] for link in links]),
+            file=self.process.stdin,
+            flush=True,
+        )
+        told = self.process.stdout.readline()
+        if not told:
+            raise RuntimeError("the router has ended; its own message says why.")
+        report: dict[str, Any] = json.loads(told)
+        return report
+
     def close(self) -> None:
         """End the process; with it its devices go."""
         if self.process is not None:
@@ -83,10 +100,21 @@ class Books:
 
     def __init__(self, link: Link, count: int) -> None:
         self.uplinks = [Uplink(link) for _ in range(count)]
-        self.link = link
         self.packets = self.nbytes = self.dropped = 0
         self._late: list[float] = []  # after it was due, each packet
         self._ways: list[tuple[float, int, int, bytes]] = []
+        self._order = itertools.count()  # of packets that are due at one instant
+        self._cpu = 0.0  # at the last `shape`
+
+    def shape(self, links: Sequence[Link]) -> dict[str, Any]:
+        """Give each uplink its link, and count from zero. Returns the report of the time before."""
+        report = self.report()
+        for uplink, link in zip(self.uplinks, links, strict=True):
+            uplink.link = link
+        self.nbytes = self.dropped = self.packets = 0
+        self._late.clear()
+        self._cpu = time.process_time()
+        return report
 
     def take(self, now: float, sender: int, packet: bytes) -> None:
         """Book a packet that left its namespace, with the virtio header before it."""
@@ -103,7 +131,7 @@ class Books:
         _, due = uplink.book(now, nbytes)
         self.packets += 1
         self.nbytes += nbytes
-        heapq.heappush(self._ways, (due, self.packets, receiver, packet))
+        heapq.heappush(self._ways, (due, next(self._order), receiver, packet))
 
     def wait_seconds(self, now: float) -> float:
         """Until a packet is due; a look now and then when there is none."""
@@ -122,9 +150,9 @@ class Books:
         late = sorted(self._late) or [0.0]
         ranks = {"median": 0.5, "p99": 0.99, "worst": 1.0}
         return {
-            "link": str(self.link), "packets": self.packets, "nbytes": self.nbytes, "dropped": self.dropped,
+            "link": str(self.uplinks[0].link), "packets": self.packets, "nbytes": self.nbytes, "dropped": self.dropped,
             "late_seconds": {name: late[int(share * (len(late) - 1))] for name, share in ranks.items()},
-            "cpu_seconds": time.process_time(), "queue_seconds": QUEUE_SECONDS, "mtu": MTU,
+            "cpu_seconds": time.process_time() - self._cpu, "queue_seconds": QUEUE_SECONDS, "mtu": MTU,
         }  # fmt: skip
 
 
@@ -158,7 +186,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_TIMERSLACK, 1)  # nanosecond
     places = zip(asked["namespaces"], asked["interfaces"], asked["addresses"], strict=True)
     devices = [_device(*place, asked["congestion"]) for place in places]
-    over = False
+    orders, over = sys.stdin.fileno(), False
 
     def end(*_: object) -> None:
         nonlocal over
@@ -167,8 +195,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     print("ready", flush=True)
     while not over:
-        readable, _, _ = select.select(devices, [], [], books.wait_seconds(time.monotonic()))
+        readable, _, _ = select.select([*devices, orders], [], [], books.wait_seconds(time.monotonic()))
         for file in readable:
+            if file == orders:
+                if not (order := sys.stdin.readline()):
+                    return  # who started it is gone
+                print(json.dumps(books.shape([Link(*pair) for pair in json.loads(order)])), flush=True)
+                continue
             sender = devices.index(file)
             for _ in range(16):  # then look at what is due
                 try:

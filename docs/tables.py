@@ -31,6 +31,7 @@ PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
     *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md", "docs/experts.md"),
     "docs/gossip.md",
+    "docs/secure.md",
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
@@ -76,6 +77,7 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
 def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
     left = (
         "method",
+        "link",
         "workload",
         "texts",
         "other losses",
@@ -357,6 +359,35 @@ def exchange(result: Result) -> tuple[list[str], list[list[str]]]:
         "gloo all-reduce, s",
     ]
     return heads, rows
+
+
+def secure(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/secure.py, link by link: utilisation, exchanges beside their ideal, control beside bulk, bytes."""
+    bare = next(row["steps_per_second"] for row in result["rows"] if row["method"] == "bare")
+    shaped = [row for row in result["rows"] if row["method"] != "bare"]
+    rates = {row["rate"]: place for place, row in enumerate(shaped)}
+    rows = []
+    for row in sorted(
+        shaped, key=lambda row: (rates[row["rate"]], row["method"] == "streaming_sign", row["rtt_seconds"])
+    ):
+        rate = f"{row['bits_per_second'] / 1e6:.3g}"
+        link = f"{'1.2 × floor: ' * (row['rate'] == 'floor')}{rate} Mbit/s, {row['rtt_seconds'] * 1e3:.0f} ms"
+        name = f"{row['method']}, {CARRIERS[row['carrier']]}" if row["carrier"] else row["method"]
+        if "problem" in row:
+            rows.append([link, name, *["–"] * 5, row["problem"]])
+            continue
+        times = [f"{one['seconds']:.2f} ({one['of_ideal']:.2f})" for one in row.get("exchanges", ())]
+        held = row.get("control")
+        control = f"{held['p50']:.2f}, {held['p99']:.2f} ({held['goal_seconds']:.2f})" if held else "–"
+        rows.append(
+            [link + " †" * row["busy"], name, _share(row["utilization"]), _share(row["steps_per_second"] / bare),
+             *(times or ["–", "–"]), control, f"{row['wire_nbytes_per_period'] / 1e6:.2f}"]
+        )  # fmt: skip
+    times = ["1 MB, s (of ideal)", "4 MB, s (of ideal)", "control p50, p99 (goal), s"]
+    return ["link", "method", "utilisation", "steps/s of bare", *times, "MB sent in 30 steps"], rows
+
+
+CARRIERS = {"secure": "secure carrier", "gloo": "gloo", "tls": "TLS sockets"}
 
 
 def doubt(row: Mapping[str, Any]) -> str:
@@ -662,6 +693,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "formats": formats,
     "entropy": entropy,
     "exchange": exchange,
+    "secure": secure,
     "simulate": simulate,
     "memory": memory,
     "passes": passes,

@@ -18,6 +18,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from thinwire.comm.sockets import SocketFile, opened, socket_files
 
@@ -27,16 +28,17 @@ _AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 _SO_MAX_PACING_RATE = 47  # Linux; Python gives it no name before 3.12
 
 
-def connections() -> set[SocketFile]:
-    """The connected TCP sockets of this process; empty if the system does not list them."""
-    return {file for file in socket_files() if _connected(file)}
+def connections(port: int | None = None) -> set[SocketFile]:
+    """The connected TCP sockets of this process, only those to `port` if it is given; empty if the system does not list them."""
+    return {file for file in socket_files() if _connected(file, port)}
 
 
-def _connected(file: SocketFile) -> bool:
+def _connected(file: SocketFile, port: int | None) -> bool:
     try:
         with opened(file) as one:
-            one.getpeername()  # raises for a listening socket
-            return one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
+            peer = one.getpeername()  # raises for a listening socket
+            tcp = one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
+            return tcp and port in (None, peer[1])
     except OSError:  # closed meanwhile
         return False
 
@@ -45,16 +47,24 @@ def pace(files: set[SocketFile], bits_per_second: float) -> int:
     """Let the connections `files` share `bits_per_second` evenly. Returns the number of connections that could be set."""
     if not sys.platform.startswith("linux"):
         return 0
-    restarts = _starts_slowly_after_idle()
     paced, share = 0, SHARE * bits_per_second / 8 / max(1, len(files))
     for file in files:
         with suppress(OSError), opened(file) as one:
-            if restarts:
-                with suppress(OSError):  # it does not exist, or needs more rights
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            keep_window(one)
             one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))
             paced += 1
     return paced
+
+
+class _Settable(Protocol):
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
+
+
+def keep_window(connection: _Settable) -> None:
+    """Use BBR for this TCP connection if Linux would start slowly after each of its pauses, and lets this process choose."""
+    if sys.platform.startswith("linux") and _starts_slowly_after_idle():
+        with suppress(OSError):  # it does not exist, or needs more rights
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 def _starts_slowly_after_idle() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
@@ -29,6 +30,7 @@ from thinwire.version import PROTOCOLS
 
 CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; the default
+PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TLS, HTTP/2), ACKs and control
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
@@ -64,7 +66,7 @@ class HubLink:
         self._control: deque[tuple[int, int, bytes]] = deque()  # kind, rank, body
         self._connections: dict[int, int] = {}  # connections of connected peers, by rank
         self._woken = asyncio.Event()  # set when there may be frames to send
-        self._flushed = asyncio.Event()  # set when all frames have been written
+        self._changed = asyncio.Event()  # set when `leave` must look again at what is unfinished
         self._leaving = False
         self._free_at = 0.0  # the time at which the uplink may take the next chunk
         self.state = "is connecting to the hub"
@@ -112,7 +114,6 @@ class HubLink:
 
     def wake(self) -> None:
         """Check again for frames to send."""
-        self._flushed.clear()
         self._woken.set()
 
     async def leave(self, seconds: float) -> None:
@@ -120,9 +121,8 @@ class HubLink:
         try:
             async with asyncio.timeout(seconds):
                 while self._place and self._going and (self.messages.unfinished or self._control):
-                    self._flushed.clear()
-                    self._woken.set()
-                    await self._flushed.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
                 if self._place and self._task and self._going:
                     self._leaving = True
                     self._say(frames.LEAVE, 0)
@@ -179,10 +179,14 @@ class HubLink:
             control = channels[0].stream_stream(CONTROL)(metadata=stated())
             self._version = await agreed_with_hub(control, self._silent)
             welcome = await self._greeted(control)
+            before = connections(token.port) if self._rate else set()
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
+            if self._rate:
+                for connection in connections(token.port) - before:
+                    pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
@@ -208,8 +212,8 @@ class HubLink:
     async def _until_one_ends(self, control: Any, bulk: list[Any], admitted: Admitted) -> None:
         reads = [asyncio.create_task(self._hear(stream, 0)) for stream in bulk]
         reads.append(asyncio.create_task(self._hear(control, 1)))
-        speaks = [asyncio.create_task(self._speak(control, bulk)), asyncio.create_task(_renewal(admitted.due))]
-        tasks = [*reads, *speaks]
+        speaks = [asyncio.create_task(self._speak([control], True)), asyncio.create_task(self._speak(bulk, False))]
+        tasks = [*reads, *speaks, asyncio.create_task(_renewal(admitted.due))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -224,7 +228,7 @@ class HubLink:
         self._connections.clear()
         self._control.clear()
         self.messages.away.update(range(self._size))
-        self._flushed.set()
+        self._changed.set()
 
     def _there(self, rank: int, connection: int) -> None:
         """Tell a newly connected peer which messages this member waits for."""
@@ -242,6 +246,7 @@ class HubLink:
             if not 0 <= frame.rank < self._size:
                 raise PacketError(f"a frame from member {frame.rank} of {self._size}")
             self._heard(frame)
+            self._changed.set()
             sequence += 1
             self.wake()
 
@@ -274,35 +279,35 @@ class HubLink:
     def _name(self, peer: int) -> str:
         return self._place.names[peer] if self._place else str(peer)
 
-    async def _speak(self, control: Any, bulk: list[Any]) -> None:
-        """Write the queued frames: control first, then chunks, round robin over the bulk streams."""
-        sequence, sequences, turn = 1, [1] * len(bulk), 0
+    async def _speak(self, streams: list[Any], small: bool) -> None:
+        """Write the control frames and `small` messages to one stream, or the chunks of long messages round robin to several. A task for
+        each, so that control waits neither for the pause after a chunk nor until gRPC has taken it.
+        """
+        sequences, turn = [1] * len(streams), 0
         late_at: float | None = None
         while True:
-            while self._control:
+            while small and self._control:
                 kind, rank, body = self._control.popleft()
-                await self._written(control, frames.head(kind, rank, sequence, self._version) + body)
-                sequence += 1
+                await self._written(streams[0], frames.head(kind, rank, sequences[0], self._version) + body)
+                sequences[0] += 1
             late = late_at is not None and time.monotonic() >= late_at
-            chunk = self.messages.chunk(late)
+            chunk = self.messages.chunk(small, late)
             if chunk is None:
                 late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
                 await self._sleep(None if late_at is None or late else late_at - time.monotonic())
-            elif chunk.small:
-                await self._written(control, frames.head(frames.DATA, 0, sequence, self._version) + _data(chunk))
-                sequence += 1
-            else:
+                continue
+            body = _data(chunk)  # a copy: its buffer may go back to the poster while this waits
+            if not small:
                 await self._pace(len(chunk.data))
-                place = turn = (turn + 1) % len(bulk)
-                await self._written(
-                    bulk[place], frames.head(frames.DATA, 0, sequences[place], self._version) + _data(chunk)
-                )
-                sequences[place] += 1
+            turn = (turn + 1) % len(streams)
+            head = frames.head(frames.DATA, 0, sequences[turn], self._version)
+            await self._written(streams[turn], head + body)
+            sequences[turn] += 1
 
     async def _sleep(self, seconds: float | None) -> None:
         """Wait for `wake`, at most `seconds`."""
         self._woken.clear()
-        self._flushed.set()
+        self._changed.set()
         try:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
@@ -314,7 +319,7 @@ class HubLink:
             return
         now = time.monotonic()
         begin = max(now, self._free_at)
-        self._free_at = begin + 8 * nbytes / self._rate
+        self._free_at = begin + 8 * nbytes / (PAYLOAD * self._rate)
         if begin > now:
             await asyncio.sleep(begin - now)
 

@@ -76,18 +76,17 @@ class InFlight:
             self._pair(peer, tag)
         self._tidy(message)
 
-    def chunk(self, late: bool) -> Chunk | None:
-        """The next chunk that may be sent; chunks of small messages come first. If a connected receiver has not requested a message yet,
-        the message waits, unless the other receivers have waited long (`late`). A call also means that the previous chunk was sent.
+    def chunk(self, small: bool, late: bool) -> Chunk | None:
+        """The next chunk that may be sent, of the `small` messages or of the long ones. If a connected receiver has not requested a message
+        yet, the message waits, unless the other receivers have waited long (`late`). A call also means that the previous chunks were copied.
         """
         leaving, self._leaving = self._leaving, []
         for message in leaving:
             if message.sent and not message.copied:
                 message.copy()
-        for small in (True, False):
-            for message in self._posted:
-                if (message.nbytes <= SMALL_NBYTES) is small and (made := self._chunk_of(message, small, late)):
-                    return made
+        for message in self._posted:
+            if (message.nbytes <= SMALL_NBYTES) is small and (made := self._chunk_of(message, small, late)):
+                return made
         return None
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from thinwire.comm.pacing import keep_window
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.errors import LinkError
 
@@ -88,6 +89,7 @@ class TcpProxy:
             writer.transport.abort()
             return
         self._tasks.add(task)
+        keep_window(writer.get_extra_info("socket"))
         if len(self._strangers) >= STRANGERS:
             self._evict(next(iter(self._strangers)), f"{STRANGERS} others connected, and it did not authenticate")
         self._strangers[connection] = None
