@@ -1,6 +1,6 @@
 """The secure carrier beside gloo, torchft and plain TLS sockets, on thin links with long round trips. Emulated.
 
-    sudo python benchmarks/secure.py                          # about fifteen minutes
+    sudo python benchmarks/secure.py                          # about twenty minutes
     sudo python benchmarks/secure.py --quick                  # about two minutes: a smoke run
     sudo python benchmarks/secure.py --out rows.json          # rows are kept as they come; the same command goes on after them
 

@@ -64,6 +64,9 @@ def table(path: Path, name: str, whole: bool, up: str = "") -> str:
     if result["benchmark"] == "utilization" and not whole:
         rows = [row for row in result["rows"] if row["method"] in HEADLINE and "problem" not in row]
         result = dict(result) | {"rows": rows}
+    if result["benchmark"] == "secure" and not whole:
+        rows = [row for row in result["rows"] if row["method"] == "bare" or row["rtt_seconds"] == 0.1]
+        result = dict(result) | {"rows": rows}
     if result["benchmark"] == "family" and not whole:
         heads, rows = quality(dict(result) | {"rows": [row for row in result["rows"] if row["strategy"] in FIRST]})
         return "\n".join([*_lines(heads, rows), "", provenance(result, name, up)])
