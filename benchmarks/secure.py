@@ -41,7 +41,7 @@ from provenance import installed, provenance, save
 from rich.console import Console
 from rich.table import Table
 from router import Router
-from secure_replica import Seat
+from secure_replica import Place
 from tls_sockets import make_keys
 
 from thinwire import Strategy, streaming_diloco, streaming_sign
@@ -67,7 +67,7 @@ SIZE = "mini"
 class Stand:
     """Two processes that stand until all their links are measured."""
 
-    carrier: str  # of `Seat`
+    carrier: str  # of `Place`
     method: str  # as the table has it
     how: str  # for methods.py
     rate: str  # Mbit/s, or `floor`
@@ -160,8 +160,8 @@ class Replicas:
         for rank in (0, 1):
             own = replace(part, rank=rank, interface=self.space.interfaces[rank])
             keys = str(folder / f"keys-{rank}") if token else str(folder)
-            seat = Seat(own, self.stand.carrier, self.uplink, token, keys)
-            self.running.append(self.space.start(rank, [*program, json.dumps(asdict(seat))], rank, self.errors))
+            place = Place(own, self.stand.carrier, self.uplink, token, keys)
+            self.running.append(self.space.start(rank, [*program, json.dumps(asdict(place))], rank, self.errors))
         self.hear()
 
     def _hub(self, folder: Path) -> str:

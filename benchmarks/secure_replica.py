@@ -32,7 +32,7 @@ OUTSTANDING = 2  # bulk messages that are posted at once, so that the link is ne
 
 
 @dataclass(frozen=True)
-class Seat:
+class Place:
     """Where a replica sits: what it trains, and on which carrier."""
 
     part: Part
@@ -43,27 +43,27 @@ class Seat:
 
 
 @contextmanager
-def carried(seat: Seat) -> Iterator[Group | None]:
+def carried(place: Place) -> Iterator[Group | None]:
     """The group of this replica on its carrier."""
-    part, folder = seat.part, Path(seat.folder)
+    part, folder = place.part, Path(place.folder)
     group: Group | None = None
-    if seat.carrier == "secure":
+    if place.carrier == "secure":
         names = ("lima", "oslo")
-        group = join(seat.token, names[part.rank], 2, folder, timeout=TIMEOUT, bits_per_second=seat.uplink)
-    elif seat.carrier == "tls":
+        group = join(place.token, names[part.rank], 2, folder, timeout=TIMEOUT, bits_per_second=place.uplink)
+    elif place.carrier == "tls":
         group = TlsGroup(part.rank, part.addresses, part.port, folder, TIMEOUT)
-    elif seat.carrier == "gloo":
+    elif place.carrier == "gloo":
         start_torch(part.rank, 2, part.addresses[0], part.port, TIMEOUT)
-        group = TorchGroup.from_world(2, timeout=TIMEOUT, uplink=seat.uplink)
+        group = TorchGroup.from_world(2, timeout=TIMEOUT, uplink=place.uplink)
     yield group
     if group is not None:
         group.close()
 
 
-def attached(seat: Seat, group: Group | None) -> Attach:
+def attached(place: Place, group: Group | None) -> Attach:
     """How the method is attached: over the group, or as the rival does it."""
     if group is None:
-        return ATTACH[seat.part.method]
+        return ATTACH[place.part.method]
     return lambda part, model, optimizer: over(group, part, model, optimizer)
 
 
@@ -140,10 +140,10 @@ def control(group: Group, rtt: float, nbytes: int, bulk: int, pings: int, every:
     return {"pings": list(zip(sent, back)) if rank == 0 else [], "bulk_seconds": over_at - begin}
 
 
-def obey(seat: Seat) -> None:
+def obey(place: Place) -> None:
     """Stand, then do what each line of stdin asks."""
-    with carried(seat) as group, standing(seat.part, attached(seat, group)) as window:
-        say({"ready": seat.part.rank})
+    with carried(place) as group, standing(place.part, attached(place, group)) as window:
+        say({"ready": place.part.rank})
         orders: dict[str, Callable[..., dict[str, Any]]] = {
             "train": lambda steps, lead: [window(count) for count in (lead, steps) if count][-1],
             "exchange": lambda **asked: exchanges(group, **asked),
@@ -158,5 +158,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     given = json.loads(sys.argv[1])
     part = given.pop("part")
-    obey(Seat(Part(**{**part, "addresses": tuple(part["addresses"]), "batch": tuple(part["batch"])}), **given))
+    obey(Place(Part(**{**part, "addresses": tuple(part["addresses"]), "batch": tuple(part["batch"])}), **given))
     os._exit(0)  # servers and carriers of the rivals have threads that do not end by themselves

@@ -28,10 +28,8 @@ SECOND = torch.device("second", 0)
 STEPS, SAVED = 11, 6
 BARE = "none"
 STRATEGIES = {
-    "local_sgd": tw.local_sgd(every=3),
     "streaming_diloco": tw.streaming_diloco(every=4, fragments=2, delay=2),
     "streaming_sign": tw.streaming_sign(every=4),
-    "data_parallel": tw.data_parallel(),
     "qsgd": tw.recipes.qsgd(),
 }
 

@@ -27,9 +27,8 @@ from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host", "disk"]
 FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
-MOST_FREED = (
-    256 << 20
-)  # bytes: it keeps only pieces of up to 32 MiB, and the next step takes those of a large model again
+# Bytes: glibc keeps pieces of up to 32 MiB only, and the next step of a large model takes them again.
+MOST_FREED = 256 << 20
 
 
 @dataclass(frozen=True)
