@@ -7,6 +7,7 @@ and tests/support has helpers of several tests and the programs that tests start
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -40,6 +41,14 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # tests send no telemetry; its thr
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+gc.disable()  # until all tests are collected: half a million objects, all of which stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the tests and their libraries hold is not looked through again
+    gc.set_threshold(20_000, 20, 10)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -149,6 +149,7 @@ def _dies_after(steps):
     return body
 
 
+@pytest.mark.slow
 def test_processes_over_gloo_have_the_bits_of_threads_and_survive_a_dead_one(tmp_path):
     """In virtual time the bits are those of threads. In real time all agree, and after a death the remaining two do."""
     threads = run_threads(3, on_toy(decoupled_diloco(every=6, slow=(1, 2, 4)), 30), timeout=600.0)
