@@ -63,9 +63,7 @@ def _note(group: SecureGroup, folder: Path) -> None:
         (folder / PATHS).write_text(f"{group.describe()}\n")
 
 
-def join_for(
-    run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = ""
-) -> SecureGroup:
+def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = "") -> SecureGroup:
     """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`. They dial `address`, if this one
     listens.
     """

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 import torch
-from group_laws import TIMEOUT, Exchange, free_port, peers
+from group_laws import TIMEOUT, Exchange, free_port
+from raw_member import RawMember, admitted, welcomed
 from secure_groups import run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, join, shapes
-from thinwire.comm.secure.frames import Frame
+from thinwire.comm.secure import Hub, frames, join
+from thinwire.comm.secure.frames import group_label
 from thinwire.comm.secure.shapes import Measured
 from thinwire.runtime.handshake import digest
-from thinwire.version import HUB_FRAMES, Protocols
 
 NBYTES = 1_000_000
 
@@ -49,14 +49,14 @@ class InStep:
 
 def trained(group):
     """Returns the digest of a model whose packets are too long for the control stream."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8192), torch.nn.Tanh(), torch.nn.Linear(8192, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
     weights = torch.Generator().manual_seed(0)  # threads share torch's own generator
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.Generator().manual_seed(group.rank)
     with tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=1), model, optimizer, group):
-        for _ in range(16):
+        for _ in range(12):
             x = torch.randn(8, 8, generator=data)
             (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
@@ -104,38 +104,75 @@ def test_the_announced_numbers_decide_for_every_member(tmp_path):
 
     with Hub(tmp_path / "hub") as hub:
         at = ("127.0.0.1:0", "")
-        (found, *first), (same, *second) = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens={0: at, 1: at})
+        (found, *first), (same, *second) = run_secure(
+            hub.invite(2), 2, replica, tmp_path / "keys", listens={0: at, 1: at}
+        )
     assert found == same
     for by_hub, straight in (first, second):
-        assert (straight if found.straight(NBYTES, 1) else by_hub) > NBYTES > 10 * (by_hub if found.straight(NBYTES, 1) else straight)
+        assert (
+            (straight if found.straight(NBYTES, 1) else by_hub)
+            > NBYTES
+            > 10 * (by_hub if found.straight(NBYTES, 1) else straight)
+        )
         assert by_hub + straight < 1.1 * NBYTES
 
 
 def test_a_stream_cut_in_the_middle_loses_no_message(tmp_path, mesh):
-    """Messages continue by the hub where they were, and straight when the stream stands again."""
-    step, port = InStep(2), free_port()
+    """What was not acknowledged continues by the hub, and packets go straight again when a stream stands again."""
+    step, port, payload = InStep(2), free_port(), 5 * NBYTES
     with Hub(tmp_path / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
-        over = threading.Event()
 
         def replica(group):
             step.until(group, measured(2))
-            begun = proxy.forwarded
-            exchanges = [Exchange(group, 2, what, 4 * NBYTES) for what in range(3)]
+            before, begun = group.uploaded, proxy.forwarded
+
+            def hold(data: bytes) -> bytes:
+                if proxy.forwarded > begun + NBYTES:
+                    proxy.held.clear()
+                return data
+
+            if group.rank == 0:
+                proxy.upwards = hold
+            step.until(group, lambda _: True)
+            exchange = Exchange(group, 2, 0, payload)
             if group.rank == 0:
                 proxy.wait(lambda: proxy.forwarded > begun + NBYTES)
                 proxy.cut()
-            for exchange in exchanges:
-                exchange.check()
-            by_hub = group.uploaded
+                proxy.upwards = bytes
+                proxy.held.set()
+            exchange.check()
+            by_hub = group.uploaded - before
+            step.until(group, lambda _: True)
             proxy.mend()
             before = group.sent_straight
             step.until(group, lambda group: group.sent_straight > before)
-            over.set()
             return by_hub
 
-        address = f"127.0.0.1:{proxy.token.port}"
-        listens = {0: (f"127.0.0.1:{port}", address)}
+        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
         by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
-    assert all(1_000_000 < nbytes for nbytes in by_hub)
+    assert payload - 2 * NBYTES < by_hub[1] < 1.01 * payload
 
 
+def test_a_member_of_the_previous_frames_gets_none_that_it_does_not_know(tmp_path):
+    with Hub(tmp_path / "hub") as hub:
+        token = hub.invite(2)
+        with RawMember(token, admitted(token, "old", tmp_path / "keys"), group_label(2, "")) as old:
+            old.stated, old.version = "4 to 4 (Thinwire 0.1.0)", 4
+            stream = old.hello(2)
+
+            def replica() -> None:
+                with join(str(token), "young", 2, tmp_path / "keys", "", TIMEOUT, listen="127.0.0.1:0") as group:
+                    told.append(group.describe())
+
+            told: list[str] = []
+            thread = threading.Thread(target=replica)
+            thread.start()
+            assert welcomed(stream).names == ("old", "young")
+            kinds = []
+            for raw in stream.call:
+                kinds.append(frames.opened(raw, len(kinds) + 1, range(32), 4).kind)
+                if kinds[-1] == frames.GONE:
+                    break
+            thread.join()
+    assert frames.SYNC in kinds and not {*kinds} - {frames.BACK, frames.AWAY, frames.GONE, *frames.PASSED_ON}
+    assert told == ["no straight streams: all packets go by the hub"]

@@ -194,8 +194,14 @@ class InFlight:
                 )
             )
 
-    def rewind(self, peer: int) -> None:
-        """Send again what `peer` has not acknowledged: a straight stream to it has ended. It ignores chunks that it has."""
+    def resume(self, peer: int) -> None:
+        """Called when a straight stream to `peer` has ended: acknowledge what is here, and send again what `peer` has not acknowledged. It
+        ignores chunks that it has.
+        """
+        for number, receive in self.receives.items():
+            if receive.peer == peer and receive.offset > receive.told:
+                receive.told = receive.offset
+                self._tell.acknowledge(peer, number, receive.offset)
         for message in self._asked.get(peer, {}).values():
             cursor = message.cursors[peer]
             self._in_flight[peer] -= cursor.sent - cursor.acknowledged

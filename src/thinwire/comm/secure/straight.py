@@ -82,6 +82,7 @@ class Straight:
         self._found: tuple[Measured, int] | None = None  # as announced, and the number of measured pairs
         self._largest = 0, 0  # bytes and receivers of the largest message so far
         self.nbytes = 0  # sent straight, with the headers of frames
+        self._reached: set[int] = set()  # peers to which a straight stream stood
         self._why: dict[int, str] = {}  # why a peer cannot be reached
         link.messages.straight = self.peers
 
@@ -118,9 +119,10 @@ class Straight:
         welcome = self._link.welcome
         if welcome is None:
             return ""
-        there = ", ".join(welcome.names[peer] for peer in sorted(self._paths.copy()))
-        told = f"straight streams to {there}" if there else "no straight streams: all packets go by the hub"
-        told += f" ({self.nbytes} bytes sent straight)" if self.nbytes else ""
+        there = ", ".join(welcome.names[peer] for peer in sorted(self._reached.copy()))
+        told = "no straight streams: all packets go by the hub"
+        if there:
+            told = f"straight streams to {there}: {self.nbytes / 1e6:.3g} MB sent, measurements included"
         told += "".join(f"; {welcome.names[peer]}: {why}" for peer, why in sorted(self._why.copy().items()))
         return f"{told}. Chosen: {self._reason(*self._found)}" if self._found else told
 
@@ -237,6 +239,7 @@ class Straight:
         if not self._link.present(peer):
             return
         self._paths.setdefault(peer, []).append(path)
+        self._reached.add(peer)
         self._measuring.begin(peer, lambda number: self._say(peer, frames.PING, number))
         self._link.wake()
         try:
@@ -246,7 +249,7 @@ class Straight:
             if not self._paths[peer]:
                 del self._paths[peer]
                 self._measuring.broken(peer)
-            self._link.messages.rewind(peer)
+            self._link.messages.resume(peer)
             self._link.wake()
 
     def _say(self, peer: int, kind: int, number: int) -> None:
