@@ -296,8 +296,8 @@ def finish(
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
-    if told := summary.get("paths"):
-        console.print(told, soft_wrap=True, highlight=False)
+    if paths := summary.get("paths"):
+        console.print(paths, soft_wrap=True, highlight=False)
     if told := of_stalls(record, folder):
         console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
