@@ -57,7 +57,7 @@ def common(stated: Collection[Protocols | None]) -> bool:
 
 # A release that changes the frames between members and a hub, or the messages between replicas and a lighthouse, raises `newest` here. It
 # raises `oldest` to the same number, unless both its sides still speak the older ones.
-HUB_FRAMES = Protocols(oldest=4, newest=4, release=__version__)
+HUB_FRAMES = Protocols(oldest=4, newest=5, release=__version__)
 LIGHTHOUSE_MESSAGES = Protocols(oldest=3, newest=3, release=__version__)
 
 # A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("late_imports")
 RUN = """
 strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy guard carrier
 aggregate attack liars topology buffers
-least grace weigh evict link uplink timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
+least grace weigh evict link uplink listen timeout model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
 weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow
 """
 OPTIONS = {
@@ -68,7 +68,7 @@ OPTIONS = {
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
     "hub": "do who out listen address run_file published uses hours reduce elastic heartbeat_timeout name group now json",
-    "join": "token run name out resume keys group timeout json",
+    "join": "token run name out resume keys listen address group timeout json",
     "doctor": "run link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",
 }

@@ -12,11 +12,11 @@ import grpc
 import pytest
 from group_laws import Exchange
 from hub_process import HubProcess
-from raw_member import RawMember, admitted
+from raw_member import RawMember, admitted, signed
 from secure_groups import run_secure
 
 from thinwire.comm.secure import Hub, Token, admit, join
-from thinwire.comm.secure.keys import Authority, Credentials, new_key, opened_request, private_folder, request
+from thinwire.comm.secure.keys import Authority, Credentials, private_folder
 from thinwire.errors import ConfigurationError, LinkError
 
 
@@ -28,12 +28,6 @@ def rounds(group):
 def refused(token: Token, own: Credentials) -> None:
     with RawMember(token, own) as member:
         assert member.hello(1).refusal()[0] is grpc.StatusCode.UNAVAILABLE
-
-
-def signed(authority: Authority, name: str, lifetime: timedelta, trusted: bytes) -> Credentials:
-    key = new_key()
-    made = authority.issue(opened_request(request(key, name)), f"{name}.member.thinwire", lifetime)
-    return Credentials(key, made, trusted)
 
 
 @pytest.mark.parametrize("kind", ["no certificate", "a foreign authority", "expired", "no TLS"])

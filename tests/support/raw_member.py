@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from thinwire.comm.secure import Token, frames
-from thinwire.comm.secure.channels import BULK, CONTROL, MEET
+from thinwire.comm.secure.channels import BULK, CONTROL, MEET, STRAIGHT
 from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.keys import HUB, Credentials
+from thinwire.comm.secure.keys import HUB, Authority, Credentials, new_key, opened_request, request
 from thinwire.version import HUB_FRAMES, PROTOCOLS
 
 
@@ -50,10 +51,10 @@ class RawStream:
 class RawMember:
     """A channel with these credentials; `admitted` makes valid ones."""
 
-    def __init__(self, token: Token, own: Credentials, group: bytes = bytes(32)) -> None:
+    def __init__(self, token: Token, own: Credentials, group: bytes = bytes(32), dns: str = HUB) -> None:
         credentials = grpc.ssl_channel_credentials(own.authorities, own.key or None, own.certificate or None)
         options = [
-            ("grpc.ssl_target_name_override", HUB),
+            ("grpc.ssl_target_name_override", dns),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
         ]
@@ -68,6 +69,12 @@ class RawMember:
 
     def bulk(self) -> RawStream:
         return self._stream(BULK)
+
+    def straight(self, group: int, rank: int) -> RawStream:
+        """Opens a straight stream to a member that listens, and greets it."""
+        stream = self._stream(STRAIGHT)
+        stream.put(frames.GREET, rank, frames.packed(frames.GREET, group))
+        return stream
 
     def _stream(self, method: str) -> RawStream:
         self._streams.append(RawStream(self.channel, method, self.stated, self.version))
@@ -99,6 +106,13 @@ class RawMember:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def signed(authority: Authority, name: str, lifetime: timedelta, trusted: bytes) -> Credentials:
+    """Returns credentials with a certificate of `authority`."""
+    key = new_key()
+    made = authority.issue(opened_request(request(key, name)), f"{name}.member.thinwire", lifetime)
+    return Credentials(key, made, trusted)
 
 
 def admitted(token: Token, name: str, folder: Path) -> Credentials:

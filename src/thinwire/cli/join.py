@@ -41,6 +41,11 @@ class Options:
     """Resume from the newest checkpoint that all replicas have."""
     keys: Path = Path(".thinwire")
     """The folder that keeps this replica's key and its certificate."""
+    listen: str | None = None
+    """HOST:PORT at which other replicas may reach this one, such as 0.0.0.0:29540; packets to it need not go by the hub then. Default: no
+    port is opened."""
+    address: str = ""
+    """HOST or HOST:PORT that other replicas dial, if it is not the one of --listen."""
     group: str = ""
     """Replicas with the same word train together; needed if several runs use one hub. At a hub of elastic runs it is the
     name of the run, which thinwire hub list shows."""
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         Options,
         prog="thinwire join",
         args=list(arguments),
-        description="Dial the hub of TOKEN and train as one replica; no port is opened.",
+        description="Dial the hub of TOKEN and train as one replica; no port is opened without --listen.",
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
@@ -64,6 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         check_name(asked.group)
     console.print(f"the hub has admitted {asked.name}", highlight=False)
     run = _run(asked, told.run).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
+    if asked.listen:
+        run = run.changed(listen=asked.listen)
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, folder if asked.resume else None)
         doctor.ready(run, model, 1, console)
@@ -96,7 +103,7 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
 
 def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
     console.print(f"waiting until all {run.placement.replicas} replicas have joined", highlight=False)
-    with join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout) as group:
+    with join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout, asked.address) as group:
         console.print(
             f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}",
             soft_wrap=True,

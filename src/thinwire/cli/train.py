@@ -20,7 +20,7 @@ from thinwire.cli.pages import write_report
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
-from thinwire.lm.meeting import AtLighthouse
+from thinwire.lm.meeting import PATHS, AtLighthouse
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
 from thinwire.lm.settings import NAMED, recipe_name
@@ -296,6 +296,8 @@ def finish(
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {error}"
     console.print(drawn, soft_wrap=True, highlight=False)
+    if paths := summary.get("paths"):
+        console.print(paths, soft_wrap=True, highlight=False)
     if told := of_stalls(record, folder):
         console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
@@ -326,6 +328,8 @@ def summary_of(record: RunRecord) -> dict[str, Any]:
     fields |= {"score": record.score().facts()}
     fields |= {"privacy": record.privacy} if record.privacy else {}
     fields |= {"made_of": record.made_of} if record.made_of else {}
+    paths = record.folder / PATHS
+    fields |= {"paths": paths.read_text().strip()} if paths.exists() else {}
     fields |= {
         "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
     }

@@ -16,6 +16,7 @@ from thinwire.membership.channel import secret_in
 from thinwire.membership.registry import MemberRegistry
 
 HUB, TOKEN, KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
+PATHS = "paths.txt"  # in the run folder: how packets travelled, if any went straight
 
 
 class Meeting(Protocol):

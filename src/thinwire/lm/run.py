@@ -27,7 +27,20 @@ from thinwire.strategy import Gradients, Strategy
 from thinwire.topology import read_edges
 
 MAY_DIFFER = (
-    *("text", "link", "uplink", "carrier", "timeout", "replicas", "strategy", "model", "job", "keep", "publish"),
+    *(
+        "text",
+        "link",
+        "uplink",
+        "listen",
+        "carrier",
+        "timeout",
+        "replicas",
+        "strategy",
+        "model",
+        "job",
+        "keep",
+        "publish",
+    ),
     *OF_THE_RECIPE,
 )  # settings that may differ between replicas, for `Run.shared`
 OF_PIECES = (

@@ -20,7 +20,7 @@ from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.with_hub import WithHub
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.lm.launch import Stop, Tick, as_replica, run_processes, stopping, train_here
-from thinwire.lm.meeting import HUB, KEYS, TOKEN
+from thinwire.lm.meeting import HUB, KEYS, PATHS, TOKEN
 from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
 from thinwire.lm.reducing import reducing
@@ -50,17 +50,30 @@ def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | 
 
 def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
     """Train as one replica of a complete group, with its own `folder`."""
-    return train_here(run, Place(_replicas_of(run, group), folder, resume, stop=stop, alone=True))
+    try:
+        return train_here(run, Place(_replicas_of(run, group), folder, resume, stop=stop, alone=True))
+    finally:
+        _note(group, folder)
 
 
-def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float) -> SecureGroup:
-    """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`."""
+def _note(group: SecureGroup, folder: Path) -> None:
+    """Keep for the summary how packets have travelled."""
+    (folder / PATHS).unlink(missing_ok=True)
+    if group.sent_straight:
+        (folder / PATHS).write_text(f"{group.describe()}\n")
+
+
+def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = "") -> SecureGroup:
+    """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`. They dial `address`, if this one
+    listens.
+    """
     link = parse_link(run.placement.uplink)
+    listen = "" if run.placement.listen == "none" else run.placement.listen
     size, rate = run.placement.replicas, link.bits_per_second if link else None
     if not run.needs_hub:
-        group = join(token, name, size, keys, word, timeout, rate)
+        group = join(token, name, size, keys, word, timeout, rate, listen=listen, address=address)
     else:
-        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate)
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address)
         if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
             group.close()
             raise LinkError(
@@ -97,7 +110,7 @@ def run_of_hub(path: Path) -> Run:
             f"the hub's run file names files or models in {', '.join(named)}, and a hub may name none on this machine; "
             "give a run file of your own: thinwire join TOKEN run.toml --name NAME."
         )
-    return Run.load(path)
+    return Run.load(path).changed(listen="none")  # a port of this machine is opened by its owner alone
 
 
 def main() -> int:
@@ -111,6 +124,8 @@ def main() -> int:
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
                 own = _replicas_of(run, group)
                 train_here(run, Place(own, folder, resume, gpu=index % max(1, torch.cuda.device_count()), stop=stop))
+                if index == 0:
+                    _note(group, folder)
 
     return as_replica(train)
 

@@ -12,7 +12,7 @@ import grpc.aio
 
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
-from thinwire.comm.secure.keys import Authorities, check_name, key_digest, opened_request
+from thinwire.comm.secure.keys import Authorities, check_name, key_digest, member_dns, opened_request
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import ConfigurationError, LinkError, PacketError
@@ -63,7 +63,7 @@ class Admission:
         if new:
             self._audit("admitted", name, f"from {who}")
         issuer, trusted = self.authorities.issuer, self.authorities.trusted
-        certificate = issuer.issue(found, f"{name}.member.thinwire", self._lifetime)
+        certificate = issuer.issue(found, member_dns(name), self._lifetime)
         self._state.issued(name, issuer.fingerprint)
         told = self._run.read_bytes() if self._run.exists() else b""
         return ADMITTED.pack(len(certificate), len(trusted), len(told), self._elastic) + certificate + trusted + told

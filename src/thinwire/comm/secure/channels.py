@@ -13,6 +13,7 @@ from thinwire.comm.secure.keys import HUB, Credentials
 from thinwire.errors import LinkError
 
 SERVICE = "thinwire.Hub"
+STRAIGHT = "/thinwire.Member/Straight"
 JOIN, CONTROL, BULK, MEET, FOLLOW = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet", "Follow"))
 TLS = "TLSv1.3"
 JOIN_NBYTES = 8192  # most bytes of a request to join
@@ -60,8 +61,8 @@ OF_JOINERS: Options = (*_SERVER, ("grpc.max_receive_message_length", JOIN_NBYTES
 
 
 def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
-    """The hub's end, with the key that `own` gives at each handshake. With `members_only`, a peer without a certificate of
-    the authority is refused there.
+    """The end of the hub, or of a member that listens, with the key that `own` gives at each handshake. With `members_only`, a peer
+    without a certificate of the authority is refused there.
     """
 
     def configured(own: Credentials) -> grpc.ServerCertificateConfiguration:
@@ -87,9 +88,10 @@ def dialled(
     own: Credentials | None,
     most_nbytes: int = LIMIT_NBYTES,
     silent: float | None = None,
+    dns: str = HUB,
 ) -> grpc.aio.Channel:
-    """A separate connection to the hub, which must show a certificate of `authorities`. With `silent` it ends within so many seconds
-    if nothing reaches the hub, although no connection was closed.
+    """A separate connection to the hub, or to another member under its name `dns`, which must show a certificate of `authorities`. With
+    `silent` it ends within so many seconds if nothing reaches the other end, although no connection was closed.
     """
     credentials = (
         grpc.ssl_channel_credentials(authorities, own.key, own.certificate)
@@ -100,7 +102,7 @@ def dialled(
         *_BOTH,
         *(_impatient(silent) if silent else _PATIENT),
         ("grpc.max_receive_message_length", most_nbytes),
-        ("grpc.ssl_target_name_override", HUB),
+        ("grpc.ssl_target_name_override", dns),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),

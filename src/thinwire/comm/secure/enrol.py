@@ -64,7 +64,7 @@ class Enrolment:
 
     def __init__(self, token: Token, name: str, folder: Path) -> None:
         self.token, self.name = token, check_name(name)
-        own = private_folder(folder / self.name)
+        self.folder = own = private_folder(folder / self.name)
         pinned, key = own / "authority.sha256", own / "key.pem"
         if not key.exists():
             write_private(key, new_key())

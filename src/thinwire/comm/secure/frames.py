@@ -12,6 +12,9 @@ A frame begins with
 The fields of its kind follow. Control frames and messages of at most `SMALL_NBYTES` bytes are sent on the control stream, the
 chunks of longer messages on bulk streams. A receiver requests each message (PULL) when its buffer is ready. Only
 requested messages are sent, so none must be stored.
+
+Since version 5 a member may tell the others where it listens (LISTENS). A straight stream between two members (straight.py) begins with a
+GREET each way; the chunks of long messages follow, as the hub would send them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,11 @@ MEMBERS = 64  # most members of one group
 LIMIT_NBYTES = CHUNK_NBYTES + 2048  # most bytes of one frame
 
 HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER = range(15)
+LISTENS, PING, PONG, MEASURED, CHOSEN, GREET = range(15, 21)
 PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # forwarded from member to member unchanged
+_OF_STRAIGHT = (LISTENS, PING, PONG, MEASURED, CHOSEN)  # forwarded, too, since version `STRAIGHT`
+STRAIGHT = 5
+HOST_NBYTES = 253  # most bytes of a host's name
 
 LEFT, REVOKED, REPLACED, LOST = range(4)  # the reason why a member is gone
 REASONS = {
@@ -54,6 +61,12 @@ _FIELDS = {
     MEET: struct.Struct(
         "<16s64s"
     ),  # of this process; name of the run, filled up with zeros; questions and answers follow, as JSON
+    LISTENS: struct.Struct(f"<H{HOST_NBYTES}s"),  # port, host filled up with zeros
+    PING: struct.Struct("<Q"),  # any number
+    PONG: struct.Struct("<Q"),  # that number
+    MEASURED: struct.Struct("<HQQQQ"),  # the sender's peer; then the fields of `shapes.Measured`
+    CHOSEN: struct.Struct("<HQQQQ"),  # the number of measured pairs; then the worst of theirs
+    GREET: struct.Struct("<Q"),  # group; its header has the sender's rank
 }
 _WELCOME = struct.Struct("<QQHH")  # connection, group, rank, members; then their names, and whether each is connected
 _DATA_UP = struct.Struct("<QH")  # offset, receivers; then each, then the chunk
@@ -81,6 +94,11 @@ class Frame:
         value = self.fields[place]
         assert isinstance(value, bytes)
         return value
+
+
+def passed_on(version: int) -> tuple[int, ...]:
+    """The kinds of frames that are forwarded unchanged to a member with frames of this `version`."""
+    return (*PASSED_ON, *_OF_STRAIGHT) if version >= STRAIGHT else PASSED_ON
 
 
 def group_label(size: int, run: str) -> bytes:

@@ -12,6 +12,7 @@ from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label
 from thinwire.comm.secure.link import HubLink
+from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.posted import Receive
 from thinwire.comm.secure.token import Token
@@ -104,6 +105,15 @@ class SecureGroup:
         """Bytes sent to the hub, with the headers of frames and without those of gRPC and TLS."""
         return self._link.uploaded
 
+    @property
+    def sent_straight(self) -> int:
+        """Bytes sent to other members without the hub, with the headers of frames."""
+        return self._link.straight.nbytes
+
+    def describe(self) -> str:
+        """Text on how packets travel, by the hub or straight, and why, with what was measured."""
+        return self._link.straight.describe()
+
     def post(
         self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
     ) -> _SecureTransfer:
@@ -187,6 +197,8 @@ def join(
     timeout: float = 300.0,
     bits_per_second: float | None = None,
     place: int = 0,
+    listen: str = "",
+    address: str = "",
 ) -> SecureGroup:
     """Dial the hub of `token`, and join a group of `size` replicas. Returns when all have joined.
 
@@ -200,17 +212,20 @@ def join(
         bits_per_second: the number of bits that this replica can send in a second: chunks are spaced so that small messages need not wait;
             None: they are not spaced.
         place: ranks follow places; equal places follow names.
+        listen: HOST:PORT at which other members may reach this one, so that packets need not go by the hub; "": no port is opened.
+        address: HOST or HOST:PORT that they dial, if it is not `listen`.
 
     Raises:
-        ConfigurationError: the token or the name is not valid.
+        ConfigurationError: the token, the name or an address is not valid, or the port to listen at is taken.
         LinkError: the hub refuses, or not all joined in time.
     """
     if not 1 <= size <= MEMBERS or not timeout > 0:
         raise ConfigurationError(
             f"size={size}, timeout={timeout}: 1 to {MEMBERS} replicas and a positive time are needed."
         )
+    at = Listen.parse(listen, address) if listen else None
     enrolment = Enrolment(Token.read(token), name, Path(folder))
-    link = HubLink(enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place)
+    link = HubLink(enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at)
     return connected_group(link, timeout, timeout)
 
 

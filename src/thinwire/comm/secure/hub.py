@@ -222,6 +222,7 @@ class Hub:
                     ),
                 )
             with self._connected(name, process, expires) as connection:
+                connection.version = version
                 try:
                     self._groups.join(connection, GroupRequest.read(frame))
                     await self._serve(context, connection, connection.control, self._said(connection), version)
@@ -317,7 +318,7 @@ class Hub:
             if not connection.end.is_set():
                 connection.relay.control(connection.rank, frame)
 
-        return dict.fromkeys((*frames.PASSED_ON, frames.DATA, frames.LEAVE), handle)
+        return dict.fromkeys((*frames.passed_on(connection.version), frames.DATA, frames.LEAVE), handle)
 
     async def _serve(
         self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle], version: int

@@ -95,6 +95,11 @@ def member_name(certificate: x509.Certificate) -> str:
     return name
 
 
+def member_dns(name: str) -> str:
+    """The DNS name in the certificate of the member `name`."""
+    return f"{name}.member.thinwire"
+
+
 def request(key: bytes, name: str) -> bytes:
     """A request for a certificate, signed with `key`, as DER."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, check_name(name))])
@@ -145,8 +150,8 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
             .add_extension(
-                x509.ExtendedKeyUsage(
-                    [ExtendedKeyUsageOID.SERVER_AUTH if dns == HUB else ExtendedKeyUsageOID.CLIENT_AUTH]
+                x509.ExtendedKeyUsage(  # a member that listens is a server to other members
+                    [ExtendedKeyUsageOID.SERVER_AUTH] + [ExtendedKeyUsageOID.CLIENT_AUTH] * (dns != HUB)
                 ),
                 critical=False,
             )

@@ -22,10 +22,12 @@ from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, rea
 from thinwire.comm.secure.channels import BULK, CONTROL, dialled
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
+from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
+from thinwire.comm.secure.straight import Straight
 from thinwire.comm.secure.versions import agreed_with_hub, stated
-from thinwire.errors import LinkError, PacketError
+from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
 CHANNELS = 2  # for bulk
@@ -47,14 +49,16 @@ class HubLink:
         place: ranks are in the order of places; equal places are in the order of names.
         process: 16 bytes that no other process of this name has; random if not given.
         silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
+        listen: where other members may reach this one; None: it opens no port.
     """
 
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
         place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS,
+        listen: Listen | None = None,
     ) -> None:  # fmt: skip
         self._advice = advice
-        self._enrolment, self._size, self._rate, self._silent = enrolment, size, bits_per_second, silent
+        self._enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
         )
@@ -71,6 +75,22 @@ class HubLink:
         self._free_at = 0.0  # the time at which the uplink may take the next chunk
         self.state = "is connecting to the hub"
         self.uploaded = 0  # bytes of frames sent to the hub
+        self.straight = Straight(self, enrolment, listen)
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The place in the group; None before all members have joined."""
+        return self._place
+
+    @property
+    def rank(self) -> int:
+        """The rank in the group, which must be complete."""
+        assert self._place
+        return self._place.rank
+
+    def present(self, peer: int) -> bool:
+        """Whether the hub reports `peer` as connected."""
+        return peer in self._connections
 
     @property
     def run(self) -> str:
@@ -98,7 +118,7 @@ class HubLink:
             try:
                 await self._connected()
                 return  # it has left
-            except (Refused, PacketError) as error:
+            except (Refused, PacketError, ConfigurationError) as error:
                 self._lose(LinkError(str(error)))
                 return
             except LinkError as error:
@@ -132,6 +152,7 @@ class HubLink:
         if self._task:
             self._task.cancel()
             await asyncio.wait([self._task])
+        await self.straight.close()
 
     @property
     def _going(self) -> bool:
@@ -148,18 +169,19 @@ class HubLink:
 
     def pull(self, peer: int, pull: Pull) -> None:
         """See `Teller`."""
-        self._say_to(frames.PULL, peer, *pull)
+        self.say_to(frames.PULL, peer, *pull)
 
     def acknowledge(self, peer: int, receive: int, nbytes: int) -> None:
         """See `Teller`."""
-        self._say_to(frames.ACK, peer, receive, nbytes)
+        self.say_to(frames.ACK, peer, receive, nbytes)
 
     def refuse(self, peer: int, receive: int, nbytes: int) -> None:
         """See `Teller`."""
-        self._say_to(frames.REFUSE, peer, receive, nbytes)
+        self.say_to(frames.REFUSE, peer, receive, nbytes)
 
-    def _say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
-        if peer in self._connections:  # otherwise the frame is sent when the peer is back
+    def say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
+        """Send a control frame, if the peer is connected (otherwise it is sent when the peer is back) and the hub knows its kind."""
+        if peer in self._connections and kind in frames.passed_on(self._version):
             self._say(kind, peer, *fields)
 
     def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
@@ -172,6 +194,7 @@ class HubLink:
         """One connection, from dialling to its end. Raises `LinkError`; returns after `leave`."""
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
+        await self.straight.begin(own)
         of_hub = token.host, token.port, own.authorities, own
         # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dialled(*of_hub, silent=self._silent), *(dialled(*of_hub) for _ in range(CHANNELS))]
@@ -179,14 +202,14 @@ class HubLink:
             control = channels[0].stream_stream(CONTROL)(metadata=stated())
             self._version = await agreed_with_hub(control, self._silent)
             welcome = await self._greeted(control)
-            before = connections(token.port) if self._rate else set()
+            before = connections(token.port) if self.rate else set()
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
-            if self._rate:
+            if self.rate:
                 for connection in connections(token.port) - before:
-                    pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
+                    pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
@@ -225,6 +248,7 @@ class HubLink:
                 raise error
 
     def _disconnected(self) -> None:
+        self.straight.cut()
         self._connections.clear()
         self._control.clear()
         self.messages.away.update(range(self._size))
@@ -237,10 +261,12 @@ class HubLink:
         self._say(frames.SYNC, rank, connection, len(pulls))
         for pull in pulls:
             self.pull(rank, pull)
+        self.straight.there(rank)
 
     async def _hear(self, stream: Any, sequence: int) -> None:
         control = sequence > 0  # its first frame was the welcome
-        kinds = (*frames.PASSED_ON, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
+        passed = frames.passed_on(self._version)
+        kinds = (*passed, frames.BACK, frames.AWAY, frames.GONE, frames.DATA) if control else (frames.DATA,)
         while True:
             frame = frames.opened(await read(stream), sequence, kinds, self._version)
             if not 0 <= frame.rank < self._size:
@@ -267,6 +293,7 @@ class HubLink:
             self._there(peer, number(0))
         elif frame.kind == frames.AWAY:
             self._connections.pop(peer, None)
+            self.straight.away(peer)
             messages.away.add(peer)
         elif frame.kind == frames.GONE:
             self._connections.pop(peer, None)
@@ -274,7 +301,10 @@ class HubLink:
                 f"replica {peer} ({self._name(peer)}) {frames.REASONS.get(number(0), 'is gone')}. {self._advice}".strip()
             )
             error.peer = peer
+            self.straight.away(peer, frames.REASONS.get(number(0), "is gone"))
             messages.leave(peer, error)
+        else:
+            self.straight.heard(frame)
 
     def _name(self, peer: int) -> str:
         return self._place.names[peer] if self._place else str(peer)
@@ -294,17 +324,17 @@ class HubLink:
             chunk = self.messages.chunk(small, late)
             if chunk is None:
                 late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
-                await self._sleep(None if late_at is None or late else late_at - time.monotonic())
+                await self.sleep(None if late_at is None or late else late_at - time.monotonic())
                 continue
             body = _data(chunk)  # a copy: its buffer may go back to the poster while this waits
             if not small:
-                await self._pace(len(chunk.data))
+                await self.paced(len(chunk.data))
             turn = (turn + 1) % len(streams)
             head = frames.head(frames.DATA, 0, sequences[turn], self._version)
             await self._written(streams[turn], head + body)
             sequences[turn] += 1
 
-    async def _sleep(self, seconds: float | None) -> None:
+    async def sleep(self, seconds: float | None) -> None:
         """Wait for `wake`, at most `seconds`."""
         self._woken.clear()
         self._changed.set()
@@ -314,12 +344,12 @@ class HubLink:
         except TimeoutError:
             pass
 
-    async def _pace(self, nbytes: int) -> None:
-        if self._rate is None:
+    async def paced(self, nbytes: int) -> None:
+        if self.rate is None:
             return
         now = time.monotonic()
         begin = max(now, self._free_at)
-        self._free_at = begin + 8 * nbytes / (PAYLOAD * self._rate)
+        self._free_at = begin + 8 * nbytes / (PAYLOAD * self.rate)
         if begin > now:
             await asyncio.sleep(begin - now)
 

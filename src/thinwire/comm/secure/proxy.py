@@ -35,10 +35,11 @@ class TcpProxy:
         inner: gRPC's port on this machine.
         seconds: a connection must authenticate within this time.
         stays: whether a connection may last longer after that; if not, it lasts for `seconds` at most.
+        owner: what listens here, for messages.
     """
 
-    def __init__(self, audit: AuditLog, inner: int, seconds: float, stays: bool) -> None:
-        self._audit, self._inner, self._seconds, self._stays = audit, inner, seconds, stays
+    def __init__(self, audit: AuditLog, inner: int, seconds: float, stays: bool, owner: str = "the hub") -> None:
+        self._owner, self._audit, self._inner, self._seconds, self._stays = owner, audit, inner, seconds, stays
         self._by_port: dict[int, _Proxied] = {}  # by the local port that gRPC sees
         self._strangers: dict[_Proxied, None] = {}  # not authenticated yet, oldest first
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,7 +51,7 @@ class TcpProxy:
             self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=_BACKLOG)
         except OSError as error:
             raise LinkError(
-                f"the hub cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
+                f"{self._owner} cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
                 "another with --listen."
             ) from None
         return int(self._server.sockets[0].getsockname()[1])

@@ -20,7 +20,7 @@ from thinwire.errors import PacketError
 
 CONTROL_NBYTES = 1 << 20  # most waiting control bytes from one member to another
 _STUCK_NBYTES = 64 << 20  # most waiting control bytes for a member that reads nothing, before it is disconnected
-_SAID_AGAIN = (*frames.PASSED_ON, frames.DATA)
+_SAID_AGAIN = (*frames.passed_on(frames.STRAIGHT), frames.DATA)
 _RESENT = 3  # windows: after a reconnect chunks are sent again while older ones still wait
 
 
@@ -83,6 +83,7 @@ class Connection:
         self.refusal = ""  # the reason why it must not connect again
         self.relay: Relay | None = None
         self.rank = 0
+        self.version = 0  # of its frames
 
 
 class Relay:
@@ -147,7 +148,7 @@ class Relay:
             return  # the sender repeats it when that member is back
         if frame.kind == frames.SYNC and frame.number(0) == there.number:
             self._synced.add((rank, frame.rank))
-        if (rank, frame.rank) in self._synced:
+        if (rank, frame.rank) in self._synced and frame.kind in frames.passed_on(there.version):
             body = frames.packed(frame.kind, *frame.fields)
             there.control.put(PassedOn(frame.kind, rank, body), CONTROL_NBYTES)
 

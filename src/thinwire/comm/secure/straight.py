@@ -1,0 +1,305 @@
+"""Straight streams between members that reach each other. Control, membership and small messages stay at the hub.
+
+A member that listens tells the others its address over the hub, and they dial it. Each stream has mutual TLS by the hub's authority,
+and both ends check that the other is the member of their group with that name, and is connected to the hub now. The chunks on it are those that
+the hub would forward, with the same requests and acknowledgements, which go over the hub. So a stream that ends in the middle of a
+message costs only what was not acknowledged: that is sent again by the hub, and the receiver ignores chunks that it has.
+
+A message takes straight streams if the closed forms with the announced measurements say so (shapes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Coroutine
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from thinwire.comm.pacing import connections, pace
+from thinwire.comm.secure import frames, measuring
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.calls import explained, read, written
+from thinwire.comm.secure.channels import STRAIGHT, dialled
+from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
+from thinwire.comm.secure.frames import Frame, Welcome
+from thinwire.comm.secure.keys import Credentials, member_dns
+from thinwire.comm.secure.listening import Greeted, Listen, MemberServer, dialable
+from thinwire.comm.secure.measuring import Measuring, Says
+from thinwire.comm.secure.posted import Posted
+from thinwire.comm.secure.shapes import Measured
+from thinwire.comm.secure.shapes import explained as explained_shape
+from thinwire.comm.secure.versions import agreed_with_hub, stated
+from thinwire.errors import LinkError, PacketError
+
+STREAMS = 2  # to each peer that listens
+ACCEPTED = 8  # most streams from one peer
+_PAUSES = (0.1, 0.5, 2.0, 10.0, 30.0)  # seconds before the next attempt to dial
+
+
+class Uplink(Says, Protocol):
+    """What `Straight` needs of the member's connection to the hub."""
+
+    rate: float | None
+
+    @property
+    def welcome(self) -> Welcome | None: ...
+
+    def present(self, peer: int) -> bool: ...
+
+    async def sleep(self, seconds: float | None) -> None: ...
+
+    async def paced(self, nbytes: int) -> None: ...
+
+
+class Path:
+    """One straight stream, whichever side has dialled."""
+
+    def __init__(self, greeted: Greeted) -> None:
+        self.peer, self.version, self.read, self.write = greeted.peer, greeted.version, greeted.read, greeted.write
+        self.said: deque[tuple[int, int]] = deque(maxlen=16)  # PING or PONG, and its number
+        self.end = asyncio.Event()
+
+
+class Straight:
+    """The straight streams of one member.
+
+    Args:
+        link: the connection to the hub.
+        enrolment: this member's name and key.
+        listen: where it listens; None: it opens no port, and dials those that do.
+    """
+
+    def __init__(self, link: Uplink, enrolment: Enrolment, listen: Listen | None) -> None:
+        self._link, self._enrolment = link, enrolment
+        self._log: AuditLog | None = None
+        self._server = MemberServer(listen, self.audit, self._admit, self._carry) if listen else None
+        self._paths: dict[int, list[Path]] = {}
+        self._dials: dict[int, list[asyncio.Task[None]]] = {}
+        self._measuring = Measuring(link, self._chosen)
+        self._found: tuple[Measured, int] | None = None  # as announced, and the number of measured pairs
+        self._largest = 0, 0  # bytes and receivers of the largest message so far
+        self.nbytes = 0  # sent straight, with the headers of frames
+        self._reached: set[int] = set()  # peers to which a straight stream stood
+        self._why: dict[int, str] = {}  # why a peer cannot be reached
+        link.messages.straight = self.peers
+
+    @property
+    def audit(self) -> AuditLog:
+        """This member's audit log, made at its first use."""
+        if self._log is None:
+            self._log = AuditLog(self._enrolment.folder / "audit.txt")
+        return self._log
+
+    async def begin(self, own: Credentials) -> None:
+        """Listen, if this member does. Raises `ConfigurationError` if the port is taken."""
+        if self._server:
+            await self._server.begin(own)
+
+    async def close(self) -> None:
+        """End everything."""
+        self.cut()
+        await self._measuring.close()
+        if self._server:
+            await self._server.close()
+
+    def peers(self, message: Posted) -> Collection[int]:
+        """The peers to which this message goes straight."""
+        if message.tag == measuring.STRAIGHT:
+            return self._paths.keys()
+        if not self._found or message.tag == measuring.BY_HUB:
+            return ()
+        self._largest = max(self._largest, (message.nbytes, message.receivers))
+        return self._paths.keys() if self._found[0].straight(message.nbytes, message.receivers) else ()
+
+    def describe(self) -> str:
+        """Text on the straight streams, the choice, and its reason."""
+        welcome = self._link.welcome
+        if welcome is None:
+            return ""
+        there = ", ".join(welcome.names[peer] for peer in sorted(self._reached.copy()))
+        told = "no straight streams: all packets go by the hub"
+        if there:
+            told = f"straight streams to {there}: {self.nbytes / 1e6:.3g} MB sent, measurements included"
+        told += "".join(f"; {welcome.names[peer]}: {why}" for peer, why in sorted(self._why.copy().items()))
+        return f"{told}. Chosen: {self._reason(*self._found)}" if self._found else told
+
+    # What the hub reports.
+
+    def there(self, peer: int) -> None:
+        """Called when `peer` has connected to the hub."""
+        if self._server:
+            host, port = self._server.public
+            self._link.say_to(frames.LISTENS, peer, port, host.encode())
+        self._measuring.there(peer)
+
+    def away(self, peer: int, why: str = "") -> None:
+        """Called when `peer` has no connection to the hub any more: its streams end. `why`: it will not come back."""
+        for task in self._dials.pop(peer, []):
+            task.cancel()
+        if why:
+            self._measuring.gone(peer)
+        for path in self._paths.get(peer, []):
+            path.end.set()
+        if why and self._paths.get(peer) and (welcome := self._link.welcome):
+            self.audit("ended the straight streams of", welcome.names[peer], why)
+
+    def cut(self) -> None:
+        """End all streams: nothing tells this member who is in the group."""
+        for peer in {*self._dials, *self._paths}:
+            self.away(peer)
+
+    def heard(self, frame: Frame) -> None:
+        """A frame of another member, which may be anything: what is not possible is ignored."""
+        try:
+            if frame.kind == frames.LISTENS:
+                self._listens(frame.rank, frame.data(1), frame.number(0))
+            elif frame.kind == frames.PING:
+                self._link.say_to(frames.PONG, frame.rank, frame.number(0))
+            elif frame.kind == frames.PONG:
+                self._measuring.pong(frame.number(0))
+            else:
+                self._measuring.heard(frame)
+        except PacketError as error:
+            self._why[frame.rank] = str(error)
+
+    def _reason(self, found: Measured, pairs: int) -> str:
+        nbytes, receivers = self._largest
+        return explained_shape(found, pairs, nbytes or 1_000_000, receivers or len(self._link.messages.peers) - 1)
+
+    def _chosen(self, found: Measured, pairs: int) -> None:
+        self._found = found, pairs
+        self.audit("chose", self._enrolment.name, self._reason(found, pairs))
+        self._link.wake()
+
+    # Streams.
+
+    def _admit(self, name: str) -> tuple[int, int, int]:
+        """See `MemberServer`."""
+        welcome = self._link.welcome
+        if welcome is None or name not in welcome.names or (peer := welcome.names.index(name)) == welcome.rank:
+            raise LinkError(f"{name} is not in this member's group")
+        if not self._link.present(peer):
+            raise LinkError(f"{name} is not connected to the hub")
+        if len(self._paths.get(peer, ())) >= ACCEPTED + STREAMS:
+            raise LinkError(f"{name} has {ACCEPTED} streams already")
+        return peer, welcome.group, welcome.rank
+
+    def _listens(self, peer: int, padded: bytes, port: int) -> None:
+        host = padded.rstrip(b"\0").decode("ascii", "replace")
+        if not dialable(host, port):
+            raise PacketError("it sent an address that cannot be dialled")
+        for task in self._dials.pop(peer, []):
+            task.cancel()
+        if self._link.present(peer):
+            self._dials[peer] = [asyncio.create_task(self._dial(peer, host, port)) for _ in range(STREAMS)]
+
+    async def _dial(self, peer: int, host: str, port: int) -> None:
+        """Keep a stream to `peer`."""
+        failures = 0
+        while True:
+            try:
+                if await self._dialled(peer, host, port):
+                    failures = 0
+            except (LinkError, PacketError) as error:
+                self._why[peer] = f"{host}:{port} cannot be used ({str(error).replace('the hub', 'it')})"
+            await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
+            failures += 1
+
+    async def _dialled(self, peer: int, host: str, port: int) -> bool:
+        """One stream, from dialling to its end; whether it ended in order. Raises `LinkError`, `PacketError`."""
+        welcome, own = self._link.welcome, (await self._enrolment.admitted()).credentials
+        assert welcome
+        channel = dialled(host, port, own.authorities, own, dns=member_dns(welcome.names[peer]))
+        try:
+            before = connections(port) if self._link.rate else set()
+            stream = channel.stream_stream(STRAIGHT)(metadata=stated())
+            version = await agreed_with_hub(stream, ANSWER_SECONDS)
+            greeting = frames.packed(frames.GREET, welcome.group)
+            await written(stream, frames.head(frames.GREET, welcome.rank, 0, version) + greeting)
+            frame = frames.opened(await read(stream), 0, [frames.GREET], version)
+            if (frame.rank, frame.number(0)) != (peer, welcome.group):
+                raise PacketError("it is another member, or in another group")
+            if self._link.rate:
+                for connection in connections(port) - before:
+                    pace({connection}, self._link.rate)
+            self._why.pop(peer, None)
+            await self._carry(Greeted(peer, version, lambda: read(stream), lambda raw: written(stream, raw)))
+            return True
+        except grpc.aio.AioRpcError as error:
+            raise explained(error) from None
+        finally:
+            await channel.close(None)
+
+    async def _carry(self, greeted: Greeted) -> None:
+        """Carry chunks both ways until the stream ends. Raises `LinkError`, `PacketError`."""
+        path, peer = Path(greeted), greeted.peer
+        if not self._link.present(peer):
+            return
+        self._paths.setdefault(peer, []).append(path)
+        self._reached.add(peer)
+        self._measuring.begin(peer, lambda number: self._say(peer, frames.PING, number))
+        self._link.wake()
+        try:
+            await _until_one_ends([self._hear(path), self._speak(path), path.end.wait()])
+        finally:
+            self._paths[peer].remove(path)
+            if not self._paths[peer]:
+                del self._paths[peer]
+                self._measuring.broken(peer)
+            self._link.messages.resume(peer)
+            self._link.wake()
+
+    def _say(self, peer: int, kind: int, number: int) -> None:
+        for path in self._paths.get(peer, [])[:1]:
+            path.said.append((kind, number))
+        self._link.wake()
+
+    async def _hear(self, path: Path) -> None:
+        sequence = 1
+        while True:
+            frame = frames.opened(await path.read(), sequence, (frames.DATA, frames.PING, frames.PONG), path.version)
+            if frame.rank != path.peer:
+                raise PacketError(f"a frame of member {frame.rank} on the stream of member {path.peer}")
+            if frame.kind == frames.DATA:
+                receive, offset, chunk = frames.opened_passed(frame.body)
+                self._link.messages.data(path.peer, receive, offset, chunk)
+            elif frame.kind == frames.PING:
+                path.said.append((frames.PONG, frame.number(0)))
+            else:
+                self._measuring.pong(frame.number(0))
+            sequence += 1
+            self._link.wake()
+
+    async def _speak(self, path: Path) -> None:
+        sequence, rank = 1, self._link.rank
+        while True:
+            if path.said:
+                kind, number = path.said.popleft()
+                body = frames.packed(kind, number)
+            elif chunk := self._link.messages.chunk(False, False, path.peer):
+                kind, ((_, receive),) = frames.DATA, chunk.receivers
+                body = frames.packed_passed(receive, chunk.offset, chunk.data)
+                await self._link.paced(len(chunk.data))
+            else:
+                await self._link.sleep(None)
+                continue
+            await path.write(frames.head(kind, rank, sequence, path.version) + body)
+            self.nbytes += len(body) + frames.HEADER.size
+            sequence += 1
+
+
+async def _until_one_ends(works: list[Coroutine[Any, Any, Any]]) -> None:
+    """Run all until one ends, and cancel the others. Raises the first error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in told:
+        if isinstance(error, Exception):
+            raise error

@@ -1,0 +1,178 @@
+"""Straight streams between members: the same bytes as by the hub, no message lost with a stream, and one choice for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from group_laws import TIMEOUT, Exchange, free_port
+from raw_member import RawMember, admitted, welcomed
+from secure_groups import run_secure
+from tcp_proxy import Proxy
+
+import thinwire as tw
+from thinwire.comm.secure import Hub, frames, join
+from thinwire.comm.secure.frames import group_label
+from thinwire.comm.secure.shapes import Measured
+from thinwire.runtime.handshake import digest
+
+NBYTES = 1_000_000
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    """Any announced measurement chooses straight streams, whatever else this machine does."""
+    monkeypatch.setattr(Measured, "straight", lambda self, nbytes, receivers: True)
+
+
+class InStep:
+    """Members, each a thread, that exchange packets until all are ready."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._said = threading.Barrier(size), {}
+
+    def until(self, group, ready) -> int:
+        """Returns the number of rounds until `ready(group)` held on all members."""
+        rounds = 0
+        while True:
+            Exchange(group, 1, rounds % 50, 20_000).check()
+            rounds += 1
+            self._said[group.rank] = ready(group)
+            self._barrier.wait(TIMEOUT)
+            over = all(self._said.values())
+            self._barrier.wait(TIMEOUT)
+            if over:
+                return rounds
+
+
+def trained(group):
+    """Returns the digest of a model whose packets are too long for the control stream."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
+    weights = torch.Generator().manual_seed(0)  # threads share torch's own generator
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(group.rank)
+    with tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=1), model, optimizer, group):
+        for _ in range(12):
+            x = torch.randn(8, 8, generator=data)
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(list(model.parameters()))
+
+
+def measured(directions: int):
+    return lambda group: f"the worst of {directions})" in group.describe()
+
+
+def test_training_over_straight_streams_changes_no_bit(tmp_path, mesh):
+    """Only one of three members listens: its packets go straight to both, and those of the others to each other by the hub."""
+    step, told = InStep(3), {}
+
+    def replica(group):
+        step.until(group, measured(4))
+        before = group.uploaded, group.sent_straight
+        result = trained(group)
+        told[group.rank] = group.uploaded - before[0], group.sent_straight - before[1], group.describe()
+        step.until(group, lambda _: True)
+        return result
+
+    with Hub(tmp_path / "hub") as hub:
+        ended = run_secure(hub.invite(3), 3, replica, tmp_path / "keys", listens={0: ("127.0.0.1:0", "")})
+    assert ended == tw.run_threads(3, trained)
+    by_hub, straight, texts = zip(*(told[rank] for rank in range(3)))
+    assert straight[0] == straight[1] + straight[2] and straight[1] == straight[2]
+    assert by_hub[0] < 0.3 * straight[0] and by_hub[1] > straight[1]
+    assert len({text.partition("Chosen:")[2] for text in texts}) == 1
+    assert "Chosen: mesh for " in texts[0] and "round trips" in texts[0]
+
+
+def test_the_announced_numbers_decide_for_every_member(tmp_path):
+    """The measured choice is that of the closed forms, whichever it is here; an uplink carries no packet more often than it says."""
+    step = InStep(2)
+
+    def replica(group):
+        step.until(group, measured(2))
+        found, _ = group._link.straight._found
+        before = group.uploaded, group.sent_straight
+        Exchange(group, 2, 0, NBYTES).check()
+        step.until(group, lambda _: True)
+        return found, group.uploaded - before[0], group.sent_straight - before[1]
+
+    with Hub(tmp_path / "hub") as hub:
+        at = ("127.0.0.1:0", "")
+        (found, *first), (same, *second) = run_secure(
+            hub.invite(2), 2, replica, tmp_path / "keys", listens={0: at, 1: at}
+        )
+    assert found == same
+    for by_hub, straight in (first, second):
+        assert (
+            (straight if found.straight(NBYTES, 1) else by_hub)
+            > NBYTES
+            > 10 * (by_hub if found.straight(NBYTES, 1) else straight)
+        )
+        assert by_hub + straight < 1.1 * NBYTES
+
+
+def test_a_stream_cut_in_the_middle_loses_no_message(tmp_path, mesh):
+    """What was not acknowledged continues by the hub, and packets go straight again when a stream stands again."""
+    step, port, payload = InStep(2), free_port(), 5 * NBYTES
+    with Hub(tmp_path / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
+
+        def replica(group):
+            step.until(group, measured(2))
+            before, begun = group.uploaded, proxy.forwarded
+
+            def hold(data: bytes) -> bytes:
+                if proxy.forwarded > begun + NBYTES:
+                    proxy.held.clear()
+                return data
+
+            if group.rank == 0:
+                proxy.upwards = hold
+            step.until(group, lambda _: True)
+            exchange = Exchange(group, 2, 0, payload)
+            if group.rank == 0:
+                proxy.wait(lambda: proxy.forwarded > begun + NBYTES)
+                proxy.cut()
+                proxy.upwards = bytes
+                proxy.held.set()
+            exchange.check()
+            by_hub = group.uploaded - before
+            step.until(group, lambda _: True)
+            proxy.mend()
+            before = group.sent_straight
+            step.until(group, lambda group: group.sent_straight > before)
+            return by_hub
+
+        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
+        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
+    assert payload - 2 * NBYTES < by_hub[1] < 1.01 * payload
+
+
+def test_a_member_of_the_previous_frames_gets_none_that_it_does_not_know(tmp_path):
+    with Hub(tmp_path / "hub") as hub:
+        token = hub.invite(2)
+        with RawMember(token, admitted(token, "old", tmp_path / "keys"), group_label(2, "")) as old:
+            old.stated, old.version = "4 to 4 (Thinwire 0.1.0)", 4
+            stream = old.hello(2)
+
+            def replica() -> None:
+                with join(str(token), "young", 2, tmp_path / "keys", "", TIMEOUT, listen="127.0.0.1:0") as group:
+                    told.append(group.describe())
+
+            told: list[str] = []
+            thread = threading.Thread(target=replica)
+            thread.start()
+            assert welcomed(stream).names == ("old", "young")
+            kinds = []
+            for raw in stream.call:
+                kinds.append(frames.opened(raw, len(kinds) + 1, range(32), 4).kind)
+                if kinds[-1] == frames.GONE:
+                    break
+            thread.join()
+    assert frames.SYNC in kinds and not {*kinds} - {frames.BACK, frames.AWAY, frames.GONE, *frames.PASSED_ON}
+    assert told == ["no straight streams: all packets go by the hub"]

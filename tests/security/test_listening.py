@@ -1,0 +1,120 @@
+"""A member that listens: only connected members of its group get in, each refusal leaves a line in its audit log, and rounds continue."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from datetime import timedelta
+
+import grpc
+import pytest
+from group_laws import TIMEOUT, Exchange, free_port
+from raw_member import RawMember, admitted, signed
+
+from thinwire.comm.secure import Hub, frames, join, straight
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.keys import Authority, Credentials, private_folder
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import LinkError
+
+
+class Pair:
+    """`bergen`, which listens, and `oslo`. Their audit logs tell `says`."""
+
+    def __init__(self, hub: Hub, folder, says, monkeypatch) -> None:
+        monkeypatch.setattr(straight, "AuditLog", lambda path: AuditLog(path, says))
+        self.folder, self.token, port = folder, hub.invite(9), free_port()
+        self.groups = {}
+
+        def enter(name: str, listen: str) -> None:
+            self.groups[name] = join(str(self.token), name, 2, folder, "", TIMEOUT, listen=listen)
+
+        other = threading.Thread(target=enter, args=("oslo", ""))
+        other.start()
+        enter("bergen", f"127.0.0.1:{port}")
+        other.join()
+        self.port = dataclasses.replace(self.token, port=port)
+
+    def exchange(self) -> None:
+        exchanges = [Exchange(group, 1, 0, 300_000) for group in self.groups.values()]
+        for exchange in exchanges:
+            exchange.check()
+
+    def knock(self, own: Credentials) -> RawMember:
+        return RawMember(self.port, own, dns="bergen.member.thinwire")
+
+    def close(self) -> None:
+        for group in self.groups.values():
+            group.close()
+
+
+@pytest.fixture
+def lines(audit):
+    """The audit log of the members, apart from the hub's."""
+    return type(audit)()
+
+
+@pytest.fixture
+def pair(hub, tmp_path, lines, monkeypatch):
+    pair = Pair(hub, tmp_path / "keys", lines, monkeypatch)
+    yield pair
+    pair.close()
+
+
+def test_machines_that_are_not_in_the_group_are_refused(pair, lines, tmp_path):
+    """Without a valid certificate by the handshake, and another member of the hub by its name."""
+    own, foreign = Authority(tmp_path / "hub"), Authority(private_folder(tmp_path / "foreign"))
+    hour = timedelta(hours=1)
+    strangers = [
+        Credentials(b"", b"", own.pem),
+        signed(foreign, "oslo", hour, own.pem),
+        signed(own, "oslo", -timedelta(minutes=1), own.pem),
+    ]
+    for count, stranger in enumerate(strangers, 1):
+        with pair.knock(stranger) as member:
+            assert member.straight(1, 1).refusal()[0] is grpc.StatusCode.UNAVAILABLE
+        lines.wait("refused a connection from 127.0.0.1:", "without authentication", nth=count)
+    with pair.knock(admitted(pair.token, "kyoto", pair.folder)) as member:
+        code, why = member.straight(1, 1).refusal()
+    assert code is grpc.StatusCode.PERMISSION_DENIED and "kyoto is not in this member's group" in why
+    lines.wait("refused 127.0.0.1:", "kyoto is not in this member's group")
+    pair.exchange()
+
+
+def test_frames_that_are_not_allowed_end_the_stream(pair, lines):
+    """The other streams of the pair stay, and packets arrive."""
+    own, chunk = admitted(pair.token, "oslo", pair.folder), frames.packed_passed(0, 0, memoryview(b"a"))
+    greetings = [(2, 1), (1, 0)]  # another group, another member's rank
+    then = [
+        (frames.DATA, 1, chunk, 7),
+        (frames.ACK, 1, chunk, None),
+        (frames.DATA, 1, b"", None),
+        (frames.DATA, 0, chunk, None),
+    ]
+    for count, (greeting, frame) in enumerate(
+        [*((one, None) for one in greetings), *(((1, 1), one) for one in then)], 1
+    ):
+        with pair.knock(own) as member:
+            stream = member.straight(*greeting)
+            if frame:
+                next(stream.call)
+                stream.put(*frame)
+            assert stream.refusal()[0] is grpc.StatusCode.INVALID_ARGUMENT
+        lines.wait("refused frames of 127.0.0.1:", "oslo.member.thinwire", nth=count)
+    pair.exchange()
+
+
+def test_a_revoked_member_loses_its_straight_streams(pair, lines, tmp_path):
+    """The hub tells the member that listens. The certificate, which is still valid, opens no stream any more."""
+    lines.wait("chose bergen")
+    own = admitted(pair.token, "oslo", pair.folder)
+    state = HubState(tmp_path / "hub")
+    state.revoke("oslo")
+    state.close()
+    lines.wait("ended the straight streams of oslo: was revoked at the hub")
+    with pair.knock(own) as member:
+        code, why = member.straight(1, 1).refusal()
+    assert code is grpc.StatusCode.PERMISSION_DENIED and "oslo is not connected to the hub" in why
+    lines.wait("refused 127.0.0.1:", "oslo is not connected to the hub")
+    with pytest.raises(LinkError, match="was revoked at the hub"):
+        Exchange(pair.groups["bergen"], 1, 0, 300_000).check()
