@@ -145,7 +145,9 @@ def test_a_request_to_join_is_refused_by_its_range_before_its_invitation_is_used
                 its.setattr(versions, "stated", stating("thinwire-join", *there))
                 with pytest.raises(Refused) as refused, PublishedAtHub(token, "oslo", tmp_path) as origin:
                     origin.newest()
-            named = f"this machine speaks requests to join {here}, the hub {far if there else 'states none'}. Install one"
+            named = (
+                f"this machine speaks requests to join {here}, the hub {far if there else 'states none'}. Install one"
+            )
             assert str(refused.value).startswith(named)
         with PublishedAtHub(token, "oslo", tmp_path) as origin:
             assert origin.newest() == b"a list"
@@ -153,12 +155,17 @@ def test_a_request_to_join_is_refused_by_its_range_before_its_invitation_is_used
 
 def test_a_followers_request_is_served_or_refused_by_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, (after, far) = FOLLOWER_REQUESTS, beside(FOLLOWER_REQUESTS)
-    with Hub(tmp_path / "hub", published=OneList()) as hub, PublishedAtHub(str(hub.invite()), "oslo", tmp_path) as origin:
+    with (
+        Hub(tmp_path / "hub", published=OneList()) as hub,
+        PublishedAtHub(str(hub.invite()), "oslo", tmp_path) as origin,
+    ):
         for said in ((far,), ()):
             monkeypatch.setattr(fetch, "stated", stating("thinwire-follow", *said))
             with pytest.raises(Refused) as refused:
                 origin.newest()
-            named = f"the hub speaks requests of followers {here}, the follower {far if said else 'states none'}. Install"
+            named = (
+                f"the hub speaks requests of followers {here}, the follower {far if said else 'states none'}. Install"
+            )
             assert named in str(refused.value)
         monkeypatch.setattr(fetch, "stated", stating("thinwire-follow", after))
         assert origin.newest() == b"a list"
@@ -166,6 +173,8 @@ def test_a_followers_request_is_served_or_refused_by_its_range(tmp_path: Path, m
             with monkeypatch.context() as its, pytest.raises(Refused) as refused:
                 its.setattr(versions, "stated", stating("thinwire-follow", *there))
                 origin.newest()
-            named = f"this follower speaks requests of followers {here}, the hub {far if there else 'states none'}. Install"
+            named = (
+                f"this follower speaks requests of followers {here}, the hub {far if there else 'states none'}. Install"
+            )
             assert str(refused.value).startswith(named)
         assert origin.newest() == b"a list"

@@ -179,14 +179,13 @@ class HubLink:
             control = channels[0].stream_stream(CONTROL)(metadata=stated())
             self._version = await agreed_with_hub(control, self._silent)
             welcome = await self._greeted(control)
-            before = connections(token.port) if self._rate else set()
+            before = connections(token.port)
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
-            if self._rate:
-                for connection in connections(token.port) - before:
-                    pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
+            for connection in connections(token.port) - before:
+                pace({connection}, self._rate)  # each to the whole rate, because chunks leave one after the other
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
