@@ -158,7 +158,7 @@ class Hub:
         self._admission.proxy = self._proxies[1]
         self._tasks = [asyncio.create_task(self._look())]
         if self._runs:
-            self._tasks.append(asyncio.create_task(self._runs.ticking()))
+            self._tasks.append(asyncio.create_task(self._runs.ticking(self._groups)))
         return bound[0], bound[1]
 
     async def _stop(self) -> None:

@@ -47,13 +47,14 @@ class HubLink:
         place: ranks are in the order of places; equal places are in the order of names.
         process: 16 bytes that no other process of this name has; random if not given.
         silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
+        insists: whether it connects again if the connection ends before the group is formed.
     """
 
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
-        place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS,
+        place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS, insists: bool = True,
     ) -> None:  # fmt: skip
-        self._advice = advice
+        self._advice, self._insists = advice, insists
         self._enrolment, self._size, self._rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
@@ -104,6 +105,9 @@ class HubLink:
             except LinkError as error:
                 if isinstance(error, Outdated):
                     self._enrolment.forget()
+                if self._place is None and not self._insists:
+                    self._lose(error)
+                    return
                 self.state = f"is not connected to the hub ({error})"
             finally:
                 self._disconnected()
