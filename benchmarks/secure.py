@@ -3,10 +3,12 @@
     sudo python benchmarks/secure.py                          # about twenty minutes
     sudo python benchmarks/secure.py --quick                  # about two minutes: a smoke run
     sudo python benchmarks/secure.py --out rows.json          # rows are kept as they come; the same command goes on after them
+    sudo python benchmarks/secure.py --hub far                # the secure carrier alone, its hub a whole round trip from each replica
 
 Two replicas in a process, a core and a network namespace each, a user-space router between them (router.py). The model has 7.2 million
 parameters. Each replica's uplink has the rate; `floor` is 1.2 times the predicted floor of the method's own bytes. Any two replicas are
-one round trip apart, whatever carries their packets: the hub (its own namespace and process, 1 Gbit/s) is half-way.
+one round trip apart, whatever carries their packets: the hub (its own namespace and process, 1 Gbit/s) is half-way. With `--hub far`
+the hub is a whole round trip from each of them, so they are two apart; ratios and goals stay those of one round trip.
 
 * utilisation  time in inner steps / wall time. DDP exchanges within backward, so it has none
 * of bare      steps per second, over those of the same two processes without any exchange
@@ -78,6 +80,7 @@ class Stand:
     rtts: tuple[float, ...] = RTTS
     exchanges: bool = False
     controls: bool = False
+    trips: int = 1  # between two replicas; 2 where the hub is one from each
 
     def key(self, rtt: float) -> tuple[str, str, str, float]:
         return self.carrier, self.method, self.rate, rtt
@@ -181,8 +184,8 @@ class Replicas:
 
     def _shape(self, rate: float, rtt: float) -> dict[str, Any]:
         hops = 4 if self.stand.carrier == "secure" else 2  # a round trip by the hub has four ways
-        own = Link(rate, rtt / hops)
-        return self.router.shape([own, own, Link(HUB, rtt / hops)])
+        delay = self.stand.trips * rtt / hops
+        return self.router.shape([Link(rate, delay), Link(rate, delay), Link(HUB, delay)])
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
         """What both replicas answer to an order. Raises `RuntimeError`."""
@@ -227,25 +230,25 @@ def _busy_seconds() -> float:
 
 def measured(replicas: Replicas, stand: Stand, rtt: float) -> dict[str, Any]:
     """One row."""
-    rate = replicas.uplink
+    rate, path = replicas.uplink, stand.trips * rtt
     replicas.shape(rtt)
     clock, busy, own = time.monotonic(), _busy_seconds(), replicas.cpu_seconds()
     row: dict[str, Any] = _trained(stand, replicas.ask(do="train", steps=stand.steps, lead=stand.lead))
     if stand.exchanges and rate:
         row["exchanges"] = []
         for nbytes, warm, rounds in ((BULK_NBYTES, 1, 3), (4 * BULK_NBYTES, 0, 2)):
-            told = replicas.ask(do="exchange", rtt=rtt, nbytes=nbytes, warm=warm, rounds=rounds, idle=IDLE_SECONDS)
+            told = replicas.ask(do="exchange", rtt=path, nbytes=nbytes, warm=warm, rounds=rounds, idle=IDLE_SECONDS)
             row["exchanges"].append(_exchanged(told, nbytes, rtt + 8 * nbytes / rate))
     if stand.controls and rate:
-        bulk = int((2.0 + 3 * rtt + PINGS * PING_EVERY) * rate / 8 / BULK_NBYTES) + 2
-        told = replicas.ask(do="control", rtt=rtt, nbytes=BULK_NBYTES, bulk=bulk, pings=PINGS, every=PING_EVERY)
+        bulk = int((2.0 + 3 * path + PINGS * PING_EVERY) * rate / 8 / BULK_NBYTES) + 2
+        told = replicas.ask(do="control", rtt=path, nbytes=BULK_NBYTES, bulk=bulk, pings=PINGS, every=PING_EVERY)
         row["control"] = _controlled(told, rtt + 2 * 8 * CHUNK_NBYTES / rate)
         row["control"]["bulk_of_rate"] = 8 * bulk * BULK_NBYTES / max(t["bulk_seconds"] for t in told) / rate
     foreign = _busy_seconds() - busy - (replicas.cpu_seconds() - own)
     report = replicas.shape(rtt)
     row["others_cpu"] = max(0.0, foreign) / (time.monotonic() - clock)
     row["router"] = report
-    late = report["late_seconds"]["p99"] > max(0.002, rtt / 10)
+    late = report["late_seconds"]["p99"] > max(0.002, path / 10)
     row["busy"] = bool(late or row["others_cpu"] > 0.15)
     return row
 
@@ -303,7 +306,7 @@ def rows_of(stand: Stand, uplink: float | None, rtts: Sequence[float], port: int
 def _named(stand: Stand, uplink: float | None, rtt: float) -> dict[str, Any]:
     return {
         "carrier": stand.carrier, "method": stand.method, "how": stand.how, "rate": stand.rate, "rtt_seconds": rtt,
-        "bits_per_second": uplink, "steps": stand.steps, "predicted_nbytes_per_period": stand.nbytes,
+        "bits_per_second": uplink, "steps": stand.steps, "trips": stand.trips, "predicted_nbytes_per_period": stand.nbytes,
     }  # fmt: skip
 
 
@@ -358,7 +361,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run: one link for each carrier, short windows")
     parser.add_argument("--only", default="", help="only stands whose carrier, method and rate contain these words")
-    parser.add_argument("--out", type=Path, help="the JSON (default: benchmarks/results/secure.json); rows in it stay")
+    parser.add_argument("--hub", choices=("half-way", "far"), default="half-way", help="where the hub is")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the JSON (default: benchmarks/results/secure.json, with --hub far secure_far.json); rows stay",
+    )
     options = parser.parse_args()
     if reason := missing():
         raise SystemExit(f"secure.py cannot run here: {reason}")
@@ -368,11 +376,16 @@ def main() -> None:
         result = json.loads(options.out.read_text())
     words = options.only.split()
     wanted = [s for s in stands(options.quick) if all(w in f"{s.carrier} {s.method} {s.rate}" for w in words)]
-    path = options.out
+    name, trips, path = "secure", 1, options.out
+    if options.hub == "far":
+        name, trips = "secure_far", 2
+        wanted = [replace(stand, trips=trips) for stand in wanted if stand.carrier == "secure"]
+    if any(row.get("trips", 1) != trips for row in result["rows"] if row["carrier"]):
+        raise SystemExit(f"{path} has rows of a hub elsewhere; give another --out.")
     for row in measure(result, wanted, options.quick):
         kept = [r for r in result["rows"] if any(r[k] != row[k] for k in ("carrier", "method", "rate", "rtt_seconds"))]
         result["rows"] = [*kept, row]
-        path = save("secure", result, options.out)
+        path = save(name, result, options.out)
         if row["method"] == "bare" and "problem" in row:
             raise SystemExit(f"two replicas cannot train here without any exchange: {row['problem']}")
         bare = next(r["steps_per_second"] for r in result["rows"] if r["method"] == "bare")

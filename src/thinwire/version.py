@@ -12,7 +12,7 @@ _STATED = re.compile(r"([0-9]{1,9}) to ([0-9]{1,9}) \(Thinwire ([A-Za-z0-9.+_-]{
 
 @dataclass(frozen=True)
 class Protocols:
-    """The protocols of one release: all from `oldest` to `newest`. The same for its frames to a hub, and its messages to a lighthouse.
+    """The protocols of one release: all from `oldest` to `newest`. The same for what it sends to a hub, and its messages to a lighthouse.
 
     A protocol is what all replicas of a run must share: the formats of their messages, and the arithmetic that gives all replicas
     the same bits. Replicas of different releases train together if one protocol is in the ranges of all.
@@ -55,9 +55,11 @@ def common(stated: Collection[Protocols | None]) -> bool:
     return len(known) == len(stated) and max(one.oldest for one in known) <= min(one.newest for one in known)
 
 
-# A release that changes the frames between members and a hub, or the messages between replicas and a lighthouse, raises `newest` here. It
-# raises `oldest` to the same number, unless both its sides still speak the older ones.
+# A release that changes the frames between members and a hub, requests to join a hub, requests of followers, or the messages between replicas
+# and a lighthouse, raises `newest` here. It raises `oldest` to the same number, unless both its sides still speak the older ones.
 HUB_FRAMES = Protocols(oldest=4, newest=5, release=__version__)
+JOIN_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
+FOLLOWER_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
 LIGHTHOUSE_MESSAGES = Protocols(oldest=3, newest=3, release=__version__)
 
 # A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from group_laws import run_processes
 
-from thinwire.comm import TorchGroup
+from thinwire.comm import TorchGroup, pacing
 from thinwire.comm.pacing import SHARE, connections, pace
 from thinwire.comm.sockets import SocketFile, opened
 from thinwire.errors import ConfigurationError
@@ -63,6 +63,23 @@ def test_open_connections_share_the_rate_and_closed_ones_are_skipped():
         assert pace({closed}, 8e6) == 0 == pace(set(), 8e6)
         assert pace({file_of(one)}, 0.1) == 1  # slower than a byte a second
         assert one.getsockopt(socket.SOL_SOCKET, PACING) == 1
+
+
+def test_without_a_rate_connections_keep_their_windows_and_have_no_limit(monkeypatch):
+    monkeypatch.setattr(pacing, "_starts_slowly_after_idle", lambda: True)
+    one, other = pair()
+    with one, other:
+        before = one.getsockopt(socket.SOL_SOCKET, PACING)
+        try:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            kept = b"bbr"
+        except OSError:  # this system has none, or does not let this process choose it
+            kept = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+        with suppress(OSError):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno" if kept == b"bbr" else kept)
+        assert pace({file_of(one)}, None) == 1
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == kept
+        assert one.getsockopt(socket.SOL_SOCKET, PACING) == before
 
 
 def paced_group(rank, size):

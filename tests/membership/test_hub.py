@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from thinwire.comm.secure.state import RUNS, HubState
 from thinwire.comm.secure.token import Token
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
 from thinwire.membership import Membership, Timeouts
+from thinwire.membership.commit import VoteStore
 from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
+from thinwire.membership.rendezvous import AnswerLostError
+from thinwire.membership.view import Presence
 
 PATIENT = Timeouts(
     heartbeat_interval=0.1, heartbeat_timeout=600.0, grace=600.0, connect=600.0, transfer=600.0, vote=700.0, view=600.0
@@ -87,6 +90,66 @@ def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub
     assert (
         results["replica-10"] == results["replica-2"] == [*alike, "replica 2 (replica-3) closed its group.", names[:2]]
     )
+
+
+class LosesAnAnswer(HubRendezvous):
+    """Its connection breaks when the answer with the first view of two is on its way."""
+
+    lost = False
+
+    def call(self, presence: Presence, seconds: float) -> tuple[Sequence[Presence], VoteStore]:
+        answer = super().call(presence, seconds)
+        if len(answer[0]) > 1 and not self.lost:
+            self.lost = True
+            raise AnswerLostError("the connection has broken")
+        return answer
+
+
+def test_who_builds_a_group_does_not_wait_for_one_that_calls_for_another_view(hub: Hub, tmp_path: Path) -> None:
+    """The hub says so. Without that, the wait of both would last for the time-out."""
+    told = list[str]()
+
+    def body(name: str) -> list[str]:
+        kind = LosesAnAnswer if name == "oslo" else HubRendezvous
+        rendezvous = kind(Enrolment(hub.invite(), name, tmp_path / "keys"))
+
+        def observe(_: str, fields: Mapping[str, Any]) -> None:
+            told.append(str(fields.get("reason")))
+
+        with closing(Membership(rendezvous, name, timeouts=PATIENT, observe=observe)) as membership:
+            view = membership.next_view({"round": 0})
+            gather(view.group, name.encode(), 64, "packet")
+            return [one.name for one in view.members]
+
+    names = ["bergen", "oslo"]
+    assert list(together(names, body).values()) == [names, names]
+    assert any("all others call for another view" in reason for reason in told)
+
+
+def test_who_builds_a_group_does_not_wait_for_a_hub_that_is_gone(tmp_path: Path) -> None:
+    waits, failed = threading.Event(), list[LinkError]()
+
+    def noted(line: str) -> None:
+        if "waits oslo" in line:
+            waits.set()
+
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0), say=noted) as hub:
+        rendezvous = HubRendezvous(Enrolment(hub.invite(), "oslo", tmp_path / "keys"))
+
+        def connect() -> None:
+            there = [Presence(name, f"{place:016x}", 1) for place, name in enumerate(("lima", "oslo"))]
+            try:
+                rendezvous.connect("an epoch", there, 1)
+            except LinkError as error:
+                failed.append(error)
+
+        with closing(Membership(rendezvous, "oslo", timeouts=PATIENT)):
+            thread = threading.Thread(target=connect)
+            thread.start()
+            assert waits.wait(600.0)
+            hub.close()
+            thread.join()
+    assert len(failed) == 1
 
 
 def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, tmp_path: Path) -> None:

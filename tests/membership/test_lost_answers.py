@@ -26,13 +26,13 @@ class PartlyAnswering(SimulatedLighthouse):
     """It gives the answers of its nth view to those in `told`, ends before it gives any other, and is back a second later. All of that happens
     under the lock of the cluster, so that the order of threads does not matter."""
 
-    def __init__(self, cluster: SimulatedCluster, told: set[str]) -> None:
+    def __init__(self, cluster: SimulatedCluster, told: set[str], nth: int = NTH) -> None:
         super().__init__(cluster, 5.0)
-        self.told, self.given, self.views, self.away = told, set[str](), 0, False
+        self.told, self.given, self.views, self.away, self.nth = told, set[str](), 0, False, nth
 
     def call(self, name: str, presence: Presence, seconds: float) -> list[Presence]:
         answer = super().call(name, presence, seconds)
-        if self.views == NTH and not self.away:
+        if self.views == self.nth and not self.away:
             self.given.add(name)
             if self.given == self.told:
                 self.away = True
@@ -45,7 +45,7 @@ class PartlyAnswering(SimulatedLighthouse):
         super()._look()
         if len(self._answers) > before:
             self.views += 1
-            if self.views == NTH:
+            if self.views == self.nth:
                 self._answers = {one: self._answers[one] for one in map(self.incarnation_of, self.told)}
 
 
@@ -63,6 +63,42 @@ def test_members_that_were_told_a_view_do_not_wait_for_those_that_were_not(told:
         assert set(log.members) == {("a", "b", "c")}
         assert len(log.failed) == (name in told) and all("closed its group" in why for why in log.failed), log.failed
     assert cluster.time.now == 2.0 + 1.0 + 2.0  # heartbeats at the beginning, the outage, heartbeats again
+
+
+@pytest.mark.parametrize(("told", "least"), [("a", 1), ("c", 2), ("ab", 2)])
+def test_members_that_were_told_the_first_view_do_not_wait_for_those_that_were_not(told: str, least: int) -> None:
+    """Nobody holds a group yet. The wait to build one ends with the lighthouse, and nobody begins without the others."""
+    cluster = SimulatedCluster()
+    cluster.lighthouse = lighthouse = PartlyAnswering(cluster, set(told), nth=1)
+    logs = {name: Log() for name in "abc"}
+    cluster.play(
+        {name: lambda name: hold_rounds(cluster.membership(name, least=least), ROUNDS, logs[name]) for name in logs}
+    )
+    assert lighthouse.away and all(set(log.members) == {("a", "b", "c")} and not log.failed for log in logs.values())
+    assert cluster.time.now == 2.0 + 1.0 + 2.0
+
+
+class Cut(SimulatedLighthouse):
+    """The connection of `b` breaks when its first answer is on its way."""
+
+    cuts = 1
+
+    def call(self, name: str, presence: Presence, seconds: float) -> list[Presence]:
+        answer = super().call(name, presence, seconds)
+        if name == "b" and self.cuts:
+            self.cuts -= 1
+            raise LinkError("the connection has broken")
+        return answer
+
+
+def test_members_do_not_wait_for_one_that_calls_for_another_view() -> None:
+    """The lighthouse stays, and tells those that connect that nobody comes."""
+    cluster = SimulatedCluster()
+    cluster.lighthouse = Cut(cluster, 5.0)
+    logs = {name: Log() for name in "abc"}
+    cluster.play({name: lambda name: hold_rounds(cluster.membership(name), ROUNDS, logs[name]) for name in logs})
+    assert all(set(log.members) == {("a", "b", "c")} and not log.failed for log in logs.values()), logs
+    assert cluster.time.now == pytest.approx(2.0 + 0.1)  # heartbeats, and a pause before the second call
 
 
 class Scripted:

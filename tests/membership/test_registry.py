@@ -77,6 +77,34 @@ def test_a_look_returns_once_all_its_keys_are_written():
     assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]
 
 
+def test_a_wait_for_addresses_ends_when_all_others_call_for_another_view():
+    """Not before: one that does not call may still write its address. Other keys are waited for as long as was asked."""
+
+    async def play() -> None:
+        registry = MemberRegistry()
+        a, b, c = map(Requester, "abc")
+        for one in (a, b, c):
+            registry.hear(one)
+        look = {"do": "look", "seconds": 9}
+        addresses = asyncio.ensure_future(registry.answer(a, look | {"keys": ["group/epoch/0/1"]}))
+        ballots = asyncio.ensure_future(registry.answer(a, look | {"keys": ["vote"]}))
+        calls = []
+        for one in (b, c):
+            await asyncio.sleep(0)
+            assert not addresses.done()
+            calls.append(
+                asyncio.ensure_future(registry.answer(one, {"do": "call", "presence": f"of {one.name}", "seconds": 9}))
+            )
+        assert await asyncio.wait_for(addresses, 600.0) == {"values": None}
+        assert not any(call.done() for call in calls) and not ballots.done()
+        calls.append(asyncio.ensure_future(registry.answer(a, {"do": "call", "presence": "of a", "seconds": 9})))
+        for told in await asyncio.wait_for(asyncio.gather(*calls), 600.0):
+            assert [name for name, *_ in told["present"]] == ["a", "b", "c"]
+        ballots.cancel()
+
+    asyncio.run(play())
+
+
 def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
     lines, lost, now = list[str](), list[tuple[str, str]](), [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

@@ -14,7 +14,7 @@ SEEDS = (0, 1, 2, 3)
 
 def modes(values: Floats) -> int:
     """The number of maxima of the density of `values`."""
-    h = float(bandwidth(values).each[0])
+    h = bandwidth(values).h
     y = kernel_density(values, h, np.linspace(values.min() - 3 * h, values.max() + 3 * h, 2000))
     return int(((y[1:-1] > y[:-2]) & (y[1:-1] > y[2:])).sum())
 
@@ -36,7 +36,7 @@ def test_the_closed_form_of_two_values() -> None:
 def test_it_integrates_to_one(n: int) -> None:
     """Also where the values are added in several parts."""
     values = drawn(0, n)
-    h = float(bandwidth(values).each[0])
+    h = bandwidth(values).h
     at = np.linspace(values.min() - 9 * h, values.max() + 9 * h, 4000)
     assert np.trapezoid(kernel_density(values, h, at), at) == pytest.approx(1.0, abs=1e-6)
 
@@ -46,18 +46,15 @@ def test_it_moves_and_stretches_with_the_values(seed: int) -> None:
     """The density of a·x + b is f((y − b)/a)/a."""
     values, at, a, b = drawn(seed), np.linspace(-3, 3, 50), 0.01, 7.0
     own, other = bandwidth(values), bandwidth(a * values + b)
-    assert other.each == pytest.approx(a * own.each, rel=1e-6) and other.doubt == own.doubt == ""
-    moved = kernel_density(a * values + b, float(other.each[0]), a * at + b)
-    assert moved == pytest.approx(kernel_density(values, float(own.each[0]), at) / a, rel=1e-5)
+    assert other.h == pytest.approx(a * own.h, rel=1e-6) and other.doubt == own.doubt == ""
+    moved = kernel_density(a * values + b, other.h, a * at + b)
+    assert moved == pytest.approx(kernel_density(values, own.h, at) / a, rel=1e-5)
 
 
 def test_silvermans_rule() -> None:
     """Of 1 to 100: s = √(100·101/12), IQR/1.34 is larger; with one huge value the IQR is taken."""
-    h, spread = silverman(np.arange(1.0, 101.0))
-    assert spread[0] == pytest.approx(math.sqrt(100 * 101 / 12)) and h * spread[0] == pytest.approx(10.39471, abs=1e-5)
-    h, spread = silverman(np.append(np.arange(1.0, 101.0), 1e9))
-    assert spread[0] == pytest.approx(50 / 1.34)
-    assert silverman(np.zeros((32, 4)))[0] == pytest.approx(0.9 * 32 ** (-1 / 8))
+    assert silverman(np.arange(1.0, 101.0)) == pytest.approx(0.9 * math.sqrt(100 * 101 / 12) * 100 ** (-1 / 5))
+    assert silverman(np.append(np.arange(1.0, 101.0), 1e9)) == pytest.approx(0.9 * 50 / 1.34 * 101 ** (-1 / 5))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -77,18 +74,11 @@ def test_two_modes_are_found_and_none_is_invented(seed: int) -> None:
         (np.arange(60.0) // 4, "15 of 60 values are distinct"),
         (np.append(drawn(0, 60), 1e6), "the two rules for the bandwidth differ by a factor of at least 16"),
         (drawn(0, 90) + np.repeat([0.0, 100.0, 200.0], 30), "the two rules for the bandwidth differ by a factor of"),
-        (drawn(0, 4000).reshape(200, 20), "at half of the values fewer than 5 others carry the estimate"),
     ],
-    ids=["few", "equal", "tied", "one far away", "three far apart", "twenty coordinates"],
+    ids=["few", "equal", "tied", "one far away", "three far apart"],
 )
 def test_what_cannot_be_trusted_is_named(values: Floats, doubt: str) -> None:
     assert bandwidth(values).doubt.startswith(doubt), bandwidth(values)
-
-
-def test_a_plane_is_trusted_where_twenty_coordinates_are_not() -> None:
-    """The same number of points: what is lacking is points for so many coordinates."""
-    points = drawn(0, 4000).reshape(200, 20)
-    assert not bandwidth(points[:, :2]).doubt and bandwidth(points).doubt
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])

@@ -43,15 +43,18 @@ def _connected(file: SocketFile, port: int | None) -> bool:
         return False
 
 
-def pace(files: set[SocketFile], bits_per_second: float) -> int:
-    """Let the connections `files` share `bits_per_second` evenly. Returns the number of connections that could be set."""
+def pace(files: set[SocketFile], bits_per_second: float | None) -> int:
+    """Let the connections `files` share `bits_per_second` evenly; with None each keeps its window, and has no limit. Returns the number
+    of connections that could be set.
+    """
     if not sys.platform.startswith("linux"):
         return 0
-    paced, share = 0, SHARE * bits_per_second / 8 / max(1, len(files))
+    paced, share = 0, SHARE * (bits_per_second or 0.0) / 8 / max(1, len(files))
     for file in files:
         with suppress(OSError), opened(file) as one:
             keep_window(one)
-            one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))
+            if bits_per_second is not None:
+                one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))
             paced += 1
     return paced
 

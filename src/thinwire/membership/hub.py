@@ -51,7 +51,7 @@ class HubRendezvous(RemoteRendezvous):
         process = self._incarnation.encode()
         times = self._timeouts
         link = HubLink(
-            self._enrolment, label, len(members), self._rate, "", rank, process, silent=times.heartbeat_timeout
+            self._enrolment, label, len(members), self._rate, "", rank, process, times.heartbeat_timeout, insists=False
         )
         group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
         if group.names != tuple(member.name for member in members):

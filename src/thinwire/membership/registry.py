@@ -10,13 +10,13 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from thinwire.errors import PacketError
 from thinwire.membership.channel import MOST_MEMBERS, MOST_PRESENCE
-from thinwire.membership.shared_keys import NOTE, SharedKeys, TooMuchError
+from thinwire.membership.shared_keys import GROUP, NOTE, SharedKeys, TooMuchError
 
 JOIN = 0.5  # seconds from the first call, after which more than half are enough; memberships add their own grace
 HEARTBEAT_TIMEOUT = 5.0
@@ -47,6 +47,17 @@ def quorum(calling: Mapping[str, float], heard: Iterable[str], previous: set[str
         return set()
     waited = now - min(calling[incarnation] for incarnation in here) >= join
     return here if here == heard or waited else set()
+
+
+def nobody_comes(waiting: Collection[str], heard: Iterable[str], calling: Collection[str]) -> bool:
+    """Whether the incarnations that are `waiting` for others of their view wait in vain: all others that were `heard` are calling for another
+    view. If no other was heard, one may be on its way back.
+
+    >>> nobody_comes({"a"}, {"a", "b", "c"}, {"b", "c"}), nobody_comes({"a"}, {"a", "b", "c"}, {"b"}), nobody_comes({"a"}, {"a"}, set())
+    (True, False, False)
+    """
+    others = set(heard).difference(waiting)
+    return bool(others) and others <= set(calling)
 
 
 class Requester(Protocol):
@@ -105,7 +116,9 @@ class MemberRegistry:
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
-        self._waits: dict[asyncio.Future[None], list[str]] = {}  # the keys that each waits for
+        self._waits: dict[
+            asyncio.Future[None], tuple[str, list[str]]
+        ] = {}  # the incarnation, and the keys that it waits for
         self._kept: Kept | None = None
         self._present = ""  # the replicas that are alive, as they were kept last
 
@@ -164,6 +177,7 @@ class MemberRegistry:
         for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self.heartbeat_timeout:
                 self.gone(replica.name, incarnation, f"not heard for {self.heartbeat_timeout:g} s")
+        self._end_vain_waits()
         self._call_together(now)
         if self._kept:
             there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
@@ -171,6 +185,23 @@ class MemberRegistry:
             if present != self._present:
                 self._present = present
                 self._kept.keep(present)
+
+    def nobody_comes(self, waiting: Collection[str]) -> bool:
+        """Whether `waiting`, incarnations of this run that wait to form a group, wait in vain: see the function of this name."""
+        heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
+        calling = [incarnation for incarnation in heard if (calls := self._replicas[incarnation].calls) and calls[1]]
+        return heard.issuperset(waiting) and nobody_comes(waiting, heard, calling)
+
+    def _end_vain_waits(self) -> None:
+        """End the waits for addresses of members of a group, if nobody comes."""
+        waits: dict[str, list[asyncio.Future[None]]] = {}  # by group
+        for future, (_, keys) in self._waits.items():
+            if keys[0].startswith(GROUP) and not future.done():
+                waits.setdefault(keys[0].split("/")[1], []).append(future)
+        for futures in waits.values():
+            if self.nobody_comes({self._waits[future][0] for future in futures}):
+                for future in futures:
+                    future.set_result(None)
 
     def _call_together(self, now: float) -> None:
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
@@ -262,7 +293,7 @@ class MemberRegistry:
                     self._kept.note(key)
         except TooMuchError as error:
             return {"error": str(error)}
-        for future, keys in self._waits.items():
+        for future, (_, keys) in self._waits.items():
             if not future.done() and self._keys.read(keys) is not None:
                 future.set_result(None)
         return told
@@ -271,7 +302,7 @@ class MemberRegistry:
         """Wait until all `keys` are written; return their values, or None if they are not in time."""
         if seconds > 0 and self._keys.read(keys) is None:
             future = asyncio.get_running_loop().create_future()
-            self._waits[future] = keys
+            self._waits[future] = requester.incarnation, keys
             try:
                 await requester.came(future, min(seconds, _DAY))
             finally:

@@ -84,7 +84,7 @@ def _shares(index: int, name: str, values: Floats) -> Json:
 
 
 def _density(index: int, name: str, values: Floats, found: Bandwidth, logarithmic: bool) -> Json:
-    h = float(found.each[0])
+    h = found.h
     low, high = values.min() - REACH * h, values.max() + REACH * h
     at = np.linspace(low, high, min(POINTS, math.ceil((high - low) / (FINE * h)) + 1))
     return _trace(index, name, np.exp(at) if logarithmic else at, kernel_density(values, h, at), "%{x}") | {

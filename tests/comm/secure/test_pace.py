@@ -11,8 +11,8 @@ import pytest
 import torch
 from group_laws import TIMEOUT
 
-from thinwire.comm.pacing import SHARE, connections
-from thinwire.comm.secure import Hub
+from thinwire.comm.pacing import SHARE, connections, pace
+from thinwire.comm.secure import Hub, link
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.frames import CHUNK_NBYTES, group_label
 from thinwire.comm.secure.group import connected_group
@@ -86,9 +86,16 @@ def port(folder):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
-def test_each_bulk_connection_may_use_the_whole_uplink(tmp_path):
-    """Chunks leave one after the other, so the connections never share it. What the hub sends is not this member's to pace."""
-    rate, paced, others = 8e8, list[int](), list[int]()
+def test_each_bulk_connection_may_use_the_whole_uplink(tmp_path, monkeypatch):
+    """Chunks leave one after the other, so the connections never share it. What the hub sends is not this member's to pace. The other
+    member has no known uplink: its bulk connections only keep their windows."""
+    rate, paced, others, rates = 8e8, list[int](), list[int](), list[float | None]()
+
+    def noted(files, each):
+        rates.append(each)
+        return pace(files, each)
+
+    monkeypatch.setattr(link, "pace", noted)
 
     def look(group):
         pings(group)
@@ -101,3 +108,4 @@ def test_each_bulk_connection_may_use_the_whole_uplink(tmp_path):
     both(tmp_path, rate, look)
     due = int(SHARE * rate / 8)
     assert paced.count(due) >= CHANNELS and due not in others
+    assert rates.count(None) >= CHANNELS

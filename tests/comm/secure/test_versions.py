@@ -1,17 +1,21 @@
-"""A member and a hub of unlike releases: they agree on the newest version of frames that both speak, or name both ranges."""
+"""A member and a hub of unlike releases: they agree on the newest version of what they send that both speak, or name both ranges."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from thinwire.comm.secure import versions
+from thinwire.cli import main
+from thinwire.comm.secure import Hub, PublishedAtHub, enrol, fetch, versions
 from thinwire.comm.secure.calls import Broken, Outdated, Refused
+from thinwire.comm.secure.versions import FRAMES
 from thinwire.errors import PacketError
-from thinwire.version import Protocols
+from thinwire.version import FOLLOWER_REQUESTS, JOIN_REQUESTS, Protocols
 
 THIS, NEXT, LATER = Protocols(4, 4, "0.1.0"), Protocols(4, 6, "0.2.0"), Protocols(5, 7, "0.3.0")
 
@@ -45,11 +49,11 @@ class Stream:
 
 def member_and_hub(member: Protocols, hub: Protocols, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """What each of them finds from what the other states."""
-    monkeypatch.setattr(versions, "HUB_FRAMES", member)
+    monkeypatch.setitem(versions.RANGES, FRAMES, member)
     asked = Stream(("user-agent", "grpc"), *versions.stated())
-    monkeypatch.setattr(versions, "HUB_FRAMES", hub)
+    monkeypatch.setitem(versions.RANGES, FRAMES, hub)
     at_hub = asyncio.run(versions.agreed_with_member(asked))
-    monkeypatch.setattr(versions, "HUB_FRAMES", member)
+    monkeypatch.setitem(versions.RANGES, FRAMES, member)
     return asyncio.run(versions.agreed_with_hub(Stream(*asked.said), 600.0)), at_hub
 
 
@@ -66,14 +70,14 @@ def test_member_and_hub_use_the_newest_version_that_both_speak(
 def test_ranges_that_do_not_meet_are_named_on_both_sides(
     member: Protocols, hub: Protocols, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "HUB_FRAMES", member)
+    monkeypatch.setitem(versions.RANGES, FRAMES, member)
     told = versions.stated()
     with pytest.raises(PacketError) as at_hub:
         member_and_hub(member, hub, monkeypatch)
     assert str(at_hub.value).startswith(
         f"the hub speaks frames {hub}, the replica {member}. Install one release on both"
     )
-    monkeypatch.setattr(versions, "HUB_FRAMES", hub)
+    monkeypatch.setitem(versions.RANGES, FRAMES, hub)
     with pytest.raises(Refused, match="one that speaks a version of each, and start them again") as at_member:
         asyncio.run(versions.agreed_with_hub(Stream(*told), 600.0))
     assert str(at_member.value).startswith(f"this replica speaks frames {hub}, the hub {member}. Install")
@@ -83,7 +87,7 @@ def test_ranges_that_do_not_meet_are_named_on_both_sides(
 def test_a_range_that_is_absent_twice_there_or_odd_is_refused(
     stated: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "HUB_FRAMES", THIS)
+    monkeypatch.setitem(versions.RANGES, FRAMES, THIS)
     said = Stream(*[("thinwire-frames", one) for one in stated])
     with pytest.raises(
         PacketError, match=r"the hub speaks frames 4 to 4 \(Thinwire 0.1.0\), the replica (states none|5 to 4)"
@@ -101,3 +105,76 @@ def test_a_hub_that_refuses_is_told_apart_from_one_that_is_away() -> None:
         asyncio.run(versions.agreed_with_hub(Stream(("user-agent", "grpc")), 600.0))
     with pytest.raises(Broken, match=r"the hub was not reached within 0\.001 s"):
         asyncio.run(versions.agreed_with_hub(Stream(silent=True), 0.001))
+
+
+class OneList:
+    """The published versions of a run that is over: a list, and no objects."""
+
+    def newest(self) -> bytes:
+        return b"a list"
+
+    def read(self, digest: str, offset: int) -> Iterator[bytes]:
+        return iter(())
+
+
+def stating(key: str, *said: Protocols | str) -> Any:
+    """A side of another release, or of one from before there were ranges."""
+    return lambda kind: tuple((key, str(one)) for one in said)
+
+
+def beside(here: Protocols) -> tuple[Protocols, Protocols]:
+    """The ranges of the next release, which speaks what this one does, and of a later one, which does not."""
+    return Protocols(here.oldest, here.newest + 1, "0.2.0"), Protocols(here.newest + 1, here.newest + 3, "0.3.0")
+
+
+def test_a_request_to_join_is_refused_by_its_range_before_its_invitation_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, lines, (after, far) = JOIN_REQUESTS, list[str](), beside(JOIN_REQUESTS)
+    with Hub(tmp_path / "hub", published=OneList(), say=lines.append) as hub:
+        token = str(hub.invite(1))
+        for said in ((far,), ()):
+            monkeypatch.setattr(enrol, "stated", stating("thinwire-join", *said))
+            assert main(["follow", token, "--name", "oslo", "--keys", str(tmp_path), "--once"]) == 1
+            told = " ".join(capsys.readouterr().err.split())
+            named = f"the hub speaks requests to join {here}, the machine {far if said else 'states none'}. Install one"
+            assert named in told and named in lines[-1] and "new token" not in told
+        monkeypatch.setattr(enrol, "stated", stating("thinwire-join", after))
+        for there in ((far,), ()):  # a hub that served it although the ranges do not meet
+            with monkeypatch.context() as its:
+                its.setattr(versions, "stated", stating("thinwire-join", *there))
+                with pytest.raises(Refused) as refused, PublishedAtHub(token, "oslo", tmp_path) as origin:
+                    origin.newest()
+            named = (
+                f"this machine speaks requests to join {here}, the hub {far if there else 'states none'}. Install one"
+            )
+            assert str(refused.value).startswith(named)
+        with PublishedAtHub(token, "oslo", tmp_path) as origin:
+            assert origin.newest() == b"a list"
+
+
+def test_a_followers_request_is_served_or_refused_by_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, (after, far) = FOLLOWER_REQUESTS, beside(FOLLOWER_REQUESTS)
+    with (
+        Hub(tmp_path / "hub", published=OneList()) as hub,
+        PublishedAtHub(str(hub.invite()), "oslo", tmp_path) as origin,
+    ):
+        for said in ((far,), ()):
+            monkeypatch.setattr(fetch, "stated", stating("thinwire-follow", *said))
+            with pytest.raises(Refused) as refused:
+                origin.newest()
+            named = (
+                f"the hub speaks requests of followers {here}, the follower {far if said else 'states none'}. Install"
+            )
+            assert named in str(refused.value)
+        monkeypatch.setattr(fetch, "stated", stating("thinwire-follow", after))
+        assert origin.newest() == b"a list"
+        for there in ((far,), ()):
+            with monkeypatch.context() as its, pytest.raises(Refused) as refused:
+                its.setattr(versions, "stated", stating("thinwire-follow", *there))
+                origin.newest()
+            named = (
+                f"this follower speaks requests of followers {here}, the hub {far if there else 'states none'}. Install"
+            )
+            assert str(refused.value).startswith(named)
+        assert origin.newest() == b"a list"

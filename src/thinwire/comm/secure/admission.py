@@ -15,6 +15,7 @@ from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
 from thinwire.comm.secure.keys import Authorities, check_name, key_digest, member_dns, opened_request
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.state import HubState
+from thinwire.comm.secure.versions import JOINING, agreed_with_member
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
@@ -52,6 +53,7 @@ class Admission:
         who = self.proxy.remote_address(context.peer())
         try:
             check_tls(context)
+            await agreed_with_member(context, JOINING)
             invitation, secret, name, request = opened_join(raw)
             found = opened_request(request)
             new = self._state.admit(name, key_digest(found), invitation, secret)

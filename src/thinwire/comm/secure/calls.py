@@ -32,6 +32,12 @@ async def read(stream: Any) -> bytes:
     return bytes(raw)
 
 
+async def check_open(stream: Any) -> None:
+    """Wait until the hub answers or ends the call. Raises `Refused`, `Broken` if it has ended it with an error."""
+    if await stream.read() is grpc.aio.EOF and (code := await stream.code()) is not grpc.StatusCode.OK:
+        raise _refusal(code, await stream.details())
+
+
 async def written(stream: Any, frame: bytes) -> None:
     """Write a frame. Raises `Refused`, `Broken`."""
     try:

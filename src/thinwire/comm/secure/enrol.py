@@ -32,6 +32,7 @@ from thinwire.comm.secure.keys import (
     write_private,
 )
 from thinwire.comm.secure.token import Token
+from thinwire.comm.secure.versions import JOINING, agreed_from, stated, states_range
 from thinwire.errors import ConfigurationError, LinkError
 
 ANSWER_SECONDS = 30.0  # most seconds of a hub's response
@@ -99,10 +100,16 @@ class Enrolment:
         head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))
         async with dialled(token.host, token.join_port, authority, None, ADMITTED_NBYTES) as channel:
             try:
-                raw = await channel.unary_unary(JOIN)(head + self.name.encode() + asked, timeout=ANSWER_SECONDS)
+                call = channel.unary_unary(JOIN)(
+                    head + self.name.encode() + asked, timeout=ANSWER_SECONDS, metadata=stated(JOINING)
+                )
+                raw = await call
+                agreed_from(await call.initial_metadata(), JOINING)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                    raise Refused(f"{error.details()}. Ask the hub's owner for a new token.") from None
+                    served = states_range(error.initial_metadata(), JOINING)
+                    advice = " Ask the hub's owner for a new token." if served else ""
+                    raise Refused(f"{error.details()}.{advice}") from None
                 raise LinkError(
                     f"the hub at {token.host}:{token.join_port} does not answer ({error.details()}). If its authority was "
                     "rotated while this machine was away, ask the hub's owner for a new token"

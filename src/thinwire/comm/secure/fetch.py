@@ -21,6 +21,7 @@ from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.token import Token
+from thinwire.comm.secure.versions import FOLLOWING, agreed_with_hub, stated
 from thinwire.errors import DataError, PacketError
 
 FOLLOWER = "follower-"
@@ -117,7 +118,15 @@ class PublishedAtHub:
             token, own = self._enrolment.token, admitted.credentials
             self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES)
             self._used = admitted
-        return self._channel.unary_stream(FOLLOW)(question)
+        call = self._channel.unary_stream(FOLLOW)(question, metadata=stated(FOLLOWING))
+        try:
+            await agreed_with_hub(call, ANSWER_SECONDS, FOLLOWING)
+        except grpc.aio.AioRpcError as error:
+            raise explained(error) from None
+        except BaseException:
+            call.cancel()
+            raise
+        return call
 
 
 async def _next(call: Any) -> bytes | None:

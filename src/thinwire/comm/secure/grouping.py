@@ -86,6 +86,15 @@ class HubGroups:
             if not waiting:
                 del self._waiting[label]
 
+    def end_vain_waits(self, nobody_comes: Callable[[Collection[str]], bool]) -> None:
+        """End the connections of processes that wait for others of their group, where `nobody_comes` is true of them."""
+        for waiting in self._waiting.values():
+            connections = [connection for connection, _ in waiting.values()]
+            if nobody_comes({connection.process.decode("ascii", "replace") for connection in connections}):
+                for connection in connections:
+                    connection.refusal = "all others call for another view"
+                    connection.end.set()
+
     def revoke(self, names: Collection[str]) -> None:
         """Remove the members with these names permanently."""
         self._remove(frames.REVOKED, lambda relay, rank: relay.group.members[rank][0] in names)

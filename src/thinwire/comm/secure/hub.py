@@ -48,7 +48,7 @@ from thinwire.comm.secure.runs import HubRuns
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
 from thinwire.comm.secure.token import Token
-from thinwire.comm.secure.versions import agreed_with_member
+from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member
 from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
@@ -158,7 +158,7 @@ class Hub:
         self._admission.proxy = self._proxies[1]
         self._tasks = [asyncio.create_task(self._look())]
         if self._runs:
-            self._tasks.append(asyncio.create_task(self._runs.ticking()))
+            self._tasks.append(asyncio.create_task(self._runs.ticking(self._groups)))
         return bound[0], bound[1]
 
     async def _stop(self) -> None:
@@ -253,6 +253,7 @@ class Hub:
             _name, expires = self._identify(context)
             if self._published is None or expires < time.time():
                 raise LinkError("this hub does not serve followers; start it with --published RUN")
+            await agreed_with_member(context, FOLLOWING)
             try:
                 async for chunk in served(question, self._published):
                     await context.write(chunk)

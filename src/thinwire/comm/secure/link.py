@@ -50,14 +50,15 @@ class HubLink:
         process: 16 bytes that no other process of this name has; random if not given.
         silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
         listen: where other members may reach this one; None: it opens no port.
+        insists: whether it connects again if the connection ends before the group is formed.
     """
 
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
-        place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS,
+        place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS, insists: bool = True,
         listen: Listen | None = None,
     ) -> None:  # fmt: skip
-        self._advice = advice
+        self._advice, self._insists = advice, insists
         self._enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
@@ -124,6 +125,9 @@ class HubLink:
             except LinkError as error:
                 if isinstance(error, Outdated):
                     self._enrolment.forget()
+                if self._place is None and not self._insists:
+                    self._lose(error)
+                    return
                 self.state = f"is not connected to the hub ({error})"
             finally:
                 self._disconnected()
@@ -202,14 +206,13 @@ class HubLink:
             control = channels[0].stream_stream(CONTROL)(metadata=stated())
             self._version = await agreed_with_hub(control, self._silent)
             welcome = await self._greeted(control)
-            before = connections(token.port) if self.rate else set()
+            before = connections(token.port)
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
             for stream in bulk:
                 attach = frames.packed(frames.ATTACH, welcome.connection)
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
-            if self.rate:
-                for connection in connections(token.port) - before:
-                    pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
+            for connection in connections(token.port) - before:
+                pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
             await self._until_one_ends(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None

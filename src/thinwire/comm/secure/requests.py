@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
@@ -50,6 +51,9 @@ class RequestHandler(Protocol):
 
     def tick(self) -> None:
         """Called regularly."""
+
+    def nobody_comes(self, waiting: Collection[str]) -> bool:
+        """Whether processes of this run that wait to form a group wait in vain."""
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
         """Called when all streams of an incarnation of `name` have ended."""

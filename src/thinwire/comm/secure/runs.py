@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.grouping import HubGroups
 from thinwire.comm.secure.requests import RequestHandler
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
@@ -56,13 +57,17 @@ class HubRuns:
         finally:
             self._streams[run] -= 1
 
-    async def ticking(self) -> None:
-        """Call `tick` of each registry regularly, and drop those of runs without members."""
+    async def ticking(self, groups: HubGroups) -> None:
+        """Call `tick` of each registry regularly, drop those of runs without members, and end vain waits for a group."""
         while True:
             for registry in self._registries.values():
                 registry.tick()
             self._drop_empty()
+            groups.end_vain_waits(self._nobody_comes)
             await asyncio.sleep(TICK)
+
+    def _nobody_comes(self, waiting: Collection[str]) -> bool:
+        return any(registry.nobody_comes(waiting) for registry in self._registries.values())
 
     def _open(self, run: str) -> None:
         self._registries[run] = registry = self._make()

@@ -1,6 +1,7 @@
-"""The version of the frames of a connection: the newest that both the member and the hub speak.
+"""The version of what a member and the hub send each other: the newest that both speak.
 
-Both state their range when a stream begins, in the metadata of gRPC, before any frame: so a frame of any version is read as what it is.
+Both state their range at the first message, in the metadata of gRPC, before anything is read: so a message of any version is read as
+what it is. There are three kinds, each with its own range: the frames of a group, requests to join, and requests of followers.
 """
 
 from __future__ import annotations
@@ -8,46 +9,60 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from thinwire.comm.secure.calls import Broken, Refused, read
+from thinwire.comm.secure.calls import Broken, Refused, check_open
 from thinwire.errors import PacketError
-from thinwire.version import HUB_FRAMES, Protocols, newest_of_both
+from thinwire.version import FOLLOWER_REQUESTS, HUB_FRAMES, JOIN_REQUESTS, Protocols, newest_of_both
 
-_KEY = "thinwire-frames"
+FRAMES, JOINING, FOLLOWING = "frames", "requests to join", "requests of followers"
+RANGES = {FRAMES: HUB_FRAMES, JOINING: JOIN_REQUESTS, FOLLOWING: FOLLOWER_REQUESTS}
+_KEYS = {FRAMES: "thinwire-frames", JOINING: "thinwire-join", FOLLOWING: "thinwire-follow"}
+_MEMBERS = {FRAMES: "replica", JOINING: "machine", FOLLOWING: "follower"}
 
 
-def stated() -> tuple[tuple[str, str], ...]:
+def stated(kind: str = FRAMES) -> tuple[tuple[str, str], ...]:
     """The metadata with this side's range."""
-    return ((_KEY, str(HUB_FRAMES)),)
+    return ((_KEYS[kind], str(RANGES[kind])),)
 
 
-async def agreed_with_member(context: Any) -> int:
-    """The version for a stream of a member, to which the hub states its range. Raises `PacketError`."""
-    version = _agreed(context.invocation_metadata(), "the hub speaks", "the replica")
-    await context.send_initial_metadata(stated())
+def states_range(metadata: Any, kind: str) -> bool:
+    """Whether the hub has stated its range in `metadata`, which it does where the ranges meet."""
+    return any(key == _KEYS[kind] for key, _ in metadata or ())
+
+
+async def agreed_with_member(context: Any, kind: str = FRAMES) -> int:
+    """The version for a call of a member, to which the hub states its range. Raises `PacketError`."""
+    version = _agreed(kind, context.invocation_metadata(), "the hub speaks", f"the {_MEMBERS[kind]}")
+    await context.send_initial_metadata(stated(kind))
     return version
 
 
-async def agreed_with_hub(stream: Any, seconds: float) -> int:
+async def agreed_with_hub(stream: Any, seconds: float, kind: str = FRAMES) -> int:
     """The version for a stream to the hub, which must be reached within `seconds`. Raises `Refused`, `Broken`."""
     try:
         async with asyncio.timeout(seconds):
             told = await stream.initial_metadata()
-            if all(key != _KEY for key, _ in told or ()):
-                await read(stream)  # raises the hub's refusal
-        return _agreed(told, "this replica speaks", "the hub")
+            if not states_range(told, kind):
+                await check_open(stream)  # raises the hub's refusal
+        return agreed_from(told, kind)
     except TimeoutError:
         raise Broken(f"the hub was not reached within {seconds:g} s") from None
+
+
+def agreed_from(told: Any, kind: str) -> int:
+    """The version for a call that the hub has answered with the metadata `told`. Raises `Refused`."""
+    try:
+        return _agreed(kind, told, f"this {_MEMBERS[kind]} speaks", "the hub")
     except PacketError as error:
         raise Refused(str(error)) from None
 
 
-def _agreed(metadata: Any, here: str, there: str) -> int:
-    texts = [value for key, value in metadata or () if key == _KEY]
+def _agreed(kind: str, metadata: Any, here: str, there: str) -> int:
+    texts = [value for key, value in metadata or () if key == _KEYS[kind]]
     range_there = Protocols.parse(texts[0]) if len(texts) == 1 and isinstance(texts[0], str) else None
-    version = newest_of_both(HUB_FRAMES, range_there) if range_there else None
+    version = newest_of_both(RANGES[kind], range_there) if range_there else None
     if version is None:
         raise PacketError(
-            f"{here} frames {HUB_FRAMES}, {there} {range_there or 'states none'}. Install one release on both, or one that speaks a "
+            f"{here} {kind} {RANGES[kind]}, {there} {range_there or 'states none'}. Install one release on both, or one that speaks a "
             "version of each, and start them again"
         )
     return version

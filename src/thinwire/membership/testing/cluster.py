@@ -255,6 +255,7 @@ class _Room:
         self.names = [_thread(p) for p in members]
         self.hub = _FaultyHub(cluster, self.names)
         self.here: set[str] = set()
+        self.vain = False  # whether it has become known that the others do not come
 
 
 class _ThreadGroup(ThreadGroup):
@@ -332,11 +333,18 @@ class ThreadRendezvous:
             cluster.time.notify_all()
 
             def joined() -> bool:
-                return set(room.names) == room.here and all(
-                    frozenset((self._name, n)) not in cluster.cuts for n in room.names
-                )
+                cut = any(frozenset((self._name, n)) in cluster.cuts for n in room.names)
+                return set(room.names) == room.here and not cut and not room.vain
 
-            if not cluster.wait(self._name, joined, seconds):
+            def vain() -> bool:
+                lighthouse = cluster.lighthouse
+                room.vain = room.vain or lighthouse.epoch != self._epoch or lighthouse.nobody_comes(room.here)
+                return room.vain
+
+            over = cluster.wait(self._name, lambda: joined() or vain(), seconds)
+            if over and not joined():
+                raise LinkError("the lighthouse has gone, or all others call for another view")
+            if not over:
                 absent = sorted(set(room.names) - room.here) or ["somebody"]
                 raise LinkError(f"{', '.join(absent)} did not come within {seconds:g} s")
         return _ThreadGroup(cluster, self._name, room.hub, rank, len(members), self._timeouts.transfer)

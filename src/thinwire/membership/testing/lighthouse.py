@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from thinwire.errors import LinkError
 from thinwire.membership.commit import Electorate, ballot_of, keys_of
-from thinwire.membership.registry import JOIN, quorum
+from thinwire.membership.registry import JOIN, nobody_comes, quorum
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
 
@@ -86,6 +86,7 @@ class SimulatedLighthouse:
         self.hear(name, incarnation)
         self._calls[incarnation] = (self.cluster.time.now, presence)
         self.cluster.time.after(JOIN)
+        self.cluster.time.notify_all()
 
         def answered() -> bool:
             self._look()
@@ -99,13 +100,21 @@ class SimulatedLighthouse:
             raise LinkError(f"no view within {seconds:g} s: too few others called")
         return self._answers.pop(incarnation)
 
-    def _look(self) -> None:
+    def nobody_comes(self, names: Collection[str]) -> bool:
+        """Whether these replicas, which connect, wait in vain for others of their view."""
+        calling = [incarnation for incarnation, (_, presence) in self._calls.items() if presence is not None]
+        return nobody_comes([self._names.get(name, "") for name in names], self._heard(), calling)
+
+    def _heard(self) -> set[str]:
         now = self.cluster.time.now
-        heard = {
+        return {
             incarnation
-            for incarnation in self._incarnations()
+            for incarnation in {*self._names.values(), *self._calls, *self._silent}
             if now - self._silent.get(incarnation, now) < self.heartbeat_timeout
         }
+
+    def _look(self) -> None:
+        now, heard = self.cluster.time.now, self._heard()
         calling = {incarnation: since for incarnation, (since, _) in self._calls.items()}
         chosen = quorum(calling, heard, self._previous, now, JOIN)
         if chosen:
@@ -114,9 +123,6 @@ class SimulatedLighthouse:
             self._answers |= {incarnation: list(present) for incarnation in chosen}
             self._previous, self._calls = chosen, {}
             self.cluster.time.notify_all()
-
-    def _incarnations(self) -> set[str]:
-        return {*self._names.values(), *self._calls, *self._silent}
 
 
 class SimulatedVoteStore:
