@@ -1,0 +1,61 @@
+"""A replica that resumes from a checkpoint while the others have gone on: what it has sent since that checkpoint counts once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from elastic_toy import SIZES, Book, Toy, agree, one_thread
+from torch import Tensor
+
+from thinwire.elastic import global_state
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+
+__all__ = ["one_thread"]  # a fixture
+SAVED, DIES, STEPS = 7, 13, 40
+UNIT = 12.0  # is whole after division by 1, 2 or 3 members
+
+
+class Returner(Toy):
+    """It meets the others before it loads its checkpoint, as `Replica` does, and never saves after step `SAVED`."""
+
+    def begin(self) -> Toy:
+        self.elastic.join()
+        there = self.step
+        self.restore()
+        self.step = max(self.step, there)
+        return self
+
+    def save(self) -> None:
+        if self.name not in self.book.disk:
+            super().save()
+
+
+@pytest.mark.parametrize("remembered", [1024, 3])
+def test_deltas_since_a_checkpoint_are_counted_once(remembered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint holds progress that was sent in a later round. With `remembered` 3, that round is forgotten at the return."""
+    monkeypatch.setattr(global_state, "REMEMBERED", remembered)
+    cluster, book, trained = SimulatedCluster(), Book(), dict.fromkeys("abc", 0)
+
+    def one(toy: Toy, fragment: int) -> Tensor:
+        trained[toy.name] += fragment == 0
+        if toy.name == "b" and trained["b"] == DIES:
+            cluster.kill("b")
+        return torch.full((SIZES[fragment],), UNIT)
+
+    def run(name: str) -> Toy:
+        while True:
+            try:
+                return Returner(cluster, name, book, inner=one, save_every=SAVED, least=2).train(STEPS)
+            except Killed:
+                cluster.revive(name)
+
+    results = cluster.play({name: run for name in "abc"})
+    agree(results, book)
+    assert results["b"].restored and trained["b"] > DIES
+    history = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
+    for fragment in range(2):
+        for name in "abc":
+            sent = [float(-d[0]) / UNIT for c in history if c.fragment == fragment for n, d in zip(c.names, c.deltas) if n == name]
+            assert all(steps > 0 for steps in sent), f"{name} took back what it had sent: {sent}"
+            assert sum(sent) <= trained[name], f"{name} was counted twice"
+            assert name == "b" or sum(sent) == trained[name], f"steps of {name} are lost"
