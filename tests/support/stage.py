@@ -27,11 +27,12 @@ from thinwire.membership.lighthouse import Lighthouse
 
 LIMIT = 600.0  # only ends a hang
 CLONE_NEWNET = 0x40000000
+SHARE = 0.9  # of the living replicas that take part, over all rounds
 Line = dict[str, Any]
 
 # Each process is forked from one that has imported torch already, because importing takes long on a busy machine.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["thinwire", "thinwire.membership"])  # it finds no module of tests/support
+FORKS.set_forkserver_preload(["torch", "thinwire.replica"])  # it finds no module of tests/support
 
 
 def serve_lighthouse(told: Connection, port: int) -> None:
@@ -280,6 +281,17 @@ class Stage:
 
     def has_started(self, name: str) -> bool:
         return any(line["at"] > self.since[name] for line in self.lines(name, "start"))
+
+    def soak(self, faults: Sequence[Fault]) -> str:
+        """Runs a whole soak with its checks; returns its figures as text."""
+        began = time.monotonic()
+        self.begin()
+        self.play(faults)
+        self.end()
+        text = self.figures(self.check_anchors())
+        members, _ = self.shares()
+        assert members >= SHARE, text
+        return f"{text}\n{time.monotonic() - began:.0f} s"
 
     # ---- checks at the end
 

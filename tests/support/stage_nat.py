@@ -44,7 +44,7 @@ class NatStage(Stage):
         command = [sys.executable, "-m", "thinwire", "hub", "--elastic", "--out", str(self.hub), *told]
         with (self.folder / "hub.err").open("a") as errors:
             self.process = self.space.start(0, command, errors=errors)
-        assert self.process.stdout and any("hub at" in line for line in self.process.stdout)
+        assert self.process.stdout and any("join" in line and "TOKEN" in line or "come again" in line for line in self.process.stdout)
         self.process.stdout.close()
         self.address = self.address if self.token else str(invite(self.hub, 100))
         self.token = self.address
