@@ -55,7 +55,13 @@ def test_deltas_since_a_checkpoint_are_counted_once(remembered: int, monkeypatch
     history = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     for fragment in range(2):
         for name in "abc":
-            sent = [float(-d[0]) / UNIT for c in history if c.fragment == fragment for n, d in zip(c.names, c.deltas) if n == name]
+            sent = [
+                float(-d[0]) / UNIT
+                for c in history
+                if c.fragment == fragment
+                for n, d in zip(c.names, c.deltas)
+                if n == name
+            ]
             assert all(steps > 0 for steps in sent), f"{name} took back what it had sent: {sent}"
             assert sum(sent) <= trained[name], f"{name} was counted twice"
             assert name == "b" or sum(sent) == trained[name], f"steps of {name} are lost"

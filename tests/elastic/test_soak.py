@@ -80,7 +80,9 @@ def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], t
     ("kind_of_stage", "faults"),
     [
         (Stage, 40),
-        pytest.param(NatStage, 110, marks=pytest.mark.skipif(NO_NAT is not None, reason=f"no network namespaces: {NO_NAT}")),
+        pytest.param(
+            NatStage, 110, marks=pytest.mark.skipif(NO_NAT is not None, reason=f"no network namespaces: {NO_NAT}")
+        ),
     ],
 )
 def test_random_faults_of_real_processes_lose_nothing(

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import counting
 from counting import NAMES, PLACES, QUICK, UNIT
@@ -65,7 +65,7 @@ def run_replica(namespace: str, err: str, *arguments: str) -> None:
 class Stage:
     """Three replicas and a lighthouse. A fault of each kind of `kinds` can happen to them; the numbers are weights."""
 
-    kinds = {
+    kinds: ClassVar[dict[str, int]] = {
         "kill -9": 6, "freeze": 5, "damaged bytes": 3, "disk full": 2, "server killed": 2, "server frozen": 1, "all killed": 1,
         "wrong model": 1, "a name that is taken": 1,
     }  # fmt: skip
@@ -75,9 +75,12 @@ class Stage:
         self.running: dict[str, BaseProcess] = {}
         self.done: Counter[str] = Counter()  # faults, by kind
         self.untouched = set(names)  # never killed, so no step of theirs may be lost
-        self.away: dict[str, tuple[Callable[[], bool], Callable[[], object]]] = {}  # whether it is over, and what ends it
+        self.away: dict[
+            str, tuple[Callable[[], bool], Callable[[], object]]
+        ] = {}  # whether it is over, and what ends it
         self.out: list[tuple[str, float, float]] = []  # when a replica did not run, was frozen or had no link
-        self.since: dict[str, float] = {}  # when a replica was started or came back
+        self.started: dict[str, float] = {}  # when a replica was started
+        self.since: dict[str, float] = {}  # when it was started or came back
         self._read: dict[Path, tuple[int, list[Line]]] = {}  # of each log: how far it is read, and its lines
         self.start_server()
 
@@ -103,7 +106,14 @@ class Stage:
         self.lighthouse.join()
 
     def start(self, name: str, size: int = PLACES) -> BaseProcess:
-        arguments = (self.namespace(name), str(self.folder / f"{name}.err"), self.address, name, str(self.folder), str(size))
+        arguments = (
+            self.namespace(name),
+            str(self.folder / f"{name}.err"),
+            self.address,
+            name,
+            str(self.folder),
+            str(size),
+        )
         process = FORKS.Process(target=run_replica, args=arguments, daemon=True)
         process.start()
         return process
@@ -118,7 +128,7 @@ class Stage:
         self.until_all_take_part()
 
     def restart(self, name: str) -> None:
-        self.since[name] = time.monotonic()
+        self.since[name] = self.started[name] = time.monotonic()
         self.running[name] = self.start(name)
 
     def kill(self, name: str) -> None:
@@ -226,8 +236,8 @@ class Stage:
         """Returns a function that says whether the others have done the steps and rounds of a fault, counted from now."""
         now, others = time.monotonic(), [name for name in self.names if name != fault.name]
         before = sum(map(self.steps, others))
-        return (
-            lambda: sum(map(self.steps, others)) - before >= fault.steps and self.rounds_since(now, others) >= fault.rounds
+        return lambda: (
+            sum(map(self.steps, others)) - before >= fault.steps and self.rounds_since(now, others) >= fault.rounds
         )
 
     def elapse(self, fault: Fault) -> None:
@@ -280,7 +290,7 @@ class Stage:
         self.kill(name)
 
     def has_started(self, name: str) -> bool:
-        return any(line["at"] > self.since[name] for line in self.lines(name, "start"))
+        return any(line["at"] > self.started[name] for line in self.lines(name, "start"))
 
     def soak(self, faults: Sequence[Fault]) -> str:
         """Runs a whole soak with its checks; returns its figures as text."""
@@ -370,7 +380,9 @@ class Stage:
         text = [
             f"{sum(self.done.values())} faults: " + ", ".join(f"{n} {kind}" for kind, n in self.done.most_common()),
             f"rounds: {len(self.history())} committed, {sum(not c for c in ids.values())} dropped or in doubt",
-            "of the living replicas {:.1%} took part in a committed round, and {:.1%} were counted".format(*self.shares()),
+            "of the living replicas {:.1%} took part in a committed round, and {:.1%} were counted".format(
+                *self.shares()
+            ),
             f"main threads spent {sum(f['spent'] for f in finish):.2f} s of {sum(f['seconds'] for f in finish):.0f} s in departures and "
             f"landings; the longest inner step of the last lives was held up {max(f['worst'] for f in finish):.3f} s",
             f"steps lost: {sum(lost.values()):.0f} of {sum(map(self.steps, self.names))}, "

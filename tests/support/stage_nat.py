@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, NamedTuple
 
 from counting import NAMES, QUICK
 from faults import Fault
@@ -18,12 +17,13 @@ from thinwire.comm.secure import invite
 
 PORT = 29530
 LOST = 4  # packets that a short cut drops at least
+MEGABYTES, HUB_NBYTES = 64, 10**6  # most growth of a process; most bytes of the hub's folder
 
 
 class NatStage(Stage):
     """Three homes and a cloud, in network namespaces. Links can break as well."""
 
-    kinds = {
+    kinds: ClassVar[dict[str, int]] = {
         "kill -9": 6, "freeze": 4, "damaged bytes": 2, "disk full": 1, "server killed": 2, "server frozen": 1, "wrong model": 1,
         "a name that is taken": 1, "link cut": 5, "all links cut": 2, "link flaps": 3, "address changed": 3,
         "connections reset by the router": 3, "connections forgotten by the router": 3,
@@ -44,7 +44,7 @@ class NatStage(Stage):
         command = [sys.executable, "-m", "thinwire", "hub", "--elastic", "--out", str(self.hub), *told]
         with (self.folder / "hub.err").open("a") as errors:
             self.process = self.space.start(0, command, errors=errors)
-        assert self.process.stdout and any("join" in line and "TOKEN" in line or "come again" in line for line in self.process.stdout)
+        assert self.process.stdout and any("joins by" in line or "come again" in line for line in self.process.stdout)
         self.process.stdout.close()
         self.address = self.address if self.token else str(invite(self.hub, 100))
         self.token = self.address
@@ -119,15 +119,56 @@ class NatStage(Stage):
 
     # ---- bounds
 
-    def holds(self) -> dict[str, Any]:
-        """Returns what the hub holds, and what a replica that was never killed holds."""
-        held = {"hub": usage(self.server_pid), "c": usage(self.running["c"].pid or 0)}
-        files = [file for file in self.hub.rglob("*") if file.is_file()]
-        return {**held, "at": time.monotonic(), "hub's folder": (len(files), sum(file.stat().st_size for file in files))}
+    def begin(self) -> None:
+        super().begin()
+        self.held = self.peak = self.holds()
+
+    def play(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            super().play([fault])
+            now = self.holds()
+            self.peak = {who: Usage(*map(max, was, now[who])) for who, was in self.peak.items()}
+
+    def end(self) -> None:
+        """Also checks that the hub, and the replica that was never killed, hold no more than at the begin."""
+        self.nobody_is_away()
+        self.until(lambda: self.no_more("c"), "a replica keeps threads or open files")
+        super().end()
+        self.until(lambda: self.no_more("hub"), "the hub keeps connections of replicas that have ended")
+        assert self.untouched == {"c"}
+        assert all(self.peak[who].megabytes <= held.megabytes + MEGABYTES for who, held in self.held.items()), self.peak
+        assert self.hub_nbytes() < HUB_NBYTES
+
+    def no_more(self, who: str) -> bool:
+        now, then = self.holds()[who], self.held[who]
+        return now.threads <= then.threads and now.files <= then.files
+
+    def holds(self) -> dict[str, Usage]:
+        return {"hub": usage(self.server_pid), "c": usage(self.running["c"].pid or 0)}
+
+    def hub_nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.hub.rglob("*") if file.is_file())
+
+    def figures(self, lost: dict[str, float]) -> str:
+        most = "; ".join(f"{who}: {self.held[who]} at the begin, {peak} at most" for who, peak in self.peak.items())
+        return f"{super().figures(lost)}\n{most}; the hub's folder: {self.hub_nbytes() / 1e3:.0f} kB at the end"
 
 
-def usage(pid: int) -> dict[str, int]:
-    """Returns the resident MB, the threads and the open files of a process."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return {"MB": int(status["VmRSS"].split()[0]) // 1000, "threads": int(status["Threads"]), "files": files}
+class Usage(NamedTuple):
+    """What a process holds."""
+
+    megabytes: int  # resident
+    threads: int
+    files: int
+
+    def __str__(self) -> str:
+        return f"{self.megabytes} MB, {self.threads} threads, {self.files} open files"
+
+
+def usage(pid: int) -> Usage:
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return Usage(int(status["VmRSS"].split()[0]) // 1000, int(status["Threads"]), files)
+    except (OSError, KeyError):  # it has ended
+        return Usage(0, 0, 0)
