@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from elastic_toy import SIZES, Book, Toy, agree, one_thread
@@ -16,7 +18,24 @@ UNIT = 12.0  # is whole after division by 1, 2 or 3 members
 
 
 class Returner(Toy):
-    """It meets the others before it loads its checkpoint, as `Replica` does, and never saves after step `SAVED`."""
+    """It meets the others before it loads its checkpoint, as `Replica` does, and never saves after step `SAVED`.
+
+    If it `overlaps`, its other fragments depart after the exchange thread has taken over the newer state, and before it knows that.
+    """
+
+    overlaps = False
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        pick_up, elastic = self.elastic._pick_up, self.elastic
+
+        def picked_up(step: int) -> None:
+            if self.overlaps and self.restored and any(outcome.anew for outcome in elastic.rounds._mail.outcomes):
+                late = [elastic._bring(index, step) for index in range(len(SIZES)) if index not in elastic._waiting]
+                elastic.rounds.depart(*late, own_steps=step)
+            pick_up(step)
+
+        elastic._pick_up = picked_up  # type: ignore[method-assign]
 
     def begin(self) -> Toy:
         self.elastic.join()
@@ -30,10 +49,13 @@ class Returner(Toy):
             super().save()
 
 
-@pytest.mark.parametrize("remembered", [1024, 3])
-def test_deltas_since_a_checkpoint_are_counted_once(remembered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("remembered", "overlaps"), [(1024, False), (1024, True), (3, False)])
+def test_deltas_since_a_checkpoint_are_counted_once(
+    remembered: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint holds progress that was sent in a later round. With `remembered` 3, that round is forgotten at the return."""
     monkeypatch.setattr(global_state, "REMEMBERED", remembered)
+    monkeypatch.setattr(Returner, "overlaps", overlaps)
     cluster, book, trained = SimulatedCluster(), Book(), dict.fromkeys("abc", 0)
 
     def one(toy: Toy, fragment: int) -> Tensor:

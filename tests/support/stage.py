@@ -16,12 +16,12 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import median
 from typing import Any, ClassVar
 
 import counting
 from counting import NAMES, PLACES, QUICK, UNIT
 from faults import MORTAL, Fault
+from stage_figures import figures, shares
 
 from thinwire.membership.lighthouse import Lighthouse
 
@@ -32,7 +32,8 @@ Line = dict[str, Any]
 
 # Each process is forked from one that has imported torch already, because importing takes long on a busy machine.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "thinwire.replica"])  # it finds no module of tests/support
+# It finds no module of tests/support. torch loads _dynamo when it makes an optimizer.
+FORKS.set_forkserver_preload(["torch._dynamo", "thinwire.replica", "grpc.aio"])
 
 
 def serve_lighthouse(told: Connection, port: int) -> None:
@@ -79,7 +80,8 @@ class Stage:
             str, tuple[Callable[[], bool], Callable[[], object]]
         ] = {}  # whether it is over, and what ends it
         self.out: list[tuple[str, float, float]] = []  # when a replica did not run, was frozen or had no link
-        self.started: dict[str, float] = {}  # when a replica was started
+        self.starts: list[tuple[str, float]] = []  # of replicas
+        self.started: dict[str, float] = {}  # the last of these, by name
         self.since: dict[str, float] = {}  # when it was started or came back
         self._read: dict[Path, tuple[int, list[Line]]] = {}  # of each log: how far it is read, and its lines
         self.start_server()
@@ -129,6 +131,7 @@ class Stage:
 
     def restart(self, name: str) -> None:
         self.since[name] = self.started[name] = time.monotonic()
+        self.starts.append((name, self.started[name]))
         self.running[name] = self.start(name)
 
     def kill(self, name: str) -> None:
@@ -299,8 +302,7 @@ class Stage:
         self.play(faults)
         self.end()
         text = self.figures(self.check_anchors())
-        members, _ = self.shares()
-        assert members >= SHARE, text
+        assert shares(self)[0] >= SHARE, text
         return f"{text}\n{time.monotonic() - began:.0f} s"
 
     # ---- checks at the end
@@ -347,52 +349,9 @@ class Stage:
                     assert abs(counted[fragment][place] - self.steps(name)) < 0.01, f"steps of {name} are lost"
         return {name: self.steps(name) - min(c[NAMES.index(name)] for c in counted) for name in self.names}
 
-    def shares(self) -> tuple[float, float]:
-        """Returns the shares of the living replicas that were members, and that were counted, over all committed rounds.
-
-        A replica is living in a round if during all of it the process ran, was not frozen and had a link.
-        """
-        living, members, counted = 0, 0, 0
-        rounds: dict[tuple[int, tuple[str, ...]], Line] = {}
-        for line in (line for name in self.names for line in self.lines(name, "round")):
-            if line["committed"] and line["fragment"] >= 0:
-                rounds[line["round"], tuple(line["members"])] = line
-        for line in rounds.values():
-            began, ended = line["at"] - line["seconds_spent"], line["at"]
-            out = {name for name, since, until in self.out if since < ended and until > began}
-            there = {name for name in self.names if name not in out}
-            living += len(there)
-            members += len(there.intersection(line["members"]))
-            counted += len(there.intersection(line["counted"]))
-        return members / living, counted / living
-
     def figures(self, lost: dict[str, float]) -> str:
         """Returns the figures of the run as text."""
-        rounds = [line for name in self.names for line in self.lines(name, "round") if line["fragment"] >= 0]
-        ids = {(line["round"], tuple(line["members"])): line["committed"] for line in rounds}
-        finish = [line for name in self.names for line in self.lines(name, "finish")]
-        back = []
-        for name in self.names:
-            lives = [line["at"] for line in self.lines(name, "start")][1:]
-            ins = [line["at"] for line in self.lines(name, "commit") if name in line["counted"]]
-            back += [min(later) - life for life in lives if (later := [at for at in ins if at > life])]
-        kills = self.done["kill -9"] + len(self.names) * self.done["all killed"]
-        text = [
-            f"{sum(self.done.values())} faults: " + ", ".join(f"{n} {kind}" for kind, n in self.done.most_common()),
-            f"rounds: {len(self.history())} committed, {sum(not c for c in ids.values())} dropped or in doubt",
-            "of the living replicas {:.1%} took part in a committed round, and {:.1%} were counted".format(
-                *self.shares()
-            ),
-            f"main threads spent {sum(f['spent'] for f in finish):.2f} s of {sum(f['seconds'] for f in finish):.0f} s in departures and "
-            f"landings; the longest inner step of the last lives was held up {max(f['worst'] for f in finish):.3f} s",
-            f"steps lost: {sum(lost.values()):.0f} of {sum(map(self.steps, self.names))}, "
-            f"{sum(lost.values()) / max(1, kills):.1f} per kill; of those never killed none ({', '.join(sorted(self.untouched)) or 'nobody'})",
-        ]
-        if back:
-            text.append(
-                f"{len(back)} returns, counted again after {median(back):.1f} s (median), {max(back):.1f} s at most"
-            )
-        return "\n".join(text)
+        return figures(self, lost)
 
 
 class HubStage(Stage):
