@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
+from faults import draw, schedule
+from namespaces import missing
+from nat import DEVICE
 from stage import HubStage, Stage
+from stage_nat import NatStage
 
 from thinwire.errors import LinkError
 from thinwire.membership.testing import SimulatedCluster
@@ -17,10 +20,7 @@ from thinwire.membership.testing import SimulatedCluster
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.slow
 SEED = 2026  # of the order of faults; another seed gives another order
-KINDS = {
-    "kill -9": 6, "freeze": 5, "damaged bytes": 3, "disk full": 2, "lighthouse killed": 2, "lighthouse frozen": 1, "all killed": 1,
-    "wrong model": 1, "a name that is taken": 1,
-}  # fmt: skip
+NO_NAT = missing() or (None if Path(DEVICE).exists() else f"no {DEVICE} here")
 
 
 def test_random_faults_in_virtual_time_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,8 +57,9 @@ def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], t
     stage, chance = kind_of_stage(tmp_path), random.Random(1)
     try:
         stage.begin()
-        for kind in KINDS:
-            stage.fault(kind, chance)
+        for kind in stage.kinds:
+            stage.fault(draw(kind, chance, stage.names))
+            stage.nobody_is_away()
             stage.until_all_take_part()
         stage.end()
         stage.check_anchors()
@@ -75,22 +76,22 @@ def test_every_kind_of_fault_in_turn_loses_nothing(kind_of_stage: type[Stage], t
         stage.clear()
 
 
-def test_random_kills_of_real_processes_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chance, stage = random.Random(SEED), Stage(tmp_path)
-    said = [f"soak of processes, seed {SEED}"]
+@pytest.mark.parametrize(
+    ("kind_of_stage", "faults"),
+    [
+        (Stage, 40),
+        pytest.param(
+            NatStage, 110, marks=pytest.mark.skipif(NO_NAT is not None, reason=f"no network namespaces: {NO_NAT}")
+        ),
+    ],
+)
+def test_random_faults_of_real_processes_lose_nothing(
+    kind_of_stage: type[Stage], faults: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = kind_of_stage(tmp_path)
     try:
-        stage.begin()
-        until = time.monotonic() + 60
-        while stage.done.total() < 80 and time.monotonic() < until:
-            (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
-            stage.fault(kind, chance)
-            pause = time.monotonic() + chance.uniform(0.0, 1.5)
-            while time.monotonic() < pause:
-                stage.restart_ended()
-                time.sleep(0.05)
-        stage.end()
-        said.append(stage.figures(stage.check_anchors()))
+        said = stage.soak(schedule(SEED, faults, stage.kinds, stage.names))
         with capsys.disabled():
-            print("\n" + "\n".join(said))
+            print(f"\nsoak of processes, {kind_of_stage.__name__}, seed {SEED}:\n{said}")
     finally:
         stage.clear()

@@ -101,6 +101,7 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
             diary.write(
                 "commit", id=view.id, round=plan.round, fragment=plan.fragment, counted=names, before=before,
                 state_digest=loop.agreed.state_digest, whole=plan.whole,
+                anchor=[float(value) for value in loop.agreed.anchors[plan.fragment][: len(NAMES)]],
             )  # fmt: skip
 
     loop._fly, loop._believe = flown, believed  # type: ignore[method-assign]

@@ -6,7 +6,7 @@
 A TUN device in each namespace, and one thread that carries TCP over IPv4 between them. A packet that leaves a home gets the address
 and a port of its router; a packet to a port from which nothing has left is dropped. As with Linux's masquerading, packets of a
 connection that the router has forgotten open a new port; the other end knows no such connection, and resets it. A `silent`
-router drops such packets instead, as stateful firewalls do, so that neither end is told.
+router drops such packets instead, as stateful firewalls do, so that neither end is told. Links can be cut and healed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 
 CLOUD, HOME, ROUTERS = "198.51.100.1", "192.168.1.2", "203.0.113"  # two of them are for documentation (RFC 5737)
 DEVICE = "/dev/net/tun"
@@ -35,7 +36,12 @@ class Masquerade:
 
     def __init__(self, silent: bool = False) -> None:
         self._silent, self.unknown = silent, 0  # dropped packets of forgotten connections
+        self._silent_of: dict[int, bool] = {}  # routers that differ from that
         self.dropped, self.moves = 0, Counter[int]()
+        self.lost, self.passed = Counter[int](), Counter[int]()  # packets of each home: on a cut link, and others
+        self._cut: set[int] = set()  # homes
+        self._one = threading.Lock()  # held while a packet is carried
+        self._numbers = count()
         self.routers: list[bytes] = []  # their current addresses; the first is unused
         self._ports: dict[tuple[int, int], int] = {}  # (home, its port) -> port of its router
         self._back: dict[tuple[bytes, int], tuple[int, int]] = {}  # (router, its port) -> (home, its port)
@@ -67,6 +73,22 @@ class Masquerade:
         """Once `nbytes` have left `home`, gives its router a new address and no memory of connections. Call it before any have left."""
         self._move_at[home] = nbytes
 
+    def move(self, home: int) -> None:
+        """Gives the router of `home` a new address and no memory of connections."""
+        with self._one:
+            self._move(home)
+
+    def forget(self, home: int, silent: bool = False) -> None:
+        """Lets the router of `home` forget all connections. From now on it is `silent`, or resets such connections."""
+        with self._one:
+            self._silent_of[home] = silent
+            self._forget(home)
+
+    def cut(self, homes: Sequence[int]) -> None:
+        """Drops all packets from and to these homes, and no others."""
+        with self._one:
+            self._cut = set(homes)
+
     def close(self) -> None:
         """Ends the thread; the devices disappear with it."""
         if self._thread:
@@ -86,19 +108,22 @@ class Masquerade:
                 with suppress(BlockingIOError):
                     packet = bytearray(os.read(file, MTU))
                     if packet[0] >> 4 == 4 and packet[9] == _TCP:
-                        self._into_home(packet) if place == 0 else self._out_of_home(place, packet)
+                        with self._one:
+                            self._into_home(packet) if place == 0 else self._out_of_home(place, packet)
 
     def _out_of_home(self, home: int, packet: bytearray) -> None:
+        if not self._passes(home):
+            return
         self._left[home] += len(packet)
         if self._left[home] > self._move_at.get(home, 1 << 62):
             del self._move_at[home]
             self._move(home)
         (port,) = struct.unpack_from("!H", packet, ports := 4 * (packet[0] & 15))
         if (home, port) not in self._ports:
-            if self._silent and not packet[ports + _FLAGS] & _SYN:
+            if self._silent_of.get(home, self._silent) and not packet[ports + _FLAGS] & _SYN:
                 self.unknown += 1
                 return
-            self._ports[home, port] = 20_000 + len(self._back)
+            self._ports[home, port] = 20_000 + next(self._numbers) % 40_000
             self._back[self.routers[home], self._ports[home, port]] = home, port
         _rewrite(packet, _SOURCE, self.routers[home], ports, self._ports[home, port])
         self._hand_over(0, packet)
@@ -110,8 +135,15 @@ class Masquerade:
             self.dropped += 1
             return
         home, port = self._back[router, port]
+        if not self._passes(home):
+            return
         _rewrite(packet, _TARGET, socket.inet_aton(HOME), ports, port)
         self._hand_over(home, packet)
+
+    def _passes(self, home: int) -> bool:
+        """Counts a packet, and says whether the link of `home` carries it."""
+        (self.lost if home in self._cut else self.passed)[home] += 1
+        return home not in self._cut
 
     def _hand_over(self, place: int, packet: bytearray) -> None:
         with suppress(OSError):  # a namespace that is being removed accepts nothing
@@ -119,7 +151,11 @@ class Masquerade:
 
     def _move(self, home: int) -> None:
         self.moves[home] += 1
-        self.routers[home] = socket.inet_aton(f"{ROUTERS}.{100 * self.moves[home] + home}")
+        self.routers[home] = socket.inet_aton(f"{ROUTERS}.{10 * (self.moves[home] % 24) + home}")
+        self._forget(home)
+
+    def _forget(self, home: int) -> None:
+        self._back = {key: there for key, there in self._back.items() if there[0] != home}
         self._ports = {key: port for key, port in self._ports.items() if key[0] != home}
 
 

@@ -21,12 +21,20 @@ def says(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[st
     }
 
 
-def admitted(plan: RoundPlan, ledger: DataLedger | None, view: View, statuses: Sequence[MemberStatus]) -> RoundPlan:
-    """The plan without deltas whose samples belong to other replicas, or are already in the anchor."""
-    if ledger is None:
-        return plan
-    claims = ((rank, view.members[rank].name, statuses[rank].claim(plan.fragment)) for rank in plan.counted)
-    return plan.without({rank for rank, name, claim in claims if not ledger.admits(name, plan.fragment, claim)})
+def admitted(plan: RoundPlan, agreed: GlobalState, view: View, statuses: Sequence[MemberStatus]) -> RoundPlan:
+    """The plan without deltas that are already in the anchor, or whose samples belong to other replicas.
+
+    A replica that resumed from a checkpoint may bring what an earlier process of it has sent after that checkpoint. The ledger knows
+    these samples; without one, the rounds that the replica does not know tell.
+    """
+    fragment, ledger, refused = plan.fragment, agreed.ledger, set[int]()
+    for rank in plan.counted:
+        name, status = view.members[rank].name, statuses[rank]
+        if ledger is not None and not ledger.admits(name, fragment, status.claim(fragment)):
+            refused.add(rank)
+        if ledger is None and rank in plan.behind and agreed.counted_since(status.round, name, fragment):
+            refused.add(rank)
+    return plan.without(refused)
 
 
 def grants(ledger: DataLedger | None, view: View) -> bool:

@@ -62,6 +62,7 @@ class ElasticDriver(Driver):
         self._waiting: dict[int, tuple[Ready, float]] = {}  # by fragment: the delta, and `_trained` at its departure
         self._trained = 0.0  # tokens or steps of this replica
         self._travelled = [0.0] * len(self.pieces)  # the part of `_trained` that is in the anchors, by fragment
+        self._renewals = [0] * len(self.pieces)  # times that it started anew from the anchor, by fragment
         self._owed: set[int] = set()  # fragments whose departure was due but not possible
         self._seen: int | None = None  # the last step at which departures were checked
         self._own_steps = 0  # inner steps of this replica
@@ -250,7 +251,7 @@ class ElasticDriver(Driver):
         if self.strategy.guards:
             self.training.guard(piece, delta, behind / (self.training.tokens or 1.0))
         claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
-        ready = Ready(index, delta, weight, step, piece.feedback, claim, generation)
+        ready = Ready(index, delta, weight, step, piece.feedback, claim, generation, self._renewals[index])
         self._waiting[index] = ready, self._trained
         self._owed.discard(index)
         self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
@@ -304,6 +305,7 @@ class ElasticDriver(Driver):
                 piece.carry_over(before - counted.delta, merge.alpha, kept)
             return
         if outcome.anew:
+            self._renewals[outcome.fragment] += 1
             piece.load_into_parameters(anchor)
             self._travelled[outcome.fragment] = self._trained
             return

@@ -84,6 +84,11 @@ class GlobalState:
         index, who, there = self.counted.get(number, (-1, (), ""))
         return index == fragment and name in who and mark in ("", there)
 
+    def counted_since(self, number: int, name: str, fragment: int) -> bool:
+        """Whether round `number` or a later one counted a delta of `name` of this fragment; also true if such rounds are forgotten."""
+        rounds = ((index, who) for at, (index, who, _) in self.counted.items() if at >= number)
+        return number < self.round - REMEMBERED or any(index == fragment and name in who for index, who in rounds)
+
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         """Store the anchor and outer state of `fragment` after a round that counted `who`."""
         self.anchors[fragment], self.states[fragment] = anchor, state

@@ -24,7 +24,7 @@ from thinwire.types import State as Tensors
 @dataclass(frozen=True)
 class Ready:
     """A delta that waits for its round. It departed after inner step `step`; `claim` names the samples that it was trained on, read in
-    the `generation` of the reader (data_ledger).
+    the `generation` of the reader (data_ledger). `renewals` counts the outcomes that told this replica to start anew from the anchor.
     """
 
     fragment: int
@@ -34,6 +34,7 @@ class Ready:
     feedback: Tensors
     claim: Claim | None = None
     generation: int = 0
+    renewals: int = 0
 
 
 NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # takes part without a delta

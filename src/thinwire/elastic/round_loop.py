@@ -88,6 +88,7 @@ class RoundLoop:
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # round, delta and feedback; the decision is not known
         self._believed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
+        self._renewals = [0] * len(codecs)  # outcomes that drop own progress, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
         self._voter = EvictionVoter(membership, self._observe)
@@ -142,6 +143,7 @@ class RoundLoop:
     def _put(self, outcome: Outcome) -> None:
         agreed = self.agreed
         after = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
+        self._renewals[outcome.fragment] += outcome.anew and agreed.ledger is None  # the ledger refuses such deltas
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
@@ -171,14 +173,13 @@ class RoundLoop:
     def _hold_one(self, command: Join | Meet) -> None:
         if isinstance(command, Join):
             self._step = command.step
-        else:
-            self._await_turn(command.brought)
+        self._await_turn(() if isinstance(command, Join) else command.brought)
         self._round()
 
     def _await_turn(self, brought: Sequence[Ready]) -> None:
-        """Queue deltas. One with NaN or infinity takes part with weight 0; one whose samples others train is given back."""
+        """Queue deltas. One with NaN or infinity takes part with weight 0; one that must not be counted is given back."""
         for ready in brought:
-            if ready.generation <= self._void:
+            if ready.generation <= self._void or ready.renewals < self._renewals[ready.fragment]:
                 self._put(Outcome(ready.fragment, self.agreed.round, ready=ready))
                 continue
             finite = bool(torch.isfinite(ready.delta).all())
@@ -258,7 +259,7 @@ class RoundLoop:
         moved: RoundUpdate | None = None
         try:
             self._level(view, plan, statuses)
-            brought, plan = plan.counted, admitted(plan, self.agreed.ledger, view, statuses)
+            brought, plan = plan.counted, admitted(plan, self.agreed, view, statuses)
             granted = not plan.counted and not plan.over and grants(self.agreed.ledger, view)
             refused = rank in brought and rank not in plan.counted
             void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
@@ -302,15 +303,15 @@ class RoundLoop:
         self._publish()
 
     def _take_over(self, donor: str, anew: bool = False) -> None:
-        name, agreed = self.membership.name, self.agreed
-        since = {p for number, (p, who, _) in agreed.counted.items() if number >= self._saved_at and name in who}
-        returned = None
+        name, agreed, returned = self.membership.name, self.agreed, None
         if self._believed is not None:  # the lighthouse died before the others learned of this commit
             number, ready, mark = self._believed
             returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
             back = returned if returned and returned.fragment == index else None
-            self._put(Outcome(index, agreed.round, anchor, state, returned=back, anew=anew or index in since))
+            new = anew or agreed.counted_since(self._saved_at, name, index)
+            stale = self._waiting.pop(index, None) if new and agreed.ledger is None else None
+            self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
         self._observe("caught_up", round=agreed.round, donor=donor)
 
     def _remember(self, number: int, ready: Ready, feedback: Tensors) -> None:

@@ -1,0 +1,89 @@
+"""A replica that resumes from a checkpoint while the others have gone on: what it has sent since that checkpoint counts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from elastic_toy import SIZES, Book, Committed, Toy, agree, one_thread
+from torch import Tensor
+
+from thinwire.elastic import global_state
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+
+__all__ = ["one_thread"]  # a fixture
+SAVED, DIES, STEPS = 7, 13, 40
+UNIT = 12.0  # is whole after division by 1, 2 or 3 members
+
+
+class Returner(Toy):
+    """It meets the others before it loads its checkpoint, as `Replica` does, and never saves after step `SAVED`.
+
+    If it `overlaps`, its other fragments depart after the exchange thread has taken over the newer state, and before it knows that.
+    """
+
+    overlaps = False
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        pick_up, elastic = self.elastic._pick_up, self.elastic
+
+        def picked_up(step: int) -> None:
+            if self.overlaps and self.restored and any(outcome.anew for outcome in elastic.rounds._mail.outcomes):
+                late = [elastic._bring(index, step) for index in range(len(SIZES)) if index not in elastic._waiting]
+                elastic.rounds.depart(*late, own_steps=step)
+            pick_up(step)
+
+        elastic._pick_up = picked_up  # type: ignore[method-assign]
+
+    def begin(self) -> Toy:
+        self.elastic.join()
+        there = self.step
+        self.restore()
+        self.step = max(self.step, there)
+        return self
+
+    def save(self) -> None:
+        if self.name not in self.book.disk:
+            super().save()
+
+
+@pytest.mark.parametrize(("remembered", "overlaps"), [(1024, False), (1024, True), (3, False)])
+def test_deltas_since_a_checkpoint_are_counted_once(
+    remembered: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint holds progress that was sent in a later round. With `remembered` 3, that round is forgotten at the return."""
+    monkeypatch.setattr(global_state, "REMEMBERED", remembered)
+    monkeypatch.setattr(Returner, "overlaps", overlaps)
+    cluster, book, trained = SimulatedCluster(), Book(), dict.fromkeys("abc", 0)
+    before: set[str] = set()  # rounds before the death
+
+    def one(toy: Toy, fragment: int) -> Tensor:
+        trained[toy.name] += fragment == 0
+        if toy.name == "b" and trained["b"] == DIES:
+            cluster.kill("b")
+        return torch.full((SIZES[fragment],), UNIT)
+
+    def run(name: str) -> Toy:
+        while True:
+            try:
+                return Returner(cluster, name, book, inner=one, save_every=SAVED, least=2).train(STEPS)
+            except Killed:
+                before.update(book.commits)
+                cluster.revive(name)
+
+    results = cluster.play({name: run for name in "abc"})
+    agree(results, book)
+    assert results["b"].restored and trained["b"] > DIES
+    history = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
+    later = [one for digest, one in book.commits.items() if digest not in before]
+
+    def sent(rounds: list[Committed], name: str, fragment: int) -> list[float]:
+        deltas = [dict(zip(one.names, one.deltas)) for one in rounds if one.fragment == fragment and name in one.names]
+        return [float(-named[name][0]) / UNIT for named in deltas]
+
+    for fragment in range(2):
+        assert all(steps > 0 for steps in sent(later, "b", fragment)), "it took back what it had sent"
+        assert sum(sent(later, "b", fragment)) <= trained["b"] - DIES, "some steps were counted twice"
+        assert all(sum(sent(history, name, fragment)) == trained[name] for name in "ac"), "steps of others are lost"
