@@ -27,6 +27,8 @@ from thinwire.runtime.handshake import digest
 class GlobalHost(Host):
     """The global server of `leaders`, on the first of them. `near` takes the messages to the server of the first site."""
 
+    member = "site"
+
     def __init__(
         self, leaders: Group, messages: SyncerMessages, method: SiteComposition, anchors: Sequence[Tensor],
         clock: Callable[[], float], tell: Callable[..., None], near: Callable[[Heard], object],
@@ -106,7 +108,7 @@ class GlobalHost(Host):
         else:
             self._senders[site].send(packet)
         if LEFT_OUT in outcomes.values():
-            self._refuse(fragment, [site])
+            self.tell("warning", message=f"an update of site {site} was not finite, and was left out")
 
     def _end(self) -> None:
         """Take the rest of all sites' training into the global model."""

@@ -37,6 +37,8 @@ class Host:
     `lock` is held while the agreed state changes. `inbox` has the messages to replica 0 itself.
     """
 
+    member = "replica"  # what a rank of `group` is, in messages
+
     def __init__(
         self, group: Group, messages: SyncerMessages, syncer: Syncer, method: Composition,
         clock: Callable[[], float], tell: Callable[..., None],
@@ -120,7 +122,7 @@ class Host:
     def _miss(self, rank: int, why: str) -> None:
         if rank in self.rounds.there and rank not in self._ended:
             self.rounds.lost(rank)
-            self.tell("warning", message=f"replica {rank} was lost, the others continue: {why}")
+            self.tell("warning", message=f"{self.member} {rank} was lost, the others continue: {why}")
 
     def _read(self, up: Up) -> bool:
         """Store a delta for its round; return whether there is one."""

@@ -160,7 +160,8 @@ class SiteHost(Host):
         own = super()._each(outcomes, waited)
         if self._others:
             taken, speed, at = self._others
-            return *own, ReplicaReport(taken=int(taken + speed * (self.clock() - at)), speed=speed)
+            ahead = min(speed * (self.clock() - at), float(self._elsewhere * self._method.every * self._method.apart))
+            return *own, ReplicaReport(taken=int(taken + ahead), speed=speed)
         share = self._elsewhere / self.group.size
         speed = share * sum(of.speed for of in own)
         return *own, ReplicaReport(taken=int(share * sum(of.taken for of in own)), speed=speed)
