@@ -94,11 +94,11 @@ def curve(
             optimizer.step()
             if group.rank == 0 and progress() // every > now // every:
                 with attached.anchored(), torch.no_grad():
-                    told.append((attached.step * pace, float(job.evaluation(model, cpu))))
+                    told.append((attached.step * pace, job.evaluation(model, cpu)["loss"]))
         attached.finish()
         attached.close()
         with torch.no_grad():
-            return [*told, (attached.step * pace, float(job.evaluation(model, cpu)))] if group.rank == 0 else []
+            return [*told, (attached.step * pace, job.evaluation(model, cpu)["loss"])] if group.rank == 0 else []
 
     torch.set_num_threads(1)
     return tw.run_threads(len(slow), replica, timeout=600.0)[0]

@@ -31,7 +31,7 @@ class SiteReplica(Unequal):
     global server, too, and is needed to the end.
     """
 
-    strategy: SiteComposition  # type: ignore[assignment]  # the `Halos` that attached it
+    strategy: SiteComposition  # the `Halos` that attached it
     beyond = 1
 
     def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
@@ -57,6 +57,8 @@ class SiteReplica(Unequal):
     @property
     def progress(self) -> int:
         """Mean number of inner steps of all replicas; in real time by the newest reports of the others."""
+        if self._finished:
+            return self._told
         if not self._line:
             return super().progress
         return max(self._told, done(self.strategy.slow, self.group.rank, self.step) // self.group.size)
@@ -68,6 +70,7 @@ class SiteReplica(Unequal):
         """Send the training since the last deltas to the servers, and leave the global model in all replicas."""
         if self._finished:
             return
+        self._told = self.progress
         super().finish()
         if self.group.rank == self.server:
             final = self._final()
