@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup
 
 
-class Part(WrappedGroup):
+class PartGroup(WrappedGroup):
     """The replicas `members` of a group, this one among them; their ranks are their places in `members`.
 
     It belongs to the group that carries it: `close` does nothing.
@@ -17,7 +17,7 @@ class Part(WrappedGroup):
         members: ranks in `group`.
 
     >>> from thinwire import run_threads
-    >>> run_threads(3, lambda group: Part(group, (2, 0)).rank if group.rank != 1 else None)
+    >>> run_threads(3, lambda group: PartGroup(group, (2, 0)).rank if group.rank != 1 else None)
     [1, None, 0]
     """
 

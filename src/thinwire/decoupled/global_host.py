@@ -18,7 +18,7 @@ from thinwire.comm.group import Group
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import DELTA, END, LEFT_OUT, MERGE, MOVE, REST, Down, SyncerMessages, Up
 from thinwire.decoupled.sites_composition import SiteComposition
-from thinwire.decoupled.sites_timeline import Order
+from thinwire.decoupled.sites_timeline import Arrivals
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, said_by
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
@@ -40,7 +40,7 @@ class GlobalHost(Host):
         super().__init__(leaders, messages, syncer, upper, clock, tell)
         self._near, self._known = near, [[anchor.clone() for anchor in anchors] for _ in range(leaders.size)]
         lines = [method.of_site(site).timeline(len(anchors)) for site in range(leaders.size)] if method.slow else []
-        self._order = Order(lines) if lines else None
+        self._order = Arrivals(lines) if lines else None
 
     def wait(self) -> None:
         """Wait until all sites have ended."""

@@ -111,8 +111,10 @@ def halos(
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
 
-    >>> halos(sites=(2, 2)).nbytes_between(1_000_000, size=4)  # bytes
+    >>> halos(sites=(2, 2)).nbytes_between(1_000_000, size=4)  # bytes on the link between sites, for an update and its reply
     1015796
+    >>> halos(sites=(2, 2)).nbytes_per_period(1_000_000, size=4, rank=2)  # bytes, from the second site's server
+    1523746
     """
     return Halos(
         sites=sites, every=every, apart=apart, codec=codec, down=codec, merge=merge, slow=slow, delay=delay,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.comm.part import Part
+from thinwire.comm.part import PartGroup
 from thinwire.comm.state_transfer import give, take
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.driver import Unequal
@@ -38,10 +38,10 @@ class SiteReplica(Unequal):
         self._sites = self.strategy.ranks(group.size)
         site = next(site for site, ranks in enumerate(self._sites) if group.rank in ranks)
         self.server = self._sites[site][0]
-        return self.strategy.of_site(site), Part(group, self._sites[site])
+        return self.strategy.of_site(site), PartGroup(group, self._sites[site])
 
     def _make_host(self, syncer: Syncer) -> Host:
-        leaders = Part(self.group, [ranks[0] for ranks in self._sites])
+        leaders = PartGroup(self.group, [ranks[0] for ranks in self._sites])
         elsewhere = self.group.size - self._team.size
         of_site = self.strategy.of_site(leaders.rank)
         self._servers = SiteHost(

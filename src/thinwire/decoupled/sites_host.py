@@ -24,7 +24,7 @@ from thinwire.decoupled.messages import DELTA, DOWN, END, MERGE, REST, UP, Down,
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound
 from thinwire.decoupled.sites_composition import SiteComposition
-from thinwire.decoupled.sites_timeline import Merge
+from thinwire.decoupled.sites_timeline import HeldMerge
 from thinwire.decoupled.syncer import Syncer, encoded, said_by
 from thinwire.errors import DisagreementError, PacketError, PeerError
 from thinwire.rng import Key
@@ -176,7 +176,7 @@ class SiteHost(Host):
         return waits
 
     def _hold(self, held: HeldRound, kind: int = DELTA) -> None:
-        if isinstance(held, Merge):
+        if isinstance(held, HeldMerge):
             self._await_reply()
             return
         super()._hold(held, kind)

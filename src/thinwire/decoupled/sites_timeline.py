@@ -16,7 +16,7 @@ from thinwire.decoupled.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Merge(HeldRound):
+class HeldMerge(HeldRound):
     """The reply of the global server, which a site merges into its model at this time."""
 
 
@@ -25,7 +25,7 @@ class SiteTimeline(Timeline):
 
     >>> line = SiteTimeline((1.0,), every=2, fragments=1, quorum=1, grace=0.0, apart=2, trip=1.5)
     >>> [(one.at, type(held).__name__) for _ in range(7) for one in [line.advance()] for held in one.held]
-    [(2.0, 'HeldRound'), (4.0, 'HeldRound'), (5.5, 'Merge'), (6.0, 'HeldRound')]
+    [(2.0, 'HeldRound'), (4.0, 'HeldRound'), (5.5, 'HeldMerge'), (6.0, 'HeldRound')]
     >>> line.pushes
     deque([4.0])
     """
@@ -52,18 +52,18 @@ class SiteTimeline(Timeline):
             if self._since[one.fragment] >= self._apart and one.fragment not in self._away:
                 self._since[one.fragment], self._away[one.fragment] = 0, at + self._trip
                 self.pushes.append(at)
-        merges = tuple(Merge(fragment, at, ()) for fragment, back in sorted(self._away.items()) if back <= at)
+        merges = tuple(HeldMerge(fragment, at, ()) for fragment, back in sorted(self._away.items()) if back <= at)
         for merge in merges:
             del self._away[merge.fragment]
             self._send(at, merge)
         return held + merges
 
 
-class Order:
+class Arrivals:
     """The order in which the updates of all sites arrive; updates of the same time in the order of the sites.
 
     >>> lines = [SiteTimeline((slow,), 2, 1, 1, 0.0, apart=1, trip=0.0) for slow in (1.0, 1.5)]
-    >>> order, found = Order(lines), []
+    >>> order, found = Arrivals(lines), []
     >>> for _ in range(4):
     ...     found.append(order.first({0, 1}))
     ...     order.passed(found[-1])
