@@ -1,6 +1,6 @@
 """The cost of unequal machines: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
 
-    python benchmarks/unequal.py [--steps 150] [--seeds 0 1] [--into FILE] [--emulated | --simulated] [--quick]
+    python benchmarks/unequal.py [--steps 150] [--seeds 0 1] [--into FILE] [--emulated | --simulated | --sites] [--quick]
 
 *Simulated*: replicas are threads in virtual time: an inner step of replica m takes slow[m], messages take none. Every run trains
 on the same number of tokens, `steps` inner steps in the mean over its replicas. A step of a fixed group takes as long as on its
@@ -10,7 +10,10 @@ tokens.
 
 *Emulated*: three processes of `thinwire train --slow 1 2 4` on this machine, wall seconds of the training loop: the fixed group, the
 elastic mode (whose replicas jump ahead, so slow ones train fewer tokens), and the decoupled mode. torchft's is named as absent if it
-cannot be imported. --quick: 20 steps of one cell, in a separate file.
+cannot be imported.
+
+*Two sites* (--sites, simulated): machines of 1:2:4 at each of two sites, and a link between them that takes 10 inner steps from a
+departure to the landing. Rows have the bytes that crossed this link. --quick: 20 steps of one cell, in a separate file.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,13 @@ import torch
 from provenance import HERE, installed, provenance, save
 
 import thinwire as tw
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.jobs.base import Share
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 
-EVERY, LR, MOMENTUM = 15, 0.7, 0.5
+EVERY, LR, MOMENTUM, LINK = 15, 0.7, 0.5, 10
 SETTINGS = {"model": "nano", "batch": 4, "sequence": 64, "lr": 6e-3}
 FIXED = f"diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM}, codec=E3M0())"
 SPEEDS: dict[str, tuple[float, ...]] = {
@@ -55,12 +59,18 @@ def asynchronous(slow: tuple[float, ...]) -> str:
     return f"async_local_sgd(every={EVERY}, updates={len(slow)}, outer_lr={LR}, outer_momentum={MOMENTUM}, slow={slow})"
 
 
-def curve(strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int) -> list[tuple[float, float]]:
-    """Returns the loss of the agreed weights over virtual time, as replica 0 knows them; the last entry is after the last round."""
+def curve(
+    strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int, ledgers: Sequence[Ledger] = ()
+) -> list[tuple[float, float]]:
+    """Returns the loss of the agreed weights over virtual time, as replica 0 knows them; the last entry is after the last round.
+
+    `ledgers` count what each replica sends.
+    """
     run = Run.of(**SETTINGS, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
     method, cpu = run.make_method(), torch.device("cpu")
 
     def replica(group: tw.Group) -> list[tuple[float, float]]:
+        group = CountedGroup(group, ledgers[group.rank]) if ledgers else group
         job = TextJob(run, None)
         job.begin(Share(run.seed, group.rank, group.size))
         model, told = job.make_model(), []
@@ -77,18 +87,18 @@ def curve(strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: 
 
         while (now := progress()) < steps:
             for settings in optimizer.param_groups:
-                settings["lr"] = learning_rate(run.optimizer, now + 1)
+                settings["lr"] = learning_rate(run, now + 1)
             optimizer.zero_grad()
             job.loss(model, attached.step, cpu).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip)
             optimizer.step()
             if group.rank == 0 and progress() // every > now // every:
                 with attached.anchored(), torch.no_grad():
-                    told.append((attached.step * pace, float(job.evaluation(model, cpu))))
+                    told.append((attached.step * pace, job.evaluation(model, cpu)["loss"]))
         attached.finish()
         attached.close()
         with torch.no_grad():
-            return [*told, (attached.step * pace, float(job.evaluation(model, cpu)))] if group.rank == 0 else []
+            return [*told, (attached.step * pace, job.evaluation(model, cpu)["loss"])] if group.rank == 0 else []
 
     torch.set_num_threads(1)
     return tw.run_threads(len(slow), replica, timeout=600.0)[0]
@@ -135,6 +145,45 @@ def simulated(steps: int, seeds: list[int], every: int, only: tuple[str, ...]) -
     return rows
 
 
+def two_sites(steps: int, seeds: list[int], every: int) -> list[dict[str, Any]]:
+    """Two sites with machines of 1:2:4 each, and a link between them that takes LINK inner steps; rows have the bytes that crossed it."""
+    slow = (1.0, 2.0, 4.0) * 2
+    one, all_ = len(slow) // 2, len(slow)
+    common = f"every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM}"
+    real = f"slow={slow}, delay={LINK}"
+    kinds = {
+        "control": (FIXED, (1.0,) * all_),
+        "decoupled_diloco": (f"decoupled_diloco({common}, {real})", slow),
+        "async_local_sgd": (f"async_local_sgd({common}, updates={all_}, {real})", slow),
+    } | {
+        f"halos, K = {apart}": (f"halos({common}, sites=({one}, {one}), apart={apart}, updates={one}, {real})", slow)
+        for apart in (2, 4)
+    }
+    rows: list[dict[str, Any]] = []
+    for kind, (strategy, paces) in kinds.items():
+        losses, times, between, within = [], [], [], []
+        for seed in seeds:
+            ledgers = [Ledger() for _ in slow]
+            time, loss = curve(strategy, paces, steps, seed, every, ledgers)[-1]
+            crossed = sum(
+                ledger.sent(None, peer)
+                for rank, ledger in enumerate(ledgers)
+                for peer in range(all_)
+                if (rank < one) != (peer < one)
+            )
+            losses, times = [*losses, loss], [*times, time]
+            between, within = [*between, crossed], [*within, sum(ledger.sent() for ledger in ledgers) - crossed]
+        row = {
+            "word": "simulated", "kind": kind, "strategy": strategy, "losses": losses, "loss": statistics.fmean(losses),
+            "time": statistics.fmean(times), "nbytes_between": statistics.fmean(between),
+            "nbytes_within": statistics.fmean(within),
+        }  # fmt: skip
+        of = rows[0]["losses"] if rows else losses
+        rows.append(row | {"of_control": statistics.fmean(a / b for a, b in zip(losses, of)) - 1})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def emulated(steps: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     common = ["--replicas", "3", "--steps", str(steps), "--seed", str(seed), "--checkpoint-every", "0", "--json"]
@@ -170,12 +219,18 @@ def main() -> None:
     parser.add_argument("--into", type=Path)
     parser.add_argument("--emulated", action="store_true")
     parser.add_argument("--simulated", action="store_true")
+    parser.add_argument("--sites", action="store_true")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     result = provenance() | {"benchmark": "unequal", "word": "simulated and emulated"}
     steps = 20 if asked.quick else asked.steps
     result |= {"setting": SETTINGS | {"steps": steps, "seeds": asked.seeds, "fixed": FIXED}}
     rows: list[dict[str, Any]] = []
+    if asked.sites:
+        result |= {"benchmark": "sites", "word": "simulated"}
+        rows = two_sites(steps, asked.seeds, max(1, steps // 15))
+        print(save("unequal-sites", result | {"rows": rows}, asked.into))
+        return
     if not asked.emulated:
         only = ("1:2:4",) if asked.quick else tuple(SPEEDS)
         rows += simulated(steps, asked.seeds[:1] if asked.quick else asked.seeds, max(1, steps // 15), only)

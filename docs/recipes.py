@@ -25,6 +25,7 @@ from thinwire import Strategy
 from thinwire.decoupled.method import DECOUPLED, Decoupled
 from thinwire.decoupled.pairs import AcceleratedPairs, Pairs
 from thinwire.decoupled.sampled import Plexus
+from thinwire.decoupled.sites import Halos
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.methods import CODISTILL, METHODS, Averaged, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
@@ -203,7 +204,7 @@ def kept(name: str) -> float:
         return 16 if isinstance(made.rule, Averaged) else 12
     if isinstance(made, Flasc):  # of the hub: s, p and Adam's moments
         return 16
-    if isinstance(made, Decoupled):  # beside the syncer: anchor, outer state, residual and what is in the air
+    if isinstance(made, Decoupled | Halos):  # beside the syncer: anchor, outer state, residual and what is in the air
         return 12 + 4 * len(made.outer.init(torch.zeros(1)))
     if isinstance(made, Pairs):  # x at the last event, and its momentum
         return 8 if isinstance(made, AcceleratedPairs) else 4

@@ -513,6 +513,17 @@ def unequal(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def sites(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/unequal.py --sites: times are steps of the fastest machine, bytes those that all replicas sent."""
+    heads = ["method", "number is", "loss", "against the control", "time", "MB between sites", "MB within sites"]
+    rows = []
+    for row in result["rows"]:
+        nbytes = [f"{row[name] / 1e6:.2f}" for name in ("nbytes_between", "nbytes_within")]
+        change = f"{row['of_control']:+.2%}"
+        rows.append([row["kind"], row["word"], f"{row['loss']:.4f}", change, f"{row['time']:.0f}", *nbytes])
+    return heads, rows
+
+
 def robust(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/robust.py: an attack a row, a rule a column; last what a rule costs."""
     rules, attacks = ([*dict.fromkeys(row[of] for row in result["rows"])] for of in ("rule", "attack"))
@@ -711,6 +722,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "experts": experts,
     "codistill": codistill,
     "unequal": unequal,
+    "sites": sites,
     "coding": coding,
     "deadlines": deadlines,
     "decentralised": decentralised,

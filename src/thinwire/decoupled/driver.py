@@ -31,6 +31,7 @@ from thinwire.decoupled.messages import (
     DOWN,
     END,
     LAST,
+    MOVE,
     REST,
     UP,
     Down,
@@ -41,7 +42,7 @@ from thinwire.decoupled.messages import (
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, resume, state_of, state_of_syncer
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, hold, said_by
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, hold, said_by
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
 from thinwire.methods.base import Attached
@@ -72,6 +73,8 @@ class Unequal(Attached):
     """
 
     own_steps = True
+    server = HOST  # the rank of the replica that runs the syncer
+    beyond = 0  # reports about others, beside those about the replicas of this syncer
     strategy: Composition  # type: ignore[assignment]  # the `Decoupled` that attached it
 
     def __init__(
@@ -87,9 +90,10 @@ class Unequal(Attached):
             observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
         check_start(self.fragments, [one.anchor for one in self._states])
         self._load_anchors()
+        self._method, self._team = method, group = self._near(method, group)
         numels = [one.anchor.numel() for one in self._states]
         ups, downs = ([codec.fitted(f.shapes) for f in self.fragments] for codec in (method.codec, method.down))
-        self._messages = SyncerMessages(group.size, HOST, numels, ups, downs)
+        self._messages = SyncerMessages(group.size + self.beyond, HOST, numels, ups, downs)
         self._numbers, self._flying = [0] * len(numels), dict[int, Departed]()
         self._tokens_since = [0.0] * len(numels)
         self._pace, self._began_at, self._begun_total = ReportPace(method.every, len(numels)), 0, 0
@@ -103,8 +107,7 @@ class Unequal(Attached):
         self._host: Host | None = None
         self._sender: PeerSender | None = None
         if group.rank == HOST:
-            syncer = Syncer.of(method, self._states, self._messages)
-            self._host = Host(group, self._messages, syncer, method, clock, self._say)
+            self._host = self._make_host(Syncer.of(method, self._states, self._messages))
             self._inbox = self._host.inbox
             self._host.start()
         else:
@@ -113,6 +116,13 @@ class Unequal(Attached):
             )  # the receiver reports it, after all messages that came before
             PeerReceiver(group, HOST, DOWN, lambda: self._messages.buffer(DOWN), self._hear)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
+        """The composition and the group of the replicas that share a syncer with this one."""
+        return method, group
+
+    def _make_host(self, syncer: Syncer) -> Host:
+        return Host(self._team, self._messages, syncer, self._method, self._clock, self._say)
 
     def _say(self, event: str, **fields: Any) -> None:
         self._observe(event, self.step, **fields)
@@ -134,13 +144,13 @@ class Unequal(Attached):
         """Mean number of inner steps of all replicas; in real time by the newest reports of the others."""
         size, own = self.group.size, self.step - self._began_at
         if self._line:
-            done = self._begun_total + self._line.done(self.group.rank, own)
+            done = self._begun_total + self._line.done(self._team.rank, own)
         else:
             passed = self._clock() - self._heard_at
             others = [
-                of.taken + min(of.speed * passed, float(self.strategy.every * size))
+                of.taken + min(of.speed * passed, float(self._method.every * size))
                 for rank, of in enumerate(self._each)
-                if rank != self.group.rank
+                if rank != self._team.rank
             ]
             done = int(self.step + sum(others))
         return max(self._told, done // size)
@@ -207,22 +217,15 @@ class Unequal(Attached):
 
     def _up(self, kind: int, index: int, delta: Tensor) -> bool:
         """Send a delta; a delta that is not finite is refused, and this replica restarts from the anchors."""
-        one, method, number = self._states[index], self.strategy, self._numbers[index]
-        key = Key(method.seed, index, number, self.group.rank, kind)
+        one, method, number = self._states[index], self._method, self._numbers[index]
+        key = Key(method.seed, index, number, self._team.rank, kind)
         up = Up(
-            kind, self.group.rank, index, number, one.rounds, self.step - one.since, self.step,
+            kind, self._team.rank, index, number, one.rounds, self.step - one.since, self.step,
             self._tokens_since[index], self._seconds, self._stop_requested,
         )  # fmt: skip
         sound = bool(torch.isfinite(delta).all())
         if sound:
-            signal = method.feedback.signal(delta, one.feedback) if method.feedback else delta
-            body = torch.empty(one.codec.nbytes(delta.numel()), dtype=torch.uint8)
-            one.codec.encode(signal, body, key)
-            if method.feedback:
-                after = {name: torch.empty_like(kept) for name, kept in one.feedback.items()}
-                sent = said_by(one.codec, body, delta.numel(), key)
-                method.feedback.settle(delta, sent, sent.clone(), one.feedback, after)
-                one.feedback = after
+            body, one.feedback = encoded(one.codec, method.feedback, one.feedback, delta, key)
             up = replace(up, body=body)
         else:
             up = replace(up, refused=True)
@@ -254,7 +257,7 @@ class Unequal(Attached):
         heard = self._inbox.get()
         if isinstance(heard, PeerError):
             self._inbox.put(heard)  # the next call raises it again
-            raise LinkError(f"the syncer on replica {HOST} is lost: {heard}") from heard
+            raise LinkError(f"the syncer on replica {self.server} is lost: {heard}") from heard
         down = self._messages.read_down(heard)
         if down.kind == END:
             self._over = not down.stop
@@ -269,7 +272,7 @@ class Unequal(Attached):
 
     def _land(self, down: Down) -> None:
         """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta."""
-        one, began, of = self._states[down.fragment], self._clock(), down.each[self.group.rank]
+        one, began, of = self._states[down.fragment], self._clock(), down.each[self._team.rank]
         flight = self._flying.pop(one.index, None) if of.outcome and down.kind != LAST else None
         if down.body is not None:
             known = AgreedFragment(one.anchor, one.state, one.rounds)
@@ -278,8 +281,8 @@ class Unequal(Attached):
                     f"fragment {one.fragment.name!r}: the syncer continues from version {down.version} with digest {down.digest.hex()}, this replica "
                     f"has {one.rounds} with {known.digest().hex()}; resume all from checkpoints."
                 )
-            outer = self.strategy.outer.last if down.kind == LAST else self.strategy.outer
-            key = Key(self.strategy.seed, one.index, down.version, HOST, down.kind)
+            outer = self._method.outer if down.kind == MOVE else self._method.outer.last
+            key = Key(self._method.seed, one.index, down.version, HOST, down.kind)
             known.step(outer, said_by(self._messages.down[one.index], down.body, one.anchor.numel(), key))
             counted = flight is not None and of.outcome == COUNTED
             departed = one.anchor - flight.delta if flight and counted else one.anchor
@@ -303,12 +306,12 @@ class Unequal(Attached):
 
     def _learn(self, down: Down) -> None:
         """In real time: set the number of inner steps between two reports, and how much later to report so that all arrive together."""
-        if self._line or down.kind == LAST:
+        if self._line or down.kind != MOVE:
             return
-        own, seconds = down.each[self.group.rank], self._seconds
-        speeds = [of.speed for of in down.each if of.speed]
+        own, seconds = down.each[self._team.rank], self._seconds
+        speeds = [of.speed for of in down.each[: self._team.size] if of.speed]
         if own.speed and seconds:
-            self._every, self._known = own_every(self.strategy.every, own.speed, speeds), True
+            self._every, self._known = own_every(self._method.every, own.speed, speeds), True
         if own.outcome and seconds:
             self._pace.landed(down.fragment, round(own.waited / seconds))
         elif not self._known and not own.outcome and down.fragment not in self._flying:
@@ -328,7 +331,7 @@ class Unequal(Attached):
                 if flight := self._flying.get(one.index):
                     delta.sub_(flight.delta)
                 self._up(REST, one.index, delta)
-        self._send(Up(END, self.group.rank, number=progress, taken=self.step))
+        self._send(Up(END, self._team.rank, number=progress, taken=self.step))
         while not self._over:
             self._next()
         self._load_anchors()
@@ -382,7 +385,7 @@ class Unequal(Attached):
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Collective, before the first inner step. Raises `CheckpointError`, `LinkError`."""
         syncer, self.step = self._host.syncer if self._host else None, int(facts["step"])
-        found = resume(self.group, HOST, syncer, self._states, tensors, facts, self.strategy.outer)
+        found = resume(self.group, HOST, syncer, self._states, tensors, facts, self._method.outer)
         self._numbers, self._began_at, self._begun_total = found.numbers, self.step, sum(found.taken)
         self._each = tuple(ReplicaReport(taken=taken) for taken in found.taken)
         if self._host:

@@ -12,7 +12,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -37,6 +37,8 @@ class Host:
     `lock` is held while the agreed state changes. `inbox` has the messages to replica 0 itself.
     """
 
+    member = "replica"  # what a rank of `group` is, in messages
+
     def __init__(
         self, group: Group, messages: SyncerMessages, syncer: Syncer, method: Composition,
         clock: Callable[[], float], tell: Callable[..., None],
@@ -50,6 +52,7 @@ class Host:
         self._heard: queue.Queue[tuple[int, Heard] | None] = queue.Queue()
         self._mail: list[deque[Up]] = [deque() for _ in range(group.size)]
         self._ended: set[int] = set()
+        self._told = 0  # the progress at which it finished
         self._noticed: float | None = None  # the time at which the others were told that one replica has finished
         self._stopped = False
         self._senders: dict[int, PeerSender] = {}
@@ -91,14 +94,16 @@ class Host:
         self._heard.put((peer, why))
 
     def _take(self, block: bool, until: float | None) -> int | None:
-        """Put the next message into its replica's queue, and return the replica; None if no message came in time. Raises `_Closed`."""
+        """Put the next message into its replica's queue, and return the replica; None if no message came in time. Raises `Closed`."""
         try:
             got = self._heard.get(block, None if until is None else max(0.0, until - self.clock()))
         except queue.Empty:
             return None
         if got is None:
-            raise _Closed
+            raise Closed
         rank, heard = got
+        if rank < 0:
+            return None
         if isinstance(heard, PeerError):
             self._miss(rank, str(heard))
             return rank
@@ -117,7 +122,7 @@ class Host:
     def _miss(self, rank: int, why: str) -> None:
         if rank in self.rounds.there and rank not in self._ended:
             self.rounds.lost(rank)
-            self.tell("warning", message=f"replica {rank} was lost, the others continue: {why}")
+            self.tell("warning", message=f"{self.member} {rank} was lost, the others continue: {why}")
 
     def _read(self, up: Up) -> bool:
         """Store a delta for its round; return whether there is one."""
@@ -140,7 +145,7 @@ class Host:
 
     def _notice(self, progress: int) -> None:
         if self._noticed is None:
-            self._noticed = self.clock()
+            self._noticed, self._told = self.clock(), progress
             self._send(Down(END, version=max(1, progress), stop=True))
 
     # ---- sending
@@ -149,15 +154,17 @@ class Host:
         there = self.rounds.there
         with self.lock:
             down, outcomes = self.syncer.hold(held.fragment, there, kind)
-            waited = dict(held.waited)
-            speeds = [1 / s if s and rank in there else 0.0 for rank, s in enumerate(self.seconds)]
-            each = tuple(
-                ReplicaReport(outcomes.get(rank, 0), waited.get(rank, 0.0), self.taken[rank], speeds[rank])
-                for rank in range(self.group.size)
-            )
-            self._send(replace(down, each=each))
+            self._send(replace(down, each=self._each(outcomes, dict(held.waited))))
         if left_out := [rank for rank, outcome in outcomes.items() if outcome == LEFT_OUT]:
             self._refuse(held.fragment, left_out)
+
+    def _each(self, outcomes: Mapping[int, int], waited: Mapping[int, float]) -> tuple[ReplicaReport, ...]:
+        there = self.rounds.there
+        speeds = [1 / s if s and rank in there else 0.0 for rank, s in enumerate(self.seconds)]
+        return tuple(
+            ReplicaReport(outcomes.get(rank, 0), waited.get(rank, 0.0), self.taken[rank], speeds[rank])
+            for rank in range(self.group.size)
+        )
 
     def _refuse(self, fragment: int, by: list[int]) -> None:
         version = self.syncer.agreed[fragment].version
@@ -178,7 +185,7 @@ class Host:
             else:
                 self._in_real_time()
             self._end()
-        except _Closed:
+        except Closed:
             pass
         except BaseException as error:  # replica 0 raises it
             self.inbox.put(
@@ -187,6 +194,7 @@ class Host:
 
     def _in_real_time(self) -> None:
         while not self._finished():
+            self._between()
             deadlines = [at for at in (self.rounds.deadline(), self._last_call()) if at is not None]
             rank = self._take(True, min(deadlines, default=None))
             if rank is not None and self._mail[rank]:
@@ -195,6 +203,9 @@ class Host:
                     self.rounds.arrived(self.clock(), up.sender, up.fragment)
             for held in self.rounds.due(self.clock()):
                 self._hold(held)
+
+    def _between(self) -> None:
+        """Called in real time before each wait."""
 
     def _last_call(self) -> float | None:
         """The time until which the syncer waits for replicas that have not finished, once one has."""
@@ -245,5 +256,5 @@ class Host:
             sender.end()
 
 
-class _Closed(Exception):
+class Closed(Exception):
     """The replica that hosts the syncer has closed."""

@@ -1,7 +1,7 @@
 """The messages between a replica and the syncer: packets (packet.py) whose payload begins with a fixed-size record (the notes).
 
 | to the syncer   | notes, then the encoded delta: `DELTA` at its step, `REST` at the end; `END`: the replica's last message    |
-| from the syncer | notes, then the encoded estimate: `MOVE`, at the end `LAST`; `END`: the run has ended                       |
+| from the syncer | notes, then the encoded estimate: `MOVE`, at the end `LAST`, from above a site `MERGE`; `END`: the run ended |
 
 The flag `STOP`, in both directions, requests a stop of the training. The flag `REFUSED`, to the syncer, means that the delta was not
 finite and the replica keeps it. `round` counts the sender's messages of this kind for the fragment; from the syncer it is the
@@ -34,7 +34,7 @@ from thinwire.packet import (
     seal,
 )
 
-DELTA, REST, MOVE, LAST, END = range(5)  # a message's part
+DELTA, REST, MOVE, LAST, END, MERGE = range(6)  # a message's part
 UP, DOWN = 1, 2  # tags
 _UP = struct.Struct("<IIQdd")
 _DOWN = struct.Struct("<8s")
@@ -140,7 +140,7 @@ class SyncerMessages:
 
     def read_down(self, packet: Tensor) -> Down:
         """Parse a message from the syncer. Raises `PacketError`."""
-        header, notes, body = self._read(DOWN, packet, self.host, (MOVE, LAST, END))
+        header, notes, body = self._read(DOWN, packet, self.host, (MOVE, LAST, END, MERGE))
         (digest,) = _DOWN.unpack_from(notes)
         each = tuple(
             ReplicaReport(*_EACH.unpack_from(notes, _DOWN.size + place * _EACH.size)) for place in range(self.size)
@@ -186,7 +186,7 @@ class SyncerMessages:
                 f"replica {sender} sent part {told.part} of fragment {told.fragment}; parts {parts} of {len(self.numels)} fragments are possible. "
                 "Do all replicas run the same strategy?"
             )
-        whole = told.numel > 0 or (self.numels[told.fragment] == 0 and told.part in (MOVE, LAST, DELTA))
+        whole = told.numel > 0 or (self.numels[told.fragment] == 0 and told.part in (MOVE, LAST, DELTA, MERGE))
         due = self._header(tag, told.part, sender, told.fragment, told.round, 0, whole)
         packet = packet[: HEADER_NBYTES + due.nbytes]
         flags = open_packet(packet, due)

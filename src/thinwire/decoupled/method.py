@@ -16,6 +16,7 @@ from thinwire.decoupled.driver import Unequal
 from thinwire.decoupled.messages import DOWN, UP, SyncerMessages
 from thinwire.decoupled.pairs import a2cid2, ad_psgd
 from thinwire.decoupled.sampled import plexus
+from thinwire.decoupled.sites import halos
 from thinwire.errors import ConfigurationError
 from thinwire.methods.base import Method, silent
 from thinwire.pieces.inner_optimizers import AdamW
@@ -157,5 +158,5 @@ def async_local_sgd(
 
 
 DECOUPLED: dict[str, Callable[..., Method]] = {
-    f.__name__: f for f in (decoupled_diloco, async_local_sgd, ad_psgd, a2cid2, plexus)
+    f.__name__: f for f in (decoupled_diloco, async_local_sgd, halos, ad_psgd, a2cid2, plexus)
 }

@@ -9,15 +9,16 @@ anchor, outer state ← outer step on c                 (here and on every repli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.decoupled.composition import Composition
-from thinwire.decoupled.messages import COUNTED, DELTA, LAST, LEFT_OUT, MOVE, Down, SyncerMessages, Up
+from thinwire.decoupled.messages import COUNTED, DELTA, LAST, LEFT_OUT, MERGE, MOVE, Down, SyncerMessages, Up
 from thinwire.errors import NonFiniteError, PacketError
+from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.rng import Key
@@ -52,6 +53,19 @@ def said_by(codec: Codec, body: Tensor, numel: int, key: Key) -> Tensor:
     out = torch.zeros(numel)
     codec.decode_add(body, out, key)
     return out
+
+
+def encoded(codec: Codec, feedback: Feedback | None, state: State, delta: Tensor, key: Key) -> tuple[Tensor, State]:
+    """The body of a message with `delta`, and the next state of the sender's feedback. Raises `NonFiniteError`."""
+    signal = feedback.signal(delta, state) if feedback else delta
+    body = torch.empty(codec.nbytes(delta.numel()), dtype=torch.uint8)
+    codec.encode(signal, body, key)
+    if feedback is None:
+        return body, state
+    after = {name: torch.empty_like(kept) for name, kept in state.items()}
+    sent = said_by(codec, body, delta.numel(), key)
+    feedback.settle(delta, sent, sent.clone(), state, after)
+    return body, after
 
 
 def hold(method: Composition, fragment: Fragment, index: int) -> FragmentState:
@@ -121,7 +135,7 @@ class Syncer:
 
         A replica that is `there` and has sent none counts as a zero delta with the weight of its last one.
         """
-        agreed, outer = self.agreed[fragment], self.method.outer if kind == DELTA else self.method.outer.last
+        agreed = self.agreed[fragment]
         given = {rank: self.given.pop((kind, fragment, rank)) for rank in self._waiting(kind, fragment)}
         outcomes = {rank: LEFT_OUT if one.delta is None else COUNTED for rank, one in given.items()}
         total = self._estimate(fragment, given, there, kind)
@@ -130,15 +144,14 @@ class Syncer:
         if COUNTED not in outcomes.values():
             return said, outcomes
         try:
-            body, settled = self._coded(fragment, total, kind)
-            key = Key(self.method.seed, fragment, agreed.version, self.host, said.kind)
-            estimate = said_by(self.down[fragment], body, total.numel(), key)
-            agreed.step(outer, estimate)
+            return self._moved(said, total), outcomes
         except NonFiniteError:
             return said, dict.fromkeys(outcomes, LEFT_OUT)
-        if settled is not None:
-            agreed.residual = settled.sub_(estimate)
-        return Down(said.kind, fragment, said.version, before, body=body), outcomes
+
+    def merge(self, fragment: int, total: Tensor) -> Down:
+        """Move the anchor by −`total`, without the outer step. Returns the message to all replicas. Raises `NonFiniteError`."""
+        agreed = self.agreed[fragment]
+        return self._moved(Down(MERGE, fragment, agreed.version, agreed.digest()), total)
 
     def _waiting(self, kind: int, fragment: int) -> list[int]:
         return sorted(rank for of, where, rank in self.given if (of, where) == (kind, fragment))
@@ -166,12 +179,15 @@ class Syncer:
             total.add_(deltas[rank], alpha=1.0 if alike else weights[rank] / whole if whole else 0.0)
         return total.div_(len(deltas)) if alike and len(deltas) > 1 else total
 
-    def _coded(self, fragment: int, total: Tensor, kind: int) -> tuple[Tensor, Tensor | None]:
-        """The bytes of an estimate, and the estimate with the feedback added; None without feedback. Raises `NonFiniteError`."""
-        agreed, codec = self.agreed[fragment], self.down[fragment]
-        if agreed.residual is not None:
-            total = total + agreed.residual
+    def _moved(self, said: Down, total: Tensor) -> Down:
+        """Encode an estimate, with the feedback added, and apply what was decoded. Returns `said` with its bytes. Raises `NonFiniteError`."""
+        agreed, codec = self.agreed[said.fragment], self.down[said.fragment]
+        total = total if agreed.residual is None else total + agreed.residual
         body = torch.empty(codec.nbytes(total.numel()), dtype=torch.uint8)
-        part = MOVE if kind == DELTA else LAST
-        codec.encode(total, body, Key(self.method.seed, fragment, agreed.version, self.host, part))
-        return body, total if self.method.feedback else None
+        key = Key(self.method.seed, said.fragment, agreed.version, self.host, said.kind)
+        codec.encode(total, body, key)
+        estimate = said_by(codec, body, total.numel(), key)
+        agreed.step(self.method.outer if said.kind == MOVE else self.method.outer.last, estimate)
+        if self.method.feedback:
+            agreed.residual = total.sub_(estimate)
+        return replace(said, body=body)

@@ -63,7 +63,7 @@ class Timeline:
     def advance(self) -> Moment:
         """The next moment, at which inner steps or a grace end."""
         at = min((taken + 1) * slow for taken, slow in zip(self.steps, self.slow))
-        deadline = self.rounds.deadline()
+        deadline = self.deadline()
         if deadline is not None and deadline < at:
             return Moment(deadline, (), self._hold(deadline))
         ending = [r for r, (taken, slow) in enumerate(zip(self.steps, self.slow)) if (taken + 1) * slow == at]
@@ -82,6 +82,10 @@ class Timeline:
                 self._actions[self.steps[rank]] = Actions(before[rank], departs[rank], after)
         return Moment(at, tuple((rank, one) for rank, several in departs.items() for one in several), held)
 
+    def deadline(self) -> float | None:
+        """The time of the next event that no inner step causes; None: there is none."""
+        return self.rounds.deadline()
+
     def done(self, rank: int, step: int) -> int:
         """See `done`."""
         return done(self.slow, rank, step)
@@ -89,10 +93,13 @@ class Timeline:
     def _hold(self, at: float) -> tuple[HeldRound, ...]:
         held = tuple(self.rounds.due(at))
         for one in held:
-            for landing in self._landing:
-                landing.append((at + self.latency, self._held, one))
-            self._held += 1
+            self._send(at, one)
         return held
+
+    def _send(self, at: float, held: HeldRound) -> None:
+        for landing in self._landing:
+            landing.append((at + self.latency, self._held, held))
+        self._held += 1
 
     def _land(self, rank: int, now: float) -> tuple[tuple[int, HeldRound], ...]:
         landing = self._landing[rank]

@@ -44,7 +44,8 @@ class MethodSpec(CheckedSettings):
     strategy: str = "streaming_sign"
     """A recipe (data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, dgc, one_bit_adam, ...), a method with its own loop
     (just_one_byte, fedavg, scaffold, scallion, scafcom, flasc), one for replicas of unequal speed (decoupled_diloco, async_local_sgd, ad_psgd,
-    a2cid2), for samples (plexus) or different models (codistill), or a whole Strategy(...) in Python; thinwire docs strategies helps to choose."""
+    a2cid2), for sites (halos), samples (plexus) or different models (codistill), or a whole Strategy(...) in Python; thinwire docs strategies helps
+    to choose."""
     every: int | None = None
     """H: inner steps between two rounds of one fragment. Default of this and the next options: the recipe's own."""
     delay: int | None = None

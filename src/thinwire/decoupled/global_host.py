@@ -1,0 +1,119 @@
+"""The global server of a run with sites: a syncer whose replicas are the servers of the sites, and which answers only the sender.
+
+    an update U of site s comes:   G, state ← outer step on w_s·U / Σ w            w as in a syncer
+    its reply:                     c = encode(g_s − G),   g_s ← g_s − decode(c)    g_s: G as the site knows it
+
+Each reply is a difference from what the site knows, so the loss of a codec is in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from thinwire.codecs import Identity
+from thinwire.comm.group import Group
+from thinwire.decoupled.host import Heard, Host
+from thinwire.decoupled.messages import DELTA, END, LEFT_OUT, MERGE, MOVE, REST, Down, SyncerMessages, Up
+from thinwire.decoupled.sites_composition import SiteComposition
+from thinwire.decoupled.sites_timeline import Arrivals
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, said_by
+from thinwire.rng import Key
+from thinwire.runtime.handshake import digest
+
+
+class GlobalHost(Host):
+    """The global server of `leaders`, on the first of them. `near` takes the messages to the server of the first site."""
+
+    member = "site"
+
+    def __init__(
+        self, leaders: Group, messages: SyncerMessages, method: SiteComposition, anchors: Sequence[Tensor],
+        clock: Callable[[], float], tell: Callable[..., None], near: Callable[[Heard], object],
+    ) -> None:  # fmt: skip
+        upper = method.upper
+        agreed = [AgreedFragment(anchor.clone(), upper.outer.init(anchor)) for anchor in anchors]
+        exact = [Identity()] * len(anchors)
+        syncer = Syncer(replace(upper, feedback=None), agreed, messages.up, exact, 0)
+        super().__init__(leaders, messages, syncer, upper, clock, tell)
+        self._near, self._known = near, [[anchor.clone() for anchor in anchors] for _ in range(leaders.size)]
+        lines = [method.of_site(site).timeline(len(anchors)) for site in range(leaders.size)] if method.slow else []
+        self._order = Arrivals(lines) if lines else None
+
+    def wait(self) -> None:
+        """Wait until all sites have ended."""
+        self._thread.join()
+
+    def anchors(self) -> list[Tensor]:
+        """The global model, by fragment."""
+        return [one.anchor for one in self.syncer.agreed]
+
+    @property
+    def there(self) -> set[int]:
+        """The sites that were not lost."""
+        return self.rounds.there
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        super()._run()
+        while not self.inbox.empty():  # the error with which it ended
+            self._near(self.inbox.get())
+
+    def _in_real_time(self) -> None:
+        """Take updates until all sites have ended: in real time as they come, in virtual time in their order."""
+        while waiting := self.rounds.there - self._ended:
+            up = self._due(waiting)
+            if up is not None and self._read(up):
+                self._reply(up)
+
+    def _due(self, waiting: Collection[int]) -> Up | None:
+        if self._order is None:
+            rank = self._take(True, None)
+            return self._mail[rank].popleft() if rank is not None and self._mail[rank] else None
+        site = self._order.first(waiting)
+        up = self._next(site)
+        if up is not None and up.kind == DELTA and not up.refused:
+            self._order.passed(site)
+        return up
+
+    def _read(self, up: Up) -> bool:
+        if not up.refused:
+            return super()._read(up)
+        if not self._stopped:  # a site asks all to stop
+            self._stopped = True
+            self._send(Down(END, stop=True))
+        return False
+
+    def _send(self, down: Down) -> None:
+        packet = self.messages.write_down(down)
+        self._near(packet)
+        for sender in self._senders.values():
+            sender.send(packet)
+
+    def _reply(self, up: Up) -> None:
+        site, fragment, codec = up.sender, up.fragment, self.messages.down[up.fragment]
+        with self.lock:
+            _, outcomes = self.syncer.hold(fragment, self.rounds.there)
+            agreed, known = self.syncer.agreed[fragment], self._known[site][fragment]
+            key = Key(self.syncer.method.seed, fragment, agreed.version, site, MERGE)
+            body, _ = encoded(codec, None, {}, known - agreed.anchor, key)
+            self._known[site][fragment] = known - said_by(codec, body, known.numel(), key)
+        each = self._each(outcomes, {})
+        packet = self.messages.write_down(Down(MOVE, fragment, agreed.version, digest([known])[:8], each, body=body))
+        if site == 0:
+            self._near(packet)
+        else:
+            self._senders[site].send(packet)
+        if LEFT_OUT in outcomes.values():
+            self.tell("warning", message=f"an update of site {site} was not finite, and was left out")
+
+    def _end(self) -> None:
+        """Take the rest of all sites' training into the global model."""
+        for fragment in sorted({where for _, where, _ in self.syncer.given}):
+            self.syncer.hold(fragment, self.rounds.there, REST)
+        self._send(Down(END))
+        for sender in self._senders.values():
+            sender.end()
