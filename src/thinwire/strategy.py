@@ -248,6 +248,10 @@ class Strategy:
     def _check_codec(self, codec: Codec) -> None:
         if self.feedback:
             self.feedback.check(codec)
+        elif codec.may_skip:
+            raise ConfigurationError(
+                f"{codec}: a skipped delta would be lost; give the strategy feedback=Feedback(), as streaming_sign has it, or choose skips=0."
+            )
         self.exchange.check(codec, self.feedback)
         if self.exchange.feedback and (codec.grain or 1) != (self.codec.grain or 1):
             raise ConfigurationError(
