@@ -1,4 +1,4 @@
-"""The gain of a replica that sends late rounds at a coarser level, or skips them. Some 30 s for each row and seed on one core.
+"""The gain of a replica that sends late rounds at a coarser level, or skips them. Some 20 s for each row and seed on one core.
 
     python benchmarks/deadlines.py [--trace NAME=FILE ...] [--seeds 3] [--into FILE]
 

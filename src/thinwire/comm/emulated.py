@@ -3,8 +3,9 @@
 The model: a replica has one uplink, which carries one message at a time in the order of posting, to any
 receiver. A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the
 carrier `delay_seconds` after its last bit left. So the delays of successive messages overlap; their serialisations
-do not. With a trace (`TracedLink`) the rate changes over time. The downlink has no limit, and the time of the carrier itself is added. Bits are counted without the
-headers of TCP/IP (about 3 % at an MTU of 1500), nothing is lost, and there is no slow start.
+do not. With a trace (`TracedLink`) the rate changes over time. The downlink has no limit, and the time of the
+carrier itself is added. Bits are counted without the headers of TCP/IP (about 3 % at an MTU of 1500), nothing is
+lost, and there is no slow start.
 """
 
 from __future__ import annotations
