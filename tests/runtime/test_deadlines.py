@@ -55,11 +55,12 @@ def test_levels_follow_a_rate_that_falls_and_recovers(delay):
 
 
 def test_levels_are_finest_while_rounds_arrive_in_time():
-    """The first round, of which nothing is known, has the coarsest; where the delay is long, the next tells it from the rate."""
-    for delay, first in ((0.0, [2, 0]), (0.3, [2, 1])):
+    """First rounds have the coarsest; where the delay is long, the next tells it from the rate."""
+    for delay, first in ((0.0, [2, 2, 2, 2, 0]), (0.3, [2, 2, 2, 2, 1])):
         levels = [*played(RateTrace((0.0,), (2e6,), delay)).levels.values()]
-        assert levels[:2] == first and set(levels[2:]) == {0}
+        assert levels[:5] == first and set(levels[5:]) == {0}
     assert set(played(RateTrace((0.0,), (1.0,)), steps=60).levels.values()) == {2}, "nothing arrives: the coarsest"
+    assert Deadlines().share(0.0, 1000, 1.0) == 1.0, "nothing is known, as after a resume"
 
 
 def test_rounds_are_skipped_where_no_level_fits_and_no_more_in_a_row_than_allowed():
@@ -164,7 +165,7 @@ def test_truncated_payloads_and_unknown_levels_are_refused():
 
 def test_a_skipped_round_is_a_byte_that_adds_nothing():
     skipping = replace(LEVELS, skips=2)
-    assert skipping.claims == LEVELS.claims and skipping.may_skip and not LEVELS.may_skip
+    assert skipping.claims == LEVELS.claims
     levels = [skipping.within(0.0, 100, skipped).level for skipped in range(4)]
     assert levels == [3, 3, 2, 2] and LEVELS.within(0.0, 100).level == 2
     payload = torch.ones(skipping.nbytes(100), dtype=torch.uint8)

@@ -177,11 +177,6 @@ class Codec(Protocol):
         """
         return self
 
-    @property
-    def may_skip(self) -> bool:
-        """Whether a round may send no values at all, which its feedback keeps."""
-        return False
-
     # ---- joint decoding
 
     @property

@@ -22,7 +22,7 @@ class Levelled(Codec):
 
     Each sender chooses for each round: the finest level whose bytes arrive before the round must land (τ inner steps after its
     departure), predicted from the times of earlier rounds (runtime/deadlines.py). Without a deadline (τ = 0, the end of a run, elastic
-    runs) it takes the first codec, and the last one until a first round has arrived. So the bytes of a run depend on its link, and a
+    runs) it takes the first codec, and the last one in the first round of a fragment. So the bytes of a run depend on its link, and a
     repeated run may differ. The packet contains the level, so all replicas decode alike. The strategy's `Feedback` keeps what a
     coarser level loses.
 
@@ -95,10 +95,6 @@ class Levelled(Codec):
         return every | {"refuses"} | chance(self.codecs[self.level : self.level + 1], fair=not self.skips)
 
     @property
-    def may_skip(self) -> bool:
-        return self.skips > 0
-
-    @property
     def grain(self) -> int | None:
         grains = [codec.grain for codec in self.codecs]
         return None if None in grains else math.lcm(*(grain or 1 for grain in grains))
@@ -133,7 +129,7 @@ class Levelled(Codec):
         check_fit(self, out, payload, shorter=True)
         if not out.numel():
             return
-        levels = len(self.codecs) + self.may_skip
+        levels = len(self.codecs) + (self.skips > 0)
         level = int(payload[0]) if len(payload) else levels
         used = 1 + self._inner_nbytes(level, out.numel()) if level < levels else math.inf
         if used > len(payload):
@@ -143,3 +139,32 @@ class Levelled(Codec):
             )
         if level < len(self.codecs):
             self.codecs[level].decode_add(payload[1 : int(used)], out, key, weight)
+
+
+def may_skip(codec: Codec) -> bool:
+    """Whether a round in `codec` may send no values, which its feedback must keep: where nothing fits, a byte alone is sent.
+
+    Args:
+        codec: any codec.
+
+    >>> from thinwire.codecs import Int, Sign
+    >>> [may_skip(Levelled((Int(8), Sign(block=512)), skips=skips)) for skips in (0, 1)]
+    [False, True]
+    """
+    return codec.varies and sum(part.nbytes for part in codec.within(0.0, 1 << 10).layout(1 << 10)) <= 1
+
+
+def check_kept(codec: Codec, feedback: object | None) -> None:
+    """Raise `ConfigurationError` if a round in `codec` may be skipped, and no `feedback` keeps its delta.
+
+    Args:
+        codec: the codec of a strategy.
+        feedback: the strategy's feedback; None: what a codec loses is lost.
+
+    >>> from thinwire.codecs import Sign
+    >>> check_kept(Sign(), None)
+    """
+    if feedback is None and may_skip(codec):
+        raise ConfigurationError(
+            f"{codec}: a skipped delta would be lost; give the strategy feedback=Feedback(), as streaming_sign has it, or choose skips=0."
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.codecs import Codec, nested
+from thinwire.codecs.levelled import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.chunks import CodedRange, Message
@@ -41,7 +42,7 @@ def check_means(exchange: Exchange, codec: Codec) -> None:
         raise ConfigurationError(
             f"{exchange} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
         )
-    if codec.may_skip and not exchange.feedback:
+    if may_skip(codec) and not exchange.feedback:
         raise ConfigurationError(
             f"{exchange} with {codec}: a mean that its owner skips would be lost; choose Direct(), skips=0, or an exchange with its own "
             "feedback, such as TwoShot(Feedback())."

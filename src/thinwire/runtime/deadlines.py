@@ -21,8 +21,8 @@ class Deadlines:
     rate makes it too large. A late round lowers the share of the remaining time that is used, to three tenths at least.
 
     >>> known = Deadlines()
-    >>> known.probed  # no round has arrived yet
-    False
+    >>> known.share(now=0.0, nbytes=1000, deadline=1.0)  # no round has arrived yet
+    1.0
     >>> known.departed("a", now=0.0, nbytes=1000)
     >>> known.arrived("a", now=4.0, nbytes=1000, seconds=4.0)
     >>> known.share(now=4.0, nbytes=1000, deadline=6.0)
@@ -37,15 +37,10 @@ class Deadlines:
         self._arrived_at = float("-inf")
         self._margin = _MOST
 
-    @property
-    def probed(self) -> bool:
-        """Whether a round with values has arrived."""
-        return bool(self._rounds)
-
     def share(self, now: float, nbytes: int, deadline: float) -> float:
-        """The share of `nbytes` that can depart `now` and arrive before `deadline`; 0 or more, and 0 if nothing is known."""
+        """The share of `nbytes` that can depart `now` and arrive before `deadline`; 0 or more, and 1 if nothing is known."""
         if not self._rounds:
-            return 0.0
+            return 1.0
         fixed = min(self._fixed, default=0.0)
         per_byte = max(max(0.0, seconds - fixed) / many for many, seconds in self._rounds)
         queued = 0.0

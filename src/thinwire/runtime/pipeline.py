@@ -92,11 +92,11 @@ class RoundPipeline:
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
-    def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True) -> None:
+    def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True, resumed: bool = False) -> None:
         """Send the delta of `update`, and write the results there; its `arrival` is done when it may land.
 
         `stalled` are the seconds that the main thread has waited for landings so far. `scheduled` is false if several rounds depart at
-        once, when training has ended or resumes from a checkpoint.
+        once, when training has ended or resumes from a checkpoint; `resumed` is true in the second case.
         """
         begin, group = self.clock(), self.context.group
         update.begin = begin
@@ -108,23 +108,24 @@ class RoundPipeline:
         order = (update.lands, self._launched)
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
-        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled else math.inf)
+        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled or resumed else math.inf)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
 
     def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
         """If the codec has levels, choose the finest one with which `update` arrives within `seconds`, which are infinite if there is no
-        deadline. The first rounds, of whose seconds or link nothing is known, get the coarsest one, and are not skipped."""
+        deadline. The first round of a fragment gets the coarsest one: it probes the link."""
         codec, numel, fragment = update.codec, update.delta.numel(), update.of.index
         if not numel or codec.within(0.0, numel) is codec:
             return
         self._hear()
-        known, skipped = seconds > 0 and self._deadlines.probed, self._skipped.get(fragment, 0)
-        if math.isinf(seconds) or update.lands == update.departed:
-            share = 1.0
-        else:
-            share = self._deadlines.share(now, update.nbytes, now + seconds) if known else 0.0
-        update.codec = codec.within(share, numel, skipped if known else MOST_SKIPS)
+        skipped, share = self._skipped.get(fragment, 0), 1.0
+        if update.lands > update.departed and not math.isinf(seconds):
+            if update.number == 0:
+                skipped, share = MOST_SKIPS, 0.0
+            elif seconds > 0:
+                share = self._deadlines.share(now, update.nbytes, now + seconds)
+        update.codec = codec.within(share, numel, skipped)
         nbytes = sum(part.nbytes for part in update.codec.layout(numel))
         self._skipped[fragment] = 0 if nbytes > 1 else skipped + 1  # a byte names the level
         if update.nbytes:  # a replica alone sends nothing

@@ -21,6 +21,7 @@ class Asked:
         now: time of departure, in seconds.
         deadline: time at which it must land, in seconds.
         free_at: time at which the uplink has sent all earlier rounds, in seconds.
+        first: whether it is the first round of its fragment.
 
     >>> fixed(1)(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))
     1
@@ -30,6 +31,7 @@ class Asked:
     now: float
     deadline: float
     free_at: float
+    first: bool = False
 
 
 Choose = Callable[[Asked], int]
@@ -68,7 +70,7 @@ def oracle(trace: RateTrace) -> Choose:
 
 
 def observed(known: Deadlines) -> Choose:
-    """Choose like a replica (`RoundPipeline`): the finest level that is expected in time; the coarsest if none is.
+    """Choose like a replica (`RoundPipeline`): the coarsest level in a first round; then the finest that is expected in time, or the coarsest.
 
     Args:
         known: the times of earlier rounds; `play` adds to it.
@@ -80,6 +82,8 @@ def observed(known: Deadlines) -> Choose:
     """
 
     def choose(asked: Asked) -> int:
+        if asked.first:
+            return len(asked.nbytes) - 1
         most = known.share(asked.now, asked.nbytes[0], asked.deadline) * asked.nbytes[0]
         return next((k for k, nbytes in enumerate(asked.nbytes) if nbytes <= most), len(asked.nbytes) - 1)
 
@@ -150,10 +154,10 @@ def play(
     >>> played.stalls, played.nbytes  # a round takes 2 seconds, and 1 is left; the second has not landed
     ((1.0,), 2000)
     """
-    now, free_at = 0.0, 0.0
-    flights, arriving = list[_Flight](), deque[_Flight]()
-    levels, stalls = dict[tuple[int, int], int](), list[float]()
-    numbers, skipped, sent = [0] * len(nbytes), [0] * len(nbytes), 0
+    now = free_at = 0.0
+    flights, arriving, stalls = list[_Flight](), deque[_Flight](), list[float]()
+    levels, sent = dict[tuple[int, int], int](), 0
+    numbers, skipped = [0] * len(nbytes), [0] * len(nbytes)
 
     def hear() -> None:
         while arriving and arriving[0].arrival <= now:
@@ -164,25 +168,23 @@ def play(
         now += step_seconds
         for index in schedule.departs(step, len(nbytes)):
             hear()
-            must = skips and (skipped[index] >= skips or not known.probed)
-            sizes = nbytes[index][:-1] if must else nbytes[index]
-            level = choose(Asked(sizes, now, now + schedule.delay * step_seconds, free_at))
+            first = numbers[index] == 0
+            sizes = nbytes[index][:-1] if skips and (first or skipped[index] >= skips) else nbytes[index]
+            level = choose(Asked(sizes, now, now + schedule.delay * step_seconds, free_at, first))
             values = not skips or level < len(nbytes[index]) - 1
             skipped[index] = 0 if values else skipped[index] + 1
             begin, of, key = max(now, free_at), sizes[level], (index, numbers[index])
             free_at = trace.left(begin, of)
             arrival = free_at + trace.delay_seconds
-            flights.append(_Flight(key, step + schedule.delay, arrival, of, arrival - begin, values))
-            arriving.append(flights[-1])
+            arriving.append(_Flight(key, step + schedule.delay, arrival, of, arrival - begin, values))
+            flights.append(arriving[-1])
             known.departed(key, now, of)
-            levels[key] = level
-            numbers[index], sent = numbers[index] + 1, sent + of
+            levels[key], numbers[index], sent = level, numbers[index] + 1, sent + of
         for flight in [one for one in flights if one.lands == step]:
             flights.remove(flight)
-            late = flight.arrival > now
-            if late:
-                stalls.append(flight.arrival - now)
+            if (stall := flight.arrival - now) > 0:
+                stalls.append(stall)
                 now = flight.arrival
             hear()
-            known.landed(late)
+            known.landed(late=stall > 0)
     return Played(levels, tuple(stalls), now, sent)
