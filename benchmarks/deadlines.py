@@ -1,17 +1,19 @@
-"""The gain of a replica that sends late rounds at a coarser level. Five minutes on one core.
+"""The gain of a replica that sends late rounds at a coarser level, or skips them. Some 20 s for each row and seed on one core.
 
-    python benchmarks/deadlines.py [--seeds 2] [--into FILE]
+    python benchmarks/deadlines.py [--trace NAME=FILE ...] [--seeds 3] [--into FILE]
 
-On uplinks whose rate changes, with `streaming_sign` on the model nano, two replicas and steps of 0.1 s, it compares each level
-alone, `Levelled`, which knows how long its rounds took, and an oracle, which knows the trace. *Stalls and utilisation are
-simulated*, in virtual time. No trace is recorded: one is a step down and up, two are drawn (a mobile uplink whose rate changes
-every second, and a cable in the evening, every ten seconds). *Losses are measured*: each run is trained with the levels that its
-rounds had in virtual time, equal on all replicas.
+On uplinks whose rate changes, with `streaming_sign` on the model nano, two replicas and steps of half a second, it compares each
+level alone, `Levelled`, which knows how long its rounds took, and an oracle, which knows the trace; both also with skipped rounds.
+*Stalls and utilisation are simulated*, in virtual time. A step down and up and two drawn traces are always there (a mobile uplink
+whose rate changes every second, and a cable in the evening, every ten seconds); recorded ones are given as files
+(`RateTrace.load`). The model's bytes are scaled so that the finest level alone is busy for 60 % of the time on each trace.
+*Losses are measured*: each run is trained with the levels that its rounds had in virtual time, equal on all replicas.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import random
 import statistics
@@ -24,6 +26,7 @@ from provenance import provenance, save
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Int, Levelled, Sign
+from thinwire.comm.rates import RateTrace
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.tokenizer import open_corpus
@@ -31,32 +34,47 @@ from thinwire.packet import HEADER_NBYTES
 from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.pipeline import RoundPipeline
-from thinwire.simulate.deadlines import Choose, Played, RateTrace, fixed, observed, oracle, play
+from thinwire.simulate.deadlines import Choose, Played, fixed, observed, oracle, play
 
-LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)))
-STEPS, STEP_SECONDS = 300, 0.1
-RUN = Run.of(model="nano", batch=4, sequence=128, replicas=2, steps=STEPS)
-STRATEGY = tw.streaming_sign(codec=LEVELS)
+SKIPS = 2
+LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)), skips=SKIPS)
+STEPS, STEP_SECONDS, BUSY = 300, 0.5, 0.6
+RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2, steps=STEPS)
+STRATEGY = tw.streaming_sign(delay=5, codec=LEVELS)
 Levels = dict[tuple[int, int], int]
 
 
 def walk(seed: int, every: float, middle: float, step: float, least: float, delay: float) -> RateTrace:
     """Returns a random walk of a rate by factors, which returns to `middle`."""
     drawn, at, rates = random.Random(seed), 0.0, list[float]()
-    for _ in range(int(2 * STEPS * STEP_SECONDS / every)):
+    for _ in range(int(3 * STEPS * STEP_SECONDS / every)):
         at = 0.9 * at + drawn.gauss(0.0, step)
         rates.append(max(least, middle * math.exp(at)))
     return RateTrace(tuple(every * k for k in range(len(rates))), tuple(rates), delay)
 
 
-def traces(full: int) -> dict[str, RateTrace]:
-    """Returns traces around the rate at which the finest level, `full` bytes in a round, just arrives in time."""
-    needed = 8 * full / (STRATEGY.schedule.delay * STEP_SECONDS)
+def traces() -> dict[str, RateTrace]:
+    """Returns the traces that are not recorded."""
     return {
-        "falls to a sixth": RateTrace((0.0, 8.0, 30.0), (2 * needed, needed / 6, 2 * needed), 0.03),
-        "mobile": walk(1, 1.0, needed / 2, 0.4, needed / 6, 0.05),
-        "evening": walk(2, 10.0, needed / 4, 0.5, needed / 6, 0.02),
+        "falls to a sixth": RateTrace((0.0, 40.0, 150.0), (2e6, 1e6 / 6, 2e6), 0.03),
+        "mobile (drawn)": walk(1, 1.0, 1e6, 0.4, 1e6 / 3, 0.05),
+        "evening (drawn)": walk(2, 10.0, 1e6, 0.5, 1e6 / 3, 0.02),
     }
+
+
+def scaled(trace: RateTrace, payloads: list[list[int]]) -> tuple[float, list[list[int]]]:
+    """Returns a factor, and the bytes of rounds (a skipped one last) if the model were so many times as large: the finest level alone
+    trains for the share BUSY of the time."""
+
+    def packets(factor: float) -> list[list[int]]:
+        return [[*(HEADER_NBYTES + int(factor * one) for one in of), HEADER_NBYTES + 1] for of in payloads]
+
+    low, high = 1e-4, 1e6
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        played = play(trace, STRATEGY.schedule, packets(middle), STEPS, STEP_SECONDS, fixed(0), Deadlines())
+        low, high = (middle, high) if played.utilization > BUSY else (low, middle)
+    return low, packets(low)
 
 
 def trained(levels: Levels, seed: int) -> float:
@@ -91,60 +109,96 @@ def trained(levels: Levels, seed: int) -> float:
 
 
 def sizes() -> list[list[int]]:
-    """Returns the bytes of a round of each fragment at each level."""
+    """Returns the bytes of the payload of each fragment at each level."""
     model = make_model(RUN.model, RUN.data.sequence, RUN.seed, open_corpus(RUN.data, RUN.model.model).vocabulary)
     every = [replace(LEVELS, level=level) for level in range(len(LEVELS.codecs))]
     return [
-        [HEADER_NBYTES + sum(part.nbytes for part in one.layout(fragment.numel)) for one in every]
+        [sum(part.nbytes for part in one.layout(fragment.numel)) for one in every]
         for fragment in STRATEGY.partition.fragments(model)
     ]
 
 
-def rows(seeds: int) -> list[dict[str, Any]]:
-    nbytes, losses, made = sizes(), dict[tuple[tuple[tuple[int, int], int], ...], list[float]](), list[dict[str, Any]]()
-    for name, trace in traces(max(one[0] for one in nbytes)).items():
-        ways: dict[str, tuple[Choose, Deadlines]] = {
-            str(codec): (fixed(level), Deadlines()) for level, codec in enumerate(LEVELS.codecs)
+def rows(seeds: int, given: dict[str, RateTrace]) -> list[dict[str, Any]]:
+    payloads, losses, made = (
+        sizes(),
+        dict[tuple[tuple[tuple[int, int], int], ...], list[float]](),
+        list[dict[str, Any]](),
+    )
+    for name, trace in (given | traces()).items():
+        factor, nbytes = scaled(trace, payloads)
+        known = [Deadlines(), Deadlines()]
+        ways: dict[str, tuple[Choose, Deadlines, int]] = {
+            str(codec): (fixed(level), Deadlines(), 0) for level, codec in enumerate(LEVELS.codecs)
         }
-        known = Deadlines()
-        ways |= {"Levelled": (observed(known), known), "oracle": (oracle(trace), Deadlines())}
-        for way, (choose, hears) in ways.items():
-            played: Played = play(trace, STRATEGY.schedule, nbytes, STEPS, STEP_SECONDS, choose, hears)
+        ways |= {
+            "Levelled": (observed(known[0]), known[0], 0),
+            f"Levelled, skips={SKIPS}": (observed(known[1]), known[1], SKIPS),
+            "oracle": (oracle(trace), Deadlines(), 0),
+            f"oracle, skips={SKIPS}": (oracle(trace), Deadlines(), SKIPS),
+        }
+        for way, (choose, hears, skips) in ways.items():
+            packets = nbytes if skips else [of[:-1] for of in nbytes]
+            played: Played = play(trace, STRATEGY.schedule, packets, STEPS, STEP_SECONDS, choose, hears, skips)
             key = tuple(sorted(played.levels.items()))
-            if key not in losses:
+            if way == "oracle":  # only its stalls
+                losses[key] = []
+            elif not losses.get(key):
                 losses[key] = [trained(played.levels, seed) for seed in range(seeds)]
             made.append(
                 {
-                    "trace": name, "way": way, "late": len(played.stalls), "rounds": len(played.levels),
+                    "trace": name, "way": way, "late": len(played.stalls), "rounds": len(played.levels), "factor": factor,
                     "stall_seconds": played.stall_seconds, "utilization": played.utilization, "nbytes": played.nbytes,
-                    "losses": losses[key], "levels": [list(played.levels.values()).count(k) for k in range(len(LEVELS.codecs))],
+                    "longest_stall_seconds": max(played.stalls, default=0.0), "losses": losses[key],
+                    "levels": [list(played.levels.values()).count(k) for k in range(len(LEVELS.codecs) + 1)],
                 }
             )  # fmt: skip
             print(
-                f"{name:28} {way:60} {played.stall_seconds:6.2f} s stalled, {played.utilization:.1%}, loss {losses[key]}",
+                f"{name:24} {way:60} {played.stall_seconds:6.2f} s stalled, {played.utilization:.1%}, loss {losses[key]}",
                 flush=True,
             )
     return made
 
 
+def recorded(texts: list[str]) -> tuple[dict[str, RateTrace], list[dict[str, Any]]]:
+    """Returns the traces of NAME=FILE, and what identifies them."""
+    found, facts = dict[str, RateTrace](), list[dict[str, Any]]()
+    for text in texts:
+        name, _, path = text.partition("=")
+        found[name] = trace = RateTrace.load(Path(path), delay_seconds=0.05)
+        rates = [trace.rates[k] for k in range(len(trace.rates)) if trace.begins[k] < STEPS * STEP_SECONDS]
+        low, _, high = statistics.quantiles(rates, n=4)
+        digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        facts.append(
+            {
+                "trace": name, "file": Path(path).name, "sha256": digest, "seconds": trace.period, "mean_bits_per_second": trace.mean,
+                "quartiles_bits_per_second": [low, high], "without_a_bit": rates.count(0.0) / len(rates),
+            }
+        )  # fmt: skip
+    return found, facts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--trace", action="append", default=[], metavar="NAME=FILE", help="a recorded trace; may be repeated"
+    )
     parser.add_argument("--into", type=Path, help="where the result goes; without, benchmarks/results/deadlines.json")
     asked = parser.parse_args()
-    about = provenance()
+    about, (given, facts) = provenance(), recorded(asked.trace)
     setting = {
         "strategy": repr(STRATEGY),
         "model": "nano",
         "steps": STEPS,
         "step_seconds": STEP_SECONDS,
         "seeds": asked.seeds,
+        "traces": facts,
     }
     result = about | {
         "benchmark": "deadlines",
         "word": "simulated, losses measured",
         "setting": setting,
-        "rows": rows(asked.seeds),
+        "rows": rows(asked.seeds, given),
     }
     print(f"written: {save('deadlines', result, asked.into)}")
 

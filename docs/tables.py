@@ -608,7 +608,8 @@ def deadlines(result: Result) -> tuple[list[str], list[list[str]]]:
         [
             f"`{re.sub(r', (scale|rounding)=[^,)]*|(scale|rounding)=[^,)]*, ', '', way)}`" if "(" in way else way,
             *(
-                f"{one['stall_seconds']:.1f} s, {one['utilization']:.1%}, {statistics.fmean(one['losses']):.4f}"
+                f"{one['stall_seconds']:.1f} s, {one['utilization']:.1%}"
+                + (f", {statistics.fmean(one['losses']):.3f}" if one["losses"] else "")
                 for one in (found[trace] for trace in traces)
             ),
         ]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from thinwire.codecs import Codec, Identity, Shapes, in_full, warm_up
+from thinwire.codecs import Codec, Identity, Shapes, check_kept, in_full, warm_up
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.aggregate import Aggregate, Mean
@@ -248,6 +248,7 @@ class Strategy:
     def _check_codec(self, codec: Codec) -> None:
         if self.feedback:
             self.feedback.check(codec)
+        check_kept(codec, self.feedback)
         self.exchange.check(codec, self.feedback)
         if self.exchange.feedback and (codec.grain or 1) != (self.codec.grain or 1):
             raise ConfigurationError(

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
+from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
@@ -159,7 +160,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
-    """Raise `ConfigurationError` if options contradict each other."""
+    """Raise `ConfigurationError` if options contradict each other, or the link's file cannot be read."""
+    parse_link(run.placement.link)
     if run.placement.elastic:
         if place is not None:
             raise ConfigurationError(

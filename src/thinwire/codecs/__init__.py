@@ -15,7 +15,7 @@ from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook
 from thinwire.codecs.device import encode_from
 from thinwire.codecs.entropy import Entropy
-from thinwire.codecs.levelled import Levelled
+from thinwire.codecs.levelled import Levelled, check_kept
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.over_senders import OverSenders, mean_over_senders
 from thinwire.codecs.per_tensor import Each
@@ -49,6 +49,7 @@ __all__ = [
     "Squares",
     "TopK",
     "check_finite",
+    "check_kept",
     "encode_from",
     "in_full",
     "mean_over_senders",

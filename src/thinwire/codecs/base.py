@@ -171,9 +171,9 @@ class Codec(Protocol):
         """Finer and coarser forms of this codec, from which a policy chooses; empty if none are known."""
         return ()
 
-    def within(self, share: float, numel: int) -> Codec:
+    def within(self, share: float, numel: int, skipped: int = 0) -> Codec:
         """For a codec with levels: this codec at the finest level that makes at most `share` of its `nbytes(numel)`, or at the coarsest. All
-        levels are the same codec to receivers and on the wire.
+        levels are the same codec to receivers and on the wire. `skipped`: the rounds of this fragment in a row that sent no values.
         """
         return self
 

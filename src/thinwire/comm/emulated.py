@@ -3,8 +3,9 @@
 The model: a replica has one uplink, which carries one message at a time in the order of posting, to any
 receiver. A message of n bytes starts when the uplink is free, occupies it for 8 n / rate seconds, and is handed to the
 carrier `delay_seconds` after its last bit left. So the delays of successive messages overlap; their serialisations
-do not. The downlink has no limit, and the time of the carrier itself is added. Bits are counted without the
-headers of TCP/IP (about 3 % at an MTU of 1500), nothing is lost, and there is no slow start.
+do not. With a trace (`TracedLink`) the rate changes over time. The downlink has no limit, and the time of the
+carrier itself is added. Bits are counted without the headers of TCP/IP (about 3 % at an MTU of 1500), nothing is
+lost, and there is no slow start.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from math import isfinite
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from thinwire.comm.group import Group, Messages, Sized, Transfer, WrappedGroup, travelling
 from thinwire.comm.ledger import Ledger
+from thinwire.comm.rates import RateTrace
 from thinwire.errors import ConfigurationError, LinkError
 
 _RATES = {"gbit": Decimal(10**9), "mbit": Decimal(10**6), "kbit": Decimal(10**3), "bit": Decimal(1)}
 _TIMES = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
+_BEGAN = time.monotonic()  # new groups of an elastic run do not begin a trace anew
+_TRACE = "trace:"
+_DELAY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|ms|us)")
 _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)(gbit|mbit|kbit|bit)(?:,([0-9]+(?:\.[0-9]+)?)(s|ms|us))?")
 
 
@@ -75,17 +81,77 @@ class Link:
         return f"{rate},{_in_units(self.delay_seconds, _TIMES)}" if self.delay_seconds else rate
 
     def serialisation_seconds(self, nbytes: int) -> float:
-        """Seconds for which a message of `nbytes` occupies the uplink."""
+        """Seconds for which a message of `nbytes` occupies the uplink; with a trace, at its mean rate."""
         return 8 * nbytes / self.bits_per_second
+
+    def occupied_seconds(self, start: float, nbytes: int) -> float:
+        """Seconds for which a message of `nbytes` occupies the uplink whose first bit leaves at `start`."""
+        return self.serialisation_seconds(nbytes)
 
     def seconds(self, nbytes: int) -> float:
         """Seconds of a message of `nbytes` on an idle link, to the arrival of its last bit."""
         return self.serialisation_seconds(nbytes) + self.delay_seconds
 
 
+@dataclass(frozen=True)
+class TracedLink(Link):
+    """An uplink whose rate follows a file. `bits_per_second` is the mean rate, which predictions use.
+
+    Args:
+        path: the file; `RateTrace.load` says what it may hold.
+        trace: what it holds. It begins anew after its end.
+        began: the time at which the trace begins, on the clock of the messages; by default that at which this process loaded this module.
+
+    >>> link = TracedLink(5e5, path="up.txt", trace=RateTrace((0.0, 1.0), (8e5, 2e5), period=2.0), began=0.0)
+    >>> [link.occupied_seconds(start, nbytes=50_000) for start in (0.0, 1.0)]
+    [0.5, 1.25]
+    """
+
+    path: str = ""
+    trace: RateTrace = field(default=RateTrace((0.0,), (1.0,)), repr=False, compare=False)
+    began: float = field(default=_BEGAN, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, path: str, delay_seconds: float = 0.0) -> TracedLink:
+        """Read the trace at `path`. Raises `ConfigurationError`."""
+        trace = RateTrace.load(Path(path))
+        return cls(trace.mean, delay_seconds, path, trace)
+
+    def __str__(self) -> str:
+        return f"{_TRACE}{self.path}" + (f",{_in_units(self.delay_seconds, _TIMES)}" if self.delay_seconds else "")
+
+    def occupied_seconds(self, start: float, nbytes: int) -> float:
+        """See `Link.occupied_seconds`."""
+        since = max(0.0, start - self.began)
+        return self.trace.left(since, nbytes) - since
+
+
 def parse_link(text: str) -> Link | None:
-    """Like `Link.parse`; None for "none"."""
-    return None if text == "none" else Link.parse(text)
+    """Like `Link.parse`; None for "none"; `trace:FILE` or `trace:FILE,30ms` is an uplink whose rate follows a file."""
+    if text == "none":
+        return None
+    return TracedLink.load(*_trace(text)) if text.startswith(_TRACE) else Link.parse(text)
+
+
+def check_link(text: str) -> None:
+    """Raise `ConfigurationError` if `parse_link` would refuse `text`, without reading a file."""
+    if text.startswith(_TRACE):
+        _trace(text)
+    else:
+        parse_link(text)
+
+
+def _trace(text: str) -> tuple[str, float]:
+    """The path and the delay of `trace:FILE,DELAY`. Raises `ConfigurationError`."""
+    path, _, delay = text.removeprefix(_TRACE).rpartition(",")
+    match = _DELAY.fullmatch(delay)
+    if match is None:  # the path may hold a comma
+        path = text.removeprefix(_TRACE)
+    if not path:
+        raise ConfigurationError(
+            f"the link {text!r} was given; a file is needed, such as trace:uplink.txt or trace:uplink.txt,30ms."
+        )
+    return path, float(Decimal(match[1]) * _TIMES[match[2]]) if match else 0.0
 
 
 class Uplink:
@@ -106,7 +172,7 @@ class Uplink:
     def book(self, now: float, nbytes: int) -> tuple[float, float]:
         """Book the next message. Returns the times at which its first bit leaves and its last bit arrives."""
         start = max(now, self._free_at)
-        occupied = self.link.serialisation_seconds(nbytes)
+        occupied = self.link.occupied_seconds(start, nbytes)
         self._free_at = start + occupied
         self.busy_seconds += occupied
         return start, self._free_at + self.link.delay_seconds

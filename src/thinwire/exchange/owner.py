@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from thinwire.codecs import Codec, nested
+from thinwire.codecs.levelled import may_skip
 from thinwire.errors import ConfigurationError
+from thinwire.exchange.base import Exchange
 from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing
@@ -29,7 +31,7 @@ def check_owners(exchange: object, feedback: Feedback | None) -> None:
         )
 
 
-def check_means(exchange: object, codec: Codec) -> None:
+def check_means(exchange: Exchange, codec: Codec) -> None:
     """Raise `ConfigurationError` unless an owner can encode means of any part of a fragment in `codec`."""
     if codec.needs_shapes:
         raise ConfigurationError(
@@ -39,6 +41,11 @@ def check_means(exchange: object, codec: Codec) -> None:
     if any(inner.samples for inner in nested(codec)):
         raise ConfigurationError(
             f"{exchange} with {codec}: a codec that can encode a mean again is needed, this one would sample twice; choose AllReduce() or Direct()."
+        )
+    if may_skip(codec) and not exchange.feedback:
+        raise ConfigurationError(
+            f"{exchange} with {codec}: a mean that its owner skips would be lost; choose Direct(), skips=0, or an exchange with its own "
+            "feedback, such as TwoShot(Feedback())."
         )
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
-from thinwire.comm import parse_link
+from thinwire.comm import Link
+from thinwire.comm.emulated import check_link
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
@@ -296,7 +297,7 @@ class Placement(CheckedSettings):
     evict: bool = False
     """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
     link: str = "none"
-    """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms."""
+    """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms; trace:FILE,30ms: a file has the rates."""
     slow: tuple[float, ...] = ()
     """Emulate slow machines: replica m takes slow[m] times as long for an inner step, such as 1 2 4, by waiting."""
     uplink: str = "none"
@@ -315,7 +316,7 @@ class Placement(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_link(self.link)
+        check_link(self.link)
         if self.grace is not None:
             grace_seconds(self.grace, 1.0)
         if self.slow and (len(self.slow) != self.replicas or not all(1 <= one < math.inf for one in self.slow)):
@@ -348,7 +349,7 @@ class Placement(CheckedSettings):
             )
 
     def _check_uplink(self) -> None:
-        uplink = parse_link(self.uplink)
+        uplink = None if self.uplink == "none" else Link.parse(self.uplink)
         if uplink and (uplink.delay_seconds or self.carrier not in ("processes", "secure", "secure-elastic")):
             raise ConfigurationError(
                 f"uplink={self.uplink!r} with carrier={self.carrier!r}: a rate alone is needed, such as 100mbit, "

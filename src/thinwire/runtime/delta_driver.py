@@ -104,7 +104,7 @@ class DeltaDriver(Driver):
             )
             if self._by_tokens:
                 update.trained = facts["tokens"][2][str(index)]
-            self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False)
+            self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False, resumed=True)
 
     def request_stop(self) -> None:
         self._flights.request_stop()

@@ -53,7 +53,7 @@ class Flights:
         stall = training.clock() - began
         training.stall_seconds += stall
         self.heard(update)
-        self.pipeline.landed(update)
+        self.pipeline.landed(update, began)
         fields = {"fragment": update.of.index, "round": update.number}
         training.observe(
             "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,

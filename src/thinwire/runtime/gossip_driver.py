@@ -237,7 +237,8 @@ class GossipDriver:
         else:
             update = GossipUpdate(fragment, theta, rule, buffers, number=number, departed=departed, lands=lands)
         fragment.flight, fragment.rounds = update, max(fragment.rounds, number + 1)
-        self._flights.pipeline.launch(update, training.stall_seconds, scheduled=departed == training.step)
+        now = departed == training.step
+        self._flights.pipeline.launch(update, training.stall_seconds, scheduled=now, resumed=not now)
         return update
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ site. Neither touches the model.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Identity
+from thinwire.codecs import Identity, packet_nbytes
+from thinwire.codecs.levelled import MOST_SKIPS
 from thinwire.comm.group import Group
 from thinwire.diagnosis.records import recorded
 from thinwire.errors import LinkError, PeerError
@@ -24,7 +26,7 @@ from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
-from thinwire.packet import REFUSED, STOP, payload
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.runtime.deadlines import Deadlines
@@ -84,14 +86,17 @@ class RoundPipeline:
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
         self.stop_requested = False
         self._step_timer, self._deadlines = StepTimer(), Deadlines()
+        self._flying: dict[RoundUpdate, bool] = {}  # rounds of codecs with levels; whether they send values
+        self._heard_at = -math.inf  # the latest end of a round
+        self._skipped: dict[int, int] = {}  # by fragment: the rounds in a row that sent no values
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
         self._launched = 0
 
-    def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True) -> None:
+    def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True, resumed: bool = False) -> None:
         """Send the delta of `update`, and write the results there; its `arrival` is done when it may land.
 
         `stalled` are the seconds that the main thread has waited for landings so far. `scheduled` is false if several rounds depart at
-        once, when training has ended or resumes from a checkpoint.
+        once, when training has ended or resumes from a checkpoint; `resumed` is true in the second case.
         """
         begin, group = self.clock(), self.context.group
         update.begin = begin
@@ -103,23 +108,43 @@ class RoundPipeline:
         order = (update.lands, self._launched)
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
-        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled else 0.0)
+        self._set_level(update, begin, (update.lands - update.departed) * own if scheduled or resumed else math.inf)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
 
     def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
-        """If the codec has levels, choose the finest one with which `update` arrives within `seconds`; 0: there is no deadline."""
-        codec, numel = update.codec, update.delta.numel()
+        """If the codec has levels, choose the finest one with which `update` arrives within `seconds`, which are infinite if there is no
+        deadline. The first round of a fragment gets the coarsest one: it probes the link."""
+        codec, numel, fragment = update.codec, update.delta.numel(), update.of.index
         if not numel or codec.within(0.0, numel) is codec:
             return
-        share = self._deadlines.share(now, update.nbytes, now + seconds) if seconds > 0 else 1.0
-        update.codec = codec.within(share, numel)
+        self._hear()
+        skipped, share = self._skipped.get(fragment, 0), 1.0
+        if update.lands > update.departed and not math.isinf(seconds):
+            if update.number == 0:
+                skipped, share = MOST_SKIPS, 0.0
+            elif seconds > 0:
+                share = self._deadlines.share(now, update.nbytes, now + seconds)
+        update.codec = codec.within(share, numel, skipped)
         nbytes = sum(part.nbytes for part in update.codec.layout(numel))
-        self._deadlines.departed(now, round(update.nbytes * nbytes / codec.nbytes(numel)))
+        self._skipped[fragment] = 0 if nbytes > 1 else skipped + 1  # a byte names the level
+        if update.nbytes:  # a replica alone sends nothing
+            self._flying[update] = nbytes > 1
+            part = (HEADER_NBYTES + nbytes) / packet_nbytes(codec, numel)
+            self._deadlines.departed(update, now, max(1, round(update.nbytes * part)))
 
-    def landed(self, update: RoundUpdate) -> None:
-        """Record the time of `update`: that on the link if it is known, otherwise its total."""
-        self._deadlines.landed(update.nbytes_sent, update.transfer_seconds or update.end - update.begin)
+    def _hear(self) -> None:
+        """Record the rounds with levels that have arrived since the last call."""
+        for update in [one for one in self._flying if one.arrival.done() and not one.arrival.exception()]:
+            values = self._flying.pop(update)
+            seconds = update.transfer_seconds or update.end - max(update.begin, self._heard_at)
+            self._heard_at = max(update.end, self._heard_at)
+            self._deadlines.arrived(update, update.end, update.nbytes_sent, seconds, values)
+
+    def landed(self, update: RoundUpdate, began: float) -> None:
+        """Record that `update` has landed, for which training waited from `began` on."""
+        self._hear()
+        self._deadlines.landed(late=update.end > began)
 
     def close(self) -> None:
         """Drop rounds that have not started; rounds in progress end with the group."""

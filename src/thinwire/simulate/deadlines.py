@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from thinwire.comm.rates import RateTrace as RateTrace
 from thinwire.pieces.schedule import Staggered
 from thinwire.runtime.deadlines import Deadlines
-
-
-@dataclass(frozen=True)
-class RateTrace:
-    """An uplink with the rate `rates[k]` from `begins[k]` seconds on, and then a delay.
-
-    Args:
-        begins: seconds, ascending, from 0.
-        rates: bits a second, above 0, as many.
-        delay_seconds: from the last bit's departure to its arrival, in seconds.
-
-    >>> RateTrace((0.0, 1.0), (8e6, 8e3)).left(0.5, nbytes=501_000)  # 500 kB, then 1 kB a second later
-    2.0
-    """
-
-    begins: tuple[float, ...]
-    rates: tuple[float, ...]
-    delay_seconds: float = 0.0
-
-    def left(self, now: float, nbytes: int) -> float:
-        """The time at which the last bit of a message leaves whose first bit leaves `now`."""
-        bits, place = 8.0 * nbytes, bisect_right(self.begins, now) - 1
-        for begin, rate in zip(self.begins[place + 1 :], self.rates[place:]):
-            if bits <= (begin - now) * rate:
-                return now + bits / rate
-            bits, now = bits - (begin - now) * rate, begin
-        return now + bits / self.rates[-1]
 
 
 @dataclass(frozen=True)
@@ -43,10 +17,11 @@ class Asked:
     will be free, which only an oracle knows.
 
     Args:
-        nbytes: bytes of the round at each level, the finest first.
+        nbytes: bytes of the round at each level, the finest first; the last may be a skipped round.
         now: time of departure, in seconds.
         deadline: time at which it must land, in seconds.
         free_at: time at which the uplink has sent all earlier rounds, in seconds.
+        first: whether it is the first round of its fragment.
 
     >>> fixed(1)(Asked(nbytes=(1000, 500), now=0.0, deadline=1.0, free_at=0.0))
     1
@@ -56,6 +31,7 @@ class Asked:
     now: float
     deadline: float
     free_at: float
+    first: bool = False
 
 
 Choose = Callable[[Asked], int]
@@ -94,22 +70,22 @@ def oracle(trace: RateTrace) -> Choose:
 
 
 def observed(known: Deadlines) -> Choose:
-    """Choose like a replica (`RoundPipeline`): the finest level that is expected in time; the coarsest if none is.
+    """Choose like a replica (`RoundPipeline`): the coarsest level in a first round; then the finest that is expected in time, or the coarsest.
 
     Args:
-        known: the times of earlier rounds; each departure is added to it.
+        known: the times of earlier rounds; `play` adds to it.
 
     >>> known = Deadlines()
-    >>> known.landed(nbytes=1000, seconds=1.5)
+    >>> known.arrived("a round", now=1.5, nbytes=1000, seconds=1.5)
     >>> observed(known)(Asked(nbytes=(1000, 500), now=2.0, deadline=3.0, free_at=0.0))
     1
     """
 
     def choose(asked: Asked) -> int:
+        if asked.first:
+            return len(asked.nbytes) - 1
         most = known.share(asked.now, asked.nbytes[0], asked.deadline) * asked.nbytes[0]
-        level = next((k for k, nbytes in enumerate(asked.nbytes) if nbytes <= most), len(asked.nbytes) - 1)
-        known.departed(asked.now, asked.nbytes[level])
-        return level
+        return next((k for k, nbytes in enumerate(asked.nbytes) if nbytes <= most), len(asked.nbytes) - 1)
 
     return choose
 
@@ -144,10 +120,12 @@ class Played:
 
 @dataclass(frozen=True)
 class _Flight:
+    of: tuple[int, int]
     lands: int
     arrival: float
     nbytes: int
     seconds: float
+    values: bool
 
 
 def play(
@@ -158,40 +136,55 @@ def play(
     step_seconds: float,
     choose: Choose,
     known: Deadlines,
+    skips: int = 0,
 ) -> Played:
-    """Simulate `steps` inner steps of `step_seconds` each, with fragments of `nbytes` at each level. Landings are added to `known`.
+    """Simulate `steps` inner steps of `step_seconds` each, with fragments of `nbytes` at each level. The rounds are told to `known`.
 
     Args:
         trace: the uplink.
         schedule: the steps at which each fragment departs and lands.
-        nbytes: bytes of each fragment at each level, the finest first.
+        nbytes: bytes of each fragment at each level, the finest first; with `skips`, the last of a skipped round.
         steps: number of inner steps.
         step_seconds: seconds of one inner step.
         choose: gives the level of each round from the facts at its departure.
         known: the times from which `observed` chooses.
+        skips: the most rounds of a fragment in a row that may be skipped.
 
     >>> played = play(RateTrace((0.0,), (4000.0,)), Staggered(every=2, delay=1), [(1000, 500)], 4, 1.0, fixed(0), Deadlines())
     >>> played.stalls, played.nbytes  # a round takes 2 seconds, and 1 is left; the second has not landed
     ((1.0,), 2000)
     """
-    now, free_at = 0.0, 0.0
-    flights: list[_Flight] = []
-    levels, stalls = dict[tuple[int, int], int](), list[float]()
-    numbers, sent = [0] * len(nbytes), 0
+    now = free_at = 0.0
+    flights, arriving, stalls = list[_Flight](), deque[_Flight](), list[float]()
+    levels, sent = dict[tuple[int, int], int](), 0
+    numbers, skipped = [0] * len(nbytes), [0] * len(nbytes)
+
+    def hear() -> None:
+        while arriving and arriving[0].arrival <= now:
+            one = arriving.popleft()
+            known.arrived(one.of, one.arrival, one.nbytes, one.seconds, one.values)
+
     for step in range(1, steps + 1):
         now += step_seconds
         for index in schedule.departs(step, len(nbytes)):
-            level = choose(Asked(nbytes[index], now, now + schedule.delay * step_seconds, free_at))
-            begin, of = max(now, free_at), nbytes[index][level]
+            hear()
+            first = numbers[index] == 0
+            sizes = nbytes[index][:-1] if skips and (first or skipped[index] >= skips) else nbytes[index]
+            level = choose(Asked(sizes, now, now + schedule.delay * step_seconds, free_at, first))
+            values = not skips or level < len(nbytes[index]) - 1
+            skipped[index] = 0 if values else skipped[index] + 1
+            begin, of, key = max(now, free_at), sizes[level], (index, numbers[index])
             free_at = trace.left(begin, of)
             arrival = free_at + trace.delay_seconds
-            flights.append(_Flight(step + schedule.delay, arrival, of, arrival - begin))
-            levels[index, numbers[index]] = level
-            numbers[index], sent = numbers[index] + 1, sent + of
+            arriving.append(_Flight(key, step + schedule.delay, arrival, of, arrival - begin, values))
+            flights.append(arriving[-1])
+            known.departed(key, now, of)
+            levels[key], numbers[index], sent = level, numbers[index] + 1, sent + of
         for flight in [one for one in flights if one.lands == step]:
             flights.remove(flight)
-            if flight.arrival > now:
-                stalls.append(flight.arrival - now)
+            if (stall := flight.arrival - now) > 0:
+                stalls.append(stall)
                 now = flight.arrival
-            known.landed(flight.nbytes, flight.seconds)
+            hear()
+            known.landed(late=stall > 0)
     return Played(levels, tuple(stalls), now, sent)

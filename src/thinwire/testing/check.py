@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from thinwire.codecs import E3M0, Codec, Identity, LowRank, Sign, TopK
+from thinwire.codecs.levelled import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
+from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Mix, Reset
 from thinwire.pieces.outer import Nesterov, Outer
 from thinwire.pieces.partition import Strided
@@ -111,7 +113,10 @@ def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
     yield _named(codecs.refuses_what_is_not_finite, fitted)
     yield _named(codecs.survives_any_bytes, fitted)
     yield _named(codecs.adds_on_the_way, fitted)
-    whole = Strategy(schedule=Staggered(4, 1), partition=Strided(2), codec=codec, outer=Nesterov(), merge=Mix(0.5))
+    keeps = Feedback() if may_skip(codec) else None
+    whole = Strategy(
+        schedule=Staggered(4, 1), partition=Strided(2), codec=codec, feedback=keeps, outer=Nesterov(), merge=Mix(0.5)
+    )
     yield from _of_a_strategy(whole)
 
 
