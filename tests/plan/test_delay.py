@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def test_the_delay_balances_waiting_and_loss(link: str, step_seconds: float, del
     run = Run.of(model="nano", link=link)
     given, said = with_delay(run, skeleton(run), step_seconds)
     assert given == run.changed(delay=delay) and said.startswith(f"{delay} step")
+    assert ("--delay 1 would train" in said) == (delay > 1)
+
+
+def test_a_longer_delay_says_what_it_costs_and_what_to_type() -> None:
+    """A round takes 153 ms there, three steps of 50 ms."""
+    run = Run.of(model="nano", link="20mbit,150ms")
+    said = with_delay(run, skeleton(run), 0.05)[1]
+    kept, waits = (int(share) for share in re.findall(r"at most (\d+)% of the time", said))
+    assert waits < kept and "end about 2.4% lower after as many steps" in said
 
 
 @pytest.mark.parametrize(
