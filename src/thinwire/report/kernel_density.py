@@ -41,7 +41,7 @@ def silverman(values: Floats) -> float:
     deviation = float(values.std(ddof=1))
     low, high = np.quantile(values, [0.25, 0.75]).tolist()
     spread = min(deviation, (high - low) / 1.34) or deviation
-    return 0.9 * spread * len(values) ** (-1 / 5)
+    return float(0.9 * spread * len(values) ** (-1 / 5))
 
 
 def bandwidth(values: Floats) -> Bandwidth:
