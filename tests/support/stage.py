@@ -21,13 +21,12 @@ from typing import Any, ClassVar
 import counting
 from counting import NAMES, PLACES, QUICK, UNIT
 from faults import MORTAL, Fault
-from stage_figures import figures, shares
+from stage_figures import figures
 
 from thinwire.membership.lighthouse import Lighthouse
 
 LIMIT = 600.0  # only ends a hang
 CLONE_NEWNET = 0x40000000
-SHARE = 0.9  # of the living replicas that take part, over all rounds
 Line = dict[str, Any]
 
 # Each process is forked from one that has imported torch already, because importing takes long on a busy machine.
@@ -302,7 +301,6 @@ class Stage:
         self.play(faults)
         self.end()
         text = self.figures(self.check_anchors())
-        assert shares(self)[0] >= SHARE, text
         return f"{text}\n{time.monotonic() - began:.0f} s"
 
     # ---- checks at the end
