@@ -12,11 +12,13 @@ from faults import Fault
 from namespaces import Namespaces
 from nat import CLOUD, Masquerade
 from stage import Stage
+from stage_figures import shares
 
 from thinwire.comm.secure import invite
 
 PORT = 29530
 LOST = 4  # packets that a short cut drops at least
+SHARE = 0.9  # of the living replicas that take part, over all rounds
 MEGABYTES, HUB_NBYTES = 64, 10**6  # most growth of a process; most bytes of the hub's folder
 
 
@@ -122,6 +124,11 @@ class NatStage(Stage):
     def begin(self) -> None:
         super().begin()
         self.held = self.peak = self.holds()
+
+    def soak(self, faults: Sequence[Fault]) -> str:
+        text = super().soak(faults)
+        assert shares(self)[0] >= SHARE, text
+        return text
 
     def play(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
