@@ -155,11 +155,14 @@ def may_skip(codec: Codec) -> bool:
 
 
 def check_kept(codec: Codec, feedback: object | None) -> None:
-    """Raise `ConfigurationError` if a round in `codec` may be skipped, and no `feedback` keeps its delta.
+    """Refuse a `codec` whose rounds may be skipped if no `feedback` keeps their deltas.
 
     Args:
         codec: the codec of a strategy.
         feedback: the strategy's feedback; None: what a codec loses is lost.
+
+    Raises:
+        ConfigurationError: a skipped delta would be lost.
 
     >>> from thinwire.codecs import Sign
     >>> check_kept(Sign(), None)

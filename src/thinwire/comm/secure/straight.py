@@ -39,7 +39,7 @@ ACCEPTED = 8  # most streams from one peer
 _PAUSES = (0.1, 0.5, 2.0, 10.0, 30.0)  # seconds before the next attempt to dial
 
 
-class Uplink(Says, Protocol):
+class HubConnection(Says, Protocol):
     """What `Straight` needs of the member's connection to the hub."""
 
     rate: float | None
@@ -72,7 +72,7 @@ class Straight:
         listen: where it listens; None: it opens no port, and dials those that do.
     """
 
-    def __init__(self, link: Uplink, enrolment: Enrolment, listen: Listen | None) -> None:
+    def __init__(self, link: HubConnection, enrolment: Enrolment, listen: Listen | None) -> None:
         self._link, self._enrolment = link, enrolment
         self._log: AuditLog | None = None
         self._server = MemberServer(listen, self.audit, self._admit, self._carry) if listen else None
