@@ -123,7 +123,7 @@ def test_leaks_of_every_kind_are_reported(tmp_path):
     assert code == 1 and "7 passed, 7 errors" in said, said
     for kind in ("thread", "process", "grandchild", "file", "socket", "pipe", "module"):
         assert f"ERROR at teardown of test_{kind} " in said, said
-    for words in ("the thread Tabitha is still running:", "in wait", "time.sleep(3600)"):
+    for words in ("the thread Tabitha is still running", "in wait", "time.sleep(3600)"):
         assert words in said, said
     for words in ("Felix is still open", "1 of socket:[", "2 of pipe:[", "Molly is still open"):
         assert words in said, said

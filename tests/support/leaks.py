@@ -129,13 +129,22 @@ def new_processes(before: Snapshot, now: Snapshot) -> dict[int, str]:
     }
 
 
+def new_threads(before: Snapshot, now: Snapshot) -> list[threading.Thread]:
+    new = now.threads - before.threads - EXCUSED.threads
+    return [thread for thread in new if thread.is_alive() and thread.name not in KEPT_THREADS]
+
+
+def stacks(before: Snapshot) -> list[str]:
+    """Returns where the new threads stand. Only for threads that stand still: Python 3.11 may crash if a thread runs meanwhile."""
+    frames = sys._current_frames()
+    stuck = [frames[thread.ident] for thread in new_threads(before, Snapshot()) if thread.ident in frames]
+    return ["".join(traceback.format_stack(frame)) for frame in stuck]
+
+
 def left_behind(before: Snapshot) -> list[str]:
     """Returns a description of everything that exists now and did not exist `before`."""
-    words, now, frames = [], Snapshot(), sys._current_frames()
-    for thread in now.threads - before.threads - EXCUSED.threads:
-        if thread.is_alive() and thread.name not in KEPT_THREADS:
-            stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))
-            words.append(f"the thread {thread.name} is still running:\n{stack}")
+    now = Snapshot()
+    words = [f"the thread {thread.name} is still running" for thread in new_threads(before, now)]
     for pid, command in new_processes(before, now).items():
         words.append(f"the process {pid} is still running: {command}")
     if more := now.files - before.files - EXCUSED.files:
@@ -198,7 +207,7 @@ def watch(request: pytest.FixtureRequest) -> Iterator[None]:
             _excuse_marked(request.node, before)
         threading.Event().wait(turn / 1000)
     end_processes(before)
-    pytest.fail("left behind: " + "\n".join(left), pytrace=False)
+    pytest.fail("left behind: " + "\n".join([*left, *stacks(before)]), pytrace=False)
 
 
 @pytest.fixture(autouse=True, scope="session")
