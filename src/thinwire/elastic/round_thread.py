@@ -47,16 +47,22 @@ class RoundThread:
     # ---- commands
 
     def join(self, step: int) -> None:
-        """Join a round of the others without a delta, and take over their state. Waits for it.
+        """Join a round of the others without a delta, and take over their state. Waits for it. If a member is lost in that round, it joins
+        another one, for as long as it would search for a view.
 
         Raises `LinkError` if too few members are there, `DisagreementError` if this replica's settings differ from theirs.
         """
-        self._tell(Join(step))
-        self.wait(lambda: self.idle)
-        if self.report.failure is not None:
-            raise self.report.failure
-        if self.report.reason:
-            raise LinkError(f"replica {self.membership.name!r} could not join: {self.report.reason}")
+        clock = self.membership.clock
+        until = clock() + self.membership.timeouts.view
+        while True:
+            self._tell(Join(step))
+            self.wait(lambda: self.idle)
+            if self.report.failure is not None:
+                raise self.report.failure
+            if not self.report.reason:
+                return
+            if self.report.alone or clock() >= until:
+                raise LinkError(f"replica {self.membership.name!r} could not join: {self.report.reason}")
 
     def ask(self, step: int) -> None:
         """Hold one round without a delta, to get what it agrees on."""
