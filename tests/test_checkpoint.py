@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from pieces import IN_SITES, METHODS
+from strategies import IN_SITES, METHODS
 
 import thinwire as tw
 from thinwire import checkpoint

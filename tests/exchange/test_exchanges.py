@@ -7,7 +7,8 @@ import time
 
 import pytest
 import torch
-from pieces import CODECS, EXCHANGES, MATRICES, METHODS, each, over
+from pieces import CODECS, EXCHANGES, MATRICES, over
+from strategies import METHODS, each
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger, Link

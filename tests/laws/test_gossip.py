@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from pieces import GOSSIP
+from strategies import GOSSIP
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger

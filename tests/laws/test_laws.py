@@ -7,7 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from pieces import CODECS, METHODS, PARTITIONS, each
+from pieces import CODECS, PARTITIONS
+from strategies import METHODS, each
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger

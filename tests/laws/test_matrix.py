@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from pieces import GOSSIP, METHODS
+from strategies import GOSSIP, METHODS
 
 import thinwire as tw
 from thinwire.recipes import RECIPES

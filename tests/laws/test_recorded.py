@@ -17,7 +17,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from pieces import CODECS, METHODS
+from pieces import CODECS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pieces import METHODS, Picky, each
+from pieces import Picky
+from strategies import METHODS, each
 from torch import nn
 
 import thinwire as tw

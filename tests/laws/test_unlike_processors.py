@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from core_processes import FOUR, NEW, OLD, UNLIKE, run_world
-from pieces import METHODS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.codecs.exact import root

@@ -1,22 +1,21 @@
-"""Just One Byte: the code of one byte, random directions, the loss at shifted weights, iterations and the log."""
+"""Just One Byte: the code of one byte, random directions, the loss at shifted weights, and iterations."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import threading
 import weakref
 from itertools import pairwise
 
 import pytest
 import torch
-from loops import LOOPS, Tour, attach, go_on, one_step, tour
+from loops import LOOPS, Tour, attach, one_step, tour
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from thinwire.lm.model import Architecture, Transformer
-from thinwire.methods import JustOneByte, Log
+from thinwire.methods import JustOneByte
 from thinwire.methods.perturbed import Shifted
 from thinwire.methods.zeroth_order import INVALID, ZERO, Entry, apply, decode, direction, encode, magnitudes
 from thinwire.rng import normals, quantiles
@@ -307,167 +306,3 @@ def test_different_learning_rates_are_detected():
 
     with pytest.raises(tw.PacketError, match="codec"):
         tw.run_threads(2, replica)
-
-
-# ---- replicas that join, leave, fail and return
-
-
-def replayed(log: Log, upto: int | None = None) -> Tensor:
-    model = toy()
-    for iteration, entry in enumerate(log.entries[:upto]):
-        apply([p.detach() for p in model.parameters() if p.requires_grad], entry, METHOD.seed, iteration)
-    return weights(model)
-
-
-def test_the_replayed_log_has_the_bits_of_the_run():
-    trips = tour(METHOD, 3, steps=6)
-    log = trips[1].at_work.log
-    assert all(same_bits(replayed(log, upto), trips[2].weights[upto - 1]) for upto in range(1, 7))
-    again = Log.load(*log.state())
-    assert again == log and again.chain(4) == log.chain(4) != log.chain(5)
-    assert log.state()[0]["codes"].numel() == 6 * 3 * METHOD.samples
-
-
-@pytest.mark.parametrize("snapshot", [0, 3])
-def test_a_late_replica_needs_only_the_log(snapshot):
-    """It begins with the first weights or with a checkpoint of iteration 3."""
-    early, late = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
-    made, seen = Tour(METHOD, names=("a", "b")), {}
-
-    def replica(group: tw.Group) -> None:
-        rank = group.rank
-        if rank < 2:
-            trip = attach(made, early[rank])
-            go_on(made, trip, early[rank], 5)
-            trip.at_work.meet(late[rank], ("a", "b", "late"))
-        else:
-            trip = joined(late[2])
-        go_on(made, trip, late[rank], 9)
-        seen[rank] = trip
-
-    def joined(group: tw.Group):
-        alone = tw.ThreadGroup.create(1, 20.0)[0]
-        trip = attach(Tour(METHOD, names=("late",)), alone)
-        if snapshot:
-            done = tour(METHOD, 2, steps=3, names=("a", "b"))  # the same run up to iteration 3
-            trip = attach(Tour(METHOD, names=("late",)), alone, done[0].at_work.model)
-            trip.at_work.load_state(*done[0].at_work.state())
-        trip.at_work.meet(group, ("a", "b", "late"))
-        return trip
-
-    tw.run_threads(3, replica)
-    assert same_bits(weights(seen[2].at_work.model), weights(seen[0].at_work.model))
-    assert seen[2].at_work.log == seen[0].at_work.log and len(seen[2].at_work.log.entries) == 9
-    given = next(e for e in seen[0].events if e["event"] == "given")
-    assert given["nbytes"] < 1000 and given["to"] == ["late"]
-    assert [e.names for e in seen[0].at_work.log.entries] == [("a", "b")] * 5 + [("a", "b", "late")] * 4
-
-
-class FailingLink:
-    """A group whose link fails in iteration `at`: replica 1's packet reaches replica 2, which applies it, but not replica 0."""
-
-    def __init__(self, group: tw.Group, at: int, applied: threading.Event) -> None:
-        self.group, self.rank, self.size, self.at, self.posts, self.applied = (
-            group,
-            group.rank,
-            group.size,
-            at,
-            0,
-            applied,
-        )
-
-    def post(self, tag, send, recv, purpose="packet", sized=None):
-        if purpose == "packet":
-            self.posts += 1
-            if self.posts > self.at and self.rank == 1:
-                self.group.post(tag, {2: send[2]}, {}, purpose)
-                assert self.applied.wait(600.0)  # keep the link until replica 2 has all packets
-                raise tw.LinkError("torn")
-            if self.posts > self.at + 1:  # only replica 2 gets this far
-                self.applied.set()
-                raise tw.LinkError("torn")
-        return self.group.post(tag, send, recv, purpose, sized)
-
-    def close(self):
-        self.group.close()
-
-
-def test_an_iteration_that_reached_one_replica_is_taken_from_its_log():
-    """Replica 2 has all three packets and applies them; replica 0 lacks one and takes the iteration from replica 2's log."""
-    first, second = tw.ThreadGroup.create(3, 60.0), tw.ThreadGroup.create(2, 60.0)
-    made, seen, applied = Tour(METHOD, names=("a", "b", "c")), {}, threading.Event()
-
-    def replica(group: tw.Group) -> None:
-        trip = attach(made, FailingLink(first[group.rank], 3, applied))
-        with pytest.raises(tw.LinkError):
-            go_on(made, trip, first[group.rank], 8)
-        first[group.rank].close()
-        seen[group.rank] = trip.at_work.step, trip
-        if group.rank != 1:
-            trip.at_work.meet(second[group.rank // 2], ("a", "c"))
-            go_on(made, trip, second[group.rank // 2], 8)
-
-    tw.run_threads(3, replica)
-    assert [seen[rank][0] for rank in (0, 1, 2)] == [3, 3, 4]
-    survivors = [seen[rank][1] for rank in (0, 2)]
-    assert same_bits(*(weights(trip.at_work.model) for trip in survivors))
-    assert survivors[0].at_work.log.entries[3].names == ("a", "b", "c")
-    assert survivors[0].at_work.log.entries[4].names == ("a", "c")
-
-
-def test_a_replica_that_iterated_alone_is_refused():
-    """Both replicas made iterations without the other, so their logs differ."""
-    both, alone, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(1), tw.ThreadGroup.create(2, 20.0)
-    made = Tour(METHOD, names=("a", "b"))
-
-    def replica(group: tw.Group) -> None:
-        trip = attach(made, both[group.rank])
-        go_on(made, trip, both[group.rank], 2)
-        if group.rank:
-            trip.at_work.meet(alone[0], ("b",))
-            go_on(made, trip, group=alone[0], upto=4)
-        trip.at_work.meet(again[group.rank], ("a", "b")) if group.rank else _one_more(made, trip, again[0])
-
-    def _one_more(made, trip, group):
-        solo = tw.ThreadGroup.create(1)[0]
-        trip.at_work.meet(solo, ("a",))
-        go_on(made, trip, solo, 3)
-        trip.at_work.meet(group, ("a", "b"))
-
-    with pytest.raises(tw.DisagreementError, match="continued separately"):
-        tw.run_threads(2, replica)
-
-
-def test_a_joining_replica_with_other_first_weights_is_refused():
-    both, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
-    made = Tour(METHOD, names=("a", "b"))
-
-    def replica(group: tw.Group) -> None:
-        if group.rank < 2:
-            trip = attach(made, both[group.rank])
-            go_on(made, trip, both[group.rank], 2)
-        else:
-            trip = attach(Tour(METHOD, names=("c",)), tw.ThreadGroup.create(1)[0], toy(5))
-        trip.at_work.meet(again[group.rank], ("a", "b", "c"))
-
-    with pytest.raises(tw.DisagreementError, match="'c' began with other weights"):
-        tw.run_threads(3, replica)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda tensors, facts: facts.pop("members"),
-        lambda tensors, facts: facts.update(members=[]),
-        lambda tensors, facts: facts.update(samples="many"),
-        lambda tensors, facts: tensors.update(codes=tensors["codes"][1:]),
-        lambda tensors, facts: tensors["lrs"].fill_(math.nan),
-        lambda tensors, facts: tensors.update(members=tensors["members"] + 9),
-        lambda tensors, facts: tensors.update(members=tensors["members"] - 1),
-    ],
-)
-def test_an_invalid_log_is_refused(spoil):
-    tensors, facts = tour(METHOD, 2, steps=3)[0].at_work.log.state()
-    spoil(tensors, facts)
-    with pytest.raises(tw.CheckpointError, match="cannot be read"):
-        Log.load(tensors, facts)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import AGGREGATES, METHODS, over
+from pieces import AGGREGATES, over
+from strategies import METHODS
 from torch import Tensor
 
 import thinwire as tw

@@ -1,15 +1,21 @@
-"""Sharpness-aware minimisation: two gradients per step, and weights and buffers that the perturbation leaves unchanged."""
+"""Inner optimizers: which one a method accepts, Muon against torch, and sharpness-aware minimisation."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import thinwire as tw
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, SharpnessAware, at_the_worst_point
+from thinwire.testing.toy import same_bits
 
 RADIUS, LR = 0.3, 0.1
+
+# ---- sharpness-aware minimisation: two gradients per step, weights and buffers that the perturbation leaves unchanged
 
 
 class Quadratic(nn.Module):
@@ -111,3 +117,114 @@ def test_invalid_settings_and_optimizers_are_refused() -> None:
         SAM(radius=0.02).check(SAM(radius=0.01).make(model, LR, 0.0))
     with pytest.raises(ConfigurationError, match="momentum"):
         SAM(SGD(0.9)).check(SAM(SGD()).make(model, LR, 0.0))
+
+
+# ---- the inner optimizer of a method, and Muon
+
+
+def attach(strategy, optimizer, model=None):
+    model = model or torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    (group,) = tw.ThreadGroup.create(1)
+    tw.Replica(strategy, model, optimizer(model), group).close()
+
+
+def sgd(momentum):
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "message"),
+    [
+        (
+            tw.recipes.dgc(),
+            adamw,
+            r"inner optimizer is SGD\(momentum=0.0, .*AdamW was given; give torch.optim.SGD, or leave inner=None",
+        ),
+        (tw.recipes.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
+        (tw.recipes.one_bit_adam(), adamw, "AdamW was given"),
+        (tw.recipes.demo(), adamw, "AdamW was given"),
+        (
+            tw.recipes.muloco(),
+            adamw,
+            r"inner optimizer is Muon\(.*AdamW was given; give what thinwire.pieces.inner_optimizers.Muon\(\).make",
+        ),
+        (
+            tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)),
+            sgd(0.9),
+            r"keeps momentum before the exchange and SGD after it, one owner is needed",
+        ),
+        (
+            tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Moments(),)),
+            adamw,
+            "and AdamW after it, one owner is needed",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, message):
+    with pytest.raises(tw.ConfigurationError, match=message):
+        attach(strategy, optimizer)
+
+
+def test_fitting_optimizers_are_accepted():
+    attach(tw.recipes.dgc(), sgd(0.0))
+    attach(tw.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
+    attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
+    attach(tw.recipes.muloco(), lambda model: tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0))
+
+
+def test_a_sharded_replica_refuses_clipping():
+    with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
+        tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+    tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+
+
+def test_muon_without_matrices_is_refused():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
+    with pytest.raises(tw.ModelError, match="matrices inside a list of layers are needed"):
+        tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0)
+
+
+def test_muon_has_the_bits_of_torchs_muon_and_adamw_and_resumes():
+    """Muon trains the matrices of the layers, AdamW all other parameters. A loaded state continues with the same bits."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 4)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def filled():
+        torch.manual_seed(0)
+        return Model()
+
+    def train(model, *optimizers):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    one, apart = filled(), filled()
+    both = tw.pieces.inner_optimizers.Muon().make(one, 0.02, 0.1)
+    matrices = [layer.weight for layer in apart.layers]
+    rest = [p for p in apart.parameters() if not any(p is m for m in matrices)]
+    muon = torch.optim.Muon(matrices, 0.02, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1)
+    train(one, both)
+    train(apart, muon, adam)
+    again = filled()
+    again.load_state_dict(one.state_dict())
+    loaded = tw.pieces.inner_optimizers.Muon().make(again, 1.0, 0.0)
+    loaded.load_state_dict(copy.deepcopy(both.state_dict()))
+    for group in loaded.param_groups + both.param_groups + muon.param_groups + adam.param_groups:
+        group["lr"] = 0.01
+    train(one, both)
+    train(apart, muon, adam)
+    train(again, loaded)
+    for a, b, c in zip(one.parameters(), apart.parameters(), again.parameters()):
+        assert same_bits(a.detach(), b.detach()) and same_bits(a.detach(), c.detach())

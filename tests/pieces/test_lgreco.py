@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from pieces import METHODS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.pieces.lgreco import choose

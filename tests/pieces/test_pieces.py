@@ -7,7 +7,8 @@ import inspect
 
 import pytest
 import torch
-from pieces import CODECS, GOSSIP, METHODS, OUTERS, SCHEDULES, TABLE, over
+from pieces import CODECS, OUTERS, SCHEDULES, TABLE, over
+from strategies import GOSSIP, METHODS
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES, parse

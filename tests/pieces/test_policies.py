@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS, POLICIES
+from pieces import POLICIES
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.pieces.policy import LONG_RUN, Deciding

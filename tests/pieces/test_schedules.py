@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from pieces import METHODS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.pieces.schedule import LONGEST, Calendar, busiest

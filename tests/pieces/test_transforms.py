@@ -1,8 +1,7 @@
-"""Filters without communication, with feedback and a codec: clipping, DGC and 1-bit Adam against their papers; inner optimizers."""
+"""Filters without communication, with feedback and a codec: clipping, DGC and 1-bit Adam against their papers."""
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -20,6 +19,10 @@ N, IDENTITY = 101, tw.codecs.Identity()
 
 def signals(rounds: int, n: int = N) -> torch.Tensor:
     return torch.randn(rounds, n, generator=torch.Generator().manual_seed(0)) + 0.3
+
+
+def sgd(momentum):
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 
 
 class FilterChain:
@@ -319,114 +322,3 @@ def test_the_variance_test_waits_for_its_least_rounds():
 def test_invalid_settings_and_combinations_are_refused(make, message):
     with pytest.raises(tw.ConfigurationError, match=message):
         make()
-
-
-# ---- one owner of momentum, and the method's own inner optimizer
-
-
-def attach(strategy, optimizer, model=None):
-    model = model or torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    (group,) = tw.ThreadGroup.create(1)
-    tw.Replica(strategy, model, optimizer(model), group).close()
-
-
-def sgd(momentum):
-    return lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("strategy", "optimizer", "message"),
-    [
-        (
-            tw.recipes.dgc(),
-            adamw,
-            r"inner optimizer is SGD\(momentum=0.0, .*AdamW was given; give torch.optim.SGD, or leave inner=None",
-        ),
-        (tw.recipes.dgc(), sgd(0.9), r"has momentum 0.9; give torch.optim.SGD\(..., momentum=0.0\)"),
-        (tw.recipes.one_bit_adam(), adamw, "AdamW was given"),
-        (tw.recipes.demo(), adamw, "AdamW was given"),
-        (
-            tw.recipes.muloco(),
-            adamw,
-            r"inner optimizer is Muon\(.*AdamW was given; give what thinwire.pieces.inner_optimizers.Muon\(\).make",
-        ),
-        (
-            tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)),
-            sgd(0.9),
-            r"keeps momentum before the exchange and SGD after it, one owner is needed",
-        ),
-        (
-            tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Moments(),)),
-            adamw,
-            "and AdamW after it, one owner is needed",
-        ),
-    ],
-)
-def test_an_optimizer_that_does_not_fit_is_refused_by_name(strategy, optimizer, message):
-    with pytest.raises(tw.ConfigurationError, match=message):
-        attach(strategy, optimizer)
-
-
-def test_fitting_optimizers_are_accepted():
-    attach(tw.recipes.dgc(), sgd(0.0))
-    attach(tw.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
-    attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
-    attach(tw.recipes.muloco(), lambda model: tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0))
-
-
-def test_a_sharded_replica_refuses_clipping():
-    with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
-        tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
-    tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
-
-
-def test_muon_without_matrices_is_refused():
-    model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.LayerNorm(4))
-    with pytest.raises(tw.ModelError, match="matrices inside a list of layers are needed"):
-        tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0)
-
-
-def test_muon_has_the_bits_of_torchs_muon_and_adamw_and_resumes():
-    """Muon trains the matrices of the layers, AdamW all other parameters. A loaded state continues with the same bits."""
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = torch.nn.Embedding(5, 4)
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
-
-    def filled():
-        torch.manual_seed(0)
-        return Model()
-
-    def train(model, *optimizers):
-        for seed in range(3):
-            torch.manual_seed(seed)
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
-            for optimizer in optimizers:
-                optimizer.step()
-
-    one, apart = filled(), filled()
-    both = tw.pieces.inner_optimizers.Muon().make(one, 0.02, 0.1)
-    matrices = [layer.weight for layer in apart.layers]
-    rest = [p for p in apart.parameters() if not any(p is m for m in matrices)]
-    muon = torch.optim.Muon(matrices, 0.02, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
-    adam = torch.optim.AdamW(rest, lr=0.02, betas=(0.9, 0.99), weight_decay=0.1)
-    train(one, both)
-    train(apart, muon, adam)
-    again = filled()
-    again.load_state_dict(one.state_dict())
-    loaded = tw.pieces.inner_optimizers.Muon().make(again, 1.0, 0.0)
-    loaded.load_state_dict(copy.deepcopy(both.state_dict()))
-    for group in loaded.param_groups + both.param_groups + muon.param_groups + adam.param_groups:
-        group["lr"] = 0.01
-    train(one, both)
-    train(apart, muon, adam)
-    train(again, loaded)
-    for a, b, c in zip(one.parameters(), apart.parameters(), again.parameters()):
-        assert same_bits(a.detach(), b.detach()) and same_bits(a.detach(), c.detach())

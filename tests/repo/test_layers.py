@@ -11,7 +11,7 @@ import code_map
 
 import thinwire
 
-SOURCE = Path(thinwire.__file__).parent
+SOURCE, TESTS = Path(thinwire.__file__).parent, Path(__file__).parents[1]
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 # From the bottom up: a package imports only packages before it; files of one package may import each other.
@@ -32,6 +32,11 @@ public
 """
 PACKAGES = _ORDER.split()
 
+# test files that are not split yet
+TOO_LONG = {
+    *("exchange/test_exchanges.py", "elastic/test_elastic.py", "lm/test_training.py", "lm/test_elastic_training.py"),
+    "jobs/test_own_jobs.py",
+}
 ENVIRONMENT = "lm/launch.py"  # reads the variables that torchrun sets
 
 
@@ -116,9 +121,10 @@ def test_the_environment_is_read_in_one_place():
 
 
 def test_files_are_short():
-    for file in FILES:
-        lines = len(source(file).splitlines())
-        assert lines <= 400, f"{file} has {lines} lines"
+    for folder in (SOURCE, TESTS):
+        for file in sorted(folder.rglob("*.py")):
+            name, lines = file.relative_to(folder).as_posix(), len(file.read_text(encoding="utf-8").splitlines())
+            assert lines <= 400 or name in TOO_LONG, f"{name} has {lines} lines; split it by what it does or tests"
 
 
 def test_replica_delegates_inner_steps_to_a_driver():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import METHODS
+from strategies import METHODS
 from torch import Tensor
 
 import thinwire as tw

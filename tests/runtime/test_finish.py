@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from pieces import METHODS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.pieces.schedule import Calendar

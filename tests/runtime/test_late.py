@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from pieces import METHODS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.codecs.exact import energy

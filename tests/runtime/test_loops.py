@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS, each
+from strategies import METHODS, each
 from torch import nn
 
 import thinwire as tw

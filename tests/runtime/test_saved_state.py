@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import METHODS
+from strategies import METHODS
 
 import thinwire as tw
 from thinwire.pieces.partition import Whole

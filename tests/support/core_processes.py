@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pieces import IN_SITES, METHODS
+from strategies import IN_SITES, METHODS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from thinwire.comm.group import gather
 from thinwire.errors import LinkError, PacketError, UndecidedError
 
+ROUNDS = 5
+
 
 @dataclass
 class Log:
@@ -62,3 +64,19 @@ def check_one_outcome(logs):
         assert len(answers) == 1, f"view {view} was decided in two ways"
         if answers == {True}:
             assert len({tuple(log.heard[view]) for log in logs if view in log.heard}) == 1
+
+
+def play(cluster, replicas, rounds=ROUNDS, **settings):
+    """Lets `replicas` hold rounds until `rounds` are over. Returns their logs or errors."""
+    logs = {name: Log() for name in replicas}
+
+    def run(name):
+        return hold_rounds(cluster.membership(name, **settings), rounds, logs[name])
+
+    results = cluster.play({name: run for name in replicas})
+    check_one_outcome(logs.values())
+    return results, logs
+
+
+def finished(result):
+    return isinstance(result, Log) and result.round == ROUNDS

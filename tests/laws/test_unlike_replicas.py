@@ -1,0 +1,186 @@
+"""Replicas that do not fit together, and a replica that fails, end the others with an error that names them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.testing.toy import adamw, batch, inner_step, journey, sgd, toy
+from thinwire.version import PROTOCOLS, Protocols
+
+OTHER = Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 1, "9.1.0")
+
+
+class Rewriting:
+    """A group that rewrites one value in this replica's introduction, like a replica of another version."""
+
+    def __init__(self, group: tw.Group, old: bytes, new: bytes) -> None:
+        assert len(old) == len(new)
+        self.group, self.rank, self.size, self.old, self.new = group, group.rank, group.size, old, new
+
+    def post(self, tag, send, recv, purpose="packet"):
+        if purpose == "introduction":
+            changed = {peer: bytes(m.numpy().tobytes()).replace(self.old, self.new) for peer, m in send.items()}
+            send = {peer: torch.frombuffer(bytearray(m), dtype=torch.uint8) for peer, m in changed.items()}
+        return self.group.post(tag, send, recv, purpose)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def disagree(attach_one, replicas=3):
+    """Returns the error of each replica. Nothing was trained: the optimizer has no hook, and the weights are unchanged."""
+
+    def replica(group):
+        model, optimizer, strategy, wrapped = attach_one(group)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(tw.DisagreementError) as caught:
+            tw.Replica(strategy, model, optimizer, wrapped)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+        assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+        return str(caught.value)
+
+    told = tw.run_threads(replicas, replica)
+    for message in told:
+        assert "Nothing was trained" in message
+    return told
+
+
+def test_replicas_with_different_strategies_are_refused():
+    def one(group):
+        model = toy()
+        return model, sgd(model), tw.local_sgd(every=30 if group.rank != 2 else 31), group
+
+    told = disagree(one)
+    assert len(set(told)) == 1
+    assert re.fullmatch(
+        r"replica 2 does not fit replica 0: strategy: Strategy\(schedule=Every\(every=31.*\) there, "
+        r"Strategy\(schedule=Every\(every=30.*\) on replica 0\. Nothing was trained\. Give every replica the same code, model and settings\.",
+        told[0],
+    )
+
+
+def test_replicas_with_different_models_are_refused():
+    class Wider(type(toy())):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 2)
+
+    def one(group):
+        model = Wider() if group.rank == 1 else toy()
+        return model, sgd(model), tw.local_sgd(), group
+
+    told = disagree(one)
+    assert len(set(told)) == 1
+    assert told[0].startswith(
+        "replica 1 does not fit replica 0: model, model / head.weight: (2, 5) torch.float32, 10 held there, (1, 5)"
+    )
+
+
+def test_replicas_with_different_precisions_or_frozen_layers_are_refused():
+    def half(group):
+        model = toy().bfloat16() if group.rank == 1 else toy()
+        return model, sgd(model), tw.local_sgd(), group
+
+    def frozen(group):
+        model = toy()
+        model.head.bias.requires_grad_(group.rank != 1)
+        return model, sgd(model), tw.local_sgd(), group
+
+    assert "torch.bfloat16" in disagree(half, 2)[0]
+    assert "head.bias: absent there" in disagree(frozen, 2)[0]
+
+
+def test_replicas_with_different_tensor_orders_are_refused():
+    """The same tensors in another order would be averaged with the wrong partners, though every packet is valid."""
+
+    class Swapped(type(toy())):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = self._parameters.pop("gain")
+
+    def one(group):
+        model = Swapped() if group.rank == 1 else toy()
+        return model, sgd(model), tw.local_sgd(), group
+
+    assert "order of tensors" in disagree(one, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            str(PROTOCOLS).encode(),
+            str(OTHER).encode(),
+            f"it speaks protocols {OTHER}, they {PROTOCOLS}",
+        ),
+        (b"{", b"[", "sent settings that cannot be read"),
+    ],
+)
+def test_replicas_with_different_versions_are_refused(old, new, message):
+    """Every replica that hears it reports it. The one that differs hears only agreement, because its words are rewritten on the way out."""
+
+    def replica(group):
+        model = toy()
+        optimizer = sgd(model)
+        wrapped = Rewriting(group, old, new) if group.rank == 1 else group
+        try:
+            tw.Replica(tw.local_sgd(), model, optimizer, wrapped)
+        except tw.PeerError as error:
+            return str(error)
+
+    told = tw.run_threads(3, replica)
+    for rank in (0, 2):
+        assert "replica 1" in told[rank] and message in told[rank] and "Nothing was trained" in told[rank]
+
+
+@pytest.mark.parametrize("text", [b"null", b"3", b"[1]", b'"x"', b"{", b"\xff\xfe", b"[" * 20_000, b'{"a":1}', b""])
+def test_unreadable_introductions_are_refused_by_name(text):
+    """Any bytes cause a `DisagreementError` that names the replica."""
+    from thinwire.comm import gather
+    from thinwire.runtime.handshake import compare_settings
+
+    def replica(group):
+        if group.rank == 1:
+            gather(group, text, 1 << 20, "introduction")
+            return ""
+        with pytest.raises(tw.DisagreementError, match="replica 1") as caught:
+            compare_settings(group, {"a": 2})
+        return str(caught.value)
+
+    assert tw.run_threads(2, replica)[0]
+    assert json.dumps({"a": 2})
+
+
+def test_a_failing_replica_ends_the_others_by_name():
+    """The others end with a `LinkError` that names it, at their next landing; the first error is the one reported."""
+
+    def fail(replica, step):
+        if step == 5 and replica.group.rank == 1:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        journey(tw.diloco(every=3), 2, before_step=fail)
+    told = []
+
+    def replica(group):
+        model = toy()
+        optimizer = adamw(model)
+        try:
+            with tw.Replica(tw.diloco(every=3), model, optimizer, group):
+                for step in range(1, 20 if group.rank == 0 else 5):
+                    inner_step(model, optimizer, *batch(0, group.rank, step))
+                if group.rank == 1:
+                    raise KeyboardInterrupt
+        except tw.LinkError as error:
+            told.append(str(error))
+        except KeyboardInterrupt:
+            pass
+
+    tw.run_threads(2, replica)
+    assert told and "replica 1 closed its group before this exchange" in told[0]
