@@ -106,7 +106,7 @@ def test_names_are_sorted_by_the_numbers_in_them() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_an_encoded_ledger_decodes_to_itself_and_damage_is_refused(seed: int) -> None:
-    ledger = Play(random.Random(seed), commits=6).run()
+    ledger = RandomCommits(random.Random(seed), commits=6).run()
     data = encoded(ledger)
     assert decoded(data) == ledger and digest(decoded(data)) == digest(ledger)
     chance = random.Random(seed)
@@ -149,7 +149,7 @@ class Member:
     saved: tuple[dict[str, Any], list[Counter[int]], DataLedger] | None = None
 
 
-class Play:
+class RandomCommits:
     """A random sequence of commits. It counts the samples in the anchors itself, independently of the ledger."""
 
     def __init__(self, chance: random.Random, commits: int = 60) -> None:
@@ -294,16 +294,16 @@ class Play:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_each_sample_is_trained_once_or_named_as_lost(seed: int) -> None:
-    Play(random.Random(seed)).run()
+    RandomCommits(random.Random(seed)).run()
 
 
 @pytest.mark.slow
 def test_each_sample_is_trained_once_or_named_in_2000_runs() -> None:
     lost = trained = returned = 0
     for seed in range(1000, 3000):
-        play = Play(random.Random(seed))
-        ledger = play.run()
-        lost, trained, returned = lost + ledger.lost, trained + ledger.trained, returned + play.returned
+        commits = RandomCommits(random.Random(seed))
+        ledger = commits.run()
+        lost, trained, returned = lost + ledger.lost, trained + ledger.trained, returned + commits.returned
     assert trained > 100_000 and lost > 1000 and returned > 1000
 
 

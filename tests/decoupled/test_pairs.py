@@ -78,8 +78,8 @@ def test_replicas_have_the_bits_of_a_reference_loop_over_all_events(name):
     order = [name for fragment in method.partition.fragments(Vector()) for name, _ in fragment.parameters]
     there = torch.tensor([i for name in order for i in (range(6) if name == "x" else range(6, 9))])
     start = torch.cat([torch.linspace(-1, 1, 6), torch.full((3,), 0.5)])[there]
-    plays = [ReferenceRun(method.mixing(size), start[span].expand(size, -1).float()) for span in spans]
-    begun, trained = torch.cat([play.kept for play in plays]), torch.zeros(9)
+    references = [ReferenceRun(method.mixing(size), start[span].expand(size, -1).float()) for span in spans]
+    begun, trained = torch.cat([reference.kept for reference in references]), torch.zeros(9)
     over = [next(k for k in range(99) if method.progress(rank, size, k) >= until) for rank in range(size)]
     assert [steps for _, _, steps in ours] == over and len(set(over)) > 1
     events = [(meeting.at, 0, meeting) for unit in range(99) for meeting in method.clocks(size, 2).within(unit)]
@@ -93,21 +93,21 @@ def test_replicas_have_the_bits_of_a_reference_loop_over_all_events(name):
             if len(there_still) == 2:
                 key = Key(1, what.fragment, what.unit, 0, what.number)
                 coded = coded_by(method.codec, key) if method.codec != Identity() else None
-                plays[what.fragment].meet(what.one, what.other, at, coded)
+                references[what.fragment].meet(what.one, what.other, at, coded)
             elif there_still and ends not in missed:  # its momentum flowed before it learned that the other has ended
-                plays[what.fragment].flow(*there_still, at)
+                references[what.fragment].flow(*there_still, at)
                 missed.add(ends)
         else:
             rank, _ = what
-            for play, span in zip(plays, spans):
-                play.flow(rank, at)
-                before = play.x[rank].clone()
-                play.x[rank] = before.add(gradients[rank][span], alpha=-0.1)
-                play.ahead[rank] += play.x[rank] - before
+            for reference, span in zip(references, spans):
+                reference.flow(rank, at)
+                before = reference.x[rank].clone()
+                reference.x[rank] = before.add(gradients[rank][span], alpha=-0.1)
+                reference.ahead[rank] += reference.x[rank] - before
             trained -= 0.1 * gradients[rank]
-            gradients[rank] = torch.cat([play.x[rank] for play in plays]) - center(rank)[there]
+            gradients[rank] = torch.cat([reference.x[rank] for reference in references]) - center(rank)[there]
     for rank, (own, final, _) in enumerate(ours):
-        assert same_bits(own[there], torch.cat([play.x[rank] for play in plays])), rank
+        assert same_bits(own[there], torch.cat([reference.x[rank] for reference in references])), rank
         assert same_bits(final, ours[0][1])
     # The final sum is the initial sum plus all gradient steps.
     torch.testing.assert_close(ours[0][1][there] * size, begun + trained, atol=5e-5, rtol=0)

@@ -76,15 +76,15 @@ def test_a_ring_reaches_the_published_consensus_distance(size, until, plain, acc
     x = normal(size, 8) * math.sqrt(45 / 8)
     ends = []
     for method in (ad_psgd(), a2cid2()):
-        clocks, play = method.clocks(size), ReferenceRun(method.mixing(size), x)
-        begun = play.kept
+        clocks, reference = method.clocks(size), ReferenceRun(method.mixing(size), x)
+        begun = reference.kept
         for unit in range(until):
             for meeting in clocks.within(unit):
-                play.meet(meeting.one, meeting.other, meeting.at)
-                assert float((play.kept - begun).abs().max()) < 1e-11
+                reference.meet(meeting.one, meeting.other, meeting.at)
+                assert float((reference.kept - begun).abs().max()) < 1e-11
         for one in range(size):
-            play.flow(one, float(until))
-        ends.append(spread_of(play.x))
+            reference.flow(one, float(until))
+        ends.append(spread_of(reference.x))
     assert plain / 30 < ends[0] < plain * 30
     assert ends[1] < accelerated * 30
 
@@ -99,7 +99,7 @@ def test_momentum_reduces_the_distance_as_much_as_twice_the_meetings():
     centers = normal(size, 10, seed=1) * 3
 
     def stationary(mixing, rate, until=800):
-        clocks, play, seen = (
+        clocks, reference, seen = (
             Clocks(meeting_rates(Ring(), size, rate)),
             ReferenceRun(mixing, torch.zeros_like(centers)),
             [],
@@ -107,16 +107,16 @@ def test_momentum_reduces_the_distance_as_much_as_twice_the_meetings():
         total = torch.zeros(10, dtype=torch.float64)
         for unit in range(until):
             for meeting in clocks.within(unit):
-                play.meet(meeting.one, meeting.other, meeting.at)
+                reference.meet(meeting.one, meeting.other, meeting.at)
             for one in range(size):
-                play.flow(one, unit + 1.0)
-                update = -lr * (play.x[one] - centers[one])
-                play.step(one, unit + 1.0, update)
+                reference.flow(one, unit + 1.0)
+                update = -lr * (reference.x[one] - centers[one])
+                reference.step(one, unit + 1.0, update)
                 total += update
             if unit > until // 2:
-                seen.append(spread_of(play.x))
-        assert float((play.kept - total).abs().max()) < 1e-10
-        assert float((play.x.mean(0) - centers.mean(0)).norm()) < 0.05
+                seen.append(spread_of(reference.x))
+        assert float((reference.kept - total).abs().max()) < 1e-10
+        assert float((reference.x.mean(0) - centers.mean(0)).norm()) < 0.05
         return float(np.mean(seen))
 
     plain, accelerated, twice = (
@@ -135,14 +135,14 @@ def test_differences_in_four_bits_converge_like_uncoded_weights(method):
     meetings = [one for unit in range(until) for one in method.clocks(size).within(unit)]
 
     def gossip(how):
-        play = ReferenceRun(method.mixing(size), normal(size, 32).float())
-        begun = play.kept
+        reference = ReferenceRun(method.mixing(size), normal(size, 32).float())
+        begun = reference.kept
         for number, at in enumerate(meetings):
             if how == "itself":
-                play.start, play.common = torch.zeros(32), {}
-            play.meet(at.one, at.other, at.at, None if how == "whole" else coded_by(codec, Key(round=number)))
-        torch.testing.assert_close(play.kept, begun, atol=2e-5, rtol=0)
-        return spread_of(play.x)
+                reference.start, reference.common = torch.zeros(32), {}
+            reference.meet(at.one, at.other, at.at, None if how == "whole" else coded_by(codec, Key(round=number)))
+        torch.testing.assert_close(reference.kept, begun, atol=2e-5, rtol=0)
+        return spread_of(reference.x)
 
     whole, difference, itself = (gossip(how) for how in ("whole", "difference", "itself"))
     assert difference < max(10 * whole, 1e-9) and itself > 1e-2 > 100 * difference

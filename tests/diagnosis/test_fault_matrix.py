@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from diagnosis_play import Play, Story, play, uneven, uniform
+from wan_cluster import RecordedRounds, WanCluster, train_rounds, uneven, uniform
 
 from thinwire.diagnosis import Finding
 from thinwire.exchange import TwoShot
@@ -20,24 +20,24 @@ FROM = 7  # the round before which the fault begins
 OVERLAPS = (0.0, 0.3, 0.8)
 pytestmark = pytest.mark.usefixtures("inline")
 
-Fault = Callable[[Play], None]
+Fault = Callable[[WanCluster], None]
 
 
 def slower(way: tuple[str, str]) -> Fault:
-    return lambda stage: stage.wan.slower.__setitem__(way, 10.0)
+    return lambda cluster: cluster.wan.slower.__setitem__(way, 10.0)
 
 
 # name: (faults, expected finding, culprits)
 CASES: dict[str, tuple[dict[int, Fault], str, set[str]]] = {
     "healthy": ({}, "nothing", set()),
     "stopped before entering": (
-        {FROM: lambda stage: stage.later(0.01, lambda: stage.freeze("cedar"))}, "non-communication hang: replica", {"cedar"},
+        {FROM: lambda cluster: cluster.later(0.01, lambda: cluster.freeze("cedar"))}, "non-communication hang: replica", {"cedar"},
     ),
     "stopped during": (
-        {FROM: lambda stage: stage.at("cedar", "post", lambda: stage.freeze("cedar"), nth=2 * FROM + 4)},
+        {FROM: lambda cluster: cluster.at("cedar", "post", lambda: cluster.freeze("cedar"), nth=2 * FROM + 4)},
         "communication hang: replica", {"cedar"},
     ),
-    "link cut": ({FROM: lambda stage: stage.cut("birch", "delta")}, "communication hang: link", {"birch", "delta"}),
+    "link cut": ({FROM: lambda cluster: cluster.cut("birch", "delta")}, "communication hang: link", {"birch", "delta"}),
     "link 10x slower": ({FROM: slower(("amber", "birch"))}, "communication slow: link", {"amber", "birch"}),
     "egress 10x slower": ({FROM: slower(("birch", "*"))}, "communication slow: sender side", {"birch"}),
     "ingress 10x slower": ({FROM: slower(("*", "cedar"))}, "communication slow: receiver side", {"cedar"}),
@@ -45,34 +45,34 @@ CASES: dict[str, tuple[dict[int, Fault], str, set[str]]] = {
 }  # fmt: skip
 
 
-def story(case: str, seed: int, rounds: int = 18) -> Story:
+def rounds_of(case: str, seed: int, rounds: int = 18) -> RecordedRounds:
     wan = uneven(NAMES, seed) if seed % 2 else uniform(NAMES)
 
     def own(name: str, number: int) -> float:
         return 4.0 if case == "sleeps in every step" and name == "delta" and number >= FROM else 1.0
 
-    return play(wan, seed, rounds, CASES[case][0], own, OVERLAPS[seed % 3])
+    return train_rounds(wan, seed, rounds, CASES[case][0], own, OVERLAPS[seed % 3])
 
 
 def words(finding: Finding) -> str:
     return f"{finding.syndrome}: {finding.side}"
 
 
-def diagnosed(story: Story) -> tuple[Counter[tuple[str, frozenset[str]]], int | None]:
+def diagnosed(recorded: RecordedRounds) -> tuple[Counter[tuple[str, frozenset[str]]], int | None]:
     """Returns all findings of the run, and after how many rounds since the fault the first came."""
     found: Counter[tuple[str, frozenset[str]]] = Counter()
     first = None
-    for number, findings in story.slow():
+    for number, findings in recorded.slow():
         if findings and first is None:
             first = number - FROM + 1
         found.update((words(finding), frozenset(finding.who)) for finding in findings)
-    stuck = story.stuck()
+    stuck = recorded.stuck()
     found.update((words(finding), frozenset(finding.who)) for finding in stuck)
     return found, 1 if stuck and first is None else first
 
 
 def check(case: str, seed: int) -> tuple[str, int | None]:
-    found, rounds = diagnosed(story(case, seed))
+    found, rounds = diagnosed(rounds_of(case, seed))
     _, expected, culprits = CASES[case]
     assert set(found) == ({(expected, frozenset(culprits))} if culprits else set()), (
         f"{case}, seed {seed}: {dict(found)}"
@@ -89,9 +89,9 @@ def test_each_fault_is_diagnosed(case):
 def test_faults_under_a_two_stage_exchange_are_diagnosed():
     """The owner's mean waits for the shards of all replicas; the owner is not blamed for that."""
     faults: dict[int, Fault] = {FROM: slower(("birch", "*"))}
-    found, _ = diagnosed(play(uniform(NAMES), 1, 18, faults, exchange=TwoShot(), numel=1600))
+    found, _ = diagnosed(train_rounds(uniform(NAMES), 1, 18, faults, exchange=TwoShot(), numel=1600))
     assert set(found) == {("communication slow: sender side", frozenset({"birch"}))}
-    assert not diagnosed(play(uneven(NAMES, 3), 3, 18, exchange=TwoShot(), numel=1600))[0]
+    assert not diagnosed(train_rounds(uneven(NAMES, 3), 3, 18, exchange=TwoShot(), numel=1600))[0]
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_confusion_table_is_diagonal():
     rounds: dict[str, list[int]] = {}
     for case in CASES:
         for seed in range(60 if case == "healthy" else 12):
-            found, first = diagnosed(story(case, seed))
+            found, first = diagnosed(rounds_of(case, seed))
             _, expected, culprits = CASES[case]
             for what, who in found or {("nothing", frozenset()): 1}:
                 right = what == expected and (not culprits or who == culprits)
@@ -129,5 +129,5 @@ def test_normal_straggling_gives_no_finding():
         def own(name: str, number: int, speed=speed, pauses=pauses) -> float:
             return speed[name] + (2.0 if (name, number) in pauses else 0.0)
 
-        found, _ = diagnosed(play(wan, seed, 40, own=own, overlap=OVERLAPS[seed % 3]))
+        found, _ = diagnosed(train_rounds(wan, seed, 40, own=own, overlap=OVERLAPS[seed % 3]))
         assert not found, f"seed {seed}: {dict(found)}"

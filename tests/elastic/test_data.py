@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from elastic_toy import Toy, agree, one_thread, order_faults
-from reading_toy import STEP, NotingReader, book, check, inner, train
+from reading_toy import STEP, NotingReader, check, inner, new_record, train
 
 from thinwire.elastic.plan import MemberStatus
 from thinwire.errors import LinkError, PeerError
@@ -17,35 +17,35 @@ __all__ = ["one_thread"]  # a fixture
 
 
 def test_without_faults_each_replica_reads_its_share() -> None:
-    cluster, held = SimulatedCluster(), book()
+    cluster, record = SimulatedCluster(), new_record()
     names = [f"replica-{n}" for n in range(3)]
-    results = cluster.play({name: train(cluster, held, 30, 3, 12) for name in names})
-    agree(results, held)
+    results = cluster.play({name: train(cluster, record, 30, 3, 12) for name in names})
+    agree(results, record)
     for name in names:
-        ledger, lost = check(held, results[name])
+        ledger, lost = check(record, results[name])
         assert ledger.trained == 3 * 12 * STEP and not lost
     assert [lease.version for lease in ledger.leases] == [0, 0, 0], "nothing was split anew"
 
 
 def test_samples_of_a_dead_replica_and_of_a_newcomer_are_reassigned() -> None:
-    cluster, held = SimulatedCluster(), book()
+    cluster, record = SimulatedCluster(), new_record()
     cluster.at("b", "call", lambda: cluster.kill("b"), 4)
 
     def mortal(name: str) -> Toy:
-        return Toy(cluster, name, held, inner=inner, reader=NotingReader(3, 2, STEP, 60)).train(40)
+        return Toy(cluster, name, record, inner=inner, reader=NotingReader(3, 2, STEP, 60)).train(40)
 
-    results = cluster.play({"a": mortal, "b": mortal, "c": train(cluster, held, 60, 2, 40, come=25.0)})
+    results = cluster.play({"a": mortal, "b": mortal, "c": train(cluster, record, 60, 2, 40, come=25.0)})
     assert isinstance(results["b"], Killed)
-    ledger, _ = check(held, results["a"])
+    ledger, _ = check(record, results["a"])
     assert [lease.name for lease in ledger.leases] == ["a", "c"]
-    returned = [f["returned"] for n, e, f in held.events if n == "a" and e == "data" and f["returned"]]
+    returned = [f["returned"] for n, e, f in record.events if n == "a" and e == "data" and f["returned"]]
     assert returned and returned[0][0][0] == "b"
 
 
-def play(seed: int) -> tuple[int, int, int]:
+def train_with_faults(seed: int) -> tuple[int, int, int]:
     """Runs random faults, joins and returns. Returns the numbers of samples trained, lost and returned."""
     chance = random.Random(seed)
-    cluster, held = SimulatedCluster(), book()
+    cluster, record = SimulatedCluster(), new_record()
     begin = [f"replica-{n}" for n in range(chance.choice([2, 3, 3, 4]))]
     late = ["paris", "oslo"][: chance.choice([0, 0, 1, 2])]
     said = order_faults(cluster, chance, chance.randint(0, 6), [*begin, *late][:4])
@@ -56,7 +56,7 @@ def play(seed: int) -> tuple[int, int, int]:
     results = cluster.play(
         {
             name: train(
-                cluster, held, samples, len(begin), steps, come=chance.uniform(3, 60) if name in late else 0.0,
+                cluster, record, samples, len(begin), steps, come=chance.uniform(3, 60) if name in late else 0.0,
                 away=chance.choice([0.0, 0.0, 20.0, 60.0]), step_seconds=paces[name], **settings,
             )
             for name in paces
@@ -66,16 +66,16 @@ def play(seed: int) -> tuple[int, int, int]:
     toys = [toy for toy in results.values() if isinstance(toy, Toy)]
     if not toys:
         return 0, 0, 0
-    agree(results, held)
-    ledgers = {check(held, toy)[0] for toy in toys}
+    agree(results, record)
+    ledgers = {check(record, toy)[0] for toy in toys}
     (ledger,) = ledgers
-    returned = {(n, a, b) for _, event, fields in held.events if event == "data" for n, a, b in fields["returned"]}
+    returned = {(n, a, b) for _, event, fields in record.events if event == "data" for n, a, b in fields["returned"]}
     return ledger.trained, ledger.lost, sum(b - a for _, a, b in returned)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_faults_lose_no_sample(seed: int) -> None:
-    play(seed)
+    train_with_faults(seed)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_random_fault_schedules_lose_no_sample() -> None:
     """tests/data_ledger runs thousands of ledgers alone. Another range of seeds gives other faults."""
     trained = lost = returned = 0
     for seed in range(1000, 1300):
-        a, b, c = play(seed)
+        a, b, c = train_with_faults(seed)
         trained, lost, returned = trained + a, lost + b, returned + c
     assert trained > 10_000 and lost > 50 and returned > 50, (trained, lost, returned)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import PHASES, SIZES, Book, Toy, agree, one_thread, order_faults, play, train, training
+from elastic_toy import PHASES, SIZES, RecordedRun, Toy, agree, one_thread, order_faults, train, train_all, training
 
 import thinwire as tw
 from thinwire.comm import state_transfer
@@ -28,64 +28,64 @@ __all__ = ["one_thread"]  # a fixture
 
 
 def test_without_faults_no_delta_is_lost() -> None:
-    cluster, book = SimulatedCluster(), Book()
-    results = play(cluster, book)
-    agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
+    cluster, record = SimulatedCluster(), RecordedRun()
+    results = train_all(cluster, record)
+    agree(results, record)
+    rounds = record.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     assert len(rounds) == 12 and all(len(one.deltas) == 3 for one in rounds)
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize("phase", PHASES)
 def test_others_agree_when_a_replica_is_killed_at_any_phase(phase: str, nth: int) -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
-    results = play(cluster, book)
+    results = train_all(cluster, record)
     reached = isinstance(results["b"], Killed)
     assert reached or isinstance(results["b"], Toy)
-    agree(results, book)
+    agree(results, record)
     assert isinstance(results["a"], Toy) and isinstance(results["c"], Toy)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_restarted_replica_takes_part_again(phase: str) -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     cluster.at("b", phase, lambda: cluster.kill("b"), 4)
-    results = cluster.play({name: train(cluster, book, steps=40, least=2) for name in "abc"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, steps=40, least=2) for name in "abc"})
+    agree(results, record)
     assert len(results) == 3 and all(isinstance(toy, Toy) for toy in results.values()), results
 
 
 def test_a_slow_replica_delays_nobody_and_loses_no_delta() -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     results = cluster.play(
-        {name: train(cluster, book, least=2, step_seconds=9.0 if name == "s" else 1.0) for name in "abs"}
+        {name: train(cluster, record, least=2, step_seconds=9.0 if name == "s" else 1.0) for name in "abs"}
     )
-    agree(results, book)
+    agree(results, record)
     # the last deltas of s may be missing; if s calls after the others have finished, it gets an error
     assert (
         isinstance(results["a"], Toy) and isinstance(results["b"], Toy) and isinstance(results["s"], Toy | tw.LinkError)
     )
-    assert any(event == "round" and fields["members"] == ["a", "b"] for _, event, fields in book.events)
+    assert any(event == "round" and fields["members"] == ["a", "b"] for _, event, fields in record.events)
 
 
 @pytest.mark.parametrize("ratio", [1.5, 2.0, 3.0, 4.0, 5.0])
 def test_a_replica_of_any_speed_counts_in_rounds_it_takes_part_in(ratio: float) -> None:
     """The steps of s fall between those of the others. At twice the step time, s could otherwise only bring the fragment that is not due."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     settings = {"steps": 120, "least": 2, "grace": 1.0}
     results = cluster.play(
-        {name: train(cluster, book, step_seconds=ratio if name == "s" else 1.0, **settings) for name in "abs"}
+        {name: train(cluster, record, step_seconds=ratio if name == "s" else 1.0, **settings) for name in "abs"}
     )
-    agree(results, book)
-    rounds = [fields for name, event, fields in book.events if name == "s" and event == "round"]
+    agree(results, record)
+    rounds = [fields for name, event, fields in record.events if name == "s" and event == "round"]
     part = [fields for fields in rounds if len(fields["members"]) == 3 and fields["fragment"] >= 0]
     assert len(part) >= 10 and sum("s" in fields["counted"] for fields in part) >= 0.9 * len(part)
 
 
 @pytest.mark.parametrize("late", [5.0, 20.0])
 def test_a_stragglers_delta_counts_within_the_grace_or_in_a_later_round(late: float) -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
 
     def inner(toy: Toy, fragment: int) -> torch.Tensor:
         if (toy.name, toy.step, fragment) == ("c", 4, 0):
@@ -93,10 +93,10 @@ def test_a_stragglers_delta_counts_within_the_grace_or_in_a_later_round(late: fl
                 cluster.wait("c", lambda: False, late)
         return torch.full((SIZES[fragment],), -{"a": 1.0, "b": 2.0, "c": 3.0}[toy.name])
 
-    results = cluster.play({name: train(cluster, book, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, steps=40, least=2, grace=10.0, inner=inner) for name in "abc"})
+    agree(results, record)
     first, *later = [
-        one for one in book.history(results["a"].elastic.rounds.loop.agreed.state_digest) if one.fragment == 0
+        one for one in record.history(results["a"].elastic.rounds.loop.agreed.state_digest) if one.fragment == 0
     ]
     assert [float(delta[0]) for delta in first.deltas] == ([4.0, 8.0, 12.0] if late < 10 else [4.0, 8.0])
     if late > 10:  # then the delta that c brings later starts with the four steps it had trained
@@ -105,7 +105,7 @@ def test_a_stragglers_delta_counts_within_the_grace_or_in_a_later_round(late: fl
 
 def test_a_state_transfer_of_any_length_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece takes 3 s and all pieces more than 30 s; a single message may take at most 10 s."""
-    cluster, book, pieces = SimulatedCluster(), Book(), state_transfer._pieces
+    cluster, record, pieces = SimulatedCluster(), RecordedRun(), state_transfer._pieces
     sent: list[str] = []
 
     def slowly(whole: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -122,13 +122,13 @@ def test_a_state_transfer_of_any_length_is_waited_for(monkeypatch: pytest.Monkey
     def joins_late(name: str) -> Toy:
         with cluster.time:
             cluster.wait(name, lambda: False, 10.0)
-        return train(cluster, book, **settings)(name)
+        return train(cluster, record, **settings)(name)
 
-    results = cluster.play({name: train(cluster, book, **settings) for name in "ab"} | {"c": joins_late})
-    agree(results, book)
-    assert sent.count("c") > 10 and any(event == "caught_up" for name, event, _ in book.events if name == "c")
-    assert all(f["reason"] == "" for _, event, f in book.events if event == "round")
-    assert not [event for _, event, _ in book.events if event == "alone"]
+    results = cluster.play({name: train(cluster, record, **settings) for name in "ab"} | {"c": joins_late})
+    agree(results, record)
+    assert sent.count("c") > 10 and any(event == "caught_up" for name, event, _ in record.events if name == "c")
+    assert all(f["reason"] == "" for _, event, f in record.events if event == "round")
+    assert not [event for _, event, _ in record.events if event == "alone"]
 
 
 @pytest.mark.parametrize(
@@ -151,25 +151,25 @@ def test_a_late_landing_keeps_the_steps_of_the_flight(alpha: float, delay: int, 
 
 
 def test_a_frozen_replica_takes_part_again_after_it_thaws() -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
 
     def freeze() -> None:
         cluster.freeze("b")
         cluster.later(30.0, lambda: cluster.thaw("b"))
 
     cluster.at("b", "post", freeze, 7)
-    results = cluster.play({name: train(cluster, book, steps=60) for name in "abc"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, steps=60) for name in "abc"})
+    agree(results, record)
 
 
 def test_a_cut_link_and_a_damaged_packet_lose_no_delta() -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     cluster.later(5.0, lambda: cluster.damage("a", "b"))
     cluster.later(20.0, lambda: cluster.cut("a", "c"))
     cluster.later(45.0, lambda: cluster.heal("a", "c"))
-    results = cluster.play({name: train(cluster, book, steps=80) for name in "abc"})
-    agree(results, book)
-    assert any(event == "round" and "damaged" in fields["reason"] for _, event, fields in book.events)
+    results = cluster.play({name: train(cluster, record, steps=80) for name in "abc"})
+    agree(results, record)
+    assert any(event == "round" and "damaged" in fields["reason"] for _, event, fields in record.events)
 
 
 @pytest.mark.parametrize(
@@ -181,34 +181,34 @@ def test_a_cut_link_and_a_damaged_packet_lose_no_delta() -> None:
 )
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_return_from_a_checkpoint_counts_no_delta_twice(phase: str, nth: int, save_every: int) -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
     settings = {"steps": 40, "least": 2, "save_every": save_every}
-    results = cluster.play({name: train(cluster, book, **settings) for name in "abc"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, **settings) for name in "abc"})
+    agree(results, record)
     state_digest = results["a"].elastic.rounds.loop.agreed.state_digest
     for fragment in range(
         2
     ):  # increments are positive, so a delta counted twice would exceed the sum of what was trained
         sent = sum(
-            (delta for one in book.history(state_digest) if one.fragment == fragment for delta in one.deltas),
+            (delta for one in record.history(state_digest) if one.fragment == fragment for delta in one.deltas),
             torch.zeros(SIZES[fragment]),
         )
-        assert (-sent <= book.trained[fragment] + 1e-3).all()
+        assert (-sent <= record.trained[fragment] + 1e-3).all()
 
 
 def test_replicas_killed_together_resume_from_their_checkpoints() -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     cluster.later(17.5, lambda: [cluster.kill(name) for name in "abc"])
     cluster.later(17.5, cluster.lighthouse.stop)
     cluster.later(25.0, cluster.lighthouse.start)
     every = {"a": 3, "b": 4, "c": 5}
-    results = cluster.play({name: train(cluster, book, steps=40, least=3, save_every=every[name]) for name in "abc"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, steps=40, least=3, save_every=every[name]) for name in "abc"})
+    agree(results, record)
     assert all(toy.restored for toy in results.values())
     numbers = [
         fields["round"]
-        for name, event, fields in book.events
+        for name, event, fields in record.events
         if event == "round" and name == "a" and fields["fragment"] >= 0
     ]
     assert numbers[0] == 0 and numbers.count(0) == 1  # no replica started again from step 0
@@ -218,15 +218,15 @@ def test_replicas_killed_together_resume_from_their_checkpoints() -> None:
 @pytest.mark.parametrize("phase", ["call", "put", "all", "settle", "wait", "post"])
 def test_a_lighthouse_death_at_any_phase_loses_no_delta(phase: str, nth: int) -> None:
     """If it dies during a vote, some members may know of the commit and others not; their next statuses tell."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
 
     def restart() -> None:
         cluster.lighthouse.stop()
         cluster.later(20.0, cluster.lighthouse.start)
 
     cluster.at("b", phase, restart, nth)
-    results = cluster.play({name: train(cluster, book, steps=40) for name in "abc"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, steps=40) for name in "abc"})
+    agree(results, record)
     assert all(isinstance(toy, Toy) for toy in results.values()), results
 
 
@@ -235,7 +235,7 @@ def test_a_replica_that_alone_learned_of_a_commit_gets_its_delta_back(
     nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lighthouse dies after it has told one member of the commit, which then freezes; the others vote again without it."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     settle, told = SimulatedVoteStore.settle, []
 
     def settled(vote_store: SimulatedVoteStore, key: str, value: bytes) -> bytes:
@@ -251,18 +251,18 @@ def test_a_replica_that_alone_learned_of_a_commit_gets_its_delta_back(
             return answer
 
     monkeypatch.setattr(SimulatedVoteStore, "settle", settled)
-    results = cluster.play({name: train(cluster, book, steps=80, least=2) for name in "abc"})
+    results = cluster.play({name: train(cluster, record, steps=80, least=2) for name in "abc"})
     alone = told[nth - 1]
-    assert any(name == alone and event == "caught_up" for name, event, _ in book.events), alone
+    assert any(name == alone and event == "caught_up" for name, event, _ in record.events), alone
     assert all(isinstance(toy, Toy) for toy in results.values()), results
-    agree(results, book)
+    agree(results, record)
 
 
 @pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, nth: int) -> None:
     """A round needs three of four members, and two are present when the frozen one thaws."""
-    cluster, book, frozen = SimulatedCluster(), Book(), list[str]()
+    cluster, record, frozen = SimulatedCluster(), RecordedRun(), list[str]()
 
     def freeze() -> None:
         cluster.freeze("d")
@@ -270,12 +270,12 @@ def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, n
         frozen.append("d")
 
     cluster.at("d", phase, freeze, nth)
-    results = cluster.play({name: train(cluster, book, least=3, keep=300.0) for name in "abcd"})
-    agree(results, book)
-    joined = any(name == "d" and event == "round" for name, event, _ in book.events)
+    results = cluster.play({name: train(cluster, record, least=3, keep=300.0) for name in "abcd"})
+    agree(results, record)
+    joined = any(name == "d" and event == "round" for name, event, _ in record.events)
     assert all(isinstance(results[name], Toy) for name in ("abcd" if joined else "abc")), results
-    kept = [(name, fields["late"]) for name, event, fields in book.events if event == "keeps"]
-    missed = any(event == "round" and "d" not in fields["members"] for _, event, fields in book.events)
+    kept = [(name, fields["late"]) for name, event, fields in record.events if event == "keeps"]
+    missed = any(event == "round" and "d" not in fields["members"] for _, event, fields in record.events)
     # otherwise it froze during the vote on the end
     assert kept == ([("a", ["d"])] if frozen and joined and (missed or kept) else [])
     assert cluster.time.now < 220  # 150 s frozen, and its own steps before and after
@@ -284,7 +284,7 @@ def test_a_replica_frozen_until_the_end_takes_over_the_final_state(phase: str, n
 @pytest.mark.parametrize(("phase", "nth"), [("post", 6), ("put", 4), ("wait", 2), ("call", 5)])
 def test_a_replica_that_arrives_after_the_end_is_told_the_run_is_over(phase: str, nth: int) -> None:
     """Two replicas arrive late. Both together could hold rounds alone, and one has a checkpoint."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     settings = {"least": 2, "keep": 60.0}
 
     def freeze() -> None:
@@ -293,8 +293,8 @@ def test_a_replica_that_arrives_after_the_end_is_told_the_run_is_over(phase: str
             cluster.later(150.0, lambda name=name: cluster.thaw(name))
 
     cluster.at("c", phase, freeze, nth)
-    results = cluster.play({name: train(cluster, book, **settings) for name in "abcd"})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, **settings) for name in "abcd"})
+    agree(results, record)
     assert all(isinstance(results[name], Toy) for name in "ab"), results
     assert all(isinstance(results[name], EndedError) for name in "cd"), results
     assert "from where a, b" in str(results["c"]) and cluster.time.now < 200
@@ -302,7 +302,7 @@ def test_a_replica_that_arrives_after_the_end_is_told_the_run_is_over(phase: str
 
 def test_a_member_lost_in_the_round_of_a_joiner_does_not_end_the_joiner() -> None:
     """The first message of a is to b, which takes over its state. It does not arrive, because a dies, and comes back."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
 
     def lose() -> None:
         cluster.cut("a", "b")
@@ -313,9 +313,9 @@ def test_a_member_lost_in_the_round_of_a_joiner_does_not_end_the_joiner() -> Non
 
     def late(name: str) -> Toy:
         ThreadRendezvous(cluster, name).sleep(15.0)
-        return train(cluster, book, least=1)(name)
+        return train(cluster, record, least=1)(name)
 
-    results = cluster.play({"a": train(cluster, book, least=1), "b": late})
+    results = cluster.play({"a": train(cluster, record, least=1), "b": late})
     assert cluster.killed == set() and all(isinstance(result, Toy) for result in results.values()), results
 
 
@@ -323,12 +323,12 @@ def test_a_member_lost_in_the_round_of_a_joiner_does_not_end_the_joiner() -> Non
 @pytest.mark.parametrize("seed", [seed for seed in range(20) if seed != 15])
 def test_random_faults_leave_equal_anchors(seed: int) -> None:
     chance, names = random.Random(seed), "abcd"[: 2 + seed % 3]
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     said = order_faults(cluster, chance, 8, names)
     print(f"seed {seed}: {'; '.join(said)}")
     least = len(names) // 2 + 1
-    results = cluster.play({name: train(cluster, book, steps=60, least=least, keep=20.0) for name in names})
-    agree(results, book)
+    results = cluster.play({name: train(cluster, record, steps=60, least=least, keep=20.0) for name in names})
+    agree(results, record)
     # a replica that returns when the final state is kept no longer gets an error
     assert all(isinstance(result, Toy | tw.LinkError | EndedError) for result in results.values()), results
     assert sum(isinstance(result, Toy) for result in results.values()) >= least, results
@@ -356,7 +356,7 @@ def test_no_module_reads_the_wall_clock() -> None:
 )  # fmt: skip
 def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
     """The others continue without it, from the first round or a later one, and end as if it had not existed."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     told: list[str] = []
 
     def broken(name: str) -> None:
@@ -367,7 +367,7 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
                 membership.next_view(MemberStatus(round=3, state_digest="x").facts() | lie, 5.0).close()
 
     def one(name: str) -> Toy:
-        toy = Toy(cluster, name, book, least=2, most_steps=40)
+        toy = Toy(cluster, name, record, least=2, most_steps=40)
         membership = toy.elastic.rounds.membership
         facts.update(membership.facts)
         membership._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
@@ -375,19 +375,19 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
 
     facts: dict[str, str] = {}
     results = cluster.play({"a": one, "b": one, "zz": broken})
-    agree(results, book)
+    agree(results, record)
     assert all(isinstance(results[name], Toy) for name in "ab"), results
-    assert not any("zz" in fields["members"] for _, event, fields in book.events if event == "round")
+    assert not any("zz" in fields["members"] for _, event, fields in record.events if event == "round")
     assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each of the two reports it once
 
 
 def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The header of a packet has 32 bits for the round; the bounds of statuses are far lower."""
     monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
 
     def one(name: str) -> str:
-        toy = Toy(cluster, name, book, least=2)
+        toy = Toy(cluster, name, record, least=2)
         agreed = toy.elastic.rounds.loop.agreed
         agreed.round = 1 << 32
         toy.elastic.rounds.load(agreed)
@@ -398,5 +398,5 @@ def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.
         return name
 
     cluster.play({"a": one, "b": one})
-    reasons = [fields["reason"] for _, event, fields in book.events if event == "round" and fields["counted"]]
+    reasons = [fields["reason"] for _, event, fields in record.events if event == "round" and fields["counted"]]
     assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Book, Inline, Toy, agree, one_thread, train
+from elastic_toy import SIZES, Inline, RecordedRun, Toy, agree, one_thread, train
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -24,41 +24,41 @@ __all__ = ["one_thread"]  # a fixture
 
 def test_every_round_is_the_weighted_mean_of_its_deltas() -> None:
     """Replicas differ in speed and batch size. The weights are the tokens behind each delta."""
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     of = {"a": (1.0, 8.0), "b": (1.0, 24.0), "c": (3.0, 8.0)}  # seconds and tokens of a step
     results = cluster.play(
         {
-            name: train(cluster, book, steps=60, step_seconds=s, tokens=t, least=2, grace=1.0)
+            name: train(cluster, record, steps=60, step_seconds=s, tokens=t, least=2, grace=1.0)
             for name, (s, t) in of.items()
         }
     )
-    agree(results, book)
-    rounds = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
+    agree(results, record)
+    rounds = record.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     assert rounds[0].weights == [4 * 8.0, 4 * 24.0]  # without the slow replica
     assert any(len(one.weights) == 3 and one.weights[2] < one.weights[0] for one in rounds)
 
 
 @pytest.mark.parametrize("tokens", [None, 16.0])
 def test_weighted_deltas_survive_a_killed_replica(tokens: float | None) -> None:
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     cluster.at("b", "put", lambda: cluster.kill("b"), 4)
-    agree(cluster.play({name: train(cluster, book, steps=40, least=2, tokens=tokens) for name in "abc"}), book)
+    agree(cluster.play({name: train(cluster, record, steps=40, least=2, tokens=tokens) for name in "abc"}), record)
 
 
 @pytest.mark.parametrize("tokens", [None, 16.0])
 def test_an_outlier_delta_is_clipped(tokens: float | None) -> None:
     """One replica jumps far once. The others do not follow, and it continues from near their anchor."""
-    cluster, book, far = SimulatedCluster(), Book(), 1e6
+    cluster, record, far = SimulatedCluster(), RecordedRun(), 1e6
 
     def inner(toy: Toy, fragment: int) -> Tensor:
         return torch.full((SIZES[fragment],), far if (toy.name, toy.step) == ("b", 30) else 1.0)
 
-    results = cluster.play({name: train(cluster, book, steps=60, tokens=tokens, inner=inner) for name in "abc"})
-    clipped = [(name, fields["fragment"]) for name, event, fields in book.events if event == "clipped"]
+    results = cluster.play({name: train(cluster, record, steps=60, tokens=tokens, inner=inner) for name in "abc"})
+    clipped = [(name, fields["fragment"]) for name, event, fields in record.events if event == "clipped"]
     assert sorted(clipped) == [("b", 0), ("b", 1)], "each fragment once"
     assert len({toy.elastic.rounds.loop.agreed.state_digest for toy in results.values()}) == 1
     for toy in results.values():
-        for piece, start in zip(toy.pieces, book.start):
+        for piece, start in zip(toy.pieces, record.start):
             assert 40 < float((piece.anchor - start).max()) <= 60, "what the others trained counts, and no more"
 
 
@@ -68,7 +68,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
     The inner step is a running mean, θ ← θ + (x − θ) / n: after n values θ is their mean. Every value of "f" is 1, every
     value of "s" is 6, and "s" is slower.
     """
-    cluster, book = SimulatedCluster(), Book()
+    cluster, record = SimulatedCluster(), RecordedRun()
     seen = {"f": 0, "s": 0}
 
     def inner(toy: Toy, fragment: int) -> Tensor:
@@ -78,7 +78,7 @@ def first_round(tokens: bool) -> tuple[Tensor, list[int]]:
 
     def run(name: str) -> Any:
         worth = 1.0 if tokens else None
-        toy = Toy(cluster, name, book, least=2, grace=100.0, tokens=worth, inner=inner)
+        toy = Toy(cluster, name, record, least=2, grace=100.0, tokens=worth, inner=inner)
         toy.elastic.join()
         for toy.step in (1, 2, 3, 4) if name == "f" else (4,):  # the step of s jumps to that of f
             for fragment, parameter in enumerate(toy.parameters):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from diagnosis_play import Inline, Play, Wan, uniform
+from inline import Inline
+from wan_cluster import WanCluster, WanLinks, uniform
 
 import thinwire as tw
 from thinwire.codecs import Identity
@@ -40,7 +41,7 @@ class Told:
 
 
 def hold(
-    wan: Wan,
+    wan: WanLinks,
     slow: dict[tuple[str, str], float],
     evict: Rules | None,
     least: int = 2,
@@ -49,12 +50,12 @@ def hold(
     seed: int = 1,
 ) -> dict[str, Told]:
     """Holds rounds of all replicas. After 9 s the links in `slow` get slower, and `sleeper` takes four times as long for a step."""
-    stage, told = Play(wan, seed), {name: Told() for name in NAMES}
-    stage.later(9.0, lambda: wan.slower.update(slow))
+    cluster, told = WanCluster(wan, seed), {name: Told() for name in NAMES}
+    cluster.later(9.0, lambda: wan.slower.update(slow))
 
     def replica(name: str) -> None:
         own, chance = told[name], random.Random(f"{seed} {name}")
-        membership = stage.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
+        membership = cluster.membership(name, least=least, timeouts=Timeouts(grace=10.0), evict=evict)
         anchor = torch.zeros(400)
         agreed = GlobalState([anchor], [{}], state_digest=digest([anchor]).hex())
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(10), outer=tw.pieces.outer.Average())
@@ -66,9 +67,9 @@ def hold(
             held.join(0)
             step = own_steps = 0
             while agreed.round < rounds:
-                seconds = chance.uniform(1.0, 1.15) * (4 if name == sleeper and stage.time.now > 9 else 1)
-                with stage.time:
-                    stage.wait(name, lambda: False, seconds)
+                seconds = chance.uniform(1.0, 1.15) * (4 if name == sleeper and cluster.time.now > 9 else 1)
+                with cluster.time:
+                    cluster.wait(name, lambda: False, seconds)
                 step = max(step, held.report.step) + 10
                 own_steps += 10
                 held.trained(step)
@@ -84,7 +85,7 @@ def hold(
             own.round, own.state_digest = agreed.round, agreed.state_digest
             held.close()
 
-    stage.play(dict.fromkeys(NAMES, replica))
+    cluster.play(dict.fromkeys(NAMES, replica))
     return told
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from elastic_toy import Book, Toy, agree, one_thread
-from reading_toy import STEP, book, check, train
+from elastic_toy import RecordedRun, Toy, agree, one_thread
+from reading_toy import STEP, check, new_record, train
 
 from thinwire.membership.testing.cluster import SimulatedCluster
 
@@ -15,21 +15,21 @@ STEPS = 40
 NAMES = "abc"
 
 
-def play(cluster: SimulatedCluster) -> tuple[dict[str, Toy], Book]:
+def train_three(cluster: SimulatedCluster) -> tuple[dict[str, Toy], RecordedRun]:
     """Trains three replicas; a round needs two of them."""
-    held = book()
-    results = cluster.play({name: train(cluster, held, 500, len(NAMES), STEPS, least=2) for name in NAMES})
-    agree(results, held)
-    return results, held
+    record = new_record()
+    results = cluster.play({name: train(cluster, record, 500, len(NAMES), STEPS, least=2) for name in NAMES})
+    agree(results, record)
+    return results, record
 
 
-def hold_all(results: dict[str, Toy], held: Book) -> None:
+def hold_all(results: dict[str, Toy], record: RecordedRun) -> None:
     """Checks that the anchors hold everything that was trained, once, and that all replicas end at the same step."""
     for name in NAMES:
-        ledger, lost = check(held, results[name])
+        ledger, lost = check(record, results[name])
         assert results[name].step == STEPS and not results[name].restored and not lost, name
-    assert held.trained[0].max() == 1.0 and ledger.trained == held.trained[0].sum() > STEPS * STEP
-    assert not any(fields["returned"] for _, event, fields in held.events if event == "data")
+    assert record.trained[0].max() == 1.0 and ledger.trained == record.trained[0].sum() > STEPS * STEP
+    assert not any(fields["returned"] for _, event, fields in record.events if event == "data")
 
 
 @pytest.mark.parametrize("phase", ["call", "called", "all", "wait"])
@@ -42,7 +42,7 @@ def test_a_hub_outage_of_a_minute_loses_no_step(phase: str) -> None:
         cluster.later(60.0, cluster.lighthouse.start)
 
     cluster.at("b", phase, away, 5)
-    hold_all(*play(cluster))
+    hold_all(*train_three(cluster))
     assert cluster.time.now > 60.0 + STEPS
 
 
@@ -66,4 +66,4 @@ def test_a_link_that_flaps_every_ten_seconds_loses_no_step(what: str, seconds: f
     down: list[Callable[[], None]] = [lambda pair=pair: cluster.cut(*pair) for pair in cut] or [cluster.lighthouse.stop]
     up: list[Callable[[], None]] = [lambda pair=pair: cluster.heal(*pair) for pair in cut] or [cluster.lighthouse.start]
     flap(cluster, lambda: [one() for one in down] and None, lambda: [one() for one in up] and None, seconds)
-    hold_all(*play(cluster))
+    hold_all(*train_three(cluster))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Book, Committed, Toy, agree, one_thread
+from elastic_toy import SIZES, Committed, RecordedRun, Toy, agree, one_thread
 from torch import Tensor
 
 from thinwire.elastic import global_state
@@ -45,7 +45,7 @@ class Returner(Toy):
         return self
 
     def save(self) -> None:
-        if self.name not in self.book.disk:
+        if self.name not in self.record.disk:
             super().save()
 
 
@@ -56,7 +56,7 @@ def test_deltas_since_a_checkpoint_are_counted_once(
     """The checkpoint holds progress that was sent in a later round. With `remembered` 3, that round is forgotten at the return."""
     monkeypatch.setattr(global_state, "REMEMBERED", remembered)
     monkeypatch.setattr(Returner, "overlaps", overlaps)
-    cluster, book, trained = SimulatedCluster(), Book(), dict.fromkeys("abc", 0)
+    cluster, record, trained = SimulatedCluster(), RecordedRun(), dict.fromkeys("abc", 0)
     before: set[str] = set()  # rounds before the death
 
     def one(toy: Toy, fragment: int) -> Tensor:
@@ -68,16 +68,16 @@ def test_deltas_since_a_checkpoint_are_counted_once(
     def run(name: str) -> Toy:
         while True:
             try:
-                return Returner(cluster, name, book, inner=one, save_every=SAVED, least=2).train(STEPS)
+                return Returner(cluster, name, record, inner=one, save_every=SAVED, least=2).train(STEPS)
             except Killed:
-                before.update(book.commits)
+                before.update(record.commits)
                 cluster.revive(name)
 
     results = cluster.play({name: run for name in "abc"})
-    agree(results, book)
+    agree(results, record)
     assert results["b"].restored and trained["b"] > DIES
-    history = book.history(results["a"].elastic.rounds.loop.agreed.state_digest)
-    later = [one for digest, one in book.commits.items() if digest not in before]
+    history = record.history(results["a"].elastic.rounds.loop.agreed.state_digest)
+    later = [one for digest, one in record.commits.items() if digest not in before]
 
     def sent(rounds: list[Committed], name: str, fragment: int) -> list[float]:
         deltas = [dict(zip(one.names, one.deltas)) for one in rounds if one.fragment == fragment and name in one.names]

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from elastic_toy import Book, Toy, agree, one_thread, order_faults, train
+from elastic_toy import RecordedRun, Toy, agree, one_thread, order_faults, train
 from faults import draw, schedule
 from namespaces import missing
 from nat import DEVICE
@@ -30,16 +30,16 @@ def test_random_faults_in_virtual_time_lose_nothing(capsys: pytest.CaptureFixtur
         print(f"seed {SEED} and run {runs}")
         chance = random.Random(f"{SEED} {runs}")
         names = "abcd"[: 3 + runs % 2]
-        cluster, book = SimulatedCluster(), Book()
+        cluster, record = SimulatedCluster(), RecordedRun()
         print(order_faults(cluster, chance, 8, names, done))
         least = len(names) // 2 + 1
         settings = {"steps": 60, "least": least, "tokens": chance.choice([None, 8.0])}
-        results = cluster.play({name: train(cluster, book, **settings) for name in names})
+        results = cluster.play({name: train(cluster, record, **settings) for name in names})
         assert all(isinstance(result, Toy | LinkError) for result in results.values()), results
         if any(isinstance(result, Toy) for result in results.values()):  # otherwise too many died too close to the end
-            agree(results, book)
+            agree(results, record)
         ended.update(type(result).__name__ for result in results.values())
-        rounds.update(str(f["committed"]) for _, event, f in book.events if event == "round" and f["fragment"] >= 0)
+        rounds.update(str(f["committed"]) for _, event, f in record.events if event == "round" and f["fragment"] >= 0)
     assert done.total() >= 200 and ended["Toy"] >= 2 * runs
     with capsys.disabled():
         print(f"\nsoak in virtual time, seed {SEED}: {done.total()} faults in {runs} runs: {dict(done.most_common())}")

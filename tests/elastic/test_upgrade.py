@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_toy import Book, Toy, agree, one_thread
-from reading_toy import STEP, NotingReader, book, check, inner
+from elastic_toy import RecordedRun, Toy, agree, one_thread
+from reading_toy import STEP, NotingReader, check, inner, new_record
 
 from thinwire.errors import DisagreementError
 from thinwire.membership.testing.cluster import SimulatedCluster
@@ -19,29 +19,29 @@ FAR = Protocols(OLD + 5, OLD + 7, "9.0")
 STEPS = 60
 
 
-def toy(cluster: SimulatedCluster, held: Book, name: str, protocols: Protocols) -> Toy:
+def toy(cluster: SimulatedCluster, record: RecordedRun, name: str, protocols: Protocols) -> Toy:
     facts, reader = {"protocols": str(protocols)}, NotingReader(3, 3, STEP, 500)
-    return Toy(cluster, name, held, inner=inner, reader=reader, facts=facts, least=2)
+    return Toy(cluster, name, record, inner=inner, reader=reader, facts=facts, least=2)
 
 
-def upgraded(cluster: SimulatedCluster, held: Book, steps: int) -> Callable[[str], Toy]:
+def upgraded(cluster: SimulatedCluster, record: RecordedRun, steps: int) -> Callable[[str], Toy]:
     """Returns a replica that leaves after `steps` steps and returns two seconds later with the next release and its checkpoint."""
 
     def run(name: str) -> Toy:
-        before = toy(cluster, held, name, PROTOCOLS)
+        before = toy(cluster, record, name, PROTOCOLS)
         before.begin().train_until(steps)
         before.save()
         before.elastic.close()
         wait(cluster, name, 2.0)
-        return toy(cluster, held, name, AFTER).train(STEPS)
+        return toy(cluster, record, name, AFTER).train(STEPS)
 
     return run
 
 
-def late(cluster: SimulatedCluster, held: Book, protocols: Protocols) -> Callable[[str], Toy]:
+def late(cluster: SimulatedCluster, record: RecordedRun, protocols: Protocols) -> Callable[[str], Toy]:
     def run(name: str) -> Toy:
         wait(cluster, name, 18.0)
-        return toy(cluster, held, name, protocols).train(STEPS)
+        return toy(cluster, record, name, protocols).train(STEPS)
 
     return run
 
@@ -54,19 +54,19 @@ def wait(cluster: SimulatedCluster, name: str, seconds: float) -> None:
 def test_a_rolling_upgrade_keeps_training_and_refuses_an_incompatible_release() -> None:
     """Each replica in turn leaves and returns with a newer release. All train on, no sample is lost or trained twice, and all end with the
     same bits. Two that share no protocol with the oldest replica are refused, also the one that an upgraded replica would understand."""
-    cluster, held = SimulatedCluster(), book()
+    cluster, record = SimulatedCluster(), new_record()
     steps = {"a": 12, "b": 24, "c": 36}
     results = cluster.play(
-        {name: upgraded(cluster, held, steps[name]) for name in steps}
-        | {"d": late(cluster, held, FAR), "e": late(cluster, held, NEXT)}
+        {name: upgraded(cluster, record, steps[name]) for name in steps}
+        | {"d": late(cluster, record, FAR), "e": late(cluster, record, NEXT)}
     )
     for name, protocols in (("d", FAR), ("e", NEXT)):
         refused = results.pop(name)
         assert isinstance(refused, DisagreementError), refused
         assert f"{name!r} cannot take part: protocols: {protocols} there, {PROTOCOLS} at" in str(refused)
         assert "install one release on all" in str(refused)
-    agree(results, held)
+    agree(results, record)
     for name in "abc":
-        ledger, lost = check(held, results[name])
+        ledger, lost = check(record, results[name])
         assert results[name].step == STEPS and not lost
-    assert held.trained[0].max() == 1.0 and ledger.trained == held.trained[0].sum(), "trained and counted once"
+    assert record.trained[0].max() == 1.0 and ledger.trained == record.trained[0].sum(), "trained and counted once"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import pytest
-from membership_play import Log, check_one_outcome, hold_rounds
+from voted_rounds import RoundLog, check_one_outcome, hold_rounds
 
 from thinwire import ThreadGroup
 from thinwire.comm.group import Group
@@ -53,11 +53,13 @@ class PartlyAnswering(SimulatedLighthouse):
 def test_members_that_were_told_a_view_do_not_wait_for_those_that_were_not(told: str) -> None:
     cluster = SimulatedCluster()
     cluster.lighthouse = lighthouse = PartlyAnswering(cluster, set(told))
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
     results = cluster.play(
         {name: lambda name: hold_rounds(cluster.membership(name), ROUNDS, logs[name]) for name in logs}
     )
-    assert lighthouse.away and all(isinstance(log, Log) and log.round == ROUNDS for log in results.values()), results
+    assert lighthouse.away and all(isinstance(log, RoundLog) and log.round == ROUNDS for log in results.values()), (
+        results
+    )
     check_one_outcome(logs.values())
     for name, log in logs.items():
         assert set(log.members) == {("a", "b", "c")}
@@ -70,7 +72,7 @@ def test_members_that_were_told_the_first_view_do_not_wait_for_those_that_were_n
     """Nobody holds a group yet. The wait to build one ends with the lighthouse, and nobody begins without the others."""
     cluster = SimulatedCluster()
     cluster.lighthouse = lighthouse = PartlyAnswering(cluster, set(told), nth=1)
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
     cluster.play(
         {name: lambda name: hold_rounds(cluster.membership(name, least=least), ROUNDS, logs[name]) for name in logs}
     )
@@ -95,7 +97,7 @@ def test_members_do_not_wait_for_one_that_calls_for_another_view() -> None:
     """The lighthouse stays, and tells those that connect that nobody comes."""
     cluster = SimulatedCluster()
     cluster.lighthouse = Cut(cluster, 5.0)
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
     cluster.play({name: lambda name: hold_rounds(cluster.membership(name), ROUNDS, logs[name]) for name in logs})
     assert all(set(log.members) == {("a", "b", "c")} and not log.failed for log in logs.values()), logs
     assert cluster.time.now == pytest.approx(2.0 + 0.1)  # heartbeats, and a pause before the second call

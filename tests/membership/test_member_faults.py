@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from membership_play import ROUNDS, Log, check_one_outcome, finished, hold_rounds, play
+from voted_rounds import ROUNDS, RoundLog, check_one_outcome, finished, hold_rounds, hold_rounds_of_all
 
 from thinwire.errors import LinkError
 from thinwire.membership.testing import SimulatedCluster
@@ -20,7 +20,7 @@ def test_others_go_on_when_a_replica_is_killed_at_any_phase(phase, nth):
     """The others continue, and no two members learn different outcomes."""
     cluster = SimulatedCluster()
     cluster.at("b", phase, lambda: cluster.kill("b"), nth)
-    results, logs = play(cluster, "abc")
+    results, logs = hold_rounds_of_all(cluster, "abc")
     assert finished(results["a"]) and finished(results["c"])
     if isinstance(results["b"], Killed):
         assert logs["a"].members[-1] == ("a", "c") or logs["b"].round == ROUNDS - 1  # or it died in the last round
@@ -39,7 +39,7 @@ def test_a_replica_frozen_at_any_phase_learns_the_outcome_when_it_thaws(phase):
         cluster.later(40.0, lambda: cluster.thaw("b"))
 
     cluster.at("b", phase, freeze, nth=1)
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
 
     def run(name):
         def ready(number):
@@ -56,7 +56,7 @@ def test_a_replica_frozen_at_any_phase_learns_the_outcome_when_it_thaws(phase):
 
     results = cluster.play({name: run for name in "abc"})
     check_one_outcome(logs.values())
-    assert all(isinstance(log, Log) and log.round == 2 * ROUNDS for log in results.values()), results
+    assert all(isinstance(log, RoundLog) and log.round == 2 * ROUNDS for log in results.values()), results
     assert logs["a"].members[-1] == ("a", "b", "c")
     assert ("a", "c") in logs["a"].members
 
@@ -99,7 +99,7 @@ def test_a_cut_link_excludes_the_younger_member_until_it_heals():
             cluster.cut("a", "b")
         return True
 
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
 
     def run(name):
         membership = cluster.membership(name)
@@ -124,7 +124,7 @@ def test_a_cut_link_excludes_the_younger_member_until_it_heals():
 def test_a_slow_link_excludes_nobody(seconds):
     cluster = SimulatedCluster()
     cluster.slow("a", "b", seconds)
-    results, logs = play(cluster, "abc")
+    results, logs = hold_rounds_of_all(cluster, "abc")
     assert all(finished(log) for log in results.values()) and not logs["a"].failed
     assert cluster.time.now >= 2 * ROUNDS * seconds  # lengths, then bodies
 
@@ -135,7 +135,9 @@ def test_a_damaged_message_fails_one_round_for_all(nth):
     cluster = SimulatedCluster()
     cluster.damage("b", "a", nth)
     retries = []
-    results, logs = play(cluster, "abc", observe=lambda kind, _: retries.append(kind) if kind == "retry" else None)
+    results, logs = hold_rounds_of_all(
+        cluster, "abc", observe=lambda kind, _: retries.append(kind) if kind == "retry" else None
+    )
     assert all(finished(log) for log in results.values()), results
     if nth <= 2:
         assert retries and all(logs["a"].decided.values())
@@ -146,7 +148,7 @@ def test_a_damaged_message_fails_one_round_for_all(nth):
 def test_a_restarted_replica_becomes_a_member_again():
     cluster = SimulatedCluster()
     cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
-    logs = {name: Log() for name in ("a", "b", "c", "again")}
+    logs = {name: RoundLog() for name in ("a", "b", "c", "again")}
 
     def again(name):
         try:
@@ -160,7 +162,7 @@ def test_a_restarted_replica_becomes_a_member_again():
 
     results = cluster.play({"a": run, "b": again, "c": run})
     check_one_outcome(logs.values())
-    assert all(isinstance(log, Log) and log.round == 40 for log in results.values()), results
+    assert all(isinstance(log, RoundLog) and log.round == 40 for log in results.values()), results
     assert logs["again"].members[-1] == ("a", "b", "c") and logs["a"].rebuilt <= 4
 
 
@@ -188,7 +190,7 @@ def test_the_same_faults_give_the_same_result():
         cluster.at("b", "put", lambda: cluster.kill("b"), nth=2)
         cluster.damage("c", "a", 7)
         cluster.slow("a", "c", 0.5)
-        _, logs = play(cluster, "abc")
+        _, logs = hold_rounds_of_all(cluster, "abc")
         return cluster.time.now, [(log.members, list(log.decided.values()), log.rebuilt) for log in logs.values()]
 
     assert once() == once()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from membership_play import ROUNDS, Log, finished, hold_rounds
+from voted_rounds import ROUNDS, RoundLog, finished, hold_rounds
 
 from thinwire.errors import DisagreementError, LinkError, PeerError
 from thinwire.membership import Membership
@@ -20,7 +20,7 @@ def two_names(cluster):
 
     def run(name):
         membership = Membership(ThreadRendezvous(cluster, name), name[0])
-        return hold_rounds(membership, ROUNDS, Log(), seconds=60.0)
+        return hold_rounds(membership, ROUNDS, RoundLog(), seconds=60.0)
 
     return cluster.play({name: run for name in ("a", "b", "b2", "c")})
 
@@ -39,7 +39,7 @@ def test_another_run_or_version_is_refused_by_name(what):
     def run(name):
         other = {what: "that"} if name == "b" else {}
         membership = cluster.membership(name, facts={"run": "this", "model": "this"} | other)
-        return hold_rounds(membership, ROUNDS, Log())
+        return hold_rounds(membership, ROUNDS, RoundLog())
 
     results = cluster.play({name: run for name in "abc"})
     assert finished(results["a"]) and finished(results["c"])
@@ -60,7 +60,7 @@ def test_two_unlike_newcomers_warn_at_once_and_neither_is_refused():
         if name == "c":
             membership.sleep(30.0)
         try:
-            return hold_rounds(membership, ROUNDS, Log())
+            return hold_rounds(membership, ROUNDS, RoundLog())
         except DisagreementError as error:
             ended[name] = cluster.time.now
             return error

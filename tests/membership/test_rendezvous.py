@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from membership_play import ROUNDS, Log, finished, hold_rounds, play
+from voted_rounds import ROUNDS, RoundLog, finished, hold_rounds, hold_rounds_of_all
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, gather
 from thinwire.errors import ConfigurationError, LinkError, PacketError, UndecidedError
@@ -16,7 +16,7 @@ from thinwire.membership.testing.lighthouse import JOIN
 
 def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
     cluster = SimulatedCluster()
-    results, _ = play(cluster, "abc")
+    results, _ = hold_rounds_of_all(cluster, "abc")
     for log in results.values():
         assert finished(log) and log.rebuilt == 1 and not log.failed
         assert list(log.decided.values()) == [True] * ROUNDS and set(log.members) == {("a", "b", "c")}
@@ -26,7 +26,7 @@ def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
 
 def test_a_third_joins_and_one_leaves():
     cluster = SimulatedCluster()
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
 
     def run(name):
         if name == "c":
@@ -56,7 +56,7 @@ def test_a_lighthouse_restart_keeps_the_group_and_its_rounds():
         cluster.later(13.0, cluster.lighthouse.start)
 
     cluster.at("b", "all", restart, nth=2)
-    results, logs = play(cluster, "abc")
+    results, logs = hold_rounds_of_all(cluster, "abc")
     assert all(finished(log) for log in results.values()), results
     assert sum(log.undecided for log in logs.values()) >= 1
     assert all(set(log.members) == {("a", "b", "c")} for log in logs.values())
@@ -84,7 +84,7 @@ def test_the_grace_begins_when_a_returned_lighthouse_is_found():
         return hold_rounds(Membership(rendezvous, name, timeouts=Timeouts(grace=5.0)), ROUNDS, logs[name])
 
     cluster.at("b", "all", restart, nth=2)
-    logs = {name: Log() for name in "abc"}
+    logs = {name: RoundLog() for name in "abc"}
     results = cluster.play(dict.fromkeys("abc", run))
     assert all(finished(log) for log in results.values()), results
     assert cluster.time.now > 60.0 and all(set(log.members) == {("a", "b", "c")} for log in logs.values())

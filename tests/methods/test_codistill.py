@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from codistilled import METHOD, PROBE, VOCABULARY, ChainProbe, alone, attach, chain, model_of, train, train_until
 from secure_groups import run_secure
-from talking import METHOD, PROBE, VOCABULARY, ChainProbe, alone, attached, chain, go_on, model_of, talk
 
 import thinwire as tw
 from thinwire import checkpoint
@@ -22,23 +22,23 @@ from thinwire.testing.toy import Shuffled, same_bits
 
 
 def test_a_replica_trains_alone_with_weight_0_or_without_others():
-    for trip, rank in [*zip(run_threads(3, lambda group: talk(group, replace(METHOD, weight=0.0))), range(3))]:
-        assert same_bits(trip.final, alone(rank)) and trip.heard("flight")
-    assert same_bits(run_threads(1, talk)[0].final, alone(0))
-    assert not same_bits(run_threads(2, talk)[0].final, alone(0))
+    for trained, rank in [*zip(run_threads(3, lambda group: train(group, replace(METHOD, weight=0.0))), range(3))]:
+        assert same_bits(trained.final, alone(rank)) and trained.heard("flight")
+    assert same_bits(run_threads(1, train)[0].final, alone(0))
+    assert not same_bits(run_threads(2, train)[0].final, alone(0))
 
 
 def test_a_replica_trains_alone_during_the_warm_up():
-    trips = run_threads(2, lambda group: talk(group, replace(METHOD, warmup=24)))
-    assert [same_bits(trip.final, alone(rank)) for rank, trip in enumerate(trips)] == [True, True]
+    replicas = run_threads(2, lambda group: train(group, replace(METHOD, warmup=24)))
+    assert [same_bits(trained.final, alone(rank)) for rank, trained in enumerate(replicas)] == [True, True]
 
 
 def test_sent_bytes_are_at_most_the_predicted_ones():
     ledgers = [Ledger() for _ in range(3)]
-    trips = run_threads(3, lambda group: talk(CountedGroup(group, ledgers[group.rank]), replace(METHOD, warmup=10)))
+    replicas = run_threads(3, lambda group: train(CountedGroup(group, ledgers[group.rank]), replace(METHOD, warmup=10)))
     most = PredictionCoder(4 * PROBE, VOCABULARY, 3).nbytes
-    for trip, ledger in zip(trips, ledgers):
-        foreseen, sent = ([event["nbytes"] for event in trip.heard(kind)] for kind in ("depart", "flight"))
+    for trained, ledger in zip(replicas, ledgers):
+        foreseen, sent = ([event["nbytes"] for event in trained.heard(kind)] for kind in ("depart", "flight"))
         assert foreseen == [2 * HEADER_NBYTES] + 5 * [2 * (HEADER_NBYTES + most)]  # round 1 lies within the warm-up
         assert sent[0] == foreseen[0] and all(a < b for a, b in zip(sent[1:], foreseen[1:]))
         assert ledger.sent("packet") == sum(sent)
@@ -49,43 +49,43 @@ def test_sent_bytes_are_at_most_the_predicted_ones():
 
 
 def test_any_arrival_order_and_an_encrypted_carrier_give_the_same_bits(tmp_path: Path):
-    straight = [trip.final for trip in run_threads(3, talk)]
-    shuffled = run_threads(3, lambda group: talk(Shuffled(group, 1)))
+    straight = [trained.final for trained in run_threads(3, train)]
+    shuffled = run_threads(3, lambda group: train(Shuffled(group, 1)))
     hub = Hub(tmp_path / "hub")
     try:
-        secure = run_secure(hub, 3, talk, tmp_path)
+        secure = run_secure(hub, 3, train, tmp_path)
     finally:
         hub.close()
     for others in (shuffled, secure):
-        assert all(same_bits(trip.final, one) for trip, one in zip(others, straight, strict=True))
+        assert all(same_bits(trained.final, one) for trained, one in zip(others, straight, strict=True))
 
 
 @pytest.mark.parametrize("at", [9, 11])  # with a round in flight, and with one in use
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(at: int, tmp_path: Path):
-    whole = run_threads(2, talk)
+    whole = run_threads(2, train)
 
     def first(group: tw.Group) -> None:
-        trip = go_on(attached(METHOD, group), group.rank, at)
-        assert (trip.at_work._flying is not None) == (at == 9)
-        checkpoint.save(tmp_path / str(group.rank), trip.at_work, notes={})
-        go_on(trip, group.rank, at + 3)  # these steps are lost
+        trained = train_until(attach(METHOD, group), group.rank, at)
+        assert (trained.attached._flying is not None) == (at == 9)
+        checkpoint.save(tmp_path / str(group.rank), trained.attached, notes={})
+        train_until(trained, group.rank, at + 3)  # these steps are lost
 
     def second(group: tw.Group) -> torch.Tensor:
-        trip = attached(METHOD, group, seed=99)
+        trained = attach(METHOD, group, seed=99)
         found, _ = checkpoint.newest_common(tmp_path / str(group.rank), group)
-        checkpoint.load(found, trip.at_work)
-        assert trip.at_work.step == at
-        go_on(trip, group.rank, 24).at_work.finish()
-        return trip.final
+        checkpoint.load(found, trained.attached)
+        assert trained.attached.step == at
+        train_until(trained, group.rank, 24).attached.finish()
+        return trained.final
 
     run_threads(2, first)
     assert all(same_bits(a, b.final) for a, b in zip(run_threads(2, second), whole))
 
 
 @torch.no_grad()
-def loss_of(trip) -> float:
+def loss_of(trained) -> float:
     tokens, targets = chain(7, 400)
-    return float(torch.nn.functional.cross_entropy(trip.model(tokens), targets))
+    return float(torch.nn.functional.cross_entropy(trained.model(tokens), targets))
 
 
 def test_a_replica_with_wrong_predictions_gets_no_weight():
@@ -95,14 +95,14 @@ def test_a_replica_with_wrong_predictions_gets_no_weight():
         return -8 * logits if rank == 2 else logits
 
     steps, method = 60, replace(METHOD, weight=2.0)
-    honest = run_threads(2, lambda group: talk(group, method, steps))
-    weighed = run_threads(3, lambda group: talk(group, method, steps, contrary))
-    alike = run_threads(3, lambda group: talk(group, replace(method, sharpness=0.0), steps, contrary))
+    honest = run_threads(2, lambda group: train(group, method, steps))
+    weighed = run_threads(3, lambda group: train(group, method, steps, contrary))
+    alike = run_threads(3, lambda group: train(group, replace(method, sharpness=0.0), steps, contrary))
     for rank in (0, 1):
-        assert weighed[rank].at_work.weights[2] < 1e-3 < min(weighed[rank].at_work.weights[:2])
+        assert weighed[rank].attached.weights[2] < 1e-3 < min(weighed[rank].attached.weights[:2])
         torch.testing.assert_close(weighed[rank].final, honest[rank].final, atol=0.05, rtol=0)
         assert 1.1 * loss_of(weighed[rank]) < loss_of(alike[rank])
-    assert weighed[0].at_work.weights == weighed[1].at_work.weights  # equal weights from the same packets
+    assert weighed[0].attached.weights == weighed[1].attached.weights  # equal weights from the same packets
 
 
 def test_infinite_and_damaged_predictions_are_left_out(monkeypatch: pytest.MonkeyPatch):
@@ -111,21 +111,21 @@ def test_infinite_and_damaged_predictions_are_left_out(monkeypatch: pytest.Monke
     def broken(rank: int, number: int, logits: torch.Tensor) -> torch.Tensor:
         return logits * float("nan") if rank == 1 else logits
 
-    trips = run_threads(2, lambda group: talk(group, change=broken))
-    assert same_bits(trips[0].final, alone(0)) and not same_bits(trips[1].final, alone(1))
-    assert all([event["by"] for event in trip.heard("refused")] == [[1]] * 6 for trip in trips)
+    replicas = run_threads(2, lambda group: train(group, change=broken))
+    assert same_bits(replicas[0].final, alone(0)) and not same_bits(replicas[1].final, alone(1))
+    assert all([event["by"] for event in trained.heard("refused")] == [[1]] * 6 for trained in replicas)
     encode = PredictionCoder.encode
 
     monkeypatch.setattr(PredictionCoder, "encode", lambda coder, told: torch.full_like(encode(coder, told), 255))
-    trips = run_threads(2, talk)
-    assert [same_bits(trip.final, alone(rank)) for rank, trip in enumerate(trips)] == [True, True]
-    assert all("is not counted in round" in event["message"] for event in trips[0].heard("warning"))
-    assert {event["message"][:9] for event in trips[0].heard("warning")} == {"replica 0", "replica 1"}
+    replicas = run_threads(2, train)
+    assert [same_bits(trained.final, alone(rank)) for rank, trained in enumerate(replicas)] == [True, True]
+    assert all("is not counted in round" in event["message"] for event in replicas[0].heard("warning"))
+    assert {event["message"][:9] for event in replicas[0].heard("warning")} == {"replica 0", "replica 1"}
 
 
 def test_replicas_with_different_settings_probes_or_tokens_are_refused():
     def other_method(group: tw.Group) -> None:
-        attached(replace(METHOD, top=3 + group.rank), group)
+        attach(replace(METHOD, top=3 + group.rank), group)
 
     def other_text(group: tw.Group) -> None:
         model = model_of(4)
@@ -147,16 +147,16 @@ def test_replicas_with_different_settings_probes_or_tokens_are_refused():
         with pytest.raises(DisagreementError, match=told):
             run_threads(2, start)
     with pytest.raises(ConfigurationError, match="more tokens than top"):
-        run_threads(1, lambda group: attached(replace(METHOD, top=VOCABULARY), group))
+        run_threads(1, lambda group: attach(replace(METHOD, top=VOCABULARY), group))
 
 
 def test_a_stop_request_stops_all_at_the_same_step():
     def replica(group: tw.Group) -> int:
-        trip = attached(replace(METHOD, weight=0.0), group)
+        trained = attach(replace(METHOD, weight=0.0), group)
         if group.rank == group.size - 1:
-            go_on(trip, group.rank, 5)
-            trip.at_work.request_stop()
-        return go_on(trip, group.rank, 40).at_work.step
+            train_until(trained, group.rank, 5)
+            trained.attached.request_stop()
+        return train_until(trained, group.rank, 40).attached.step
 
     assert run_threads(1, replica) == [6]
     assert run_threads(2, replica) == [10, 10]  # sent with round 2 after step 8 and received two steps later

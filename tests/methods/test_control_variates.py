@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from loops import LOOPS, Tour, attach, go_on, tour
+from loops import LOOPS, ToyRun, attach, train_toys, train_until
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -92,7 +92,7 @@ def test_fedavg_of_one_step_is_gradient_descent():
 @pytest.mark.parametrize("name", ["scaffold", "scallion", "scafcom", "scafcom, one"])
 def test_c_is_the_mean_of_the_replicas_control_variates(name):
     for steps in (3, 6, 7, 12):
-        at = [trip.at_work for trip in tour(LOOPS[name], 3, steps=steps)]
+        at = [trained.attached for trained in train_toys(LOOPS[name], 3, steps=steps)]
         assert all(same_bits(one.c, at[0].c) and same_bits(one.x, at[0].x) for one in at)
         mean = torch.stack([one.own.double() for one in at]).mean(0)
         assert at[0].c.abs().max() > 1e-3 and float((at[0].c - mean).abs().max()) < 1e-6
@@ -100,13 +100,13 @@ def test_c_is_the_mean_of_the_replicas_control_variates(name):
 
 def test_only_sampled_replicas_send_and_update_their_control_variate():
     method = scafcom(every=2, sampled=1, codec=tw.codecs.TopK(0.5))
-    trips, names = tour(method, 3, steps=8), ("0", "1", "2")
+    replicas, names = train_toys(method, 3, steps=8), ("0", "1", "2")
     drawn = [method.draw(names, round_) for round_ in range(4)]
     assert len(set(drawn)) > 1 and all(len(chosen) == 1 for chosen in drawn)
-    for trip in trips:
-        sent = [event["nbytes"] > 0 for event in trip.heard("depart")]
-        assert sent == [(trip.at_work.name,) == chosen for chosen in drawn]
-        assert bool(trip.at_work.own.any()) == any(sent)
+    for trained in replicas:
+        sent = [event["nbytes"] > 0 for event in trained.heard("depart")]
+        assert sent == [(trained.attached.name,) == chosen for chosen in drawn]
+        assert bool(trained.attached.own.any()) == any(sent)
 
 
 def test_replicas_are_sampled_uniformly():
@@ -136,18 +136,18 @@ def test_steps_without_gradients_and_changing_rates_are_counted():
 
 
 def test_a_gradient_is_corrected_once():
-    at = tour(LOOPS["scaffold"], 2, steps=3)[0].at_work
+    at = train_toys(LOOPS["scaffold"], 2, steps=3)[0].attached
     seen = (at.c - at.own).abs().max()
     assert seen > 0
     (group,) = tw.ThreadGroup.create(1)
     model = toy()
-    trip = attach(Tour(scaffold(every=9)), group, model).at_work
-    trip.own = torch.ones_like(trip.own)
-    for parameter in trip.parameters:
+    trained = attach(ToyRun(scaffold(every=9)), group, model).attached
+    trained.own = torch.ones_like(trained.own)
+    for parameter in trained.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    trip.exchange_gradients()
-    trip.exchange_gradients()
-    assert all(bool((parameter.grad == -1).all()) for parameter in trip.parameters)
+    trained.exchange_gradients()
+    trained.exchange_gradients()
+    assert all(bool((parameter.grad == -1).all()) for parameter in trained.parameters)
 
 
 def test_invalid_settings_are_refused():
@@ -169,7 +169,7 @@ def test_invalid_settings_are_refused():
         with pytest.raises(tw.ConfigurationError):
             Gain(wrong)
     with pytest.raises(tw.ConfigurationError, match="sampled=3 of 2"):
-        tour(fedavg(sampled=3), 2)
+        train_toys(fedavg(sampled=3), 2)
     (group,) = tw.ThreadGroup.create(1)
     own = [p for p in toy().parameters() if p.requires_grad]
     model = toy()
@@ -180,19 +180,19 @@ def test_invalid_settings_are_refused():
 
 def test_a_replica_with_an_older_control_variate_is_refused():
     """It comes back from a checkpoint older than its last counted round, so the others count with a newer cᵢ."""
-    made, groups = Tour(LOOPS["scaffold"], names=("a", "b")), [tw.ThreadGroup.create(2, 20.0) for _ in range(2)]
+    run, groups = ToyRun(LOOPS["scaffold"], names=("a", "b")), [tw.ThreadGroup.create(2, 20.0) for _ in range(2)]
 
     def replica(group: tw.Group) -> str:
-        trip = attach(made, groups[0][group.rank])
-        go_on(made, trip, group, 3)
-        tensors, facts = trip.at_work.state()
-        go_on(made, trip, group, 6)
+        trained = attach(run, groups[0][group.rank])
+        train_until(run, trained, group, 3)
+        tensors, facts = trained.attached.state()
+        train_until(run, trained, group, 6)
         if group.rank:
-            at, (old, behind) = trip.at_work, (tensors, facts)
+            at, (old, behind) = trained.attached, (tensors, facts)
             at.x, at.c, at.own, at.v = (old[name] for name in ("x", "c", "own", "v"))
             at.step, at.rounds, at._counted = behind["step"], behind["rounds"], behind["counted"]
         with pytest.raises(tw.DisagreementError) as caught:
-            trip.at_work.meet(groups[1][group.rank], ("a", "b"))
+            trained.attached.meet(groups[1][group.rank], ("a", "b"))
         return str(caught.value)
 
     first, second = tw.run_threads(2, replica)
@@ -201,8 +201,8 @@ def test_a_replica_with_an_older_control_variate_is_refused():
 
 def test_a_round_that_reached_only_one_replica_is_taken_over():
     """Replica a has all packets of the round and counted b's dᵢ. When they meet, b takes over x and c."""
-    made, first, second = (
-        Tour(LOOPS["scafcom"], names=("a", "b")),
+    run, first, second = (
+        ToyRun(LOOPS["scafcom"], names=("a", "b")),
         tw.ThreadGroup.create(2, 1.0),
         tw.ThreadGroup.create(2, 20.0),
     )
@@ -225,14 +225,14 @@ def test_a_round_that_reached_only_one_replica_is_taken_over():
 
     def replica(group: tw.Group) -> Controlled:
         own = LosesSecondRound(first[group.rank]) if group.rank else first[group.rank]
-        trip = attach(made, own)
+        trained = attach(run, own)
         try:
-            go_on(made, trip, own, 6)
+            train_until(run, trained, own, 6)
         except tw.LinkError:
-            assert group.rank and trip.at_work.rounds == 1
-        trip.at_work.meet(second[group.rank], ("a", "b"))
-        go_on(made, trip, second[group.rank], 12)
-        return trip.at_work
+            assert group.rank and trained.attached.rounds == 1
+        trained.attached.meet(second[group.rank], ("a", "b"))
+        train_until(run, trained, second[group.rank], 12)
+        return trained.attached
 
     a, b = tw.run_threads(2, replica)
     assert same_bits(a.x, b.x) and same_bits(a.c, b.c) and a.rounds == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from core_processes import UNLIKE, run_world
-from loops import LOOPS, Tour, all_of_them, attach, go_on, tour
+from loops import LOOPS, ToyRun, all_of_them, attach, train_toys, train_until
 
 import thinwire as tw
 from thinwire import checkpoint
@@ -43,17 +43,17 @@ def test_a_run_makes_each_method_by_its_name(name):
 
 @every_method
 def test_replicas_agree_bit_for_bit(name):
-    trips = tour(LOOPS[name], 3)
-    assert all(same_bits(trip.final, trips[0].final) for trip in trips)
-    assert all(same_bits(*trip.at_work.anchors(), trip.final) for trip in trips)
-    assert bool(torch.isfinite(trips[0].final).all()) and not same_bits(trips[0].final, weights(toy()))
+    replicas = train_toys(LOOPS[name], 3)
+    assert all(same_bits(trained.final, replicas[0].final) for trained in replicas)
+    assert all(same_bits(*trained.attached.anchors(), trained.final) for trained in replicas)
+    assert bool(torch.isfinite(replicas[0].final).all()) and not same_bits(replicas[0].final, weights(toy()))
 
 
 @every_method
 def test_any_arrival_order_gives_the_same_bits(name):
-    straight = tour(LOOPS[name], 3)
+    straight = train_toys(LOOPS[name], 3)
     for seed in (1, 2):
-        shuffled = tour(LOOPS[name], 3, wrap=lambda group, seed=seed: Shuffled(group, seed))
+        shuffled = train_toys(LOOPS[name], 3, wrap=lambda group, seed=seed: Shuffled(group, seed))
         assert [same_bits(a.final, b.final) for a, b in zip(straight, shuffled)] == [True] * 3
 
 
@@ -62,12 +62,12 @@ def test_any_arrival_order_gives_the_same_bits(name):
 def test_predicted_bytes_equal_sent_bytes(name, replicas):
     method, ledgers = LOOPS[name], [Ledger() for _ in range(replicas)]
     periods = 2
-    trips = tour(
+    all_trained = train_toys(
         method, replicas, steps=periods * method.every, wrap=lambda group: CountedGroup(group, ledgers[group.rank])
     )
     numel = sum(p.numel() for p in toy().parameters() if p.requires_grad)
-    for rank, (trip, ledger) in enumerate(zip(trips, ledgers)):
-        departed = [event["nbytes"] for event in trip.heard("depart")]
+    for rank, (trained, ledger) in enumerate(zip(all_trained, ledgers)):
+        departed = [event["nbytes"] for event in trained.heard("depart")]
         assert ledger.sent("packet") == sum(departed)
         assert departed == [method.nbytes_per_period(numel, replicas, rank, period) for period in range(periods)]
     assert sum(ledger.sent("packet") for ledger in ledgers) > 0 or replicas == 1
@@ -77,23 +77,23 @@ def test_predicted_bytes_equal_sent_bytes(name, replicas):
 @every_method
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, tmp_path: Path):
     method = LOOPS[name]
-    whole = tour(method, 2, steps=8)
-    made = Tour(method)
+    whole = train_toys(method, 2, steps=8)
+    run = ToyRun(method)
     at = 5  # within a period
 
     def first(group: tw.Group) -> None:
-        trip = go_on(made, attach(made, group), group, at)
-        checkpoint.save(tmp_path / str(group.rank), trip.at_work, notes={})
-        go_on(made, trip, group, at + 2)  # these steps are lost
+        trained = train_until(run, attach(run, group), group, at)
+        checkpoint.save(tmp_path / str(group.rank), trained.attached, notes={})
+        train_until(run, trained, group, at + 2)  # these steps are lost
 
     def second(group: tw.Group) -> torch.Tensor:
-        trip = attach(made, group, toy(seed=99))
+        trained = attach(run, group, toy(seed=99))
         found, _ = checkpoint.newest_common(tmp_path / str(group.rank), group)
         assert found and found.step == at
-        checkpoint.load(found, trip.at_work)
-        assert trip.at_work.step == at
-        go_on(made, trip, group, 8).at_work.finish()
-        return weights(trip.at_work.model)
+        checkpoint.load(found, trained.attached)
+        assert trained.attached.step == at
+        train_until(run, trained, group, 8).attached.finish()
+        return weights(trained.attached.model)
 
     tw.run_threads(2, first)
     resumed = tw.run_threads(2, second)
@@ -106,7 +106,7 @@ def test_replicas_begin_with_the_weights_of_replica_0(name):
     models = {0: toy(next(seeds)), 1: toy(next(seeds))}
 
     def replica(group: tw.Group) -> torch.Tensor:
-        attach(Tour(LOOPS[name]), group, models[group.rank])
+        attach(ToyRun(LOOPS[name]), group, models[group.rank])
         return weights(models[group.rank])
 
     first, second = tw.run_threads(2, replica)
@@ -118,7 +118,7 @@ def test_a_replica_with_other_settings_is_refused(name):
     import dataclasses
 
     def replica(group: tw.Group) -> None:
-        attach(Tour(dataclasses.replace(LOOPS[name], seed=group.rank)), group)
+        attach(ToyRun(dataclasses.replace(LOOPS[name], seed=group.rank)), group)
 
     with pytest.raises(tw.DisagreementError, match="strategy"):
         tw.run_threads(2, replica)
@@ -127,29 +127,33 @@ def test_a_replica_with_other_settings_is_refused(name):
 @every_method
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_losses_that_are_not_finite_are_refused_and_training_continues(name, bad):
-    trips = tour(LOOPS[name], 3, steps=16, loss_scale=lambda rank, step: bad if rank == 1 and step > 1 else 1.0)
-    assert all(same_bits(trip.final, trips[0].final) for trip in trips)
-    assert bool(torch.isfinite(trips[0].final).all())
-    assert all([e["by"] for e in trip.heard("refused")] == [[1]] * len(trip.heard("refused")) for trip in trips)
-    assert trips[0].heard("refused") and not same_bits(trips[0].final, weights(toy()))
+    replicas = train_toys(
+        LOOPS[name], 3, steps=16, loss_scale=lambda rank, step: bad if rank == 1 and step > 1 else 1.0
+    )
+    assert all(same_bits(trained.final, replicas[0].final) for trained in replicas)
+    assert bool(torch.isfinite(replicas[0].final).all())
+    assert all(
+        [e["by"] for e in trained.heard("refused")] == [[1]] * len(trained.heard("refused")) for trained in replicas
+    )
+    assert replicas[0].heard("refused") and not same_bits(replicas[0].final, weights(toy()))
 
 
 @every_method
 def test_losses_of_zero_change_nothing(name):
-    trips = tour(LOOPS[name], 2, loss_scale=lambda rank, step: 0.0)
-    assert same_bits(trips[0].final, weights(toy()))
+    replicas = train_toys(LOOPS[name], 2, loss_scale=lambda rank, step: 0.0)
+    assert same_bits(replicas[0].final, weights(toy()))
 
 
 @every_method
 def test_a_stop_request_stops_all_at_the_same_step(name):
-    made = Tour(LOOPS[name], steps=40)
+    run = ToyRun(LOOPS[name], steps=40)
 
     def replica(group: tw.Group) -> int:
-        trip = attach(made, group)
+        trained = attach(run, group)
         if group.rank == 1:
-            go_on(made, trip, group, 3)
-            trip.at_work.request_stop()
-        return go_on(made, trip, group, 40).at_work.step
+            train_until(run, trained, group, 3)
+            trained.attached.request_stop()
+        return train_until(run, trained, group, 40).attached.step
 
     steps = tw.run_threads(2, replica)
     assert steps[0] == steps[1] < 40
@@ -158,31 +162,31 @@ def test_a_stop_request_stops_all_at_the_same_step(name):
 @every_method
 def test_duplicate_names_are_refused(name):
     with pytest.raises(tw.ConfigurationError, match="one for each"):
-        tour(LOOPS[name], 2, names=("a", "a"))
+        train_toys(LOOPS[name], 2, names=("a", "a"))
 
 
 @every_method
 def test_a_returned_replica_takes_over_the_state_of_the_others(name):
     """Three replicas train, one leaves, two train on, and the third returns with its old weights."""
     method = LOOPS[name]
-    made, seen = Tour(method, names=("a", "b", "c")), {}
+    run, seen = ToyRun(method, names=("a", "b", "c")), {}
 
     def replica(groups: dict[str, list[tw.Group]], rank: int) -> None:
-        trip = attach(made, groups["first"][rank])
-        seen[rank] = trip
-        go_on(made, trip, groups["first"][rank], 2 * method.every)
+        trained = attach(run, groups["first"][rank])
+        seen[rank] = trained
+        train_until(run, trained, groups["first"][rank], 2 * method.every)
         if rank < 2:
-            trip.at_work.meet(groups["second"][rank], ("a", "b"))
-            go_on(made, trip, groups["second"][rank], 4 * method.every)
-        trip.at_work.meet(groups["third"][rank], ("a", "b", "c"))
-        go_on(made, trip, groups["third"][rank], 6 * method.every)
+            trained.attached.meet(groups["second"][rank], ("a", "b"))
+            train_until(run, trained, groups["second"][rank], 4 * method.every)
+        trained.attached.meet(groups["third"][rank], ("a", "b", "c"))
+        train_until(run, trained, groups["third"][rank], 6 * method.every)
 
     groups = {which: tw.ThreadGroup.create(n, 20.0) for which, n in (("first", 3), ("second", 2), ("third", 3))}
     tw.run_threads(3, lambda group: replica(groups, group.rank))
-    final = [weights(seen[rank].at_work.model) for rank in range(3)]
+    final = [weights(seen[rank].attached.model) for rank in range(3)]
     assert same_bits(final[0], final[1]) and same_bits(final[0], final[2])
     assert [e["event"] for e in seen[2].events if e["event"] in ("caught_up", "given")] == ["caught_up"]
-    assert seen[2].at_work.step == 6 * method.every
+    assert seen[2].attached.step == 6 * method.every
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from loops import LOOPS, Tour, attach, one_step, tour
+from loops import LOOPS, ToyRun, attach, one_step, train_toys
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -246,9 +246,9 @@ def test_bytes_reach_nearly_the_loss_of_floats_on_a_quadratic():
 
 
 def test_training_reduces_the_loss():
-    trips = tour(METHOD, 2, steps=150)
+    replicas = train_toys(METHOD, 2, steps=150)
     x, y = batch(0, 9, 9, 256)
-    assert ((trips[0].at_work.model(x) - y) ** 2).mean() < 0.7 * ((toy()(x) - y) ** 2).mean()
+    assert ((replicas[0].attached.model(x) - y) ** 2).mean() < 0.7 * ((toy()(x) - y) ** 2).mean()
 
 
 def test_an_update_is_divided_by_the_root_of_the_number_of_valid_values():
@@ -300,9 +300,9 @@ def test_a_loss_of_several_numbers_is_refused():
 
 def test_different_learning_rates_are_detected():
     def replica(group: tw.Group) -> None:
-        trip = attach(Tour(METHOD), group)
-        trip.at_work.optimizer.param_groups[0]["lr"] = 0.1 * (1 + group.rank)
-        one_step(Tour(METHOD), trip.at_work, group.rank)
+        trained = attach(ToyRun(METHOD), group)
+        trained.attached.optimizer.param_groups[0]["lr"] = 0.1 * (1 + group.rank)
+        one_step(ToyRun(METHOD), trained.attached, group.rank)
 
     with pytest.raises(tw.PacketError, match="codec"):
         tw.run_threads(2, replica)

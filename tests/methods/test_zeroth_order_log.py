@@ -6,7 +6,7 @@ import math
 import threading
 
 import pytest
-from loops import LOOPS, Tour, attach, go_on, tour
+from loops import LOOPS, ToyRun, attach, train_toys, train_until
 from torch import Tensor
 
 import thinwire as tw
@@ -25,9 +25,9 @@ def replayed(log: Log, upto: int | None = None) -> Tensor:
 
 
 def test_the_replayed_log_has_the_bits_of_the_run():
-    trips = tour(METHOD, 3, steps=6)
-    log = trips[1].at_work.log
-    assert all(same_bits(replayed(log, upto), trips[2].weights[upto - 1]) for upto in range(1, 7))
+    replicas = train_toys(METHOD, 3, steps=6)
+    log = replicas[1].attached.log
+    assert all(same_bits(replayed(log, upto), replicas[2].weights[upto - 1]) for upto in range(1, 7))
     again = Log.load(*log.state())
     assert again == log and again.chain(4) == log.chain(4) != log.chain(5)
     assert log.state()[0]["codes"].numel() == 6 * 3 * METHOD.samples
@@ -37,35 +37,35 @@ def test_the_replayed_log_has_the_bits_of_the_run():
 def test_a_late_replica_needs_only_the_log(snapshot):
     """It begins with the first weights or with a checkpoint of iteration 3."""
     early, late = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
-    made, seen = Tour(METHOD, names=("a", "b")), {}
+    run, seen = ToyRun(METHOD, names=("a", "b")), {}
 
     def replica(group: tw.Group) -> None:
         rank = group.rank
         if rank < 2:
-            trip = attach(made, early[rank])
-            go_on(made, trip, early[rank], 5)
-            trip.at_work.meet(late[rank], ("a", "b", "late"))
+            trained = attach(run, early[rank])
+            train_until(run, trained, early[rank], 5)
+            trained.attached.meet(late[rank], ("a", "b", "late"))
         else:
-            trip = joined(late[2])
-        go_on(made, trip, late[rank], 9)
-        seen[rank] = trip
+            trained = joined(late[2])
+        train_until(run, trained, late[rank], 9)
+        seen[rank] = trained
 
     def joined(group: tw.Group):
         alone = tw.ThreadGroup.create(1, 20.0)[0]
-        trip = attach(Tour(METHOD, names=("late",)), alone)
+        trained = attach(ToyRun(METHOD, names=("late",)), alone)
         if snapshot:
-            done = tour(METHOD, 2, steps=3, names=("a", "b"))  # the same run up to iteration 3
-            trip = attach(Tour(METHOD, names=("late",)), alone, done[0].at_work.model)
-            trip.at_work.load_state(*done[0].at_work.state())
-        trip.at_work.meet(group, ("a", "b", "late"))
-        return trip
+            done = train_toys(METHOD, 2, steps=3, names=("a", "b"))  # the same run up to iteration 3
+            trained = attach(ToyRun(METHOD, names=("late",)), alone, done[0].attached.model)
+            trained.attached.load_state(*done[0].attached.state())
+        trained.attached.meet(group, ("a", "b", "late"))
+        return trained
 
     tw.run_threads(3, replica)
-    assert same_bits(weights(seen[2].at_work.model), weights(seen[0].at_work.model))
-    assert seen[2].at_work.log == seen[0].at_work.log and len(seen[2].at_work.log.entries) == 9
+    assert same_bits(weights(seen[2].attached.model), weights(seen[0].attached.model))
+    assert seen[2].attached.log == seen[0].attached.log and len(seen[2].attached.log.entries) == 9
     given = next(e for e in seen[0].events if e["event"] == "given")
     assert given["nbytes"] < 1000 and given["to"] == ["late"]
-    assert [e.names for e in seen[0].at_work.log.entries] == [("a", "b")] * 5 + [("a", "b", "late")] * 4
+    assert [e.names for e in seen[0].attached.log.entries] == [("a", "b")] * 5 + [("a", "b", "late")] * 4
 
 
 class FailingLink:
@@ -100,44 +100,44 @@ class FailingLink:
 def test_an_iteration_that_reached_one_replica_is_taken_from_its_log():
     """Replica 2 has all three packets and applies them; replica 0 lacks one and takes the iteration from replica 2's log."""
     first, second = tw.ThreadGroup.create(3, 60.0), tw.ThreadGroup.create(2, 60.0)
-    made, seen, applied = Tour(METHOD, names=("a", "b", "c")), {}, threading.Event()
+    run, seen, applied = ToyRun(METHOD, names=("a", "b", "c")), {}, threading.Event()
 
     def replica(group: tw.Group) -> None:
-        trip = attach(made, FailingLink(first[group.rank], 3, applied))
+        trained = attach(run, FailingLink(first[group.rank], 3, applied))
         with pytest.raises(tw.LinkError):
-            go_on(made, trip, first[group.rank], 8)
+            train_until(run, trained, first[group.rank], 8)
         first[group.rank].close()
-        seen[group.rank] = trip.at_work.step, trip
+        seen[group.rank] = trained.attached.step, trained
         if group.rank != 1:
-            trip.at_work.meet(second[group.rank // 2], ("a", "c"))
-            go_on(made, trip, second[group.rank // 2], 8)
+            trained.attached.meet(second[group.rank // 2], ("a", "c"))
+            train_until(run, trained, second[group.rank // 2], 8)
 
     tw.run_threads(3, replica)
     assert [seen[rank][0] for rank in (0, 1, 2)] == [3, 3, 4]
     survivors = [seen[rank][1] for rank in (0, 2)]
-    assert same_bits(*(weights(trip.at_work.model) for trip in survivors))
-    assert survivors[0].at_work.log.entries[3].names == ("a", "b", "c")
-    assert survivors[0].at_work.log.entries[4].names == ("a", "c")
+    assert same_bits(*(weights(trained.attached.model) for trained in survivors))
+    assert survivors[0].attached.log.entries[3].names == ("a", "b", "c")
+    assert survivors[0].attached.log.entries[4].names == ("a", "c")
 
 
 def test_a_replica_that_iterated_alone_is_refused():
     """Both replicas made iterations without the other, so their logs differ."""
     both, alone, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(1), tw.ThreadGroup.create(2, 20.0)
-    made = Tour(METHOD, names=("a", "b"))
+    run = ToyRun(METHOD, names=("a", "b"))
 
     def replica(group: tw.Group) -> None:
-        trip = attach(made, both[group.rank])
-        go_on(made, trip, both[group.rank], 2)
+        trained = attach(run, both[group.rank])
+        train_until(run, trained, both[group.rank], 2)
         if group.rank:
-            trip.at_work.meet(alone[0], ("b",))
-            go_on(made, trip, group=alone[0], upto=4)
-        trip.at_work.meet(again[group.rank], ("a", "b")) if group.rank else _one_more(made, trip, again[0])
+            trained.attached.meet(alone[0], ("b",))
+            train_until(run, trained, group=alone[0], upto=4)
+        trained.attached.meet(again[group.rank], ("a", "b")) if group.rank else _one_more(run, trained, again[0])
 
-    def _one_more(made, trip, group):
+    def _one_more(run, trained, group):
         solo = tw.ThreadGroup.create(1)[0]
-        trip.at_work.meet(solo, ("a",))
-        go_on(made, trip, solo, 3)
-        trip.at_work.meet(group, ("a", "b"))
+        trained.attached.meet(solo, ("a",))
+        train_until(run, trained, solo, 3)
+        trained.attached.meet(group, ("a", "b"))
 
     with pytest.raises(tw.DisagreementError, match="continued separately"):
         tw.run_threads(2, replica)
@@ -145,15 +145,15 @@ def test_a_replica_that_iterated_alone_is_refused():
 
 def test_a_joining_replica_with_other_first_weights_is_refused():
     both, again = tw.ThreadGroup.create(2, 20.0), tw.ThreadGroup.create(3, 20.0)
-    made = Tour(METHOD, names=("a", "b"))
+    run = ToyRun(METHOD, names=("a", "b"))
 
     def replica(group: tw.Group) -> None:
         if group.rank < 2:
-            trip = attach(made, both[group.rank])
-            go_on(made, trip, both[group.rank], 2)
+            trained = attach(run, both[group.rank])
+            train_until(run, trained, both[group.rank], 2)
         else:
-            trip = attach(Tour(METHOD, names=("c",)), tw.ThreadGroup.create(1)[0], toy(5))
-        trip.at_work.meet(again[group.rank], ("a", "b", "c"))
+            trained = attach(ToyRun(METHOD, names=("c",)), tw.ThreadGroup.create(1)[0], toy(5))
+        trained.attached.meet(again[group.rank], ("a", "b", "c"))
 
     with pytest.raises(tw.DisagreementError, match="'c' began with other weights"):
         tw.run_threads(3, replica)
@@ -172,7 +172,7 @@ def test_a_joining_replica_with_other_first_weights_is_refused():
     ],
 )
 def test_an_invalid_log_is_refused(spoil):
-    tensors, facts = tour(METHOD, 2, steps=3)[0].at_work.log.state()
+    tensors, facts = train_toys(METHOD, 2, steps=3)[0].attached.log.state()
     spoil(tensors, facts)
     with pytest.raises(tw.CheckpointError, match="cannot be read"):
         Log.load(tensors, facts)

@@ -57,7 +57,7 @@ class Damaging:
         return self.group.post(tag, send, recv, purpose, sized)
 
 
-class Diary:
+class DurableLog:
     """A log of lines that survive the process."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -82,7 +82,7 @@ class Diary:
         self.steps[:8] = struct.pack("<q", steps + 1)
 
 
-def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
+def watch(replica: tw.Replica, log: DurableLog, name: str) -> None:
     """Logs the delta of this replica before it is sent, and each commit that this replica accepts."""
     assert isinstance(replica._driver, ElasticDriver)
     loop, own = replica._driver.rounds.loop, NAMES.index(name)
@@ -90,7 +90,7 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
 
     def flown(view: Any, plan: Any, ready: Any) -> Any:
         if view.group.rank in plan.counted:
-            diary.write("brings", id=view.id, steps=-float(ready.delta[own]) / UNIT)
+            log.write("brings", id=view.id, steps=-float(ready.delta[own]) / UNIT)
         return fly(view, plan, ready)
 
     def believed(view: Any, plan: Any, ready: Any, moved: Any, granted: bool = False) -> None:
@@ -98,7 +98,7 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
         believe(view, plan, ready, moved, granted)
         if moved is not None:
             names = [view.members[rank].name for rank in plan.counted]
-            diary.write(
+            log.write(
                 "commit", id=view.id, round=plan.round, fragment=plan.fragment, counted=names, before=before,
                 state_digest=loop.agreed.state_digest, whole=plan.whole,
                 anchor=[float(value) for value in loop.agreed.anchors[plan.fragment][: len(NAMES)]],
@@ -107,18 +107,18 @@ def watch(replica: tw.Replica, diary: Diary, name: str) -> None:
     loop._fly, loop._believe = flown, believed  # type: ignore[method-assign]
 
 
-def restore(folder: Path, replica: tw.Replica, diary: Diary) -> None:
+def restore(folder: Path, replica: tw.Replica, log: DurableLog) -> None:
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
             checkpoint.load(checkpoint.read(path), replica)
         except tw.CheckpointError as error:
-            diary.write("skipped", reason=str(error))
+            log.write("skipped", reason=str(error))
             continue
-        diary.write("resumed", step=replica.step)
+        log.write("resumed", step=replica.step)
         return
 
 
-def save(folder: Path, replica: tw.Replica, diary: Diary, full: bool) -> None:
+def save(folder: Path, replica: tw.Replica, log: DurableLog, full: bool) -> None:
     there, problem = sorted(folder.glob("step-*")), ""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     try:
@@ -127,7 +127,7 @@ def save(folder: Path, replica: tw.Replica, diary: Diary, full: bool) -> None:
         problem = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if full:
-        diary.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
+        log.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
 
 
 def rendezvous(address: str, name: str, folder: Path) -> Rendezvous:
@@ -146,8 +146,8 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: setattr(Damaging, "told", True))
     full: list[bool] = []
     signal.signal(signal.SIGUSR2, lambda *_: full.append(True))
-    diary = Diary(Path(folder), name)
-    diary.write("start")
+    log = DurableLog(Path(folder), name)
+    log.write("start")
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.zeros(int(size))) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -161,29 +161,29 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
     membership = Membership(rendezvous(address, name, Path(folder)), name, least=2, timeouts=QUICK, wrap=Damaging)
 
     def observe(event: str, step: int, **fields: Any) -> None:
-        diary.write(event, step=step, **{k: v for k, v in fields.items() if not isinstance(v, Tensor)})
+        log.write(event, step=step, **{k: v for k, v in fields.items() if not isinstance(v, Tensor)})
 
     worst = 0.0
     with tw.Replica(strategy, model, optimizer, membership, observer=observe) as replica:
-        watch(replica, diary, name)
-        restore(Path(folder, "saved", name), replica, diary)
+        watch(replica, log, name)
+        restore(Path(folder, "saved", name), replica, log)
         began, own = time.monotonic(), 0
         while not Path(folder, "stop").exists():
             for parameter in model:
                 parameter.grad = gradient.clone()
             time.sleep(0.02)
-            diary.count()
+            log.count()
             before = time.monotonic()
             optimizer.step()
             worst, own = max(worst, time.monotonic() - before), own + 1
             if own % SAVE_EVERY == 0 or full:
-                save(Path(folder, "saved", name), replica, diary, bool(full))
+                save(Path(folder, "saved", name), replica, log, bool(full))
                 full.clear()
-        diary.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
+        log.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
     assert isinstance(replica._driver, ElasticDriver)
     anchors = [[float(v) for v in anchor[:4]] for anchor in replica.anchors()]
     state_digest = replica._driver.rounds.loop.agreed.state_digest
-    diary.write(
+    log.write(
         "done", digest=digest(replica.anchors()).hex(), anchors=anchors, state_digest=state_digest, step=replica.step
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline import Inline
 
 from thinwire.elastic import round_thread
 from thinwire.exchange import send_queue
@@ -19,17 +20,6 @@ from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 
 NAMES = ("replica-0", "replica-1", "replica-2")
-
-
-class Inline(round_thread.Executor):
-    """Runs at once what is submitted, so that everything has its order."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:

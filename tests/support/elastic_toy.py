@@ -11,12 +11,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from inline import Inline
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -38,21 +38,10 @@ START = [torch.arange(5.0), torch.full((3,), 7.0)]
 PHASES = ["call", "called", "connect", "put", "all", "settle", "wait", "post"]
 
 
-class Inline(Executor):
-    """Runs submitted calls at once in the same thread, so main and exchange thread are one, in a determined order."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the send queue run its calls at once in the same thread."""
-    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 
@@ -71,7 +60,7 @@ class Committed(NamedTuple):
 
 
 @dataclass
-class Book:
+class RecordedRun:
     """What all replicas did, for the checks at the end."""
 
     deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # the delta of each replica, by view and name
@@ -128,7 +117,7 @@ class Toy:
         self,
         cluster: SimulatedCluster,
         name: str,
-        book: Book,
+        record: RecordedRun,
         step_seconds: float = 1.0,
         least: int = 1,
         grace: float = 10.0,
@@ -143,16 +132,16 @@ class Toy:
         self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
         self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
-        self.name, self.book, self.trained = name, book, [torch.zeros_like(start) for start in book.start]
+        self.name, self.record, self.trained = name, record, [torch.zeros_like(start) for start in record.start]
         strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(every=4, delay=0), outer=tw.pieces.outer.Average())
-        self.parameters = [nn.Parameter(start.clone()) for start in book.start]
+        self.parameters = [nn.Parameter(start.clone()) for start in record.start]
         fragments = [
             tw.pieces.partition.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)
         ]
         self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         times = Timeouts(grace=grace)
         membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps, facts=facts)
-        self.training = training(strategy, self.parameters, self.pieces, book.hear(name), tokens)
+        self.training = training(strategy, self.parameters, self.pieces, record.hear(name), tokens)
         self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # its deltas that were counted
@@ -160,19 +149,19 @@ class Toy:
         fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 
         def flown(view: View, plan: RoundPlan, ready: Ready) -> Any:
-            with book.lock:
-                book.deltas[view.id, name] = ready.delta.clone()
+            with record.lock:
+                record.deltas[view.id, name] = ready.delta.clone()
             return fly(view, plan, ready)
 
         def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False) -> None:
             before = loop.agreed.state_digest
             believe(view, plan, ready, moved, granted)
             if before != loop.agreed.state_digest:
-                with book.lock:
-                    deltas = [book.deltas[view.id, view.members[rank].name] for rank in plan.counted]
+                with record.lock:
+                    deltas = [record.deltas[view.id, view.members[rank].name] for rank in plan.counted]
                     weights = [plan.weights[rank] for rank in plan.counted]
                     names = [view.members[rank].name for rank in plan.counted]
-                    book.commits.setdefault(
+                    record.commits.setdefault(
                         loop.agreed.state_digest, Committed(before, plan.fragment, deltas, weights, names, plan.whole)
                     )
 
@@ -218,8 +207,8 @@ class Toy:
                 more = self.inner(self, fragment)
                 parameter += more
                 self.trained[fragment] += more
-                with self.book.lock:
-                    self.book.trained[fragment] += more
+                with self.record.lock:
+                    self.record.trained[fragment] += more
             self.elastic.after_inner_step()
             if self.save_every and self.step % self.save_every == 0:
                 self.save()
@@ -228,12 +217,12 @@ class Toy:
         tensors = [
             (piece.anchor.clone(), parameter.detach().clone()) for piece, parameter in zip(self.pieces, self.parameters)
         ]
-        self.book.disk[self.name] = self.step, tensors, json.loads(json.dumps(self.elastic.facts()))
+        self.record.disk[self.name] = self.step, tensors, json.loads(json.dumps(self.elastic.facts()))
 
     @torch.no_grad()
     def restore(self) -> None:
-        if self.name in self.book.disk:
-            self.step, tensors, facts = self.book.disk[self.name]
+        if self.name in self.record.disk:
+            self.step, tensors, facts = self.record.disk[self.name]
             for piece, parameter, (anchor, values) in zip(self.pieces, self.parameters, tensors):
                 piece.anchor = anchor.clone()
                 parameter.copy_(values)
@@ -244,7 +233,7 @@ class Toy:
         """Checks that everything it trained is in a counted delta or still in the parameters, and that the anchors hold each delta once."""
         if self.restored:
             return  # its steps between checkpoint and death are lost, or others have trained them again
-        history = self.book.history(self.elastic.rounds.loop.agreed.state_digest)
+        history = self.record.history(self.elastic.rounds.loop.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
             sent = sum(self.sent[index], torch.zeros_like(left))
@@ -255,38 +244,38 @@ class Toy:
             torch.testing.assert_close(sent, there, rtol=1e-5, atol=1e-4)
 
 
-def train(cluster: SimulatedCluster, book: Book, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
+def train(cluster: SimulatedCluster, record: RecordedRun, steps: int = 24, **settings: Any) -> Callable[[str], Toy]:
     """Returns a replica that trains, and restarts without a checkpoint after it is killed."""
 
     def run(name: str) -> Toy:
         while True:
             try:
-                return Toy(cluster, name, book, **settings).train(steps)
+                return Toy(cluster, name, record, **settings).train(steps)
             except Killed:
                 cluster.revive(name)
 
     return run
 
 
-def play(
-    cluster: SimulatedCluster, book: Book, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
+def train_all(
+    cluster: SimulatedCluster, record: RecordedRun, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
 ) -> dict[str, Any]:
-    return cluster.play({name: lambda name: Toy(cluster, name, book).train(steps) for name in names} | later)
+    return cluster.play({name: lambda name: Toy(cluster, name, record).train(steps) for name in names} | later)
 
 
-def agree(results: dict[str, Any], book: Book) -> None:
+def agree(results: dict[str, Any], record: RecordedRun) -> None:
     """Checks that all remaining replicas hold the same bits, and that these are the sum of the committed rounds."""
     toys = [toy for toy in results.values() if isinstance(toy, Toy)]
     assert toys, results
     for toy in toys[1:]:
         assert toy.elastic.rounds.loop.agreed.state_digest == toys[0].elastic.rounds.loop.agreed.state_digest, [
-            e for e in book.events
+            e for e in record.events
         ]
         for mine, other in zip(toy.pieces, toys[0].pieces):
             assert torch.equal(mine.anchor, other.anchor)
     for toy in toys:
         toy.check_nothing_lost()
-    for piece, due in zip(toys[0].pieces, book.anchors(toys[0].elastic.rounds.loop.agreed.state_digest)):
+    for piece, due in zip(toys[0].pieces, record.anchors(toys[0].elastic.rounds.loop.agreed.state_digest)):
         torch.testing.assert_close(piece.anchor, due, rtol=1e-5, atol=1e-4)
 
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
 
 import pytest
-from diagnosis_play import Inline
 
 from thinwire.exchange import send_queue
 
 
+class Inline(Executor):
+    """Runs submitted calls at once, in the thread that submits them."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", lambda *_: Inline())
+    monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)

@@ -29,10 +29,10 @@ LR = 0.02
 
 
 @dataclass
-class Trip:
+class TrainedReplica:
     """The history of one replica: weights after every step, and events."""
 
-    at_work: Attached
+    attached: Attached
     weights: list[Tensor] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     final: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -42,7 +42,7 @@ class Trip:
 
 
 @dataclass
-class Tour:
+class ToyRun:
     """How to train: `loss_scale(rank, step)` multiplies a loss, `data(rank)` says which replica's data a replica reads."""
 
     method: Method
@@ -54,24 +54,24 @@ class Tour:
     names: tuple[str, ...] | None = None
 
 
-def attach(tour: Tour, group: tw.Group, model: nn.Module | None = None) -> Trip:
-    model, events = model or tour.model(), []
+def attach(run: ToyRun, group: tw.Group, model: nn.Module | None = None) -> TrainedReplica:
+    model, events = model or run.model(), []
 
     def observer(event: str, step: int, **fields: Any) -> None:
         events.append({"event": event, "step": step, **fields})
 
-    optimizer = tour.method.optimizer(model, LR)
-    return Trip(
-        tour.method.attach(model, optimizer, tour.wrap(group), names=tour.names, observer=observer), events=events
+    optimizer = run.method.optimizer(model, LR)
+    return TrainedReplica(
+        run.method.attach(model, optimizer, run.wrap(group), names=run.names, observer=observer), events=events
     )
 
 
-def one_step(tour: Tour, at: Attached, rank: int) -> None:
+def one_step(run: ToyRun, at: Attached, rank: int) -> None:
     """Takes one step of any method, on the batches of `rank` and step."""
 
     def loss(sample: int) -> Tensor:
-        x, y = batch(0, tour.data(rank), 10 * at.step + sample)
-        return ((at.model(x) - y) ** 2).mean() * tour.loss_scale(rank, at.step)
+        x, y = batch(0, run.data(rank), 10 * at.step + sample)
+        return ((at.model(x) - y) ** 2).mean() * run.loss_scale(rank, at.step)
 
     if isinstance(at, ZerothOrder):
         at.iterate(loss)
@@ -85,35 +85,35 @@ def one_step(tour: Tour, at: Attached, rank: int) -> None:
     at.optimizer.step()
 
 
-def go_on(tour: Tour, trip: Trip, group: tw.Group, upto: int) -> Trip:
-    while trip.at_work.step < upto and not trip.at_work.stopping:
-        one_step(tour, trip.at_work, group.rank)
-        trip.weights.append(weights(trip.at_work.model))
-    return trip
+def train_until(run: ToyRun, trained: TrainedReplica, group: tw.Group, upto: int) -> TrainedReplica:
+    while trained.attached.step < upto and not trained.attached.stopping:
+        one_step(run, trained.attached, group.rank)
+        trained.weights.append(weights(trained.attached.model))
+    return trained
 
 
 def all_of_them(rank: int) -> dict[str, tuple[Tensor, ...]]:
     """Runs in a world of processes, and returns the weights that every method leaves on all replicas."""
     group, left = tw.TorchGroup.from_world(replicas=4, timeout=600.0), {}
     for name, method in LOOPS.items():
-        made = Tour(method)
-        trip = go_on(made, attach(made, group), group, made.steps)
-        agreed = [trip.at_work.state()[0][key] for key in ("x", "c") if key in trip.at_work.state()[0]]
-        trip.at_work.finish()
-        left[name] = (*agreed, weights(trip.at_work.model))
+        run = ToyRun(method)
+        trained = train_until(run, attach(run, group), group, run.steps)
+        agreed = [trained.attached.state()[0][key] for key in ("x", "c") if key in trained.attached.state()[0]]
+        trained.attached.finish()
+        left[name] = (*agreed, weights(trained.attached.model))
     at = Saddle(Masha1(step=0.3), saddle(lambda x, y: (x * y * (1 + rank)).sum(), 20), torch.linspace(-1, 1, 40), group)
     for _ in range(30):
         at.iterate()
     return left | {"masha1": (at.z, at.w, at.mean_at_w)}
 
 
-def tour(method: Method, replicas: int, **how: Any) -> list[Trip]:
-    made = Tour(method, **how)
+def train_toys(method: Method, replicas: int, **how: Any) -> list[TrainedReplica]:
+    run = ToyRun(method, **how)
 
-    def replica(group: tw.Group) -> Trip:
-        trip = go_on(made, attach(made, group), group, made.steps)
-        trip.at_work.finish()
-        trip.final = weights(trip.at_work.model)
-        return trip
+    def replica(group: tw.Group) -> TrainedReplica:
+        trained = train_until(run, attach(run, group), group, run.steps)
+        trained.attached.finish()
+        trained.final = weights(trained.attached.model)
+        return trained
 
     return tw.run_threads(replicas, replica, timeout=600.0)

@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from elastic_toy import Book, Toy
+from elastic_toy import RecordedRun, Toy
 from torch import Tensor
 
 from thinwire.data_ledger import DataLedger, LeasedReader
@@ -32,8 +32,8 @@ class NotingReader(LeasedReader):
         self.now = self._fresh[before:]
 
 
-def book() -> Book:
-    return Book(start=[torch.zeros(POSITIONS), torch.zeros(POSITIONS)])
+def new_record() -> RecordedRun:
+    return RecordedRun(start=[torch.zeros(POSITIONS), torch.zeros(POSITIONS)])
 
 
 def inner(toy: Toy, fragment: int) -> Tensor:
@@ -51,7 +51,7 @@ def inner(toy: Toy, fragment: int) -> Tensor:
 
 def train(
     cluster: SimulatedCluster,
-    held: Book,
+    record: RecordedRun,
     samples: int,
     replicas: int,
     steps: int,
@@ -70,7 +70,7 @@ def train(
         while True:
             try:
                 reader = NotingReader(3, replicas, STEP, samples)
-                return Toy(cluster, name, held, inner=inner, reader=reader, **settings).train(steps)
+                return Toy(cluster, name, record, inner=inner, reader=reader, **settings).train(steps)
             except Killed:
                 cluster.revive(name)
                 with cluster.time:
@@ -79,19 +79,19 @@ def train(
     return run
 
 
-def landed(held: Book, state_digest: str) -> list[Counter[int]]:
+def landed(record: RecordedRun, state_digest: str) -> list[Counter[int]]:
     """Returns, by fragment, how often each position is in the anchors of `state_digest`, computed from the deltas that made them."""
     sums = [torch.zeros(POSITIONS), torch.zeros(POSITIONS)]
-    for one in held.history(state_digest):
+    for one in record.history(state_digest):
         sums[one.fragment] -= reduce(torch.add, one.deltas, torch.zeros(POSITIONS))
     return [Counter({x: round(float(total[x])) for x in range(POSITIONS) if total[x]}) for total in sums]
 
 
-def check(held: Book, toy: Toy) -> tuple[DataLedger, set[int]]:
+def check(record: RecordedRun, toy: Toy) -> tuple[DataLedger, set[int]]:
     """Checks that each position is at most once in the anchors, and is either in all of them, named as lost, or leased. Returns the ledger
     and the lost positions."""
     agreed = toy.elastic.rounds.loop.agreed
-    ledger, anchors = agreed.ledger, landed(held, agreed.state_digest)
+    ledger, anchors = agreed.ledger, landed(record, agreed.state_digest)
     assert ledger is not None
     assert all(number == 1 for anchor in anchors for number in anchor.values()), "trained twice"
     own: set[int] = set()
@@ -103,10 +103,10 @@ def check(held: Book, toy: Toy) -> tuple[DataLedger, set[int]]:
     settled = everywhere - own
     assert (len(settled), len(gone)) == (ledger.trained, ledger.lost), "what is not in all anchors is not what is named"
     named: dict[str, set[int]] = {"trained": set(), "lost": set()}
-    for name, event, fields in held.events:
+    for name, event, fields in record.events:
         if event == "data" and name == toy.name:
             for kind, found in named.items():
                 found.update(x for _, begin, end in fields[kind] for x in range(begin, end))
-    if not any(name == toy.name and event == "caught_up" for name, event, _ in held.events):
+    if not any(name == toy.name and event == "caught_up" for name, event, _ in record.events):
         assert named == {"trained": settled, "lost": gone}, "its own record says otherwise"
     return ledger, gone

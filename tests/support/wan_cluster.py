@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,19 +25,8 @@ from thinwire.runtime.pipeline import StepTimer
 STEPS = 10  # inner steps in a round
 
 
-class Inline(Executor):
-    """Runs submitted calls at once, in the same thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
-
-
 @dataclass
-class Wan:
+class WanLinks:
     """The links: seconds and bits per second of each direction, and the faults."""
 
     delay: dict[tuple[str, str], float]
@@ -49,10 +37,10 @@ class Wan:
     busy: dict[tuple[str, str], float] = field(default_factory=dict)  # until when a side is busy
 
 
-class Play(SimulatedCluster):
+class WanCluster(SimulatedCluster):
     """A simulated cluster with the links of `wan`. A message occupies its sender's uplink, then the link, then its receiver's downlink."""
 
-    def __init__(self, wan: Wan, seed: int) -> None:
+    def __init__(self, wan: WanLinks, seed: int) -> None:
         super().__init__()
         self.wan, self.chance = wan, random.Random(seed)
 
@@ -78,7 +66,7 @@ class Play(SimulatedCluster):
 
 
 @dataclass
-class Story:
+class RecordedRounds:
     """The outcome of a run: the records of all rounds in order, and the last knowledge of each replica."""
 
     rounds: dict[tuple[int, int], list[Record]] = field(default_factory=dict)
@@ -93,42 +81,42 @@ class Story:
         return stuck([Seen(name, **known) for name, known in self.seen.items()])
 
 
-def uniform(names: Sequence[str], seconds: float = 0.03, bits_per_second: float = 2e5) -> Wan:
+def uniform(names: Sequence[str], seconds: float = 0.03, bits_per_second: float = 2e5) -> WanLinks:
     ways = [(a, b) for a in names for b in names if a != b]
-    return Wan(dict.fromkeys(ways, seconds), dict.fromkeys(ways, bits_per_second))
+    return WanLinks(dict.fromkeys(ways, seconds), dict.fromkeys(ways, bits_per_second))
 
 
-def uneven(names: Sequence[str], seed: int) -> Wan:
+def uneven(names: Sequence[str], seed: int) -> WanLinks:
     """Returns links with delays of 2 to 150 ms that differ by direction, and rates that differ by up to a factor of ten."""
     chance = random.Random(seed)
     ways = [(a, b) for a in names for b in names if a != b]
     rate = {name: 5e4 * 10 ** chance.uniform(0, 1) for name in names}
-    return Wan(
+    return WanLinks(
         {way: chance.uniform(0.002, 0.15) for way in ways},
         {way: rate[way[0]] for way in ways},
         jitter=chance.uniform(0, 0.3),
     )
 
 
-def play(
-    wan: Wan,
+def train_rounds(
+    wan: WanLinks,
     seed: int,
     rounds: int = 16,
-    faults: dict[int, Callable[[Play], None]] | None = None,
+    faults: dict[int, Callable[[WanCluster], None]] | None = None,
     own: Callable[[str, int], float] = lambda name, number: 1.0,
     overlap: float = 0.0,
     exchange: Exchange = Direct(),
     numel: int = 400,
-) -> Story:
+) -> RecordedRounds:
     """Trains `rounds` rounds. A round of a replica takes `own(name, round)` seconds; `faults` happen before the round of their key.
 
     `overlap`: the share of the next round's training during which packets are in flight.
     """
     names = sorted({name for way in wan.delay for name in way})
-    stage, story = Play(wan, seed), Story()
-    clocks = {name: (stage.chance.uniform(-1e5, 1e5), 1 + stage.chance.uniform(-1e-4, 1e-4)) for name in names}
+    cluster, recorded = WanCluster(wan, seed), RecordedRounds()
+    clocks = {name: (cluster.chance.uniform(-1e5, 1e5), 1 + cluster.chance.uniform(-1e-4, 1e-4)) for name in names}
     noise = {name: random.Random(f"{seed} {name}") for name in names}
-    hub = stage.room("play", [Presence(name, name, 0, address=f"thread:{name}") for name in names]).hub
+    hub = cluster.room("rounds", [Presence(name, name, 0, address=f"thread:{name}") for name in names]).hub
 
     def own_clock(name: str, at: float) -> float:
         zero, drift = clocks[name]
@@ -143,39 +131,39 @@ def play(
         return Record.of(moved.facts())  # as it is read from a file
 
     def replica(name: str) -> None:
-        group = _ThreadGroup(stage, name, hub, names.index(name), len(names), 60.0)
-        air, step_timer, stalled = SendContext(group, lambda: stage.time.now), StepTimer(), 0.0
+        group = _ThreadGroup(cluster, name, hub, names.index(name), len(names), 60.0)
+        air, step_timer, stalled = SendContext(group, lambda: cluster.time.now), StepTimer(), 0.0
         known: dict[str, Any] = {"began": {}, "over": {}, "failed": {}}
-        story.seen[name] = known
+        recorded.seen[name] = known
 
         def train(seconds: float) -> None:
-            with stage.time:
-                stage.wait(name, lambda: False, seconds)
-                known["now"] = own_clock(name, stage.time.now)
+            with cluster.time:
+                cluster.wait(name, lambda: False, seconds)
+                known["now"] = own_clock(name, cluster.time.now)
 
         try:
             for number in range(rounds):
                 if name == names[0] and number in (faults or {}):
-                    (faults or {})[number](stage)
+                    (faults or {})[number](cluster)
                 seconds = own(name, number) * noise[name].uniform(1.0, 1.15)
                 train(seconds * (1 - overlap))
-                speed = step_timer.departs(STEPS * number, stage.time.now - stalled)
-                known["began"][0, number] = own_clock(name, stage.time.now)
+                speed = step_timer.departs(STEPS * number, cluster.time.now - stalled)
+                known["began"][0, number] = own_clock(name, cluster.time.now)
                 key = Key(0, 0, number, group.rank)
                 round_ = Round(air, Identity(), numel, key, lambda begin, end: torch.ones(end - begin), 0, (number,))
-                over, begun = False, stage.time.now
+                over, begun = False, cluster.time.now
                 try:
                     exchange.arrive(exchange.depart(round_, {}), lambda *_: None)
                     over = True
                 finally:
-                    with stage.time:
-                        stage.check(name)  # a frozen replica writes nothing
+                    with cluster.time:
+                        cluster.check(name)  # a frozen replica writes nothing
                     record = told(round_.record(names, speed, over))
-                    with stage.time:
-                        story.rounds.setdefault(record.key, []).append(record)
-                        known["now"] = own_clock(name, stage.time.now)
+                    with cluster.time:
+                        recorded.rounds.setdefault(record.key, []).append(record)
+                        known["now"] = own_clock(name, cluster.time.now)
                     known["over" if over else "failed"][record.key] = known["now"] if over else record
-                flown = stage.time.now - begun
+                flown = cluster.time.now - begun
                 stalled += max(0.0, flown - seconds * overlap)
                 train(max(0.0, seconds * overlap - flown))
             train(1000.0)  # no replica leaves before all have received all messages
@@ -184,5 +172,5 @@ def play(
         finally:
             group.close()
 
-    stage.play(dict.fromkeys(names, replica))
-    return story
+    cluster.play(dict.fromkeys(names, replica))
+    return recorded

@@ -54,13 +54,13 @@ class ChainProbe:
 
 
 @dataclass
-class Trip:
+class TrainedReplica:
     """The history of one replica."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     events: list[dict[str, Any]] = field(default_factory=list)
-    at_work: Talking | None = None
+    attached: Talking | None = None
 
     @property
     def final(self) -> Tensor:
@@ -70,45 +70,49 @@ class Trip:
         return [one for one in self.events if one["event"] == event]
 
 
-def attached(method: Codistill, group: Group, change: Change = as_they_are, seed: int = 0, width: int = 0) -> Trip:
+def attach(
+    method: Codistill, group: Group, change: Change = as_they_are, seed: int = 0, width: int = 0
+) -> TrainedReplica:
     """Attaches a replica. Replica 0 has width 4, replica 1 has 6, and so on, unless `width` is given."""
     model = model_of(width or 4 + 2 * group.rank, seed)
-    trip = Trip(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    trained = TrainedReplica(model, torch.optim.AdamW(model.parameters(), lr=0.05))
 
     def observe(event: str, step: int, **fields: Any) -> None:
-        trip.events.append({"event": event, "step": step, **fields})
+        trained.events.append({"event": event, "step": step, **fields})
 
     probe = ChainProbe(model, group.rank, change)
-    trip.at_work = method.attach(model, trip.optimizer, group, probe=probe, observer=observe)
-    return trip
+    trained.attached = method.attach(model, trained.optimizer, group, probe=probe, observer=observe)
+    return trained
 
 
-def inner_step(trip: Trip, rank: int, step: int) -> None:
+def inner_step(trained: TrainedReplica, rank: int, step: int) -> None:
     tokens, targets = chain(100 * step + rank, 5)
-    trip.optimizer.zero_grad()
-    F.cross_entropy(trip.model(tokens), targets).backward()
-    trip.optimizer.step()
+    trained.optimizer.zero_grad()
+    F.cross_entropy(trained.model(tokens), targets).backward()
+    trained.optimizer.step()
 
 
-def go_on(trip: Trip, rank: int, until: int) -> Trip:
-    assert trip.at_work
-    while trip.at_work.step < until and not trip.at_work.stopping:
-        inner_step(trip, rank, trip.at_work.step + 1)
-    return trip
+def train_until(trained: TrainedReplica, rank: int, until: int) -> TrainedReplica:
+    assert trained.attached
+    while trained.attached.step < until and not trained.attached.stopping:
+        inner_step(trained, rank, trained.attached.step + 1)
+    return trained
 
 
-def talk(group: Group, method: Codistill = METHOD, steps: int = 24, change: Change = as_they_are, **more: Any) -> Trip:
+def train(
+    group: Group, method: Codistill = METHOD, steps: int = 24, change: Change = as_they_are, **more: Any
+) -> TrainedReplica:
     """Runs the whole training of one replica."""
-    trip = go_on(attached(method, group, change, **more), group.rank, steps)
-    assert trip.at_work
-    trip.at_work.finish()
-    return trip
+    trained = train_until(attach(method, group, change, **more), group.rank, steps)
+    assert trained.attached
+    trained.attached.finish()
+    return trained
 
 
 def alone(rank: int, steps: int = 24) -> Tensor:
     """Trains the same replica without any method, and returns its weights."""
     model = model_of(4 + 2 * rank)
-    trip = Trip(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    trained = TrainedReplica(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     for step in range(1, steps + 1):
-        inner_step(trip, rank, step)
-    return trip.final
+        inner_step(trained, rank, step)
+    return trained.final

@@ -15,7 +15,7 @@ ROUNDS = 5
 
 
 @dataclass
-class Log:
+class RoundLog:
     decided: dict[str, bool] = field(default_factory=dict)  # by view: the outcome that this replica learned
     heard: dict[str, list[str]] = field(default_factory=dict)  # by view: whose bytes arrived
     members: list[tuple[str, ...]] = field(default_factory=list)
@@ -66,9 +66,9 @@ def check_one_outcome(logs):
             assert len({tuple(log.heard[view]) for log in logs if view in log.heard}) == 1
 
 
-def play(cluster, replicas, rounds=ROUNDS, **settings):
+def hold_rounds_of_all(cluster, replicas, rounds=ROUNDS, **settings):
     """Lets `replicas` hold rounds until `rounds` are over. Returns their logs or errors."""
-    logs = {name: Log() for name in replicas}
+    logs = {name: RoundLog() for name in replicas}
 
     def run(name):
         return hold_rounds(cluster.membership(name, **settings), rounds, logs[name])
@@ -79,4 +79,4 @@ def play(cluster, replicas, rounds=ROUNDS, **settings):
 
 
 def finished(result):
-    return isinstance(result, Log) and result.round == ROUNDS
+    return isinstance(result, RoundLog) and result.round == ROUNDS
