@@ -1,4 +1,4 @@
-"""Replicas over a hub as threads of one process, each with its own key and connections."""
+"""Replicas over a hub as threads of one process, each with its own key and connections, and a training to compare carriers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from group_laws import TIMEOUT
 
+import thinwire as tw
+from thinwire.comm import Group
 from thinwire.comm.secure import Hub, SecureGroup, Token, join
+from thinwire.runtime.handshake import digest
 
 
 def run_secure(
@@ -46,3 +50,20 @@ def run_secure(
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(size)]
+
+
+def digest_of_trained(group: Group, *, hidden: int = 64, batch: int = 32, steps: int = 40) -> bytes:
+    """Trains a model of one hidden layer over `group`. Returns the digest of its weights, which is the same over any carrier."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+    weights = torch.Generator().manual_seed(0)  # threads share torch's own generator
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.Generator().manual_seed(group.rank)
+    with tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=1), model, optimizer, group):
+        for _ in range(steps):
+            x = torch.randn(batch, 8, generator=data)
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(list(model.parameters()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from group_laws import TIMEOUT, Exchange, peers
 from hub_process import HubProcess
-from secure_groups import run_secure
+from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
@@ -19,7 +19,6 @@ from thinwire.comm.secure.group import connected_group
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.errors import LinkError
-from thinwire.runtime.handshake import digest
 
 NBYTES = 4_000_000
 
@@ -132,23 +131,6 @@ def test_a_broadcast_packet_is_uploaded_once(tmp_path):
         assert all(NBYTES < uploaded < 1.01 * NBYTES for uploaded in run_secure(hub, 4, share, tmp_path))
 
 
-def trained(group):
-    """Returns the digest of a model after some rounds; it is the same on any carrier."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    weights = torch.Generator().manual_seed(0)  # threads share torch's own generator
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1, generator=weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.Generator().manual_seed(group.rank)
-    with tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=1), model, optimizer, group):
-        for _ in range(40):
-            x = torch.randn(32, 8, generator=data)
-            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return digest(list(model.parameters()))
-
-
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
     """The real command is killed during transfers. The model equals that of thread replicas."""
@@ -169,7 +151,7 @@ def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
         except BaseException:
             ready.abort()  # no thread waits for one that has failed
             raise
-        return trained(group)
+        return digest_of_trained(group)
 
     def kill() -> None:
         try:
@@ -190,7 +172,7 @@ def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
         killer.join()
         hub.close()
     assert not failures, failures
-    assert ended == tw.run_threads(2, trained)
+    assert ended == tw.run_threads(2, digest_of_trained)
 
 
 def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):

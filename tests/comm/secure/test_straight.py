@@ -6,17 +6,15 @@ import dataclasses
 import threading
 
 import pytest
-import torch
 from group_laws import TIMEOUT, Exchange, free_port
 from raw_member import RawMember, admitted, welcomed
-from secure_groups import run_secure
+from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
 from thinwire.comm.secure import Hub, frames, join
 from thinwire.comm.secure.frames import group_label
 from thinwire.comm.secure.shapes import Measured
-from thinwire.runtime.handshake import digest
 
 NBYTES = 1_000_000
 
@@ -48,20 +46,8 @@ class InStep:
 
 
 def trained(group):
-    """Returns the digest of a model whose packets are too long for the control stream."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
-    weights = torch.Generator().manual_seed(0)  # threads share torch's own generator
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1, generator=weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.Generator().manual_seed(group.rank)
-    with tw.Replica(tw.streaming_diloco(every=4, fragments=2, delay=1), model, optimizer, group):
-        for _ in range(12):
-            x = torch.randn(8, 8, generator=data)
-            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return digest(list(model.parameters()))
+    """Its packets are too long for the control stream."""
+    return digest_of_trained(group, hidden=4096, batch=8, steps=12)
 
 
 def measured(directions: int):

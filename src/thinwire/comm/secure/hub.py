@@ -47,6 +47,7 @@ from thinwire.comm.secure.requests import HubRequester, RequestHandler, opened_m
 from thinwire.comm.secure.runs import HubRuns
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
+from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.token import Token
 from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member
 from thinwire.errors import DataError, LinkError, PacketError
@@ -241,7 +242,9 @@ class Hub:
             with self._runs.used(run, name) as registry, self._connected(name, process, expires, run) as connection:
                 requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
                 try:
-                    await self._until_one_ends(connection, [serving_requests(context, registry, requester, version)])
+                    await self._run_until_one_ends(
+                        connection, [serving_requests(context, registry, requester, version)]
+                    )
                 finally:
                     alike = [one for one in self._connections.values() if (one.name, one.process) == (name, process)]
                     if not any(one.run == run and one is not connection for one in alike):
@@ -325,22 +328,19 @@ class Hub:
         self, context: Any, connection: Connection, pipe: Pipe, handles: dict[int, Handle], version: int
     ) -> None:
         """Read and write until the stream or the connection ends. Raises `PacketError` for a frame that is not allowed."""
-        await self._until_one_ends(connection, [reading(context, handles, version), writing(context, pipe, version)])
+        await self._run_until_one_ends(
+            connection, [reading(context, handles, version), writing(context, pipe, version)]
+        )
 
-    async def _until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
-        tasks = [asyncio.create_task(work) for work in (*works, connection.end.wait())]
+    async def _run_until_one_ends(self, connection: Connection, works: list[Coroutine[Any, Any, object]]) -> None:
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            errors = await run_until_one_ends(*works, connection.end.wait())
         finally:
             connection.end.set()
-            for task in tasks:
-                task.cancel()
-            told = await asyncio.gather(*tasks, return_exceptions=True)
-        for error in told:
+        for error in errors:
             if isinstance(error, PacketError):
                 raise error
-            if isinstance(error, Exception):
-                self._audit("lost a stream of", connection.name, repr(error))
+            self._audit("lost a stream of", connection.name, repr(error))
 
     async def _look(self) -> None:
         """End the connections of members that were revoked, or whose certificates have expired."""

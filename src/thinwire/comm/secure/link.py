@@ -26,6 +26,7 @@ from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
 from thinwire.comm.secure.straight import Straight
+from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.versions import agreed_with_hub, stated
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import PROTOCOLS
@@ -213,7 +214,7 @@ class HubLink:
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
                 pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
-            await self._until_one_ends(control, bulk, admitted)
+            await self._carry(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
         finally:
@@ -235,19 +236,12 @@ class HubLink:
             self._placed.set_result(welcome)
         return welcome
 
-    async def _until_one_ends(self, control: Any, bulk: list[Any], admitted: Admitted) -> None:
-        reads = [asyncio.create_task(self._hear(stream, 0)) for stream in bulk]
-        reads.append(asyncio.create_task(self._hear(control, 1)))
-        speaks = [asyncio.create_task(self._speak([control], True)), asyncio.create_task(self._speak(bulk, False))]
-        tasks = [*reads, *speaks, asyncio.create_task(_renewal(admitted.due))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            told = await asyncio.gather(*tasks, return_exceptions=True)
-        for error in told:
-            if isinstance(error, Exception) and not (self._leaving and isinstance(error, LinkError)):
+    async def _carry(self, control: Any, bulk: list[Any], admitted: Admitted) -> None:
+        """Carry frames both ways until a stream ends or the certificate must be renewed."""
+        reads = [*(self._hear(stream, 0) for stream in bulk), self._hear(control, 1)]
+        writes = self._speak([control], True), self._speak(bulk, False)
+        for error in await run_until_one_ends(*reads, *writes, _renewal(admitted.due)):
+            if not (self._leaving and isinstance(error, LinkError)):
                 raise error
 
     def _disconnected(self) -> None:

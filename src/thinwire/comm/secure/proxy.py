@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from thinwire.comm.pacing import keep_window
 from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.errors import LinkError
 
 STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
@@ -112,16 +113,9 @@ class TcpProxy:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._inner, limit=_READ_NBYTES)
         port = far_writer.get_extra_info("sockname")[1]
         self._by_port[port] = connection
-        ways = [
-            asyncio.create_task(self._copy(connection, reader, far_writer)),
-            asyncio.create_task(self._copy(None, far_reader, writer)),
-        ]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await run_until_one_ends(self._copy(connection, reader, far_writer), self._copy(None, far_reader, writer))
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
             del self._by_port[port]
             far_writer.close()
 

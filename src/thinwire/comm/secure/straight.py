@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Coroutine
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -31,6 +31,7 @@ from thinwire.comm.secure.measuring import Measuring, Says
 from thinwire.comm.secure.posted import Posted
 from thinwire.comm.secure.shapes import Measured
 from thinwire.comm.secure.shapes import explained as explained_shape
+from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.versions import agreed_with_hub, stated
 from thinwire.errors import LinkError, PacketError
 
@@ -243,7 +244,8 @@ class Straight:
         self._measuring.begin(peer, lambda number: self._say(peer, frames.PING, number))
         self._link.wake()
         try:
-            await _until_one_ends([self._hear(path), self._speak(path), path.end.wait()])
+            for error in await run_until_one_ends(self._hear(path), self._speak(path), path.end.wait()):
+                raise error
         finally:
             self._paths[peer].remove(path)
             if not self._paths[peer]:
@@ -289,17 +291,3 @@ class Straight:
             await path.write(frames.head(kind, rank, sequence, path.version) + body)
             self.nbytes += len(body) + frames.HEADER.size
             sequence += 1
-
-
-async def _until_one_ends(works: list[Coroutine[Any, Any, Any]]) -> None:
-    """Run all until one ends, and cancel the others. Raises the first error."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        told = await asyncio.gather(*tasks, return_exceptions=True)
-    for error in told:
-        if isinstance(error, Exception):
-            raise error
