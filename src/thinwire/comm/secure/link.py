@@ -50,8 +50,8 @@ class HubLink:
         process: 16 bytes that no other process of this name has; random if not given.
         silent: seconds within which this member notices that nothing reaches the hub, or another member straight, although no
             connection has ended.
-        listen: where other members may reach this one; None: it opens no port.
         insists: whether it connects again if the connection ends before the group is formed.
+        listen: where other members may reach this one; None: it opens no port.
     """
 
     def __init__(
