@@ -11,6 +11,8 @@ straight in turn; seconds are from the instant when all begin to the one when al
 * fast   the hub has 1 Gbit/s and adds no delay: a star sends each packet once over a replica's uplink, a mesh once to each receiver
 * slow   the hub's uplink has the replicas' rate, and carries every packet to every receiver
 * far    the hub has 1 Gbit/s and is 100 ms away
+
+`streams` counts those that a replica has had: 4 to each other if none has ended before its time.
 """
 
 from __future__ import annotations
@@ -51,11 +53,19 @@ def member(token: str, rank: int, size: int, address: str, folder: str) -> None:
 
     from thinwire.comm.secure import join
     from thinwire.comm.secure.shapes import Measured
+    from thinwire.comm.secure.straight import Straight
 
     def say(told: Any) -> None:
         print(json.dumps(told), flush=True)
 
-    honest = Measured.straight
+    honest, carry, streams = Measured.straight, Straight._carry, 0
+
+    async def counted(straight: Straight, greeted: Any) -> None:
+        nonlocal streams
+        streams += 1
+        await carry(straight, greeted)
+
+    Straight._carry = counted  # type: ignore[method-assign]
     group = join(token, f"r-{rank}", size, folder, listen=f"{address}:{OWN_PORT}")
     began = time.monotonic()
     while f"the worst of {size * (size - 1)})" not in group.describe():
@@ -75,7 +85,8 @@ def member(token: str, rank: int, size: int, address: str, folder: str) -> None:
         before = group.sent_straight
         group.post(tag, dict.fromkeys(peers, packet), buffers).wait()
         assert all(buffer[0] == buffer[-1] == peer for peer, buffer in buffers.items())
-        say({"seconds": time.monotonic() - begin, "straight_nbytes": group.sent_straight - before})
+        seconds = time.monotonic() - begin
+        say({"seconds": seconds, "straight_nbytes": group.sent_straight - before, "streams": streams})
     os._exit(0)
 
 
@@ -97,6 +108,7 @@ class Replicas:
         self.space = Namespaces(size + 1, self.router)
         self.folder, self.errors = TemporaryDirectory(), TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         self.running: list[subprocess.Popen[str]] = []
+        self.streams = 0
 
     def __enter__(self) -> Replicas:
         self.space.__enter__()
@@ -144,6 +156,7 @@ class Replicas:
             print(order, file=process.stdin, flush=True)
         told = self.hear()
         assert all((one["straight_nbytes"] > nbytes) is straight for one in told), told
+        self.streams = max(int(one["streams"]) for one in told)
         return max(float(one["seconds"]) for one in told)
 
 
@@ -165,7 +178,7 @@ def measured(size: int, rate: float, place: str, rounds: int) -> dict[str, Any]:
     return {
         "hub": place, "replicas": size, "bits_per_second": rate, "hub_bits_per_second": replicas.hub_rate,
         "measured": chosen[0]["found"], "measuring_seconds": max(one["measured_seconds"] for one in begun),
-        "late_seconds": report["late_seconds"], "rows": rows,
+        "late_seconds": report["late_seconds"], "streams": replicas.streams, "rows": rows,
     }  # fmt: skip
 
 
@@ -193,7 +206,9 @@ def main() -> None:
                 f"{row['mesh_seconds']:.2f} s ({row['mesh_predicted']:.2f}); chosen {row['chosen_predicted']}, faster {row['faster']}",
                 flush=True,
             )
-        print(json.dumps({k: found[k] for k in ("measured", "measuring_seconds", "late_seconds")}), flush=True)
+        print(
+            json.dumps({k: found[k] for k in ("measured", "measuring_seconds", "late_seconds", "streams")}), flush=True
+        )
         path = save("straight", result, asked.out)
     print(f"written: {path}")
 
