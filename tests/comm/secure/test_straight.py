@@ -164,9 +164,10 @@ def test_a_stream_whose_route_vanishes_in_silence_loses_no_message(tmp_path, mes
     with Hub(tmp_path / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
 
         def swallow(data: bytes) -> bytes:
-            passed[0] += len(data)
-            if passed[0] > NBYTES:
-                proxy.forget(refuse=True)
+            with proxy.changed:  # several threads count
+                passed[0] += len(data)
+                if passed[0] > NBYTES:
+                    proxy.forget(refuse=True)
             return data
 
         def replica(group):
