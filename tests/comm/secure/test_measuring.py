@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.measuring import BY_HUB, STRAIGHT, TRAIN_NBYTES, Measuring
+from thinwire.comm.secure.measuring import BY_HUB, STRAIGHT, TRAIN, TRAIN_NBYTES, Measuring
 from thinwire.comm.secure.messages import InFlight
 
 
@@ -55,18 +55,18 @@ def test_messages_by_the_hub_go_to_all_peers_at_once():
         while held:
             measuring.pong(held.pop())
             await idle()
-        assert link.sent == [(BY_HUB, [0, 3, 2])] * 2
+        assert link.sent == [(BY_HUB, [0, 3, 2])] * TRAIN
         measuring.gone(3)
         for peer in (0, 2):
             link.settle(BY_HUB, peer)
             link.messages.arrived(BY_HUB, peer, 0)
         await idle()
-        assert link.sent[2:] == [(STRAIGHT, [0])] * 2
+        assert link.sent[TRAIN:] == [(STRAIGHT, [0])] * TRAIN
         for peer in (0, 2):
             link.messages.arrived(STRAIGHT, peer, 0)
             link.settle(STRAIGHT, peer)
             await idle()
-        assert link.sent[4:] == [(STRAIGHT, [2])] * 2
+        assert link.sent[2 * TRAIN :] == [(STRAIGHT, [2])] * TRAIN
         assert [said[:3] for said in link.said if said[0] == frames.MEASURED] == [
             (frames.MEASURED, 0, 0),
             (frames.MEASURED, 0, 2),

@@ -1,8 +1,9 @@
 """Measures the straight streams of a member beside the hub, and announces the choice between star and mesh.
 
 When the first straight stream to a peer stands, both sides measure once: round trips of small frames, by the hub and straight, and the
-rates of two messages of `TRAIN_NBYTES` from the peer, by the hub and then straight. TCP's slow start is over after the first
-message, so the rate is that of the second. By the hub a member sends its messages to all peers at once, as it sends packets: what the
+rates of `TRAIN` messages of `TRAIN_NBYTES` from the peer, by the hub and then straight. TCP's slow start is over after the first
+message. The end of the first may be late, because slow start often ends with a loss, and the next then comes at once; so the rate is that
+of the slower one of the others. By the hub a member sends its messages to all peers at once, as it sends packets: what the
 hub's own uplink can carry is shared by all receivers. Straight it sends them to one peer after another. It reports to the member of rank
 0, which announces the worst of all reports; from this announcement every member computes the same choice.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from secrets import randbits
 from typing import Protocol
 
@@ -23,7 +25,7 @@ from thinwire.comm.secure.shapes import Measured, checked, worst
 from thinwire.errors import ThinwireError
 
 BY_HUB, STRAIGHT = (1 << 30) + 8, (1 << 30) + 9  # tags, above those of groups
-TRAIN_NBYTES = 1 << 19
+TRAIN, TRAIN_NBYTES = 3, 1 << 19
 TRIPS = 5  # round trips; the shortest counts
 TURN_SECONDS = 60.0  # after this time the next peer has its turn
 
@@ -143,7 +145,7 @@ class Measuring:
         return max(1, round(1e6 * min(trips)))
 
     def _rate(self, peer: int, tag: int) -> asyncio.Future[int]:
-        """Open receives for two messages of `peer`; the result is the rate of the second in bits per second."""
+        """Open receives for the messages of `peer`; the result is their rate in bits per second."""
         times: list[float] = []
         result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -151,10 +153,11 @@ class Measuring:
             times.append(time.monotonic())
             if error:
                 result.cancel()
-            elif len(times) == 2 and not result.done():
-                result.set_result(max(1, round(8 * TRAIN_NBYTES / max(times[1] - times[0], 1e-6))))
+            elif len(times) == TRAIN and not result.done():
+                longest = max(end - begin for begin, end in pairwise(times))
+                result.set_result(max(1, round(8 * TRAIN_NBYTES / max(longest, 1e-6))))
 
-        for _ in range(2):
+        for _ in range(TRAIN):
             self._link.messages.receive(Receive(peer, tag, TRAIN_NBYTES, None, settled))
         return result
 
@@ -188,12 +191,12 @@ class Measuring:
             self._preparing.clear()
 
     async def _sent(self, peers: list[int], tag: int) -> None:
-        """Send two messages to all of `peers`, and wait until they have them."""
+        """Send the messages to all of `peers`, and wait until they have them."""
         loop = asyncio.get_running_loop()
         waiting = {(tag, peer): loop.create_future() for peer in peers}
         self._awaited.update(waiting)
         data = memoryview(bytes(TRAIN_NBYTES))
-        for _ in range(2):
+        for _ in range(TRAIN):
             self._link.messages.send(tag, data, peers, lambda peer, error: None)
         self._link.wake()
         try:
