@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from group_laws import Exchange, free_port
 from stage import FORKS, serve_hub
 from tcp_proxy import Proxy
 
@@ -19,7 +20,9 @@ from thinwire.cli import main
 from thinwire.comm import gather
 from thinwire.comm.secure import Hub, admit
 from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.requests import HubRequester
+from thinwire.comm.secure.shapes import Measured
 from thinwire.comm.secure.state import RUNS, HubState
 from thinwire.comm.secure.token import Token
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
@@ -176,6 +179,43 @@ def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, 
     results = together(["bergen", "oslo"], body)
     assert results["bergen"] == ["bergen"]
     assert isinstance(results["oslo"], DisagreementError) and "oslo is revoked" in str(results["oslo"])
+
+
+def test_each_view_has_straight_streams_of_its_own(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is put out takes only its own streams: the next view of the others goes straight again, at the same port."""
+    monkeypatch.setattr(Measured, "straight", lambda self, nbytes, receivers: True)
+    names, at = ["lima", "oslo", "rome"], Listen.parse(f"127.0.0.1:{free_port()}")
+
+    def goes_straight(group: Any) -> None:
+        """Returns when packets of all members have gone straight."""
+        before, over = group.sent_straight, False
+        while not over:
+            Exchange(group, 1, 0, 100_000).check()
+            over = all(told == b"\1" for told in gather(group, bytes([group.sent_straight > before]), 64, "packet"))
+
+    def body(name: str) -> list[str]:
+        rendezvous = HubRendezvous(
+            Enrolment(hub.invite(), name, tmp_path / "keys"), listen=at if name == "oslo" else None
+        )
+        with closing(Membership(rendezvous, name, timeouts=PATIENT)) as membership:
+            while len((view := membership.next_view({"round": 0})).members) < 3:
+                pass
+            goes_straight(view.group)
+            if name == "rome":
+                state = HubState(tmp_path / "hub")
+                state.revoke(name)
+                state.close()
+            other = 0 if name == "rome" else 2
+            with pytest.raises(LinkError, match=r"\(rome\) was revoked at the hub|rome is revoked"):
+                view.group.post(5, {}, {other: torch.zeros(9, dtype=torch.uint8)}).wait()
+            view.close()
+            view = membership.next_view({"round": 0})
+            goes_straight(view.group)
+            return [one.name for one in view.members]
+
+    results = together(names, body)
+    assert results["lima"] == results["oslo"] == names[:2], results
+    assert isinstance(results["rome"], DisagreementError)
 
 
 def test_runs_at_one_hub_are_separate(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

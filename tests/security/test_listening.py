@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import grpc
 import pytest
 from group_laws import TIMEOUT, Exchange, free_port
 from raw_member import RawMember, admitted, signed
+from secure_groups import run_secure
 
+from thinwire.comm import gather
 from thinwire.comm.secure import Hub, frames, join, straight
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.keys import Authority, Credentials, private_folder
+from thinwire.comm.secure.channels import CONTROL, MEET, STRAIGHT, dialled
+from thinwire.comm.secure.keys import HUB, Authority, Credentials, member_dns, private_folder
 from thinwire.comm.secure.state import HubState
+from thinwire.comm.secure.versions import stated
 from thinwire.errors import LinkError
+
+
+class Impostor:
+    """A gRPC server with the valid key of a member. `heard` has the calls that a victim has made."""
+
+    def __init__(self, own: Credentials) -> None:
+        self.heard: list[str] = []
+        self._server = grpc.server(ThreadPoolExecutor(1), handlers=(self,))
+        credentials = grpc.ssl_server_credentials([(own.key, own.certificate)], own.authorities, True)
+        self.port = self._server.add_secure_port("127.0.0.1:0", credentials)
+        self._server.start()
+
+    def service(self, details: grpc.HandlerCallDetails) -> None:
+        self.heard.append(details.method)
+
+    def __enter__(self) -> Impostor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
 
 
 class Pair:
@@ -118,3 +144,30 @@ def test_a_revoked_member_loses_its_straight_streams(pair, lines, tmp_path):
     lines.wait("refused 127.0.0.1:", "oslo is not connected to the hub")
     with pytest.raises(LinkError, match="was revoked at the hub"):
         Exchange(pair.groups["bergen"], 1, 0, 300_000).check()
+
+
+def test_a_member_cannot_be_the_hub_or_another_member(hub, tmp_path):
+    """Its certificate is one for servers, too, but its name in it is not the one that is dialled: the handshake ends before any call."""
+    token, folder = hub.invite(9), tmp_path / "keys"
+    mallory, oslo = admitted(token, "mallory", folder), admitted(token, "oslo", folder)
+    with Impostor(mallory) as impostor:
+
+        async def answer(dns: str, method: str) -> grpc.StatusCode:
+            async with dialled("127.0.0.1", impostor.port, oslo.authorities, oslo, dns=dns) as channel:
+                return await channel.stream_stream(method)(metadata=stated()).code()
+
+        for dns, method in ((HUB, CONTROL), (HUB, MEET), (member_dns("bergen"), STRAIGHT)):
+            assert asyncio.run(answer(dns, method)) is grpc.StatusCode.UNAVAILABLE
+        assert not impostor.heard
+        assert asyncio.run(answer(member_dns("mallory"), STRAIGHT)) is grpc.StatusCode.UNIMPLEMENTED  # its own name
+
+        def replica(group) -> None:
+            told = False
+            while not told:  # by the hub
+                Exchange(group, 1, 0, 300_000).check()
+                told = b"\1" in gather(group, bytes([" cannot be used " in group.describe()]), 64, "packet")
+            assert not group.sent_straight
+
+        listens = {0: ("127.0.0.1:0", f"127.0.0.1:{impostor.port}")}  # who is at this address claims to be the first
+        run_secure(token, 2, replica, folder, listens=listens)
+        assert impostor.heard == [STRAIGHT]

@@ -44,10 +44,13 @@ class Proxy:
             for one in list(self._open):
                 self._end(one)
 
-    def forget(self) -> None:
-        """Drops everything on the open connections without an error, like a router that has restarted."""
+    def forget(self, refuse: bool = False) -> None:
+        """Drops everything on the open connections without an error, their ends too, like a router that has restarted. With `refuse`, it
+        accepts no connection until `mend`.
+        """
         with self.changed:
             self._forgotten |= self._open
+            self._cut |= refuse
 
     def mend(self) -> None:
         """Accepts connections again."""
@@ -115,7 +118,8 @@ class Proxy:
                     with self.changed:
                         self.forwarded += len(data)
                         self.changed.notify_all()
-        self._end(target)
+        if source not in self._forgotten:
+            self._end(target)
         self._end(source)
 
     @staticmethod

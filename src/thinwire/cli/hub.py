@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -143,7 +144,7 @@ def _run(asked: Options, console: Console) -> int:
         say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
         if fresh:
-            _told(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name, asked.group)))
+            _told_or_kept(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name, asked.group)))
         else:
             say(f"admitted members may come again; for others: thinwire hub invite --out {folder}")
         with _reducing(asked, folder, say):
@@ -182,6 +183,25 @@ def _told(asked: Options, console: Console, token: str) -> int:
     if asked.json:
         print(json.dumps({"token": token}), flush=True)
     return 0
+
+
+def _told_or_kept(asked: Options, console: Console, token: str) -> None:
+    """`_told` of a hub that serves. If nobody reads its stdout any more, a line on stderr says how to get a token."""
+    unread = False
+    try:
+        _told(asked, console, token)
+    except SystemExit:  # from rich, which prints nothing more then
+        pass
+    except BrokenPipeError:
+        unread = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the exit does not try again
+    if unread or (console.quiet and not asked.json):
+        with suppress(OSError):
+            print(
+                f"the hub serves, but nobody reads its stdout; for a join token: thinwire hub invite --out {asked.out}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _rotated(ended: bool, behind: list[str], folder: Path) -> str:

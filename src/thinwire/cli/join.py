@@ -98,7 +98,8 @@ def _run(asked: Options, told: str) -> Run:
 def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
     token = private_folder(asked.keys / asked.name) / "token"
     write_private(token, f"{asked.token}\n".encode())
-    train(run, folder, asked.resume, console, stop, JoiningReplica(AtHub(token, asked.keys, asked.group), asked.name))
+    place = AtHub(token, asked.keys, asked.group, asked.address)
+    train(run, folder, asked.resume, console, stop, JoiningReplica(place, asked.name))
 
 
 def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

@@ -47,32 +47,38 @@ class AtLighthouse:
 
 @dataclass(frozen=True)
 class AtHub:
-    """The run `run` at the hub whose token is in the file `token`; `keys` keeps the replicas' keys."""
+    """The run `run` at the hub whose token is in the file `token`; `keys` keeps the replicas' keys. The others dial `address`, if this replica
+    listens elsewhere.
+    """
 
     token: Path
     keys: Path
     run: str = ""
+    address: str = ""
 
     def words(self) -> list[str]:
         """See `Meeting`."""
-        return ["hub", str(self.token), str(self.keys), self.run]
+        return ["hub", str(self.token), str(self.keys), self.run, self.address]
 
     def member(self, run: Run, name: str) -> MemberSpec:
         """See `Meeting`."""
         from thinwire.comm.secure import Token  # it needs the extra `secure`
         from thinwire.comm.secure.enrol import Enrolment
+        from thinwire.comm.secure.listening import Listen
         from thinwire.membership.hub import HubRendezvous
 
         uplink = parse_link(run.placement.uplink)
+        rate, listen = uplink.bits_per_second if uplink else None, run.placement.listen
         enrolment = Enrolment(Token.read(self.token.read_text()), name, self.keys)
-        return MemberSpec(HubRendezvous(enrolment, self.run, uplink.bits_per_second if uplink else None), name)
+        at = Listen.parse(listen, self.address) if listen != "none" else None
+        return MemberSpec(HubRendezvous(enrolment, self.run, rate, at), name)
 
 
 def meeting_of(words: Sequence[str]) -> Meeting:
     """The meeting place that these `words()` describe."""
     kind, *rest = words
     if kind == "hub":
-        return AtHub(Path(rest[0]), Path(rest[1]), rest[2])
+        return AtHub(Path(rest[0]), Path(rest[1]), *rest[2:])
     return AtLighthouse(rest[0], *map(Path, rest[1:]))
 
 

@@ -324,10 +324,10 @@ class Placement(CheckedSettings):
                 f"slow={self.slow} with replicas={self.replicas}: one factor of at least 1 is needed for each replica."
             )
         self._check_uplink()
-        if self.listen != "none" and self.carrier != "secure":
+        if self.listen != "none" and self.carrier not in ("secure", "secure-elastic"):
             raise ConfigurationError(
-                f"listen={self.listen!r} with carrier={self.carrier!r}: straight streams need a fixed group at a hub; choose "
-                "carrier='secure', or leave listen out."
+                f"listen={self.listen!r} with carrier={self.carrier!r}: straight streams need a hub; choose carrier='secure' or "
+                "'secure-elastic', or leave listen out."
             )
 
     @property

@@ -15,6 +15,7 @@ from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.group import connected_group
 from thinwire.comm.secure.keys import check_name
 from thinwire.comm.secure.link import HubLink
+from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import DisagreementError, LinkError
@@ -29,15 +30,20 @@ class HubRendezvous(RemoteRendezvous):
         enrolment: this replica's name and key there.
         run: name of the run, if it has one; runs with other names meet at the same hub.
         bits_per_second: bits that it can send in a second; None: chunks are not spaced.
+        listen: where the others may reach it, so that packets need not go by the hub; None: it opens no port. Each group measures its own
+            straight streams, and ends them.
     """
 
     advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."
 
-    def __init__(self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None) -> None:
+    def __init__(
+        self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None, listen: Listen | None = None
+    ) -> None:
         super().__init__()
         token = enrolment.token
         self.where = f"the hub at {token.host}:{token.port}"
-        self._enrolment, self._rate, self._run = enrolment, bits_per_second, check_name(run) if run else ""
+        self._enrolment, self._rate, self._listen = enrolment, bits_per_second, listen
+        self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
 
     @property
@@ -51,7 +57,16 @@ class HubRendezvous(RemoteRendezvous):
         process = self._incarnation.encode()
         times = self._timeouts
         link = HubLink(
-            self._enrolment, label, len(members), self._rate, "", rank, process, times.heartbeat_timeout, insists=False
+            self._enrolment,
+            label,
+            len(members),
+            self._rate,
+            "",
+            rank,
+            process,
+            times.heartbeat_timeout,
+            False,
+            self._listen,
         )
         group = connected_group(link, times.connect, times.transfer, farewell=2 * times.heartbeat_interval)
         if group.names != tuple(member.name for member in members):

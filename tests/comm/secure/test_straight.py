@@ -12,9 +12,10 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, frames, join
+from thinwire.comm.secure import Hub, channels, frames, join, link
 from thinwire.comm.secure.frames import group_label
 from thinwire.comm.secure.shapes import Measured
+from thinwire.comm.secure.straight import Straight
 
 NBYTES = 1_000_000
 
@@ -137,6 +138,42 @@ def test_a_stream_cut_in_the_middle_loses_no_message(tmp_path, mesh):
         listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
         by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
     assert payload - 2 * NBYTES < by_hub[1] < 1.01 * payload
+
+
+def test_a_stream_whose_route_vanishes_in_silence_loses_no_message(tmp_path, mesh, monkeypatch):
+    """A router swallows all bytes of the streams, their ends too. Each end notices by its own bound alone, and packets go by the hub until
+    a stream stands again.
+    """
+    monkeypatch.setattr(channels, "_PATIENT", channels._impatient(60_000.0))  # gRPC's own bounds do not help
+    monkeypatch.setattr(link, "Straight", lambda *given: Straight(*given[:3], silent=2.0))
+    step, port, payload, passed = InStep(2), free_port(), 5 * NBYTES, [0]
+    with Hub(tmp_path / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
+
+        def swallow(data: bytes) -> bytes:
+            with proxy.changed:  # several threads count
+                passed[0] += len(data)
+                if passed[0] > NBYTES:
+                    proxy.forget(refuse=True)
+            return data
+
+        def replica(group):
+            step.until(group, measured(2))
+            before = group.uploaded
+            if group.rank == 0:
+                proxy.upwards = proxy.downwards = swallow
+            step.until(group, lambda _: True)
+            Exchange(group, 2, 0, payload).check()
+            step.until(group, lambda _: True)  # a send ends with its last chunk, which may have to be sent again
+            by_hub = group.uploaded - before
+            proxy.upwards = proxy.downwards = bytes
+            proxy.mend()
+            before = group.sent_straight
+            step.until(group, lambda group: group.sent_straight > before)
+            return by_hub
+
+        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
+        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
+    assert all(payload - 2 * NBYTES < sent < 1.01 * payload for sent in by_hub), by_hub
 
 
 def test_a_member_of_the_previous_frames_gets_none_that_it_does_not_know(tmp_path):

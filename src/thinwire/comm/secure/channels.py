@@ -49,15 +49,26 @@ def _impatient(seconds: float) -> Options:
 
 _SERVER: Options = (
     *_BOTH,
-    *_PATIENT,
     ("grpc.max_concurrent_streams", 16),
     ("grpc.max_connection_idle_ms", 30_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.so_reuseport", 0),
 )
-OF_MEMBERS: Options = (*_SERVER, ("grpc.max_receive_message_length", LIMIT_NBYTES))
-OF_JOINERS: Options = (*_SERVER, ("grpc.max_receive_message_length", JOIN_NBYTES))
+
+
+def of_members(silent: float | None = None) -> Options:
+    """Options of a server for members. With `silent` it ends a connection within so many seconds if nothing reaches the other end."""
+    return (*_SERVER, *_noticing(silent), ("grpc.max_receive_message_length", LIMIT_NBYTES))
+
+
+def of_joiners() -> Options:
+    """Options of a server for machines without a certificate."""
+    return (*_SERVER, *_PATIENT, ("grpc.max_receive_message_length", JOIN_NBYTES))
+
+
+def _noticing(silent: float | None) -> Options:
+    return _impatient(silent) if silent else _PATIENT
 
 
 def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
@@ -100,7 +111,7 @@ def dialled(
     )
     options = [
         *_BOTH,
-        *(_impatient(silent) if silent else _PATIENT),
+        *_noticing(silent),
         ("grpc.max_receive_message_length", most_nbytes),
         ("grpc.ssl_target_name_override", dns),
         ("grpc.use_local_subchannel_pool", 1),

@@ -31,9 +31,9 @@ from thinwire.comm.secure.channels import (
     FOLLOW,
     JOIN,
     MEET,
-    OF_JOINERS,
-    OF_MEMBERS,
     check_tls,
+    of_joiners,
+    of_members,
     server_credentials,
 )
 from thinwire.comm.secure.fetch import FOLLOWER, Published, served
@@ -144,8 +144,8 @@ class Hub:
         bound = []
         for place, (options, handlers, own) in enumerate(
             (
-                (OF_MEMBERS, self._of_members, self._credentials),
-                (OF_JOINERS, {JOIN: unary(self._admission.join)}, lambda: self._as_authority),
+                (of_members(), self._of_members, self._credentials),
+                (of_joiners(), {JOIN: unary(self._admission.join)}, lambda: self._as_authority),
             )
         ):
             members = place == 0

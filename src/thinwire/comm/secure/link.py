@@ -49,9 +49,10 @@ class HubLink:
         advice: what to do when a member is gone, for messages.
         place: ranks are in the order of places; equal places are in the order of names.
         process: 16 bytes that no other process of this name has; random if not given.
-        silent: seconds within which this member notices that nothing reaches the hub, although no connection has ended.
-        listen: where other members may reach this one; None: it opens no port.
+        silent: seconds within which this member notices that nothing reaches the hub, or another member straight, although no
+            connection has ended.
         insists: whether it connects again if the connection ends before the group is formed.
+        listen: where other members may reach this one; None: it opens no port.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class HubLink:
         self._free_at = 0.0  # the time at which the uplink may take the next chunk
         self.state = "is connecting to the hub"
         self.uploaded = 0  # bytes of frames sent to the hub
-        self.straight = Straight(self, enrolment, listen)
+        self.straight = Straight(self, enrolment, listen, silent)
 
     @property
     def welcome(self) -> Welcome | None:

@@ -14,7 +14,7 @@ from cryptography import x509
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.calls import Broken
-from thinwire.comm.secure.channels import OF_MEMBERS, STRAIGHT, check_tls, server_credentials
+from thinwire.comm.secure.channels import STRAIGHT, check_tls, of_members, server_credentials
 from thinwire.comm.secure.keys import Credentials, member_name
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.streams import Handlers, Refusing, first
@@ -88,6 +88,7 @@ class MemberServer:
         audit: gets a line for each refusal.
         admit: the rank of a connected member by its name, and this member's group and rank. Raises `LinkError` for anybody else.
         carry: serves an accepted stream until it ends.
+        silent: seconds within which a stream ends if nothing reaches its member any more.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class MemberServer:
         audit: AuditLog,
         admit: Callable[[str], tuple[int, int, int]],
         carry: Callable[[Greeted], Awaitable[None]],
+        silent: float,
     ) -> None:
-        self._listen, self._audit, self._admit, self._carry = listen, audit, admit, carry
+        self._listen, self._audit, self._admit, self._carry, self._silent = listen, audit, admit, carry, silent
         self._own: Credentials | None = None
         self._server: Any = None
         self.public = listen.public_host, listen.public_port
@@ -108,7 +110,9 @@ class MemberServer:
         if self._server:
             return
         handlers = {STRAIGHT: grpc.stream_stream_rpc_method_handler(self._straight)}
-        server = grpc.aio.server(handlers=(Handlers(handlers),), options=OF_MEMBERS, maximum_concurrent_rpcs=256)
+        server = grpc.aio.server(
+            handlers=(Handlers(handlers),), options=of_members(self._silent), maximum_concurrent_rpcs=256
+        )
         inner = server.add_secure_port("127.0.0.1:0", server_credentials(self._credentials, True))
         await server.start()
         proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, True, "this member")

@@ -1,8 +1,10 @@
 """Measures the straight streams of a member beside the hub, and announces the choice between star and mesh.
 
 When the first straight stream to a peer stands, both sides measure once: round trips of small frames, by the hub and straight, and the
-rates of two messages of `TRAIN_NBYTES` from the peer, by the hub and then straight. TCP's slow start is over after the first
-message, so the rate is that of the second. A member sends these messages to one peer after another. It reports to the member of rank
+rates of `TRAIN` messages of `TRAIN_NBYTES` from the peer, by the hub and then straight. TCP's slow start is over after the first
+message. The end of the first may be late, because slow start often ends with a loss, and the next then comes at once; so the rate is that
+of the slower one of the others. By the hub a member sends its messages to all peers at once, as it sends packets: what the
+hub's own uplink can carry is shared by all receivers. Straight it sends them to one peer after another. It reports to the member of rank
 0, which announces the worst of all reports; from this announcement every member computes the same choice.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from secrets import randbits
 from typing import Protocol
 
@@ -22,7 +25,7 @@ from thinwire.comm.secure.shapes import Measured, checked, worst
 from thinwire.errors import ThinwireError
 
 BY_HUB, STRAIGHT = (1 << 30) + 8, (1 << 30) + 9  # tags, above those of groups
-TRAIN_NBYTES = 1 << 19
+TRAIN, TRAIN_NBYTES = 3, 1 << 19
 TRIPS = 5  # round trips; the shortest counts
 TURN_SECONDS = 60.0  # after this time the next peer has its turn
 
@@ -53,7 +56,10 @@ class Measuring:
         self._pongs: dict[int, asyncio.Future[None]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._begun: set[int] = set()  # peers that get, or got, their messages
-        self._turn = asyncio.Lock()
+        self._preparing: set[int] = set()  # peers with round trips in progress
+        self._prepared = asyncio.Event()
+        self._due: list[int] = []  # peers that get their messages by the hub next, all at once
+        self._hub_turn, self._turn = asyncio.Lock(), asyncio.Lock()
         self._awaited: dict[tuple[int, int], asyncio.Future[None]] = {}  # by tag and peer
         self._pairs: dict[int, Measured] = {}  # this member's, by peer
         self._reported: dict[tuple[int, int], Measured] = {}  # all members', at rank 0
@@ -62,17 +68,23 @@ class Measuring:
     def begin(self, peer: int, ping: Callable[[int], None]) -> None:
         """Measure, unless that was done; `ping` sends a PING on the straight stream."""
         if peer not in self._begun and peer not in self._tasks:
+            self._preparing.add(peer)
             self._tasks[peer] = asyncio.create_task(self._measure(peer, ping))
 
     def broken(self, peer: int) -> None:
         """Called when no straight stream to `peer` is left: measure later, unless the messages are on their way."""
         if peer not in self._begun and (task := self._tasks.pop(peer, None)):
             task.cancel()
+            self._ready(peer)
 
     def gone(self, peer: int) -> None:
         """Called when `peer` will not come back."""
         if task := self._tasks.get(peer):
             task.cancel()
+            self._ready(peer)
+        for (_, other), waiting in self._awaited.items():
+            if other == peer and not waiting.done():
+                waiting.set_result(None)
 
     async def close(self) -> None:
         """End all measurements."""
@@ -108,10 +120,11 @@ class Measuring:
         straight = await self._trip(ping)
         hub = await self._trip(lambda number: self._link.say_to(frames.PING, peer, number))
         self._begun.add(peer)
+        self._ready(peer)
         rates = [self._rate(peer, tag) for tag in (BY_HUB, STRAIGHT)]
+        await self._sent_by_hub(peer)
         async with self._turn:
-            for tag in (BY_HUB, STRAIGHT):
-                await self._sent(peer, tag)
+            await self._sent([peer], STRAIGHT)
         by_hub, by_straight = await asyncio.gather(*rates)
         self._pairs[peer] = Measured(hub, by_hub, straight, by_straight)
         self._report(peer)
@@ -132,7 +145,7 @@ class Measuring:
         return max(1, round(1e6 * min(trips)))
 
     def _rate(self, peer: int, tag: int) -> asyncio.Future[int]:
-        """Open receives for two messages of `peer`; the result is the rate of the second in bits per second."""
+        """Open receives for the messages of `peer`; the result is their rate in bits per second."""
         times: list[float] = []
         result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -140,27 +153,60 @@ class Measuring:
             times.append(time.monotonic())
             if error:
                 result.cancel()
-            elif len(times) == 2 and not result.done():
-                result.set_result(max(1, round(8 * TRAIN_NBYTES / max(times[1] - times[0], 1e-6))))
+            elif len(times) == TRAIN and not result.done():
+                longest = max(end - begin for begin, end in pairwise(times))
+                result.set_result(max(1, round(8 * TRAIN_NBYTES / max(longest, 1e-6))))
 
-        for _ in range(2):
+        for _ in range(TRAIN):
             self._link.messages.receive(Receive(peer, tag, TRAIN_NBYTES, None, settled))
         return result
 
-    async def _sent(self, peer: int, tag: int) -> None:
-        """Send two messages to `peer`, and wait until it has them."""
-        waiting = self._awaited[tag, peer] = asyncio.get_running_loop().create_future()
+    def _ready(self, peer: int) -> None:
+        """Called when nobody must wait for the round trips to `peer` any more."""
+        self._preparing.discard(peer)
+        self._prepared.set()
+
+    async def _sent_by_hub(self, peer: int) -> None:
+        """Send by the hub to `peer`, and with it to all others that are ready."""
+        self._due.append(peer)
+        try:
+            async with self._hub_turn:
+                if peer not in self._due:
+                    return  # it went with others
+                await self._all_ready()
+                peers, self._due = self._due, []
+                await self._sent(peers, BY_HUB)
+        finally:
+            if peer in self._due:
+                self._due.remove(peer)
+
+    async def _all_ready(self) -> None:
+        """Wait for round trips in progress, but not for a peer that does not answer."""
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                while self._preparing:
+                    self._prepared.clear()
+                    await self._prepared.wait()
+        except TimeoutError:
+            self._preparing.clear()
+
+    async def _sent(self, peers: list[int], tag: int) -> None:
+        """Send the messages to all of `peers`, and wait until they have them."""
+        loop = asyncio.get_running_loop()
+        waiting = {(tag, peer): loop.create_future() for peer in peers}
+        self._awaited.update(waiting)
         data = memoryview(bytes(TRAIN_NBYTES))
-        for _ in range(2):
-            self._link.messages.send(tag, data, [peer], lambda peer, error: None)
+        for _ in range(TRAIN):
+            self._link.messages.send(tag, data, peers, lambda peer, error: None)
         self._link.wake()
         try:
             async with asyncio.timeout(TURN_SECONDS):
-                await waiting
+                await asyncio.gather(*waiting.values())
         except TimeoutError:
             pass
         finally:
-            del self._awaited[tag, peer]
+            for key in waiting:
+                del self._awaited[key]
 
     def _arrived(self, tag: int, peer: int, left: int) -> None:
         """Called when `peer` has a message of this member; `left`: messages to it under this tag that it does not have."""

@@ -3,9 +3,11 @@
 The closed forms of TPI-LLM (arXiv 2410.00531, §3.2) for packets of n bytes, each for r receivers, with one-way delays τ of half a round
 trip. A packet goes to the hub once, and straight once to each receiver:
 
-    star    τ of the hub + 8·n / rate to the hub
+    star    τ of the hub + 8·n / rate by the hub
     mesh    τ straight + 8·n·r / rate straight
     ring    r·τ straight + 8·n·r / rate straight
+
+The rate by the hub is that of a message to all peers at once (measuring.py), so it has what the hub's uplink can carry to each of them.
 
 *Differs*: TPI-LLM sends sums, and a packet here is not added on its way. So a ring sends as many bytes as a mesh, with more delays, and is
 never faster. A member that forwards could also read what is not for it, so there is no ring.

@@ -71,12 +71,13 @@ class Straight:
         link: the connection to the hub.
         enrolment: this member's name and key.
         listen: where it listens; None: it opens no port, and dials those that do.
+        silent: seconds within which both ends notice that nothing reaches the other, although no connection has ended.
     """
 
-    def __init__(self, link: HubConnection, enrolment: Enrolment, listen: Listen | None) -> None:
-        self._link, self._enrolment = link, enrolment
+    def __init__(self, link: HubConnection, enrolment: Enrolment, listen: Listen | None, silent: float) -> None:
+        self._link, self._enrolment, self._silent = link, enrolment, silent
         self._log: AuditLog | None = None
-        self._server = MemberServer(listen, self.audit, self._admit, self._carry) if listen else None
+        self._server = MemberServer(listen, self.audit, self._admit, self._carry, silent) if listen else None
         self._paths: dict[int, list[Path]] = {}
         self._dials: dict[int, list[asyncio.Task[None]]] = {}
         self._measuring = Measuring(link, self._chosen)
@@ -213,7 +214,8 @@ class Straight:
         """One stream, from dialling to its end; whether it ended in order. Raises `LinkError`, `PacketError`."""
         welcome, own = self._link.welcome, (await self._enrolment.admitted()).credentials
         assert welcome
-        channel = dialled(host, port, own.authorities, own, dns=member_dns(welcome.names[peer]))
+        dns = member_dns(welcome.names[peer])
+        channel = dialled(host, port, own.authorities, own, silent=self._silent, dns=dns)
         try:
             before = connections(port) if self._link.rate else set()
             stream = channel.stream_stream(STRAIGHT)(metadata=stated())
