@@ -50,7 +50,7 @@ class Lost(RemoteRendezvous):
 class Line:
     """A connection with prepared answers in order; an error among them is raised."""
 
-    heartbeat_timeout = 5.0
+    heartbeat_timeout, begun = 5.0, False
 
     def __init__(self, *answers: dict[str, Any] | Exception) -> None:
         self.asked, self.answers, self.closed = list[tuple[str, dict[str, Any]]](), list(answers), 0
@@ -153,6 +153,13 @@ def test_a_call_keeps_members_of_its_version_and_continues_at_a_restarted_server
         "the hub has gone (gone)",
     ]
     assert all(told.startswith(reason) for (told, _), reason in zip(replica.told, reasons, strict=True))
+
+
+def test_a_server_that_knows_the_others_is_called_at_once() -> None:
+    line = Line({"present": []})
+    line.begun = True
+    replica = Linked(line)
+    assert replica.call(Presence("oslo", "oslo-1", 1), 300.0)[0] == [] and replica.now == 0.0
 
 
 def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:

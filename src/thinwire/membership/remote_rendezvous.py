@@ -28,6 +28,7 @@ class RemoteRendezvous(ABC):
     """The common part of a lighthouse's and a hub's. `where` names the server in messages; `advice` is shown if it is not found."""
 
     where = advice = ""
+    relays = False
 
     def __init__(self) -> None:
         self._timeouts = Timeouts()
@@ -112,7 +113,9 @@ class RemoteRendezvous(ABC):
             lost.channel.close()
 
     def _found(self, seconds: float) -> ChannelVoteStore:
-        """The vote store of a server that responds. A new server gets time to receive the heartbeats of the other replicas, too."""
+        """The vote store of a server that responds. A server that may not know the other replicas yet gets time to receive their
+        heartbeats.
+        """
         if self._vote_store is not None:
             try:
                 self._vote_store.channel.ask("beat")
@@ -133,7 +136,8 @@ class RemoteRendezvous(ABC):
             pause = min(2 * pause, self._timeouts.heartbeat_interval)  # so that all are back at about the same time
         self._vote_store = ChannelVoteStore(channel, self._unused_keys)
         self._compare(channel.heartbeat_timeout)
-        self.sleep(2 * self._timeouts.heartbeat_interval)
+        if not channel.begun:
+            self.sleep(2 * self._timeouts.heartbeat_interval)
         if self._left.is_set():  # another thread left meanwhile, and could not close a channel that did not exist yet
             self._lose()
             raise LinkError(f"replica {self._name!r} has left {self.where}.")
