@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -156,10 +157,19 @@ def test_a_call_keeps_members_of_its_version_and_continues_at_a_restarted_server
 
 
 def test_a_server_that_knows_the_others_is_called_at_once() -> None:
-    line = Line({"present": []})
-    line.begun = True
-    replica = Linked(line)
-    assert replica.call(Presence("oslo", "oslo-1", 1), 300.0)[0] == [] and replica.now == 0.0
+    """If it answers no call, the pauses before the calls become longer."""
+    own, gone = Presence("oslo", "oslo-1", 1), LinkError("gone")
+    lines = [Line(gone), Line({"present": []}), *(Line(gone) for _ in range(7)), Line({"present": []}), Line()]
+    for line in lines:
+        line.begun = True
+    replica, times = Linked(*lines), list[float]()
+    for line in lines[:-1]:
+        with suppress(AnswerLostError):
+            replica.call(own, 300.0)
+        times.append(round(replica.now, 9))
+        if not line.closed:
+            replica._lose()
+    assert times == [0.0, 0.0, 0.0, 0.0, 0.1, 0.3, 0.7, 1.5, 3.1, 5.1]
 
 
 def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:
