@@ -1,4 +1,4 @@
-"""A replica that resumes from a checkpoint while the others have gone on: what it has sent since that checkpoint counts once."""
+"""A replica that resumes from a checkpoint, or returns, while the others have gone on: what it has sent before counts once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 __all__ = ["one_thread"]  # a fixture
 SAVED, DIES, STEPS = 7, 13, 40
 UNIT = 12.0  # is whole after division by 1, 2 or 3 members
+
+
+def sent(rounds: list[Committed], name: str, fragment: int) -> list[float]:
+    """Returns the steps in each delta of `name` that these rounds counted."""
+    deltas = [dict(zip(one.names, one.deltas)) for one in rounds if one.fragment == fragment and name in one.names]
+    return [float(-named[name][0]) / UNIT for named in deltas]
 
 
 class Returner(Toy):
@@ -79,11 +85,39 @@ def test_deltas_since_a_checkpoint_are_counted_once(
     history = record.history(results["a"].elastic.rounds.loop.agreed.state_digest)
     later = [one for digest, one in record.commits.items() if digest not in before]
 
-    def sent(rounds: list[Committed], name: str, fragment: int) -> list[float]:
-        deltas = [dict(zip(one.names, one.deltas)) for one in rounds if one.fragment == fragment and name in one.names]
-        return [float(-named[name][0]) / UNIT for named in deltas]
-
     for fragment in range(2):
         assert all(steps > 0 for steps in sent(later, "b", fragment)), "it took back what it had sent"
         assert sum(sent(later, "b", fragment)) <= trained["b"] - DIES, "some steps were counted twice"
         assert all(sum(sent(history, name, fragment)) == trained[name] for name in "ac"), "steps of others are lost"
+
+
+@pytest.mark.parametrize("doubts", [False, True])
+def test_a_delta_whose_round_is_forgotten_is_not_sent_again(doubts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica is frozen for more rounds than the others remember, after its delta was counted. If it `doubts`, it froze during the vote,
+    whose result is lost with the lighthouse.
+    """
+    monkeypatch.setattr(global_state, "REMEMBERED", 3)
+    cluster, book, trained = SimulatedCluster(), Book(), dict.fromkeys("abc", 0)
+
+    def one(toy: Toy, fragment: int) -> Tensor:
+        trained[toy.name] += fragment == 0
+        return torch.full((SIZES[fragment],), UNIT)
+
+    def freeze() -> None:
+        cluster.freeze("a")
+        if doubts:
+            cluster.later(1.0, cluster.lighthouse.stop)
+            cluster.later(2.0, cluster.lighthouse.start)
+        cluster.later(20.0, lambda: cluster.thaw("a"))
+
+    cluster.at("a", "all" if doubts else "call", freeze, 4)
+    results = cluster.play(
+        {name: lambda name: Toy(cluster, name, book, inner=one, least=2).train(32) for name in "abc"}
+    )
+    agree(results, book)
+    assert any(name == "a" and event == "doubt" for name, event, _ in book.events) is doubts
+    agreed = results["a"].elastic.rounds.loop.agreed
+    assert len(agreed.counted) <= 3 and trained["a"] < trained["b"]
+    history = book.history(agreed.state_digest)
+    for fragment in range(2):
+        assert {name: sum(sent(history, name, fragment)) for name in "abc"} == trained

@@ -79,6 +79,8 @@ def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub
             told.append(view.decide("land", True, PATIENT.vote))
             again = membership.next_view({"round": 1})
             told.append(again.rebuilt)
+            with closing(membership._rendezvous._channel()) as channel:  # type: ignore[attr-defined]
+                told.append(channel.begun)
             if name == "replica-3":
                 return told
             with pytest.raises(LinkError) as failed:
@@ -88,7 +90,7 @@ def test_members_at_a_hub_agree_on_views_and_votes_and_a_leave_is_named(hub: Hub
         return [*told, str(failed.value), left]
 
     results = together(names, body)
-    alike = [names, [name.encode() for name in names], True, False]
+    alike = [names, [name.encode() for name in names], True, False, True]
     assert results["replica-3"] == alike
     assert (
         results["replica-10"] == results["replica-2"] == [*alike, "replica 2 (replica-3) closed its group.", names[:2]]

@@ -106,11 +106,11 @@ def test_members_do_not_wait_for_one_that_calls_for_another_view() -> None:
 class Scripted:
     """A rendezvous of two members in one thread. It answers calls in turn; an answer that is an error is raised."""
 
-    address = ""
+    address, relays = "", False
 
     def __init__(self, *answers: LinkError | None) -> None:
         self.answers, self.asked, self.groups = list(answers), list[Presence](), list[Group]()
-        self.incarnation, self.store = "", _Store()
+        self.incarnation, self.store, self.reached = "", _Store(), True
 
     def clock(self) -> float:
         return float(len(self.asked))
@@ -133,7 +133,7 @@ class Scripted:
         return self.groups[-1]
 
     def reaches(self, other: Presence) -> bool:
-        return True
+        return self.reached
 
     def leave(self) -> None:
         pass
@@ -144,6 +144,17 @@ class _Store:
 
     def forget(self, keys: Sequence[str]) -> None:
         pass
+
+
+@pytest.mark.parametrize("relays", [True, False])
+def test_who_lost_its_connection_to_a_relay_calls_nobody_unreachable(relays: bool) -> None:
+    """While its connection was lost it could ask about nobody. Where groups are not relayed, members are asked directly."""
+    scripted = Scripted(None, AnswerLostError("the hub has gone"), None)
+    scripted.relays, scripted.reached = relays, False
+    membership = Membership(scripted, "a", least=1)
+    for _ in range(2):
+        membership.next_view({})
+    assert [bool(presence.unreachable) for presence in scripted.asked] == [False, False, not relays]
 
 
 def test_a_member_whose_answer_is_lost_closes_its_group_and_calls_again() -> None:

@@ -123,6 +123,7 @@ def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
             ]
             said = await asyncio.wait_for(asyncio.gather(*calls), 600.0)
             assert said == [{"present": [["a", "a-1", "of a"], ["b", "b-1", "of b"]]}] * 2
+            assert (await registry.answer(b, {"do": "beat"}))["begun"]  # a, of the last view, is alive
             assert await registry.answer(hasty, {"do": "call", "presence": "of c", "seconds": 0}) == {"present": None}
         assert "all ASCII" in (await registry.answer(hasty, {"do": "call", "presence": "é", "seconds": 0}))["error"]
         now[0] += 4.0
@@ -132,6 +133,7 @@ def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
         registry.tick()
         assert await registry.answer(b, {"do": "here", "who": "a-1"}) == {"here": False}
         assert await registry.answer(b, {"do": "here", "who": "b-1"}) == {"here": True}
+        assert await registry.answer(b, {"do": "beat"}) == {"heartbeat_timeout": 5.0}
         await registry.answer(b, {"do": "leave"})
 
     asyncio.run(play())

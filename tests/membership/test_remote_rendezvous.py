@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ class Lost(RemoteRendezvous):
 class Line:
     """A connection with prepared answers in order; an error among them is raised."""
 
-    heartbeat_timeout = 5.0
+    heartbeat_timeout, begun = 5.0, False
 
     def __init__(self, *answers: dict[str, Any] | Exception) -> None:
         self.asked, self.answers, self.closed = list[tuple[str, dict[str, Any]]](), list(answers), 0
@@ -153,6 +154,22 @@ def test_a_call_keeps_members_of_its_version_and_continues_at_a_restarted_server
         "the hub has gone (gone)",
     ]
     assert all(told.startswith(reason) for (told, _), reason in zip(replica.told, reasons, strict=True))
+
+
+def test_a_server_that_knows_the_others_is_called_at_once() -> None:
+    """If it answers no call, the pauses before the calls become longer."""
+    own, gone = Presence("oslo", "oslo-1", 1), LinkError("gone")
+    lines = [Line(gone), Line({"present": []}), *(Line(gone) for _ in range(7)), Line({"present": []}), Line()]
+    for line in lines:
+        line.begun = True
+    replica, times = Linked(*lines), list[float]()
+    for line in lines[:-1]:
+        with suppress(AnswerLostError):
+            replica.call(own, 300.0)
+        times.append(round(replica.now, 9))
+        if not line.closed:
+            replica._lose()
+    assert times == [0.0, 0.0, 0.0, 0.0, 0.1, 0.3, 0.7, 1.5, 3.1, 5.1]
 
 
 def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:

@@ -32,7 +32,8 @@ Line = dict[str, Any]
 # Each process is forked from one that has imported torch already, because importing takes long on a busy machine.
 FORKS = multiprocessing.get_context("forkserver")
 # It finds no module of tests/support. torch loads _dynamo when it makes an optimizer.
-FORKS.set_forkserver_preload(["torch._dynamo", "thinwire.replica", "grpc.aio"])
+PRELOADED = ["torch._dynamo", "thinwire.replica", "grpc.aio"]
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 def serve_lighthouse(told: Connection, port: int) -> None:
@@ -71,6 +72,7 @@ class Stage:
     }  # fmt: skip
 
     def __init__(self, folder: Path, names: str = "abc") -> None:
+        FORKS.set_forkserver_preload([*PRELOADED, "thinwire.kernels.cpu_block", "thinwire.membership.hub"])
         self.folder, self.names, self.port = folder, names, 0
         self.running: dict[str, BaseProcess] = {}
         self.done: Counter[str] = Counter()  # faults, by kind
@@ -151,8 +153,10 @@ class Stage:
             self.out[at] = (*self.out[at][:2], self.since[name])
 
     def restart_ended(self) -> None:
-        """Ends what is over, and restarts replicas that have ended, as the operator of a run would."""
+        """Ends what is over, and restarts replicas that have ended, as the operator of a run would until it `end`s."""
         self.bring_back([name for name, (over, _) in self.away.items() if over()])
+        if (self.folder / "stop").exists():
+            return
         for name, process in self.running.items():
             if process.exitcode is not None and name not in self.away:
                 problems = (self.folder / f"{name}.err").read_text()

@@ -107,7 +107,11 @@ class ElasticDriver(Driver):
         return self._reader.template(len(self.pieces), schedule.every, schedule.delay) if self._reader else None
 
     def _ask_for_samples(self) -> None:
-        """Hold one more round to get a lease, because this replica is new or others have its samples. Raises `EndedError`."""
+        """Hold one more round to get a lease, because this replica is new or others have its samples. Raises `EndedError`, and the error
+        that ended the rounds. Waits for rounds in progress first: the state after them decides which command is possible.
+        """
+        self.rounds.wait(lambda: self.rounds.idle or self._stop_requested)
+        self._pick_up(self.training.step)
         if self.rounds.over or self._stop_requested:
             raise EndedError("no samples are left to read: the run has ended, or was asked to stop.")
         if self.rounds.report.state is State.IN_DOUBT:

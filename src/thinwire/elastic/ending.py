@@ -2,13 +2,14 @@
 
 All members that end a run together hold its final state. They note at the rendezvous that the run has ended, with the state digest.
 If a member that took part is missing, the first of them keeps the state for a while: it continues to call, with a status that says
-`over`. A member that meets it takes over the state, and has ended too. No round changes the final state; training that a late member
-has not sent is not in it. A member that comes after that learns from the note that the run has ended (`EndedError`).
+`over`. If the note cannot be written, each member that has the result of the vote does so, until it has met all others. A member that
+meets it takes over the state, and has ended too. No round changes the final state; training that a late member has not sent is not in
+it. A member that comes after that learns from the note that the run has ended (`EndedError`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,25 +43,40 @@ def level(
 
 
 def note_end(
-    membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], there: Iterable[str], known: bool
-) -> set[str]:
-    """Note the final state of the run, for members that did not hear the result of the vote on it. Returns the members that are not
-    `there`, of those that this replica `met` or whose deltas were counted; none, if this replica does not `keep` the final state, or
-    late members need not be told (`known` is false).
+    membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], out: Collection[str],
+    there: Collection[str] | None, known: bool,
+) -> set[str]:  # fmt: skip
+    """Note the final state of the run, for members that did not hear the result of the vote on it. Returns the members for which this
+    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that were put `out`.
+
+    These are the members that were not `there` at the vote, if this replica `keeps` the state. If the note cannot be written, they are all:
+    the hub or lighthouse has gone, perhaps before others had the result. None, if late members need not be told (`known` is false), or
+    another member tells them (`there` is None).
     """
     if not known:
         _note(membership, (agreed.run, agreed.state_digest))
         return set()
-    late = met.union(*(who for _, who, _ in agreed.counted.values())).difference(there) if keeps else set()
+    if there is None:
+        _note(membership, *_ends(agreed))
+        return set()
+    others = met.union(*(who for _, who, _ in agreed.counted.values())).difference(out, [membership.name])
+    late = others.difference(there) if keeps else set[str]()
     closed = [(agreed.run, CLOSED)] if keeps and not late else []
-    _note(membership, (), (agreed.run,), (agreed.run, agreed.state_digest), *closed)
-    return late
+    return late if _note(membership, *_ends(agreed), *closed) else others
 
 
-def _note(membership: Membership, *ends: tuple[str, ...]) -> None:
-    with suppress(LinkError):  # without a lighthouse late members do not learn of it
+def _ends(agreed: GlobalState) -> list[tuple[str, ...]]:
+    return [(), (agreed.run,), (agreed.run, agreed.state_digest)]
+
+
+def _note(membership: Membership, *ends: tuple[str, ...]) -> bool:
+    """Whether this could be written; without a lighthouse late members do not learn of it."""
+    try:
         for what in ends:
             membership.note_end(*what)
+    except LinkError:
+        return False
+    return True
 
 
 def end_is_noted(membership: Membership, agreed: GlobalState) -> bool:
@@ -105,5 +121,5 @@ def keep(
             if view is not None:
                 view.close()
         membership.sleep(PAUSE)
-    _note(membership, (agreed.run, CLOSED))
+    _note(membership, *_ends(agreed), (agreed.run, CLOSED))  # the first note may be lost with a lighthouse
     membership.close()

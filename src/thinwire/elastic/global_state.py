@@ -80,8 +80,12 @@ class GlobalState:
         return self.state_digest[:8]
 
     def counts(self, number: int, name: str, fragment: int, mark: str = "") -> bool:
-        """Whether round `number` exchanged `fragment`, counted the delta of `name`, and has the `mark`, if one is given."""
-        index, who, there = self.counted.get(number, (-1, (), ""))
+        """Whether round `number` exchanged `fragment`, counted the delta of `name`, and has the `mark`, if one is given. Also true if this
+        round is forgotten: then the delta is perhaps lost, but not counted twice.
+        """
+        if number not in self.counted:
+            return number < self.round - REMEMBERED
+        index, who, there = self.counted[number]
         return index == fragment and name in who and mark in ("", there)
 
     def counted_since(self, number: int, name: str, fragment: int) -> bool:
@@ -94,7 +98,8 @@ class GlobalState:
         self.anchors[fragment], self.states[fragment] = anchor, state
         self.state_digest = next_digest(self.state_digest, self.round, fragment, anchor)
         self.counted[self.round] = fragment, who, self.mark
-        self.counted.pop(self.round - REMEMBERED, None)
+        while (first := next(iter(self.counted))) <= self.round - REMEMBERED:
+            del self.counted[first]
 
     def begin_data(self, names: Iterable[str]) -> None:
         """Give the members of the first view their leases, if this has not been done."""

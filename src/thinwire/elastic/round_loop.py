@@ -230,7 +230,7 @@ class RoundLoop:
             reason=self._reason, seconds_spent=self._clock() - began,
         )  # fmt: skip
         if plan.over and not self._reason and (committed or plan.ended):
-            self._on(Event.OVER, names, not plan.ended and view.group.rank == 0)
+            self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
         def check(said: Any, name: str) -> None:
@@ -388,10 +388,10 @@ class RoundLoop:
 
     # ---- the end
 
-    def _note_end(self, there: Sequence[str] = (), keeps: bool = True) -> None:
-        """Note the end of the run. If `keeps`, this replica keeps the final state for members that are not `there`."""
-        here = {self.membership.name, *there, *self._voter.put_out}
-        self._late = note_end(self.membership, self.agreed, keeps, self._met, here, bool(self._keep_seconds))
+    def _note_end(self, there: Sequence[str] | None = (), keeps: bool = True) -> None:
+        """Note the end of the run. If `keeps`, this replica keeps the final state for members that are not `there`; None: another does."""
+        out, known = self._voter.put_out, bool(self._keep_seconds)
+        self._late = note_end(self.membership, self.agreed, keeps, self._met, out, there, known)
         self._on(Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE)
 
     def _keep(self) -> None:

@@ -130,6 +130,8 @@ class Channel:
     Raises `LinkError` for any failure; it cannot be used after that.
     """
 
+    begun = False  # see `RequestChannel`: a lighthouse forgets all replicas when it restarts
+
     def __init__(self, host: str, port: int, name: str, incarnation: str, secret: bytes, seconds: float = 2.0) -> None:
         self._where = where = at(host, port)
         until = time.monotonic() + seconds

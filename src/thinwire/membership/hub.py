@@ -35,6 +35,7 @@ class HubRendezvous(RemoteRendezvous):
     """
 
     advice = "Start it with `thinwire hub --elastic`, and check that this machine reaches it."
+    relays = True
 
     def __init__(
         self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None, listen: Listen | None = None

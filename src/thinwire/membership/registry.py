@@ -186,6 +186,11 @@ class MemberRegistry:
                 self._present = present
                 self._kept.keep(present)
 
+    def _begun(self, requester: Requester) -> bool:
+        """Whether others of the last view are alive."""
+        others = self._previous - {requester.incarnation}
+        return any(not replica.silent for incarnation in others if (replica := self._replicas.get(incarnation)))
+
     def nobody_comes(self, waiting: Collection[str]) -> bool:
         """Whether `waiting`, incarnations of this run that wait to form a group, wait in vain: see the function of this name."""
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
@@ -229,7 +234,9 @@ class MemberRegistry:
         match said:
             case {"do": "beat"}:
                 self.hear(requester)
-                return {"heartbeat_timeout": self.heartbeat_timeout}
+                return {"heartbeat_timeout": self.heartbeat_timeout} | (
+                    {"begun": True} if self._begun(requester) else {}
+                )
             case {"do": "leave"}:
                 self.hear(requester)
                 self._left(requester.incarnation, "it closed")

@@ -28,6 +28,7 @@ class RemoteRendezvous(ABC):
     """The common part of a lighthouse's and a hub's. `where` names the server in messages; `advice` is shown if it is not found."""
 
     where = advice = ""
+    relays = False
 
     def __init__(self) -> None:
         self._timeouts = Timeouts()
@@ -35,6 +36,7 @@ class RemoteRendezvous(ABC):
         self._name = self._incarnation = ""
         self._secret = b""
         self._vote_store: ChannelVoteStore | None = None
+        self._lost = 0  # calls in a row whose answers were lost
         self._left = threading.Event()
         self._unused_keys: list[str] = []  # keys for the heartbeat thread to delete
         self._refused: set[str] = set()
@@ -81,9 +83,11 @@ class RemoteRendezvous(ABC):
                 present = vote_store.channel.ask("call", left, presence=text)["present"]
             except LinkError as error:
                 self._lose()
+                self._lost = min(self._lost + 1, 32)
                 reason = f"{self.where} has gone ({error})"
                 self._retry(reason, 0.5)
                 raise AnswerLostError(reason) from None
+            self._lost = 0
             if present is not None:
                 heard = [self._heard(str(name), str(incarnation), str(text)) for name, incarnation, text in present]
                 return [p for p in heard if p is not None], vote_store
@@ -112,7 +116,9 @@ class RemoteRendezvous(ABC):
             lost.channel.close()
 
     def _found(self, seconds: float) -> ChannelVoteStore:
-        """The vote store of a server that responds. A new server gets time to receive the heartbeats of the other replicas, too."""
+        """The vote store of a server that responds. A server that may not know the other replicas yet gets time to receive their
+        heartbeats.
+        """
         if self._vote_store is not None:
             try:
                 self._vote_store.channel.ask("beat")
@@ -133,7 +139,11 @@ class RemoteRendezvous(ABC):
             pause = min(2 * pause, self._timeouts.heartbeat_interval)  # so that all are back at about the same time
         self._vote_store = ChannelVoteStore(channel, self._unused_keys)
         self._compare(channel.heartbeat_timeout)
-        self.sleep(2 * self._timeouts.heartbeat_interval)
+        heartbeats = 2 * self._timeouts.heartbeat_interval
+        if not channel.begun:
+            self.sleep(heartbeats)
+        elif self._lost > 1:  # a server that answers no call, although it is found
+            self.sleep(min(0.1 * 2 ** (self._lost - 2), heartbeats))
         if self._left.is_set():  # another thread left meanwhile, and could not close a channel that did not exist yet
             self._lose()
             raise LinkError(f"replica {self._name!r} has left {self.where}.")

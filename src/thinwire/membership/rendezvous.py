@@ -59,6 +59,8 @@ class AnswerLostError(LinkError):
 class Rendezvous(Protocol):
     """The place where replicas find each other, seen from one of them."""
 
+    relays: bool  # whether it carries their groups too, so that all that call there reach each other
+
     @property
     def address(self) -> str:
         """The address at which the others reach this replica, for messages."""
@@ -192,7 +194,8 @@ class Membership:
         check(said(), self.name)
         reason, pause = "", 0.1
         while (left := until - self._rendezvous.clock()) > 0 and not self._left:
-            self._suspects = tuple(p for p in self._suspects if not self._rendezvous.reaches(p))
+            suspects = () if self._rendezvous.relays else self._suspects
+            self._suspects = tuple(p for p in suspects if not self._rendezvous.reaches(p))
             self._calls += 1
             self._observe("call", {"calls": self._calls, "holds": self._holds})
             try:

@@ -23,6 +23,7 @@ class RequestChannel(Protocol):
     """A connection for requests. After its first `LinkError` make a new one."""
 
     heartbeat_timeout: float
+    begun: bool  # whether the server knows all live replicas: others have had a view there
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
         """The response to a request that may take `seconds`. Raises `LinkError`."""

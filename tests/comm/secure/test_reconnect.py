@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tcp_proxy import Proxy
 import thinwire as tw
 from thinwire.comm.secure import Hub, join
 from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.group import connected_group
+from thinwire.comm.secure.group import _SecureTransfer, connected_group
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.errors import LinkError
@@ -173,6 +174,20 @@ def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
         hub.close()
     assert not failures, failures
     assert ended == tw.run_threads(2, digest_of_trained)
+
+
+def test_a_message_that_arrives_as_its_timeout_ends_is_taken(monkeypatch):
+    """It comes after the wait has ended without it, and before the time-out is reported. A hub is not needed."""
+    transfer = _SecureTransfer(None, 1, [("from", 1)])
+
+    def wait(_: float) -> bool:
+        transfer.settled("from", 1, None)
+        return False
+
+    monkeypatch.setattr(transfer, "_group", SimpleNamespace(timeout=TIMEOUT))
+    monkeypatch.setattr(transfer._over, "wait", wait)
+    transfer.wait()
+    assert transfer.arrivals.keys() == {1}
 
 
 def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):

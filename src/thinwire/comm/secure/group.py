@@ -48,15 +48,15 @@ class _SecureTransfer:
                 self._over.set()
 
     def wait(self) -> None:
-        in_time = self._over.wait(self._group.timeout)
-        with self._lock:
+        self._over.wait(self._group.timeout)
+        with self._lock:  # the last message may have arrived since
             errors, due = list(self._errors), sorted(self._due)
-        if errors or not in_time:
+        if errors or due:
             for receive in self.receives:
                 receive.abandon()
         if errors:
             raise errors[0].with_traceback(None)
-        if not in_time:
+        if due:
             who = ", ".join(f"{way} replica {peer}" for way, peer in due)
             error = LinkError(
                 f"a message {who} (tag {self._tag}) did not arrive within {self._group.timeout:g} s; this replica "

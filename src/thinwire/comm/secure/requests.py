@@ -100,7 +100,8 @@ class HubChannel:
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
         self._done(self._open(process, run, silent), ANSWER_SECONDS)
-        self.heartbeat_timeout = float(self.ask("beat")["heartbeat_timeout"])
+        told = self.ask("beat")
+        self.heartbeat_timeout, self.begun = float(told["heartbeat_timeout"]), bool(told.get("begun"))
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
         """The hub's response to a request that may take `seconds`. Raises `LinkError`."""

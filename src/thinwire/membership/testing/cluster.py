@@ -281,6 +281,8 @@ def _thread(presence: Presence) -> str:
 class ThreadRendezvous:
     """One replica's view of a `SimulatedCluster`."""
 
+    relays = False
+
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         self._cluster, self._name = cluster, name
         self._incarnation, self._timeouts = "", Timeouts()

@@ -1,0 +1,50 @@
+"""A hub that dies during the vote on the end of a run: who knows that the run is over waits for those who do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from elastic_toy import Book, Toy, agree, one_thread, train
+
+from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
+from thinwire.membership.testing.lighthouse import SimulatedVoteStore
+from thinwire.membership.view import View
+
+__all__ = ["one_thread"]  # a fixture
+
+
+def test_the_only_member_that_knows_the_end_keeps_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lighthouse restarts as soon as c has the result, and loses it. A replica that was away returns with a delta, so that the others
+    could go on without c.
+    """
+    cluster, book, last = SimulatedCluster(), Book(), list[str]()
+    decide, settle = View.decide, SimulatedVoteStore.settle
+
+    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+        own = view.members[view.group.rank].name
+        if own == "c" and not any(member.status["brings"] or not member.status["finishing"] for member in view.members):
+            last.append(question)
+            ThreadRendezvous(cluster, own).sleep(1.0)  # the others have voted then
+        return decide(view, question, yes, seconds)
+
+    def settled(store: SimulatedVoteStore, key: str, value: bytes) -> bytes:
+        with cluster.time:
+            result = settle(store, key, value)
+            if len(last) == 1:
+                last.append("the result")
+                cluster.lighthouse.stop()
+                cluster.later(1.0, cluster.lighthouse.start)
+                cluster.later(1.0, lambda: cluster.thaw("d"))
+            return result
+
+    monkeypatch.setattr(View, "decide", decided)
+    monkeypatch.setattr(SimulatedVoteStore, "settle", settled)
+    cluster.at("d", "call", lambda: cluster.freeze("d"), 4)
+    results: dict[str, Any] = cluster.play({name: train(cluster, book, least=3, keep=60.0) for name in "abcd"})
+    assert all(isinstance(result, Toy) for result in results.values()), results
+    agree(results, book)
+    assert {name for name, event, _ in book.events if event == "doubt"} == {"a", "b"}
+    assert [fields["late"] for name, event, fields in book.events if event == "keeps" and name == "c"] == [
+        ["a", "b", "d"]
+    ]

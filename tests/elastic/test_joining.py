@@ -1,0 +1,77 @@
+"""A replica that joins, or asks for samples, while rounds are in progress: what the other side does meanwhile ends neither wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
+
+import pytest
+from elastic_toy import Inline, Toy, one_thread
+from reading_toy import NotingReader, book, inner
+
+from thinwire.errors import DisagreementError, LinkError, UndecidedError
+from thinwire.membership.rendezvous import Membership
+from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.membership.view import View
+
+__all__ = ["one_thread"]  # a fixture
+
+
+class Later(Inline):
+    """Runs submitted calls when somebody waits for them, as an exchange thread that is busy until then."""
+
+    def __init__(self) -> None:
+        self.calls = list[Callable[[], Any]]()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls.append(lambda: fn(*args, **kwargs))
+        return Future()
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        while not enough():
+            self.calls.pop(0)()
+
+
+def fails(patch: pytest.MonkeyPatch, kind: type, method: str, nth: int, error: Exception) -> None:
+    """Makes the nth call from now on raise this error."""
+    whole, calls = getattr(kind, method), count(1)
+
+    def called(*args: Any, **fields: Any) -> Any:
+        if next(calls) == nth:
+            raise error
+        return whole(*args, **fields)
+
+    patch.setattr(kind, method, called)
+
+
+@pytest.mark.parametrize("error", [UndecidedError("the hub has gone"), DisagreementError("another model")])
+def test_who_asks_for_samples_waits_for_the_round_in_progress(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round ends in doubt while the hub has gone, or with an error, after this replica has lost its samples."""
+
+    def asks(name: str) -> Toy:
+        toy = Toy(cluster, name, held, inner=inner, reader=reader).begin()
+        inner(toy, 0)
+        toy.elastic._trained += 1
+        rounds, later = toy.elastic.rounds, Later()
+        monkeypatch.setattr(rounds, "_thread", later)
+        monkeypatch.setattr(rounds, "wait", later.wait)
+        if isinstance(error, UndecidedError):
+            fails(monkeypatch, View, "decide", 1, error)
+            fails(monkeypatch, Membership, "next_view", 2, LinkError("no hub"))
+        else:
+            fails(monkeypatch, Membership, "next_view", 1, error)
+        rounds.depart(toy.elastic._bring(rounds.report.next, 1), own_steps=1)
+        reader.begin_again(None)
+        reader.draw(1)
+        return toy
+
+    cluster, held, reader = SimulatedCluster(), book(), NotingReader(3, 1, 2, 60)
+    told = cluster.play({"a": asks})["a"]
+    if isinstance(error, UndecidedError):
+        assert isinstance(told, Toy) and reader.read_count.serial >= 0, told
+    else:
+        assert told is error
