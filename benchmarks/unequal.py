@@ -76,7 +76,7 @@ def curve(
         job = TextJob(run, None)
         job.begin(Share(run.seed, group.rank, group.size))
         model, told = job.make_model(), []
-        optimizer = run.make_inner().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
         attached: Any = (
             method.attach(model, optimizer, group)
             if method
