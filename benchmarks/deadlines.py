@@ -31,6 +31,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate, make_model
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.packet import HEADER_NBYTES
+from thinwire.pieces.schedule import Staggered
 from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.pipeline import RoundPipeline
@@ -41,6 +42,8 @@ LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)), skips=SKIPS)
 STEPS, STEP_SECONDS, BUSY = 300, 0.5, 0.6
 RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2, steps=STEPS)
 STRATEGY = tw.streaming_sign(delay=5, codec=LEVELS)
+SCHEDULE = STRATEGY.schedule
+assert isinstance(SCHEDULE, Staggered)
 Levels = dict[tuple[int, int], int]
 
 
@@ -72,7 +75,7 @@ def scaled(trace: RateTrace, payloads: list[list[int]]) -> tuple[float, list[lis
     low, high = 1e-4, 1e6
     for _ in range(50):
         middle = math.sqrt(low * high)
-        played = play(trace, STRATEGY.schedule, packets(middle), STEPS, STEP_SECONDS, fixed(0), Deadlines())
+        played = play(trace, SCHEDULE, packets(middle), STEPS, STEP_SECONDS, fixed(0), Deadlines())
         low, high = (middle, high) if played.utilization > BUSY else (low, middle)
     return low, packets(low)
 
@@ -138,7 +141,7 @@ def rows(seeds: int, given: dict[str, RateTrace]) -> list[dict[str, Any]]:
         }
         for way, (choose, hears, skips) in ways.items():
             packets = nbytes if skips else [of[:-1] for of in nbytes]
-            played: Played = play(trace, STRATEGY.schedule, packets, STEPS, STEP_SECONDS, choose, hears, skips)
+            played: Played = play(trace, SCHEDULE, packets, STEPS, STEP_SECONDS, choose, hears, skips)
             key = tuple(sorted(played.levels.items()))
             if way == "oracle":  # only its stalls
                 losses[key] = []

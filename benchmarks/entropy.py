@@ -90,7 +90,7 @@ def least(codec: Codec, width: int, payloads: list[tuple[int, Tensor]]) -> float
                 ]  # codes come first
             else:
                 places = unpack(own, part.kept, part.width).numpy()
-                gaps = np.diff(places, prepend=-1)
+                gaps = np.diff(places, prepend=[-1])
                 gaps[:: part.count] = places[:: part.count] + 1
                 symbols = [gaps]
             for plane, found in enumerate(symbols):

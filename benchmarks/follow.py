@@ -62,7 +62,7 @@ def measure(run: Run, steps: int) -> list[dict[str, Any]]:
 
         def replica(group: tw.Group) -> None:
             model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
-            optimizer = run.make_inner().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+            optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
             landed: list[int] = []
 
             def hear(event: str, step: int, **_: object) -> None:
@@ -79,7 +79,7 @@ def measure(run: Run, steps: int) -> list[dict[str, Any]]:
                     )
                     visit(publisher, version, attached)
                 for step in range(steps):
-                    optimizer.param_groups[0]["lr"] = learning_rate(run.optimizer, step + 1)
+                    optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
                     tokens, targets = corpus.batch(run.seed, group.rank, 2, step, run.data.batch, run.data.sequence)
                     model(tokens, targets).loss.backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)

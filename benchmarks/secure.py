@@ -101,7 +101,7 @@ def stands(quick: bool) -> list[Stand]:
     )
     sign, sign_nbytes = ours(streaming_sign(every=SIGN_EVERY, delay=DELAY), SIGN_EVERY)
     if quick:
-        small = {"rtts": (0.1,), "warm": 1, "lead": 2}
+        small: dict[str, Any] = {"rtts": (0.1,), "warm": 1, "lead": 2}
         here = [
             Stand(c, "streaming_diloco", diloco, "20", steps=6, nbytes=nbytes, exchanges=True, controls=True, **small)
             for c in ("secure", "gloo", "tls")

@@ -17,6 +17,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def mixes(seed: int) -> Tensor:
 
 
 def strategy_of(method: str, attack: str, seed: int) -> tw.Strategy:
-    topology, recipes = tw.topology.RandomRegular(4), tw.recipes.RECIPES
+    topology, recipes = tw.topology.RandomRegular(4), dict[str, Callable[..., tw.Strategy]](tw.recipes.RECIPES)
     kind, _, setting = METHODS[method].partition(", ")
     settings = {"reach": 1} if setting else {}
     made = replace(recipes[kind](every=5, topology=topology, **settings), seed=seed)

@@ -1,16 +1,16 @@
 """The cost of unequal machines: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
 
-    python benchmarks/unequal.py [--steps 150] [--seeds 0 1] [--into FILE] [--emulated | --simulated | --sites] [--quick]
+    python benchmarks/unequal.py [--steps 120] [--seeds 0 1] [--into FILE] [--emulated | --simulated | --sites] [--quick]
 
 *Simulated*: replicas are threads in virtual time: an inner step of replica m takes slow[m], messages take none. Every run trains
 on the same number of tokens, `steps` inner steps in the mean over its replicas. A step of a fixed group takes as long as on its
 slowest machine. "Time to the control's loss" is when a run's agreed weights first reached the control's final loss (linear between
-two evaluations); the control is the same fixed group on equal machines. "The fast alone": one replica of the fastest kind trains all
-tokens.
+two evaluations); the control is the same fixed group on equal machines. "The fast alone": the replicas of the fastest kind train all
+tokens, as a fixed group.
 
-*Emulated*: three processes of `thinwire train --slow 1 2 4` on this machine, wall seconds of the training loop: the fixed group, the
-elastic mode (whose replicas jump ahead, so slow ones train fewer tokens), and the decoupled mode. torchft's is named as absent if it
-cannot be imported.
+*Emulated*: three processes of `thinwire train --slow 1 2 4` on this machine, `--emulated-steps` each, wall seconds of the training loop:
+the fixed group, the elastic mode (whose replicas jump ahead, so slow ones train fewer tokens), the decoupled mode, the fast one alone, and
+torchft's DiLoCo in fp32 (unequal_replica.py), which is named as absent if it is not installed.
 
 *Two sites* (--sites, simulated): machines of 1:2:4 at each of two sites, and a link between them that takes 10 inner steps from a
 departure to the landing. Rows have the bytes that crossed this link. --quick: 20 steps of one cell, in a separate file.
@@ -21,11 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,7 @@ def curve(
         job = TextJob(run, None)
         job.begin(Share(run.seed, group.rank, group.size))
         model, told = job.make_model(), []
-        optimizer = run.make_inner().make(model, run.optimizer.lr, run.optimizer.weight_decay)
+        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
         attached: Any = (
             method.attach(model, optimizer, group)
             if method
@@ -114,17 +116,20 @@ def when(told: list[tuple[float, float]], loss: float) -> float:
 
 def simulated(steps: int, seeds: list[int], every: int, only: tuple[str, ...]) -> list[dict[str, Any]]:
     rows = []
+    equal = cache(lambda seed, count: curve(FIXED, (1.0,) * count, steps, seed, every))
     for speeds in only:
         slow = SPEEDS[speeds]
-        count = len(slow)
+        count, fast = len(slow), slow.count(min(slow))
         kinds: dict[str, Callable[[int], list[tuple[float, float]]]] = {
-            "control": lambda seed, count=count: curve(FIXED, (1.0,) * count, steps, seed, every),
+            "control": lambda seed, count=count: equal(seed, count),
             "fixed group": lambda seed, slow=slow: curve(FIXED, slow, steps, seed, every),
             "decoupled_diloco": lambda seed, slow=slow: curve(decoupled(slow), slow, steps, seed, every),
             "async_local_sgd": lambda seed, slow=slow: curve(asynchronous(slow), slow, steps, seed, every),
         }
-        if speeds == "1:2:4":
-            kinds["the fast alone"] = lambda seed, count=count: curve(FIXED, (1.0,), steps * count, seed, every * count)
+        if fast < count:
+            kinds["the fast alone"] = lambda seed, count=count, fast=fast: curve(
+                FIXED, (1.0,) * fast, steps * count // fast, seed, every * count // fast
+            )
         curves: dict[str, list[list[tuple[float, float]]]] = {}
         for kind, run in kinds.items():
             if kind == "fixed group":  # the control's values, on slower machines
@@ -186,35 +191,67 @@ def two_sites(steps: int, seeds: list[int], every: int) -> list[dict[str, Any]]:
 
 def emulated(steps: int, seed: int) -> list[dict[str, Any]]:
     rows = []
-    common = ["--replicas", "3", "--steps", str(steps), "--seed", str(seed), "--checkpoint-every", "0", "--json"]
+    common = ["--seed", str(seed), "--checkpoint-every", "0", "--json"]
     common += [f"--{name}={value}" for name, value in SETTINGS.items()]
+    three, slow = ["--replicas", "3", "--steps", str(steps)], ["--slow", "1", "2", "4"]
     real = f"decoupled_diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM})"
     for kind, more in {
-        "fixed group, equal": ["--strategy", FIXED],
-        "fixed group": ["--strategy", FIXED, "--slow", "1", "2", "4"],
-        "elastic": ["--strategy", FIXED, "--slow", "1", "2", "4", "--elastic", "--weigh", "tokens"],
-        "decoupled_diloco": ["--strategy", real, "--slow", "1", "2", "4"],
+        "fixed group, equal": [*three, "--strategy", FIXED],
+        "fixed group": [*three, *slow, "--strategy", FIXED],
+        "elastic": [*three, *slow, "--strategy", FIXED, "--elastic", "--weigh", "tokens"],
+        "decoupled_diloco": [*three, *slow, "--strategy", real],
+        "the fast alone": ["--replicas", "1", "--steps", str(3 * steps), "--strategy", FIXED],
     }.items():
+        row = {"word": "emulated", "speeds": "1:1:1" if kind.endswith("equal") else "1:2:4", "kind": kind}
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(
                 [sys.executable, "-m", "thinwire", "train", *common, *more, "--out", f"{folder}/run"],
                 capture_output=True, text=True, timeout=400,
             )  # fmt: skip
         if done.returncode:
-            rows.append({"word": "emulated", "speeds": "1:2:4", "kind": kind, "problem": done.stderr.strip()[-200:]})
+            rows.append(row | {"problem": done.stderr.strip()[-200:]})
         else:
             told = json.loads(done.stdout.strip().splitlines()[-1])
-            row = {"word": "emulated", "speeds": "1:1:1" if kind.endswith("equal") else "1:2:4", "kind": kind}
             rows.append(row | {"loss": told["eval_loss"], "time": told["wall_seconds"], "tokens": told.get("tokens")})
         print(json.dumps(rows[-1]), flush=True)
-    if installed("torchft") is None:
-        rows.append({"word": "emulated", "speeds": "1:2:4", "kind": "torchft", "problem": "torchft is not installed"})
+    rows.append({"word": "emulated", "speeds": "1:2:4", "kind": "torchft"} | rival((1, 2, 4), steps, seed))
+    print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def rival(slow: tuple[float, ...], steps: int, seed: int) -> dict[str, Any]:
+    """torchft's DiLoCo in one process for each replica: loss, seconds and tokens of its slowest, or a problem."""
+    if installed("torchft") is None:
+        return {"problem": "torchft is not installed"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = str(Path(__file__).with_name("unequal_replica.py"))
+    own = {"slow": slow, "steps": steps, "seed": seed, "port": port, "every": EVERY, "lr": LR, "momentum": MOMENTUM}
+    with tempfile.TemporaryFile("w+") as errors:
+        replicas = [
+            subprocess.Popen(
+                [sys.executable, program, json.dumps(own | {"rank": rank, "settings": SETTINGS})],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            )
+            for rank in range(len(slow))
+        ]  # fmt: skip
+        lines = [replica.stdout.readline() if replica.stdout else "" for replica in replicas]
+        for replica in replicas:
+            replica.communicate()  # closes its input: it may leave
+        errors.seek(0)
+        if not all(lines):
+            return {"problem": errors.read().strip()[-200:]}
+    told = [json.loads(line) for line in lines]
+    return {
+        "loss": told[0]["loss"], "time": max(one["time"] for one in told), "tokens": sum(one["tokens"] for one in told),
+        "rounds": told[0]["rounds"],
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--emulated-steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--into", type=Path)
     parser.add_argument("--emulated", action="store_true")
@@ -225,6 +262,7 @@ def main() -> None:
     result = provenance() | {"benchmark": "unequal", "word": "simulated and emulated"}
     steps = 20 if asked.quick else asked.steps
     result |= {"setting": SETTINGS | {"steps": steps, "seeds": asked.seeds, "fixed": FIXED}}
+    result["setting"] |= {} if asked.sites else {"steps_emulated": asked.emulated_steps}
     rows: list[dict[str, Any]] = []
     if asked.sites:
         result |= {"benchmark": "sites", "word": "simulated"}
@@ -235,7 +273,7 @@ def main() -> None:
         only = ("1:2:4",) if asked.quick else tuple(SPEEDS)
         rows += simulated(steps, asked.seeds[:1] if asked.quick else asked.seeds, max(1, steps // 15), only)
     if not asked.simulated and not asked.quick:
-        rows += emulated(steps, asked.seeds[0])
+        rows += emulated(asked.emulated_steps, asked.seeds[0])
     into = asked.into or (HERE / "results" / "unequal-quick.json" if asked.quick else None)
     print(save("unequal", result | {"rows": rows}, into))
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.group import Group
+from thinwire.comm.group import Group, gather
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import (
@@ -41,7 +41,7 @@ from thinwire.decoupled.messages import (
 )
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
-from thinwire.decoupled.saved import Departed, resume, state_of, state_of_syncer
+from thinwire.decoupled.saved import Departed, load_syncer, resume, state_of, state_of_syncer
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, hold, said_by
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
@@ -82,9 +82,8 @@ class Unequal(Attached):
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
-        self.fragments = method.partition.fragments(model)
+        self.fragments, self.tokens = method.partition.fragments(model), 1.0
         self.introduce({})
-        self.tokens = 1.0
         self._states = [hold(method, fragment, index) for index, fragment in enumerate(self.fragments)]
         if agree_on_start(group, [one.anchor for one in self._states]):
             observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
@@ -113,7 +112,7 @@ class Unequal(Attached):
         else:
             self._sender = PeerSender(
                 group, HOST, UP, lambda *_: None
-            )  # the receiver reports it, after all messages that came before
+            )  # the receiver reports a loss, after all messages
             PeerReceiver(group, HOST, DOWN, lambda: self._messages.buffer(DOWN), self._hear)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
@@ -127,15 +126,16 @@ class Unequal(Attached):
     def _say(self, event: str, **fields: Any) -> None:
         self._observe(event, self.step, **fields)
 
+    def _lost(self) -> str:
+        return f"the syncer on replica {self.server} is lost"
+
     def _hear(self, _: int, heard: Heard) -> bool:
         self._inbox.put(heard)
-        if isinstance(heard, PeerError):
-            return True
         try:
-            down = self._messages.read_down(heard)
+            down = None if isinstance(heard, PeerError) else self._messages.read_down(heard)
         except PeerError:
-            return True
-        return down.kind == END and not down.stop
+            down = None
+        return down is None or (down.kind == END and not down.stop)
 
     # ---- progress
 
@@ -147,12 +147,9 @@ class Unequal(Attached):
             done = self._begun_total + self._line.done(self._team.rank, own)
         else:
             passed = self._clock() - self._heard_at
-            others = [
-                of.taken + min(of.speed * passed, float(self._method.every * size))
-                for rank, of in enumerate(self._each)
-                if rank != self._team.rank
-            ]
-            done = int(self.step + sum(others))
+            most, others = float(self._method.every * size), [*self._each]
+            del others[self._team.rank]
+            done = int(self.step + sum(of.taken + min(of.speed * passed, most) for of in others))
         return max(self._told, done // size)
 
     # ---- around an inner step
@@ -208,10 +205,9 @@ class Unequal(Attached):
         self._pace.departed(index, self.step - self._began_at, self._every)
         number, since, (marked, step) = self._numbers[index], one.since, self._marks[index]
         self._seconds = (began - marked) / (self.step - step) if self.step > step else self._seconds
-        self._marks[index] = (began, self.step)
-        before = one.feedback
+        self._marks[index], before, tokens = (began, self.step), one.feedback, self._tokens_since[index]
         if self._up(DELTA, index, delta):
-            self._flying[index] = Departed(number, delta, self.step, since, began, before)
+            self._flying[index] = Departed(number, delta, self.step, since, began, before, tokens)
         nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
         self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=self._clock() - began)
 
@@ -227,8 +223,7 @@ class Unequal(Attached):
         if sound:
             body, one.feedback = encoded(one.codec, method.feedback, one.feedback, delta, key)
             up = replace(up, body=body)
-        else:
-            up = replace(up, refused=True)
+        up = up if sound else replace(up, refused=True)
         self._numbers[index] += 1
         one.since, self._tokens_since[index] = self.step, 0.0
         self._send(up)
@@ -257,7 +252,7 @@ class Unequal(Attached):
         heard = self._inbox.get()
         if isinstance(heard, PeerError):
             self._inbox.put(heard)  # the next call raises it again
-            raise LinkError(f"the syncer on replica {self.server} is lost: {heard}") from heard
+            raise LinkError(f"{self._lost()}: {heard}") from heard
         down = self._messages.read_down(heard)
         if down.kind == END:
             self._over = not down.stop
@@ -299,9 +294,8 @@ class Unequal(Attached):
     def _report(self, index: int, flight: Departed, began: float) -> None:
         fields = {"fragment": index, "round": flight.number}
         nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
-        self._say(
-            "flight", **fields, nbytes=nbytes, begin=flight.begin, end=began, queued_seconds=0.0, transfer_seconds=0.0
-        )
+        spent = {"begin": flight.begin, "end": began, "queued_seconds": 0.0, "transfer_seconds": 0.0}
+        self._say("flight", **fields, nbytes=nbytes, **spent)
         self._say("land", **fields, begin=began, stall_seconds=0.0, seconds_spent=self._clock() - began)
 
     def _learn(self, down: Down) -> None:
@@ -375,7 +369,7 @@ class Unequal(Attached):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state with rounds in flight, and on replica 0 that of the syncer; saved.py explains how a run resumes."""
-        tensors, facts = state_of(self._states, self._flying, self.step)
+        tensors, facts = state_of(self._states, self._flying, self.step, self._numbers, self._tokens_since)
         if self._host:
             with self._host.lock:
                 agreed, facts["agreed"] = state_of_syncer(self._host.syncer)
@@ -384,14 +378,23 @@ class Unequal(Attached):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Collective, before the first inner step. Raises `CheckpointError`, `LinkError`."""
-        syncer, self.step = self._host.syncer if self._host else None, int(facts["step"])
-        found = resume(self.group, HOST, syncer, self._states, tensors, facts, self._method.outer)
-        self._numbers, self._began_at, self._begun_total = found.numbers, self.step, sum(found.taken)
-        self._each = tuple(ReplicaReport(taken=taken) for taken in found.taken)
-        if self._host:
-            self._host.taken = found.taken
+        anew, syncer = self._load_host(tensors, facts), self._host.syncer if self._host else None
+        found = resume(self._team, HOST, syncer, self._states, tensors, facts, self._method.outer, anew)
+        self.step = self._began_at = found.step
+        self._numbers, self._tokens_since = found.numbers, found.tokens
+        self._begin_at([int(said) for said in gather(self.group, str(self.step).encode(), 32, "resume")])
         if found.gone:
-            self._say(
-                "warning",
-                message=f"{found.gone} rounds that this replica had seen are not in replica {HOST}'s checkpoint and are gone",
-            )
+            where = f"in replica {self.server}'s checkpoint"
+            self._say("warning", message=f"{found.gone} rounds that this replica had seen are not {where} and are gone")
+
+    def _load_host(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[int]:
+        """Load the syncer, if it is here; return the fragments of which replicas drop their own training. Raises `CheckpointError`."""
+        if self._host:
+            load_syncer(self._host.syncer, self.server, tensors, facts.get("agreed"))
+        return []
+
+    def _begin_at(self, steps: list[int]) -> None:
+        """Take the inner steps at which all replicas resume, in rank order."""
+        self._begun_total, self._each = sum(steps), tuple(ReplicaReport(taken=taken) for taken in steps)
+        if self._host:
+            self._host.taken = steps

@@ -8,8 +8,9 @@ Each reply is a difference from what the site knows, so the loss of a codec is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import DELTA, END, LEFT_OUT, MERGE, MOVE, REST, Down, SyncerMessages, Up
+from thinwire.decoupled.saved import Elsewhere, load_syncer, state_of_syncer, under
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import Arrivals
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, said_by
@@ -66,7 +68,7 @@ class GlobalHost(Host):
         """Take updates until all sites have ended: in real time as they come, in virtual time in their order."""
         while waiting := self.rounds.there - self._ended:
             up = self._due(waiting)
-            if up is not None and self._read(up):
+            if up is not None and self._read(up) and not self._stopped:
                 self._reply(up)
 
     def _due(self, waiting: Collection[int]) -> Up | None:
@@ -111,9 +113,30 @@ class GlobalHost(Host):
             self.tell("warning", message=f"an update of site {site} was not finite, and was left out")
 
     def _end(self) -> None:
-        """Take the rest of all sites' training into the global model."""
-        for fragment in sorted({where for _, where, _ in self.syncer.given}):
-            self.syncer.hold(fragment, self.rounds.there, REST)
+        """Take the rest of all sites' training into the global model, after updates that came after a stop."""
+        for kind in (DELTA, REST):
+            for fragment in sorted({where for of, where, _ in self.syncer.given if of == kind}):
+                self.syncer.hold(fragment, self.rounds.there, kind)
         self._send(Down(END))
         for sender in self._senders.values():
             sender.end()
+
+    # ---- save and resume
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The global model and what each site knows of it, to be saved while `lock` is held."""
+        agreed, facts = state_of_syncer(self.syncer)
+        for site, known in enumerate(self._known):
+            agreed |= {f"known.{site}.{index}": one.clone() for index, one in enumerate(known)}
+        return {f"global.{name}": value for name, value in agreed.items()}, facts
+
+    def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Resume from `state()`. Raises `CheckpointError`."""
+        own = under("global.", tensors)
+        load_syncer(self.syncer, 0, own, facts)
+        self._known = [[own[f"known.{site}.{i}"] for i in range(len(known))] for site, known in enumerate(self._known)]
+
+    def of_site(self, site: int) -> Elsewhere:
+        """What a site needs to resume."""
+        counted = [self.syncer.counted.get((site, index), 0) for index in range(len(self.syncer.agreed))]
+        return Elsewhere(self._known[site], [one.version for one in self.syncer.agreed], counted)

@@ -12,7 +12,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ class Host:
         self.group, self.messages, self.syncer = group, messages, syncer
         self.rounds = Quorum(group.size, method.quorum, method.grace, method.patience)
         self.timeline = method.timeline(len(messages.numels)) if method.slow else None
-        self.clock, self.tell, self.lock = clock, tell, threading.Lock()
+        self.clock, self.tell, self.lock = clock, tell, threading.RLock()
         self.inbox: queue.Queue[Heard] = queue.Queue()
         self.taken, self.seconds = [0] * group.size, [0.0] * group.size
         self._heard: queue.Queue[tuple[int, Heard] | None] = queue.Queue()
@@ -201,7 +201,12 @@ class Host:
                 up = self._mail[rank].popleft()
                 if self._read(up):
                     self.rounds.arrived(self.clock(), up.sender, up.fragment)
-            for held in self.rounds.due(self.clock()):
+            self._hold_all(self.rounds.due(self.clock()))
+
+    def _hold_all(self, rounds: Iterable[HeldRound]) -> None:
+        """Hold rounds. After a stop deltas wait for the end: replicas leave then, and those that resume take them back."""
+        for held in rounds:
+            if not self._stopped:
                 self._hold(held)
 
     def _between(self) -> None:
@@ -232,8 +237,7 @@ class Host:
                         self._mail[rank].appendleft(up)
                     return
                 self._read(up)
-            for held in moment.held:
-                self._hold(held)
+            self._hold_all(moment.held)
 
     def _next(self, rank: int) -> Up | None:
         """The next message of `rank`; None if the replica is lost."""

@@ -3,20 +3,22 @@
 Each replica saves after its own inner steps, so two checkpoints are not of the same moment. The agreed state is that in the checkpoint
 of the syncer's replica. The others load it and keep their own progress: a delta that was counted there is removed from the parameters,
 one that was not counted stays in them and is sent with the next delta. So nothing is counted twice. A resumed run is not bit for bit the run that was
-never stopped. If the syncer's checkpoint is older than another replica's, the rounds between them are lost.
+never stopped.
+
+After a stop all checkpoints fit. After a kill one may be older than the syncer's: its replica takes the anchors, and continues after the
+last inner step that was counted. If one is newer, the rounds between them are lost.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.group import Group, gather
+from thinwire.comm.group import Group
 from thinwire.comm.state_transfer import give, take
 from thinwire.decoupled.syncer import Syncer
 from thinwire.errors import CheckpointError
@@ -28,7 +30,7 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class Departed:
-    """A delta that was sent to the syncer: the inner steps of its departure and of its start, and the time of its departure."""
+    """A delta that was sent to the syncer: the inner steps of its departure and of its start, the time of its departure, its tokens."""
 
     number: int
     delta: Tensor
@@ -36,12 +38,13 @@ class Departed:
     since: int
     begin: float
     before: State  # the feedback before this delta
+    tokens: float
 
 
 def state_of(
-    states: Sequence[FragmentState], flying: Mapping[int, Departed], step: int
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of a replica, to be saved."""
+    states: Sequence[FragmentState], flying: Mapping[int, Departed], step: int, numbers: Sequence[int], tokens: Sequence[float],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+    """The state of a replica, to be saved. `numbers` are those of its next deltas, `tokens` those since the last ones."""
     tensors = saved(states)
     for index, flight in flying.items():
         tensors |= {f"{index}.delta": flight.delta}
@@ -50,7 +53,9 @@ def state_of(
         "step": step,
         "rounds": [one.rounds for one in states],
         "since": [one.since for one in states],
-        "flights": {str(index): [flight.number, flight.since] for index, flight in flying.items()},
+        "numbers": list(numbers),
+        "tokens": list(tokens),
+        "flights": {str(index): [flight.number, flight.since, flight.tokens] for index, flight in flying.items()},
     }
     return tensors, facts
 
@@ -67,67 +72,100 @@ def state_of_syncer(syncer: Syncer) -> tuple[dict[str, Tensor], dict[str, Any]]:
         due[rank, fragment] -= 1
     return tensors, {
         "versions": [one.version for one in syncer.agreed],
-        "counted": [[rank, fragment, number] for (rank, fragment), number in due.items()],
+        "counted": [[*key, number, syncer.until.get(key, 0)] for key, number in due.items()],
+        "weights": [[*key, weight] for key, weight in syncer.weights.items()],
     }
 
 
-def load_syncer(syncer: Syncer, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Load the state from `state_of_syncer`. Raises `CheckpointError`."""
+def load_syncer(syncer: Syncer, host: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> None:
+    """Load the state from `state_of_syncer`, which was on replica `host`. Raises `CheckpointError`."""
+    if facts is None:
+        raise CheckpointError(f"the checkpoint of replica {host} has no syncer; resume each replica with its own rank.")
     for index, one in enumerate(syncer.agreed):
-        kept = _under(f"agreed.{index}.", tensors)
+        kept = under(f"agreed.{index}.", tensors)
         if kept["anchor"].numel() != one.anchor.numel():
             raise CheckpointError(
                 f"fragment {index} has {kept['anchor'].numel()} elements in the checkpoint, {one.anchor.numel()} in this model; resume with the "
                 "run's own model."
             )
-        one.anchor, one.state, one.version = kept["anchor"], _under("state.", kept), facts["versions"][index]
+        one.anchor, one.state, one.version = kept["anchor"], under("state.", kept), facts["versions"][index]
         one.residual = kept.get("residual")
-    syncer.counted = {(rank, fragment): number for rank, fragment, number in facts["counted"]}
+    syncer.counted = {(rank, fragment): number for rank, fragment, number, *_ in facts["counted"]}
+    syncer.until = {(rank, fragment): until for rank, fragment, _, until in facts["counted"]}
+    syncer.weights = {(fragment, rank): weight for fragment, rank, weight in facts["weights"]}
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the global server's checkpoint says of a site, by fragment: the model as the site knows it, its version, the next update."""
+
+    known: list[Tensor]
+    versions: list[int]
+    counted: list[int]
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point at which a replica resumes: the number of its next delta, by fragment; all replicas' inner steps; and the lost rounds."""
+    """The point at which a replica resumes: its inner step, by fragment the number of its next delta and its tokens; and the lost rounds."""
 
+    step: int
     numbers: list[int]
-    taken: list[int]
+    tokens: list[float]
     gone: int
 
 
 @torch.no_grad()
 def resume(
     group: Group, host: int, syncer: Syncer | None, states: Sequence[FragmentState],
-    tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer,
+    tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer, anew: Collection[int] = (),
 ) -> Resumed:  # fmt: skip
-    """Collective: all replicas take over the agreed state of the syncer's checkpoint. Raises `CheckpointError`, `LinkError`."""
+    """Collective: all replicas take over the agreed state of `syncer`, which is loaded, on `host`. Fragments `anew` begin at the anchor.
+
+    Raises `CheckpointError`, `LinkError`.
+    """
     restore(states, tensors, facts, outer)
     if syncer is not None:
-        if "agreed" not in facts:
-            raise CheckpointError(
-                f"the checkpoint of replica {host} has no syncer; resume each replica with its own rank."
-            )
-        load_syncer(syncer, tensors, facts["agreed"])
         agreed, said = state_of_syncer(syncer)
+        said["anew"] = sorted(anew)
         give(group, [rank for rank in range(group.size) if rank != host], agreed, said)
     else:
         most = sum(8 + len(one.state) for one in states) * 4 * max(one.anchor.numel() for one in states) + (1 << 20)
         agreed, said = take(group, host, most)
-    due = {(rank, fragment): number for rank, fragment, number in said["counted"]}
-    gone = 0
+    due = {fragment: (number, until) for rank, fragment, number, until in said["counted"] if rank == group.rank}
+    step, gone, tokens = int(facts["step"]), 0, [float(count) for count in facts["tokens"]]
+    dropped = []
     for one in states:
-        kept = _under(f"agreed.{one.index}.", agreed)
-        number, since = facts["flights"].get(str(one.index), (0, 0))
-        flight = tensors.get(f"{one.index}.delta")
-        counted = flight is not None and number < due.get((group.rank, one.index), 0)
-        departed = one.anchor - flight if flight is not None and counted else one.anchor
-        if flight is not None and not counted:
-            one.since, one.feedback = since, _under(f"{one.index}.before.", tensors)
-        gone += max(0, one.rounds - said["versions"][one.index])
-        one.anchor, one.state, one.rounds = kept["anchor"], _under("state.", kept), said["versions"][one.index]
-        one.carry_over(departed)
-    taken = [int(json.loads(told)) for told in gather(group, json.dumps(facts["step"]).encode(), 32, "resume")]
-    return Resumed([due.get((group.rank, one.index), 0) for one in states], taken, gone)
+        kept, version = under(f"agreed.{one.index}.", agreed), said["versions"][one.index]
+        number, until = due.get(one.index, (0, 0))
+        gone += max(0, one.rounds - version)
+        departed, back = _before(one, number, tensors, facts)
+        tokens[one.index] += back
+        one.anchor, one.state, one.rounds = kept["anchor"], under("state.", kept), version
+        if number > facts["numbers"][one.index] or one.index in said["anew"]:  # its training is in the anchor
+            one.load_into_parameters(one.anchor)
+            dropped.append(one)
+            step = max(step, until)
+        else:
+            one.carry_over(departed)
+    for one in dropped:
+        one.since, tokens[one.index] = step, 0.0
+    return Resumed(step, [due.get(one.index, (0, 0))[0] for one in states], tokens, gone)
 
 
-def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _before(
+    one: FragmentState, due: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+) -> tuple[Tensor, float]:
+    """The parameters without the training that was not counted. A delta in flight that was not counted is put back: with its tokens."""
+    number, since, tokens = facts["flights"].get(str(one.index), (0, 0, 0.0))
+    flight = tensors.get(f"{one.index}.delta")
+    if flight is None:
+        return one.anchor, 0.0
+    if number < due:
+        return one.anchor - flight, 0.0
+    one.since, one.feedback = since, under(f"{one.index}.before.", tensors)
+    return one.anchor, tokens
+
+
+def under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

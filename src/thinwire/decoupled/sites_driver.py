@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.driver import Unequal
 from thinwire.decoupled.global_host import GlobalHost
 from thinwire.decoupled.host import Heard, Host
-from thinwire.decoupled.messages import SyncerMessages
+from thinwire.decoupled.messages import ReplicaReport, SyncerMessages
+from thinwire.decoupled.saved import Elsewhere
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_host import SiteHost
 from thinwire.decoupled.syncer import Syncer
@@ -61,7 +63,13 @@ class SiteReplica(Unequal):
             return self._told
         if not self._line:
             return super().progress
-        return max(self._told, done(self.strategy.slow, self.group.rank, self.step) // self.group.size)
+        own = done(self.strategy.slow, self.group.rank, self.step - self._began_at)
+        return max(self._told, (self._begun_total + own) // self.group.size)
+
+    def _lost(self) -> str:
+        if self.server == 0:
+            return "the global server on replica 0 is lost, so all sites end"
+        return f"the server of this site on replica {self.server} is lost, so the site ends"
 
     # ---- the end
 
@@ -104,9 +112,62 @@ class SiteReplica(Unequal):
 
     # ---- save and resume
 
-    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Always raises `CheckpointError`."""
-        raise CheckpointError(
-            "a run of halos cannot be resumed, because checkpoints do not hold what is between its servers; begin a new run from an "
-            "exported model."
-        )
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As in `Unequal`; on the first replica of a site with its server, on replica 0 with the global one at the same moment."""
+        if not self._host:
+            return super().state()
+        top = self._servers.top
+        with self._servers.lock, top.lock if top else nullcontext():
+            tensors, facts = super().state()
+            between, facts["site"] = self._servers.state()
+            tensors |= between
+            if top:
+                above, facts["global"] = top.state()
+                tensors |= above
+        return tensors, facts
+
+    def _load_host(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[int]:
+        super()._load_host(tensors, facts)
+        if not self._host:
+            return []
+        if "site" not in facts or (self._servers.top and "global" not in facts):
+            raise CheckpointError(
+                f"the checkpoint of replica {self.group.rank} does not hold its servers; resume each replica with its own rank and release."
+            )
+        anew, gone = self._servers.load(tensors, facts["site"], self._above(tensors, facts))
+        if anew:
+            self._say(
+                "warning",
+                message="the checkpoint of this site is older than the global server's; the site begins at the global model, and reads again "
+                "what it trained since",
+            )
+        if gone:
+            self._say(
+                "warning",
+                message=f"{gone} updates of this site are not in replica 0's checkpoint; their training is not in the global model",
+            )
+        return anew
+
+    def _above(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Elsewhere:
+        """What the global server's checkpoint says of this site. Collective among the servers."""
+        top = self._servers.top
+        if top is None:
+            known, said = take(self.group, 0, sum(4 * one.anchor.numel() + 256 for one in self._states) + (1 << 16))
+            return Elsewhere([known[str(one.index)] for one in self._states], said["versions"], said["counted"])
+        top.load(tensors, facts["global"])
+        for site, ranks in enumerate(self._sites[1:], 1):
+            of = top.of_site(site)
+            known = {str(index): one for index, one in enumerate(of.known)}
+            give(self.group, [ranks[0]], known, {"versions": of.versions, "counted": of.counted})
+        return top.of_site(0)
+
+    def _begin_at(self, steps: list[int]) -> None:
+        mine = self._sites[next(site for site, ranks in enumerate(self._sites) if self.group.rank in ranks)]
+        here = [steps[rank] for rank in mine]
+        super()._begin_at(here)
+        self._begun_total, elsewhere = sum(steps), sum(steps) - sum(here)
+        self._each = (*self._each, ReplicaReport(taken=elsewhere))
+        if self._host:
+            self._servers.begin_at(here, elsewhere)
+            if self._servers.top:
+                self._servers.top.taken = [sum(steps[rank] for rank in ranks) for ranks in self._sites]

@@ -6,13 +6,18 @@
 
 b is the anchor as the global server knows it, and g the global model as the site knows it. So the training between a departure and its
 reply is in the next U, once.
+
+A request to stop goes to the global server, which answers no update after it and tells all sites. They send no update after it. So of what
+replicas save then, an update in flight is either counted or not, and a resume takes it back or takes the model that the reply would have
+brought.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +28,7 @@ from thinwire.decoupled.host import Closed, Heard, Host
 from thinwire.decoupled.messages import DELTA, DOWN, END, MERGE, REST, UP, Down, ReplicaReport, SyncerMessages, Up
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound
+from thinwire.decoupled.saved import Elsewhere, under
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import HeldMerge
 from thinwire.decoupled.syncer import Syncer, encoded, said_by
@@ -32,6 +38,17 @@ from thinwire.runtime.handshake import digest
 from thinwire.types import State
 
 _ABOVE = -1  # the sender of a message from the global server
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An update that has no reply yet: what its fragment was before it."""
+
+    base: Tensor
+    feedback: State
+    tokens: float
+    steps: int
+    rounds: int
 
 
 @dataclass
@@ -44,9 +61,23 @@ class Exchanged:
     version: int = 0  # of g
     number: int = 0  # of the next update
     rounds: int = 0  # since the last update
-    away: bool = False  # an update has no reply yet
+    away: Sent | None = None
     tokens: float = 0.0  # since the last update
     steps: int = 0
+
+    def take_back(self) -> None:
+        """Undo the departure of the update without a reply: its training is in the next one."""
+        if sent := self.away:
+            self.base, self.feedback, self.away, self.number = sent.base, sent.feedback, None, self.number - 1
+            self.tokens, self.steps = self.tokens + sent.tokens, self.steps + sent.steps
+            self.rounds += sent.rounds
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, to be saved."""
+        named = {"base": self.base, "known": self.known, **{f"feedback.{k}": v for k, v in self.feedback.items()}}
+        if sent := self.away:
+            named |= {"sent.base": sent.base, **{f"sent.feedback.{k}": v for k, v in sent.feedback.items()}}
+        return {name: value.clone() for name, value in named.items()}
 
 
 class SiteHost(Host):
@@ -72,9 +103,10 @@ class SiteHost(Host):
         self._others: tuple[float, float, float] | None = (
             None  # inner steps at other sites, their speed, when it was so
         )
+        self._begun = (0, 0)  # inner steps at which a resumed run began: here, and elsewhere
         self._replies: queue.Queue[Heard | None] = queue.Queue()
         self._sender: PeerSender | None = None
-        self._ending = False
+        self._ending = self._asked = self._halted = False
 
     def start(self) -> None:
         if self.top:
@@ -94,14 +126,19 @@ class SiteHost(Host):
     # ---- to and from the global server
 
     def _answer(self, _: int, heard: Heard) -> bool:
+        over = self._read_above(heard)
         self._replies.put(heard)
         self._heard.put((_ABOVE, heard))  # wakes the thread
+        return over
+
+    def _read_above(self, heard: Heard) -> bool:
         if isinstance(heard, PeerError):
             return True
         try:
             down = self._wire.read_down(heard)
         except PacketError:
             return True
+        self._halted |= down.kind == END and down.stop and not down.version
         return down.kind == END and not down.stop
 
     def _raise(self, up: Up) -> None:
@@ -115,12 +152,13 @@ class SiteHost(Host):
         """Send the update of a fragment."""
         one, anchor, method = self._exchanged[fragment], self.syncer.agreed[fragment].anchor, self._method
         key = Key(self._upper.seed, fragment, one.number, method.site, kind)
+        one.away = Sent(one.base, one.feedback, one.tokens, one.steps, one.rounds)
         body, one.feedback = encoded(self._wire.up[fragment], method.feedback, one.feedback, one.base - anchor, key)
         speed = sum(1 / seconds for seconds in self.seconds if seconds)
         self._raise(
             Up(kind, method.site, fragment, one.number, one.version, one.steps, sum(self.taken), one.tokens, 1 / speed if speed else 0.0, body=body)
         )  # fmt: skip
-        one.base, one.number, one.rounds, one.away, one.tokens, one.steps = anchor, one.number + 1, 0, True, 0.0, 0
+        one.base, one.number, one.rounds, one.tokens, one.steps = anchor, one.number + 1, 0, 0.0, 0
 
     def _take_over(self, heard: Heard) -> bool:
         """Read a message of the global server; return whether it was a reply, which is merged then."""
@@ -130,12 +168,22 @@ class SiteHost(Host):
         if down.kind != END:
             self._merge(down)
             return True
-        if down.stop and not down.version and not self._stopped:
-            self._stopped = True
-            self._send(Down(END, stop=True))
+        if down.stop and not down.version:
+            self._halt()
         elif down.version and self.timeline is None:  # in virtual time replicas know how far the others are
             self._notice(down.version)
         return False
+
+    def _halt(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._send(Down(END, stop=True))
+
+    def _take(self, block: bool, until: float | None) -> int | None:
+        rank = super()._take(block, until)
+        if self.timeline and self._halted:  # in virtual time replies are read when they land
+            self._halt()
+        return rank
 
     def _merge(self, down: Down) -> None:
         one = self._exchanged[down.fragment]
@@ -144,14 +192,19 @@ class SiteHost(Host):
                 f"the global server has another model of site {self._method.site} than this site; start the run anew."
             )
         key = Key(self._upper.seed, down.fragment, down.version, self._method.site, MERGE)
-        one.known = one.known - said_by(self._wire.down[down.fragment], down.body, one.known.numel(), key)
-        shift = (one.base - one.known).mul_(1 - self._method.merge)
-        one.base, one.version, one.away = one.base - shift, down.version, False
+        with self.lock:
+            known = one.known - said_by(self._wire.down[down.fragment], down.body, one.known.numel(), key)
+            said = self._move(down.fragment, known, down.version)
         others = [of for site, of in enumerate(down.each) if site != self._method.site]
         self._others = sum(of.taken for of in others), sum(of.speed for of in others), self.clock()
-        with self.lock:
-            said = self.syncer.merge(down.fragment, shift)
-            self._send(Down(MERGE, said.fragment, said.version, said.digest, self._each({}, {}), body=said.body))
+        self._send(Down(MERGE, said.fragment, said.version, said.digest, self._each({}, {}), body=said.body))
+
+    def _move(self, fragment: int, known: Tensor, version: int) -> Down:
+        """Merge the global model `known` of `version` into the site's. Returns the message to its replicas."""
+        one = self._exchanged[fragment]
+        shift = (one.base - known).mul_(1 - self._method.merge)
+        one.base, one.known, one.version, one.away = one.base - shift, known, version, None
+        return self.syncer.merge(fragment, shift)
 
     # ---- what a syncer does, and more
 
@@ -162,34 +215,38 @@ class SiteHost(Host):
             taken, speed, at = self._others
             ahead = min(speed * (self.clock() - at), float(self._elsewhere * self._method.every * self._method.apart))
             return *own, ReplicaReport(taken=int(taken + ahead), speed=speed)
-        share = self._elsewhere / self.group.size
+        share, (here, elsewhere) = self._elsewhere / self.group.size, self._begun
         speed = share * sum(of.speed for of in own)
-        return *own, ReplicaReport(taken=int(share * sum(of.taken for of in own)), speed=speed)
+        return *own, ReplicaReport(taken=int(elsewhere + share * (sum(of.taken for of in own) - here)), speed=speed)
 
     def _read(self, up: Up) -> bool:
-        one, stopped = self._exchanged[up.fragment], self._stopped
-        waits = super()._read(up)
-        if waits or (up.kind == REST and up.body is not None):
-            one.tokens, one.steps = one.tokens + up.tokens, one.steps + up.steps
-        if self._stopped and not stopped:
+        one = self._exchanged[up.fragment]
+        if up.stop and not self._asked:
+            self._asked = True
             self._raise(Up(DELTA, self._method.site, refused=True, stop=True))
+        with self.lock:
+            waits = super()._read(replace(up, stop=False))
+            if waits or (up.kind == REST and up.body is not None):
+                one.tokens, one.steps = one.tokens + up.tokens, one.steps + up.steps
         return waits
 
     def _hold(self, held: HeldRound, kind: int = DELTA) -> None:
         if isinstance(held, HeldMerge):
             self._await_reply()
             return
-        super()._hold(held, kind)
-        one = self._exchanged[held.fragment]
-        one.rounds += 1
-        if one.rounds >= self._method.apart and not one.away and not self._ending:
-            self._push(held.fragment, DELTA)
+        with self.lock:
+            super()._hold(held, kind)
+            one = self._exchanged[held.fragment]
+            one.rounds += 1
+            if one.rounds >= self._method.apart and not (one.away or self._ending or self._stopped):
+                self._push(held.fragment, DELTA)
 
     def _await_reply(self) -> None:
-        while (heard := self._replies.get()) is not None:
+        while not self._stopped:  # after a stop none comes
+            if (heard := self._replies.get()) is None:
+                raise Closed
             if self._take_over(heard):
                 return
-        raise Closed
 
     def _between(self) -> None:
         while not self._replies.empty():
@@ -206,3 +263,54 @@ class SiteHost(Host):
         self._raise(Up(END, self._method.site, number=max(1, self._told), taken=sum(self.taken)))
         if self._sender:
             self._sender.end()
+
+    # ---- save and resume
+
+    def state(self) -> tuple[dict[str, Tensor], list[Any]]:
+        """What is between this server and the global one, to be saved while `lock` is held."""
+        tensors = {
+            f"site.{i}.{name}": kept for i, one in enumerate(self._exchanged) for name, kept in one.tensors().items()
+        }
+        facts = []
+        for index, one in enumerate(self._exchanged):
+            waiting = [
+                given.up for (_, of, _), given in self.syncer.given.items() if of == index
+            ]  # they are sent again
+            tokens, steps = sum(up.tokens for up in waiting), sum(up.steps for up in waiting)
+            sent = one.away and [one.away.tokens, one.away.steps, one.away.rounds]
+            facts.append([one.version, one.number, one.rounds, one.tokens - tokens, one.steps - steps, sent])
+        return tensors, facts
+
+    def load(self, tensors: Mapping[str, Tensor], facts: Sequence[Any], above: Elsewhere) -> tuple[list[int], int]:
+        """Resume from `state()` and from what the global server's checkpoint says of this site, after the syncer is loaded.
+
+        Returns the fragments that begin at the global model, because the site's checkpoint is older, and the number of lost updates.
+        """
+        anew, gone = list[int](), 0
+        for index, (one, kept) in enumerate(zip(self._exchanged, facts)):
+            named, due, known = under(f"site.{index}.", tensors), above.counted[index], above.known[index]
+            one.version, one.number, one.rounds, one.tokens, one.steps, sent = kept
+            one.base, one.known, one.feedback = named["base"], known, under("feedback.", named)
+            one.away = Sent(named["sent.base"], under("sent.feedback.", named), *sent) if sent else None
+            if due > one.number:
+                anew.append(index)
+                self._begin_anew(index, known, above.versions[index], due)
+                continue
+            if one.away and due == one.number:  # it was counted, and its reply was lost
+                self._move(index, known, above.versions[index])
+            one.take_back()
+            gone, one.number = gone + max(0, one.number - due), due
+            one.version = min(one.version, above.versions[index])
+            one.rounds = one.rounds if self.timeline is None else 0  # the timeline begins again
+        return anew, gone
+
+    def _begin_anew(self, index: int, known: Tensor, version: int, number: int) -> None:
+        agreed, feedback = self.syncer.agreed[index], self._method.feedback
+        agreed.anchor, agreed.state = known.clone(), self._method.outer.init(known)
+        agreed.residual = None if agreed.residual is None else agreed.residual.zero_()
+        residual = feedback.init(known.numel()) if feedback else {}
+        self._exchanged[index] = Exchanged(known, known, residual, version, number)
+
+    def begin_at(self, here: list[int], elsewhere: int) -> None:
+        """Take the inner steps at which the replicas of this site resume, and the sum of all others."""
+        self.taken, self._begun = here, (sum(here), elsewhere)

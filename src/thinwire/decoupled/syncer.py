@@ -95,6 +95,7 @@ class Syncer:
     host: int
     given: dict[tuple[int, int, int], Given] = field(default_factory=dict)  # by kind, fragment, replica
     counted: dict[tuple[int, int], int] = field(default_factory=dict)
+    until: dict[tuple[int, int], int] = field(default_factory=dict)  # by replica and fragment: its steps in held rounds
     weights: dict[tuple[int, int], float] = field(
         default_factory=dict
     )  # by fragment and replica: the weight of its last delta
@@ -138,6 +139,7 @@ class Syncer:
         agreed = self.agreed[fragment]
         given = {rank: self.given.pop((kind, fragment, rank)) for rank in self._waiting(kind, fragment)}
         outcomes = {rank: LEFT_OUT if one.delta is None else COUNTED for rank, one in given.items()}
+        self.until |= {(rank, fragment): one.up.taken for rank, one in given.items()}
         total = self._estimate(fragment, given, there, kind)
         before = agreed.digest()
         said = Down(MOVE if kind == DELTA else LAST, fragment, agreed.version, before)

@@ -6,6 +6,7 @@ All of them end in `train_here`, so a run file gives the same result with each.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
+from thinwire.decoupled.composition import Composition
 from thinwire.errors import ConfigurationError, JobError, LinkError, ThinwireError
 from thinwire.jobs.own import blaming_job
 from thinwire.lm.elastic_trainer import ElasticTrainer
@@ -200,7 +202,10 @@ def run_processes(
     run: Run, folder: Path, replicas: Sequence[tuple[list[str], dict[str, str]]], tick: Tick, stop: Stop | None = None
 ) -> None:
     """Run one process for each replica: its command, and its variables in addition to this environment. Their output goes to RUN/logs."""
-    stop = stop or Stop()
+    stop, goes_on = (
+        stop or Stop(),
+        isinstance(run.make_method(), Composition),
+    )  # such a run goes on without lost replicas
     open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
@@ -219,7 +224,7 @@ def run_processes(
                 )
             )
     try:
-        silent = _watch(processes, tick, stop)
+        silent = _watch(processes, tick, stop, math.inf if goes_on else _GRACE)
     except BaseException:
         end(processes)
         raise
@@ -229,6 +234,8 @@ def run_processes(
         last = {rank: _last_words(folder / f"logs/replica-{rank}.txt", begins[rank]) for rank in failed}
         raise_for_job(last.values())
         said = _post_mortem(last, [process.returncode for process in processes], folder)
+        if ended := [str(rank) for rank, process in enumerate(processes) if not process.returncode and goes_on]:
+            said = f"The run ended without lost replicas, on replica {', '.join(ended)}.\n{said}"
         raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
 
 
@@ -242,8 +249,8 @@ def sharing_cores(replicas: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads_each(replicas)), "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
-def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop) -> list[int]:
-    """Wait for all, and return the ranks that did not end when another had failed.
+def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop, grace: float) -> list[int]:
+    """Wait for all, and return the ranks that did not end within `grace` seconds after another had failed.
 
     The first Ctrl-C (or SIGTERM) is forwarded: the replicas agree on the step of the stop. The second ends them.
     """
@@ -260,7 +267,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop) -> 
                     process.send_signal(signal.SIGINT)
             if any(process.poll() for process in processes):
                 first_failure = first_failure or time.monotonic()
-                if time.monotonic() - first_failure > _GRACE:
+                if time.monotonic() - first_failure > grace:
                     silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
                     end(processes)
     tick()

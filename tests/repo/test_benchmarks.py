@@ -1,0 +1,67 @@
+"""Benchmarks take minutes, so no test runs them. `make check` types them; here the options and strategies exist that they pass as text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+from thinwire.cli import VERBS
+from thinwire.lm.run import PARTS
+from thinwire.methods import METHODS
+from thinwire.recipes import RECIPES
+
+FILES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+OTHERS = {"bind", "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms", "porcelain"}  # torchft's lighthouse, git
+
+
+@cache
+def options():
+    """The names of all options of all verbs."""
+    modules = [importlib.import_module(f"thinwire.cli.{verb}") for verb in VERBS if verb != "resume"]
+    kinds = [*(module.Options for module in modules if hasattr(module, "Options")), *PARTS.values()]
+    return {field.name for kind in kinds for field in dataclasses.fields(kind)} | {"seed", "help"}
+
+
+def texts(tree):
+    """All strings of a program; the values in an f-string are zeros."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "0" for part in node.values)
+
+
+def unknown(program):
+    """What a program passes and Thinwire does not know."""
+    tree, known, makers = ast.parse(program), options(), RECIPES | METHODS
+    own = {
+        name.value.removeprefix("--")
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+        for name in call.args
+        if isinstance(name, ast.Constant)
+    }
+    for text in texts(tree):
+        if (option := re.fullmatch(r"--([a-z][a-z_-]*)(=.*)?", text)) and option[1] not in own | OTHERS:
+            if option[1].replace("-", "_") not in known:
+                yield text
+        if (call := re.fullmatch(r"([a-z_]+)\(.*\)", text)) and call[1] in makers:
+            made = ast.parse(text, mode="eval").body
+            assert isinstance(made, ast.Call)
+            if {one.arg for one in made.keywords} - inspect.signature(makers[call[1]]).parameters.keys():
+                yield text
+
+
+def test_options_and_strategies_of_benchmarks_exist():
+    assert not {file.name: found for file in FILES if (found := [*unknown(file.read_text())])}
+
+
+def test_wrong_options_and_strategies_are_found():
+    assert [*unknown('f("train", "--stepz=3", "--steps", f"diloco(evry={n})", "diloco(every=3)")')] == [
+        "--stepz=3", "diloco(evry=0)",
+    ]  # fmt: skip
