@@ -71,11 +71,11 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
+    asked = options.ask(
         Options,
-        prog="thinwire hub",
-        args=list(arguments),
-        description="Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
+        "thinwire hub",
+        arguments,
+        "Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
     )
     if (asked.do == "revoke") != (asked.who is not None):
         raise ConfigurationError("a name is for revoke only: thinwire hub revoke NAME --out FOLDER.")

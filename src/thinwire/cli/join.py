@@ -56,11 +56,11 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
+    asked = options.ask(
         Options,
-        prog="thinwire join",
-        args=list(arguments),
-        description="Dial the hub of TOKEN and train as one replica; no port is opened without --listen.",
+        "thinwire join",
+        arguments,
+        "Dial the hub of TOKEN and train as one replica; no port is opened without --listen.",
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
