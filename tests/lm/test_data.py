@@ -230,7 +230,7 @@ def test_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no text"):
         Corpus.open([tmp_path / "a.txt"], cache=tmp_path / "cache")
-    with pytest.raises(DataError, match="check the path"):
+    with pytest.raises(DataError, match="Check the path"):
         Corpus.open([tmp_path / "absent"])
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="empty"):
