@@ -59,7 +59,9 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setattr(report, "main", full)
     assert "report" in VERBS and main(["report"]) == 1
-    assert capsys.readouterr().err == "thinwire report: No space left on device: 'run/summary.json'\n"
+    assert capsys.readouterr().err == (
+        "thinwire report: run/summary.json: No space left on device. Check the path, its permissions and the free space.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_one_sentence(verb, error), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:  # a full disk, a missing folder
-        print(_one_sentence(verb, error), file=sys.stderr)
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        said = f"thinwire {verb}: {what}. Check the path, its permissions and the free space."
+        print(printable_lines(said), file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
