@@ -254,7 +254,7 @@ def test_run_files_that_exhaust_the_parser_are_refused(tmp_path: Path, capsys: p
         'strategy = "' + "(" * 50_000 + '"': "at most 10,000 are read",
         'codec = "' + "-" * 9_000 + '1"': "cannot read",
         'codec = "' + "Each(" * 1500 + ")" * 1500 + '"': "cannot read",
-        "steps = " + "9" * 4000: "int is needed",
+        "steps = " + "9" * 4000: "a whole number is needed",
         'strategy = "\\u001b[2J\\u001b]0;x\\u0007"': r"\x1b[2J",
     }.items():
         file.write_text(text)

@@ -83,7 +83,7 @@ def test_a_run_file_has_a_table_for_each_part() -> None:
         ("[data]\nseed = 1", r"seed is in \[data\]; it belongs above all tables"),
         ("[metod]\nevery = 3", r"\[metod\] not known; a run file has \[method\], \[data\]"),
         ("every = 3\n[method]\nevery = 4", "every is given twice"),
-        ("[method]\nevery = 'x'", "every='x': int | None is needed"),
+        ("[method]\nevery = 'x'", "every='x': a whole number is needed"),
         ("[method.inner]\nevery = 3", "inner not known"),
     ],
 )

@@ -18,7 +18,7 @@ from thinwire.lm.run import Run
     [
         (
             ["tarin"],
-            "'tarin' is no verb; there are train, resume, new, compare, report, top, checkpoints, sample, follow, export, evaluate, branch,",
+            "'tarin' is no verb (did you mean train?); there are train, resume, new, compare, report, top, checkpoints, sample,",
         ),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),
@@ -59,17 +59,19 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setattr(report, "main", full)
     assert "report" in VERBS and main(["report"]) == 1
-    assert capsys.readouterr().err == "thinwire report: [Errno 28] No space left on device: 'run/summary.json'\n"
+    assert capsys.readouterr().err == (
+        "thinwire report: run/summary.json: No space left on device. Check the path, its permissions and the free space.\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"seed": "zero"}, "seed='zero': int is needed"),
-        ({"seed": 0.5}, "seed=0.5: int is needed"),
-        ({"steps": True}, "steps=True: int is needed"),
-        ({"every": "6"}, r"every='6': int \| None is needed"),
-        ({"carrier": "pigeons"}, "carrier='pigeons': Literal"),
+        ({"seed": "zero"}, "seed='zero': a whole number is needed"),
+        ({"seed": 0.5}, "seed=0.5: a whole number is needed"),
+        ({"steps": True}, "steps=True: a whole number is needed"),
+        ({"every": "6"}, r"every='6': a whole number is needed"),
+        ({"carrier": "pigeons"}, "carrier='pigeons': 'processes' or 'threads' or"),
         ({"text": ("a", 1)}, "text="),
         ({"eval_every": 0}, "eval_every=0: at least 1"),
         ({"warmup": -5}, "warmup=-5: 0 or more"),
@@ -87,7 +89,7 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
         ({"partition": "Whole", "fragments": 3}, "partition='Whole' with fragments=3: .* give one of them"),
         ({"strategy": "dgc", "optimizer": "AdamW"}, "that method needs its own inner optimizer, SGD"),
         ({"optimizer": "Average()"}, r"optimizer='Average\(\)': AdamW, SGD\(...\), Muon or SAM\(...\) is needed"),
-        ({"optimizer": "Adam"}, "'Adam' in 'Adam' is not known"),
+        ({"optimizer": "Adam"}, "'Adam' is not known"),
         ({"strategy": "dgc", "outer_lr": 0.1}, "Choose --strategy diloco or streaming_diloco or finetune for it."),
         ({"codec": "E3M0(block=1+x)"}, r"'1 \+ x' in .* is no plain value"),
         (

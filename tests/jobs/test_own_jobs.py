@@ -313,9 +313,11 @@ def test_missing_functions_and_wrong_results_are_named(here: Path, capsys: pytes
         JOB.replace("def batches(share)", "def batches()"): "batches() cannot be called as batches(share)",
         JOB.replace(
             "return nn.functional.cross_entropy(model(b", "return 3 or (model(b"
-        ): "loss(model, batch) returned a int; a scalar tensor",
+        ): "loss(model, batch) returned a value of type int; a scalar tensor",
         JOB.replace("return Points(share)", "return []"): "the iterable from batches(share) is empty",
-        JOB.replace("return Points(share)", "return 3"): "batches(share) returned a int; an iterable is needed",
+        JOB.replace(
+            "return Points(share)", "return 3"
+        ): "batches(share) returned a value of type int; an iterable is needed",
         JOB.replace("return Points(share)", "yield torch.zeros(0, 4)"): "yielded an empty batch as number 1",
         JOB.replace("    return nn.Sequential(", "    return str("): "in model: TypeError",
         JOB.replace(
@@ -337,7 +339,7 @@ def test_errors_that_occur_only_in_training_are_named(here: Path, capsys: pytest
     )
     assert "batches(share) ended after 3 for Share(seed=0, index=" in said and "while True" in said
     shutil.rmtree("run")
-    assert "evaluate(model) returned a str; a number" in wrong(
+    assert "evaluate(model) returned a value of type str; a number" in wrong(
         here, JOB + "def evaluate(model):\n    return 'good'\n", capsys
     )
 

@@ -99,7 +99,7 @@ def test_shards_read_the_rows_of_one_batch(counted: Corpus) -> None:
 )
 def test_an_invalid_batch_size_is_refused(counted: Corpus, change: dict[str, int]) -> None:
     right = {"seed": 0, "replica": 0, "replicas": 2, "step": 0, "batch": 4, "sequence": 8}
-    with pytest.raises(ConfigurationError, match=r".+ · .+ · .+"):
+    with pytest.raises(ConfigurationError, match=r".+: .+\. .+"):
         counted.batch(**(right | change))
 
 
@@ -225,12 +225,12 @@ def test_files_that_are_not_utf8_are_skipped_and_counted(text: Path, tmp_path: P
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
-    with pytest.raises(DataError, match=r"all of 1 files not UTF-8 · .* · give other files"):
+    with pytest.raises(DataError, match=r"all of 1 files not UTF-8; .*\. Give other files"):
         Corpus.open([tmp_path], cache=tmp_path / "cache")
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no text"):
         Corpus.open([tmp_path / "a.txt"], cache=tmp_path / "cache")
-    with pytest.raises(DataError, match="check the path"):
+    with pytest.raises(DataError, match="Check the path"):
         Corpus.open([tmp_path / "absent"])
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="empty"):

@@ -91,7 +91,7 @@ def test_flops_match_the_papers_budgets(name: str, tokens: float, published: flo
     ],
 )
 def test_an_invalid_architecture_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r".+ · .+ · .+"):
+    with pytest.raises(ConfigurationError, match=r".+: .+\. .+|.+: .+; .+"):
         dataclasses.replace(SMALL, **change)
 
 

@@ -360,12 +360,14 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
     last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
     told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], tmp_path)
-    assert told.startswith("replicas 0, 1 (exit code -9, -9): said nothing; was it killed?\nTheir whole output")
-    assert "--resume" not in told  # there is no checkpoint to resume from
+    assert told.startswith(
+        "replicas 0, 1 (killed by signal 9): it ended without a message\nAll that the replicas printed"
+    )
+    assert "resume" not in told  # there is no checkpoint to resume from
     (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
     assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
-        f"Their whole output is in {tmp_path / 'logs'}. Resume from the last checkpoint with --resume.",
+        f"All that the replicas printed is in {tmp_path / 'logs'}. `thinwire resume {tmp_path}` continues from the last checkpoint.",
     ]
 
 

@@ -118,7 +118,7 @@ def test_a_model_folder_is_planned_and_simulated(
 @pytest.mark.parametrize(
     ("source", "vocabulary", "sequence", "says"),
     [
-        ("no-such-kind", 256, 32, "check the name"),
+        ("no-such-kind", 256, 32, "Check the name"),
         ("gpt2", 256, 5000, "takes at most 1024 tokens"),
         ("vit", 256, 32, "causal language model is needed|needs"),
     ],

@@ -96,7 +96,8 @@ def parse(
 
 def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> ConfigurationError:
     instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
-    return ConfigurationError(f"{name!r} in {text!r} is not known{nearest(name, known)}; {instead}.")
+    where = "" if name == text.strip() else f" in {text!r}"
+    return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.")
 
 
 def _check_arguments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import signal
 import sys
 import threading
@@ -73,10 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
-        print(
-            f"thinwire: {verb!r} is no verb; there are {', '.join(VERBS)}. `thinwire --help` explains them.",
-            file=sys.stderr,
+        from thinwire.catalogue.parsing import nearest  # late, for a fast start
+
+        said = (
+            f"{verb!r} is no verb{nearest(verb, VERBS)}; there are {', '.join(VERBS)}. `thinwire --help` explains them."
         )
+        print(f"thinwire: {printable_lines(said)}", file=sys.stderr)
         return 2
     try:
         with _heard():
@@ -85,14 +88,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(printable_lines(str(error)), file=sys.stderr)
         return 1
     except ThinwireError as error:
-        print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
+        print(_one_sentence(verb, error), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:  # a full disk, a missing folder
-        print(printable_lines(f"thinwire {verb}: {error}"), file=sys.stderr)
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        said = f"thinwire {verb}: {what}. Check the path, its permissions and the free space."
+        print(printable_lines(said), file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(f"thinwire {verb}: interrupted", file=sys.stderr)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+
+
+def _one_sentence(verb: str, error: Exception) -> str:
+    """The message of an error, without the numbers that Python puts before the words of the system."""
+    return printable_lines(f"thinwire {verb}: " + re.sub(r"\[Errno \d+\] ", "", str(error)))
 
 
 @contextmanager

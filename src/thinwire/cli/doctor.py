@@ -67,12 +67,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
-        Options,
-        prog="thinwire doctor",
-        args=list(arguments),
-        description="Check this machine, and report problems.",
-    )
+    asked = options.ask(Options, "thinwire doctor", arguments, "Check this machine, and report problems.")
     if asked.step_seconds is not None and not asked.step_seconds > 0:
         raise ConfigurationError(f"step_seconds={asked.step_seconds}: more than 0 is needed.")
     if asked.firewall:

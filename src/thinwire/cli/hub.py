@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -72,12 +73,16 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
+    asked = options.ask(
         Options,
-        prog="thinwire hub",
-        args=list(arguments),
-        description="Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
+        "thinwire hub",
+        arguments,
+        "Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
     )
+    if asked.uses < 1 or not 0 < asked.hours < math.inf:
+        raise ConfigurationError(
+            f"--uses {asked.uses} --hours {asked.hours}: at least one use and a positive time are needed."
+        )
     if (asked.do == "revoke") != (asked.who is not None):
         raise ConfigurationError("a name is for revoke only: thinwire hub revoke NAME --out FOLDER.")
     console = options.console(asked.json)
@@ -235,7 +240,8 @@ def _list(asked: Options, console: Console) -> int:
         there = ", ".join(run.names) or "nobody"
         console.print(f"elastic run {run.name or 'without a name'}: {there}", soft_wrap=True, highlight=False)
     console.print(
-        f"{len(invitations)} tokens are open, for {sum(one[0] for one in invitations)} more members", highlight=False
+        f"unused tokens: {len(invitations)}; members that they can admit: {sum(one[0] for one in invitations)}",
+        highlight=False,
     )
     if asked.json:
         rows = [

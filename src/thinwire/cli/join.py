@@ -56,19 +56,20 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
+    asked = options.ask(
         Options,
-        prog="thinwire join",
-        args=list(arguments),
-        description="Dial the hub of TOKEN and train as one replica; no port is opened without --listen.",
+        "thinwire join",
+        arguments,
+        "Dial the hub of TOKEN and train as one replica; no port is opened without --listen.",
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
+    own = None if asked.run is None else Run.load(asked.run, options.advise)  # before the token is used
     told = admit(asked.token, asked.name, asked.keys)
     if told.elastic and asked.group:
         check_name(asked.group)
     console.print(f"the hub has admitted {asked.name}", highlight=False)
-    run = _run(asked, told.run).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
+    run = (own or _of_hub(asked, told.run)).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
     if asked.listen:
         run = run.changed(listen=asked.listen)
     with waiting(console, "looking at data and model"):
@@ -85,9 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         return finish(folder, console, asked.json, stop, again, "join TOKEN")
 
 
-def _run(asked: Options, told: str) -> Run:
-    if asked.run is not None:
-        return Run.load(asked.run, options.advise)
+def _of_hub(asked: Options, told: str) -> Run:
     if not told:
         raise ConfigurationError("the hub keeps no run file; give one: thinwire join TOKEN run.toml --name NAME.")
     path = private_folder(asked.keys / asked.name) / "run.toml"

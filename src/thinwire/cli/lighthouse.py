@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
 from thinwire.membership.channel import PORT, secret_in
@@ -38,11 +36,11 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = tyro.cli(
+    asked = options.ask(
         Options,
-        prog="thinwire lighthouse",
-        args=list(arguments),
-        description="Run the server at which the replicas of an elastic run find each other, until interrupted.",
+        "thinwire lighthouse",
+        arguments,
+        "Run the server at which the replicas of an elastic run find each other, until interrupted.",
     )
     if not 0 < asked.heartbeat_timeout < 86_400:
         raise ConfigurationError(

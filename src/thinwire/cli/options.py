@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
 from rich.table import Table
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from thinwire.errors import ConfigurationError
 from thinwire.report.terminal import Terminal
@@ -46,8 +48,7 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
     """
     prog = f"thinwire {verb}"
     if "run_settings" not in {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
-        asked: T = tyro.cli(kind, prog=prog, args=list(arguments), description=description)
-        return asked
+        return ask(kind, prog, arguments, description)
     from thinwire.lm.run import PART_OF, Run
 
     default: Any = kind(run_settings=getattr(kind, "base", _base)(arguments))  # type: ignore[call-arg]
@@ -61,6 +62,39 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
             f"attack={settings['attack']!r} for thinwire {verb}: liars are for tests of robust rules; only `thinwire compare` has them."
         )
     return kind(run_settings=Run.of(**settings), **given)  # type: ignore[call-arg]
+
+
+def ask(kind: type[T], prog: str, arguments: Sequence[str], description: str) -> T:
+    """Read the options of a dataclass. An option that may be None shows the type of its values alone; `None` sets it back."""
+    asked: T = tyro.cli(kind, prog=prog, args=list(arguments), description=description, registry=_REGISTRY)
+    return asked
+
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """The rule for `int | None` and the like. Without it tyro writes {None}|INT."""
+    kinds = get_args(info.type)
+    if info.type_origin not in (Union, UnionType) or len(kinds) != 2 or NoneType not in kinds:
+        return None
+    (kind,) = (one for one in kinds if one is not NoneType)
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        return None
+    return dataclasses.replace(
+        spec,
+        instance_from_str=lambda given: None if given == ["None"] else spec.instance_from_str(given),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
+        choices=spec.choices and (*spec.choices, "None"),
+    )
+
+
+def _default(label: str) -> str:
+    """The end of an option's help; nothing for options without a default, whose text says what happens."""
+    return "" if label in ("unset", "") else f"(default: {label})"
 
 
 def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], description: str) -> dict[str, Any]:
@@ -77,7 +111,7 @@ def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], descr
         helps, hints = _helps(home), get_type_hints(home, include_extras=True)
         for name in helps.keys() & values.keys() - {"run", "run_settings"}:
             group = "most_used" if name in (*MOST_USED, *kind.MOST_USED) else PART_OF.get(name) or "command"
-            hint = _annotated(hints[name], tyro.conf.arg(help=helps[name]))
+            hint = _annotated(hints[name], tyro.conf.arg(help=helps[name], help_behavior_hint=_default))
             members[group].append((name, hint, dataclasses.field(default=values[name])))
     order = [*MOST_USED, *kind.MOST_USED, *PART_OF, *own]
     groups: list[tuple[str, Any, Any]] = []
@@ -87,9 +121,11 @@ def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], descr
         )
         hint = _annotated(made, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help=about))
         groups.append((group, hint, dataclasses.field(default=made())))
-    file = _annotated(Path | None, tyro.conf.Positional, tyro.conf.arg(help=_helps(kind)["run"]))
+    file = _annotated(
+        Path | None, tyro.conf.Positional, tyro.conf.arg(help=_helps(kind)["run"], help_behavior_hint=_default)
+    )
     everything = dataclasses.make_dataclass("Everything", [("run", file, None), *groups], frozen=True)
-    asked: Any = tyro.cli(everything, prog=prog, args=list(arguments), description=description)
+    asked: Any = ask(everything, prog, arguments, description)
     return {"run": asked.run} | {
         name: value for group in _GROUPS for name, value in vars(getattr(asked, group)).items()
     }

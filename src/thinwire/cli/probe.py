@@ -63,7 +63,7 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     about = "Measure links and machines, for `thinwire plan`."
-    asked = tyro.cli(Options, prog="thinwire probe", args=list(arguments), description=about)
+    asked = options.ask(Options, "thinwire probe", arguments, about)
     run = Run.load(asked.run, options.advise) if asked.run else Run()
     changes = {"model": asked.model, "job": asked.job, "sequence": asked.sequence}
     run = run.changed(**{key: value for key, value in changes.items() if value is not None}).counted_in_samples()

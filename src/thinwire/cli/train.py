@@ -291,6 +291,10 @@ def finish(
     console.print(final_table(record))
     if told := explained(record.steps):
         console.print(told, soft_wrap=True, highlight=False)
+    if skipped := sum(replica.skipped for replica in record.replicas):
+        console.print(
+            f"warning: {skipped} steps of all replicas changed no weights, because their gradients were not finite"
+        )
     if told := text_of_privacy(record.privacy):
         console.print(f"{told} (predicted)", highlight=False)
     try:

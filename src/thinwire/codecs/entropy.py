@@ -67,7 +67,7 @@ class Entropy(Codec):
                 f"Entropy(codec={self.codec!r}): a codec of known size is needed, such as E3M0() or ChunkedTopK()."
             )
         if find_spec("zstandard") is None:
-            raise ConfigurationError(f"{self}: the package zstandard is needed; pip install thinwire[zstd].")
+            raise ConfigurationError(f"{self}: the package zstandard is needed; pip install 'thinwire[zstd]'.")
 
     # ---- bytes
 

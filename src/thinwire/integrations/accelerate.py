@@ -77,16 +77,16 @@ class LocalSGD:
     ) -> None:
         if (local_sgd_steps is None) == (strategy is None):
             raise ConfigurationError(
-                f"local_sgd_steps={local_sgd_steps}, strategy={strategy} · one of the two is needed · give either"
+                f"local_sgd_steps={local_sgd_steps}, strategy={strategy}: one of the two is needed. Give either."
             )
         if isinstance(group, Membership):
             raise ConfigurationError(
-                "a Membership · members of an elastic run jump to the step of the others, which a loop over accelerate's batches does not see · "
-                "write `while replica.step < steps` around a Replica (docs/own-loop.md)"
+                "a Membership: members of an elastic run jump to the step of the others, which a loop over accelerate's batches does not see. "
+                "Write `while replica.step < steps` around a Replica (docs/own-loop.md)."
             )
         if accelerator.distributed_type in _REFUSED:
             raise ConfigurationError(
-                f"{accelerator.distributed_type} · in every process a whole model is needed · leave it out, and give each replica one process"
+                f"{accelerator.distributed_type}: each process needs the whole model. Leave it out, and give each replica one process."
             )
         self.accelerator, self.model, self.enabled = accelerator, model, enabled
         self.strategy = strategy or local_sgd(every=local_sgd_steps or 1)
@@ -144,7 +144,7 @@ class LocalSGD:
         path = self._folder / FOLDER / self._name / f"step-{int(state['step']):08d}"
         if not path.is_dir():
             raise CheckpointError(
-                f"{path} does not exist · the state of this replica is needed · load a folder that the same number of replicas saved in LocalSGD"
+                f"{path} does not exist: the state of this replica is needed. Load a folder that the same number of replicas saved in LocalSGD."
             )
         checkpoint.load(checkpoint.read(path), TrainableState(self.replica))
         self._counted = self.replica.step
@@ -167,6 +167,6 @@ class LocalSGD:
         found = [one for one in self.accelerator._optimizers if holds(one)]
         if not found:
             raise ConfigurationError(
-                "the accelerator has prepared no optimizer of this model · one is needed · call accelerator.prepare(model, optimizer, ...) first"
+                "the accelerator has prepared no optimizer of this model: one is needed. Call accelerator.prepare(model, optimizer, ...) first."
             )
         return found

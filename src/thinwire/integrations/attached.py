@@ -77,8 +77,8 @@ def count_skipped(optimizer: Any) -> None:
     """Count a step that the trainer skipped as an inner step without changes; its gradients are already None."""
     if getattr(optimizer, "scaler", None) is None:
         raise ConfigurationError(
-            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped without a call of its hooks · an optimizer whose `step` "
-            "calls them is needed, as all of torch do · choose another `optim`"
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped without a call of its hooks: an optimizer whose `step` "
+            "calls them is needed; all of torch's do. Choose another `optim`."
         )
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad()

@@ -80,7 +80,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         observer: Observer = silent,
     ) -> None:
         if weights not in ("anchors", "own"):
-            raise ConfigurationError(f"weights={weights!r} · 'anchors' or 'own' is needed · choose one")
+            raise ConfigurationError(f"weights={weights!r}: 'anchors' or 'own' is needed. Choose one.")
         self.strategy, self.weights, self.own_data, self.keep_seconds = strategy, weights, own_data, keep_seconds
         self.replica: Replica | None = None
         self._given, self._group, self._observer = group, group, observer
@@ -95,7 +95,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """For `train_dataset=`, with a `Membership`: the samples of `data` for this replica; all replicas together train each once per epoch."""
         if self._member is None:
             raise ConfigurationError(
-                "share() in a fixed group · a Membership is needed · give train_dataset=data: the trainer divides it among the replicas"
+                "share() in a fixed group: a Membership is needed. Give train_dataset=data: the trainer divides it among the replicas."
             )
         samples: Any = data
         self._sampler = MemberSampler(len(samples), seed, self._member, self._anchored.close)
@@ -140,14 +140,14 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         check_hidden()
         if state.is_hyper_param_search:
             raise ConfigurationError(
-                "a hyperparameter search · one training is needed, for all replicas · search with one process, without the callback"
+                "a hyperparameter search: the callback needs one training that all replicas share. Search with one process, without the callback."
             )
         found = self._found(args, state)
         place, model, optimizer, loader = (self._place, given["model"], given["optimizer"], given["train_dataloader"])
         if getattr(optimizer, "scaler", None) is not None and isinstance(self.strategy.signal, Gradients):
             raise ConfigurationError(
-                "fp16 with a strategy that exchanges gradients, which each replica has scaled by a number of its own · bf16, or deltas are "
-                "needed · give bf16=True, or another strategy"
+                "fp16 with a strategy that exchanges gradients: each replica scales its gradients by its own number, so bf16 or deltas are "
+                "needed. Give bf16=True, or another strategy."
             )
         inner = getattr(optimizer, "optimizer", optimizer)
         self._ended, self._jumped, self._logged = False, 0, state.global_step
@@ -252,8 +252,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             self._catch_up(args, state, control, given["lr_scheduler"])
         if replica.step != state.global_step:
             raise ConfigurationError(
-                f"the optimizer has taken {replica.step} steps, the trainer {state.global_step} · one of each is needed · let the trainer "
-                "alone step the optimizer"
+                f"the optimizer has taken {replica.step} steps, the trainer {state.global_step}: the two numbers must be equal. Let the trainer "
+                "alone step the optimizer."
             )
         if state.global_step >= state.max_steps:
             self._end()
@@ -298,7 +298,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def _attached(self) -> Replica:
         if self.replica is None:
-            raise ConfigurationError("no training has begun · `trainer.train()` is needed first · call it")
+            raise ConfigurationError("no training has begun: `trainer.train()` is needed first. Call it.")
         return self.replica
 
     def _end(self) -> None:
@@ -323,8 +323,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if not isinstance(told, Mapping) or told.get("attributes") != self.state()["attributes"]:
             whose = told.get("attributes") if isinstance(told, Mapping) else "a training without this callback"
             raise CheckpointError(
-                f"the trainer resumes at step {step} from a checkpoint of {whose} · one of replica {own} is needed · "
-                f"call trainer.train(resume_from_checkpoint=True), which takes the newest in {args.output_dir}"
+                f"the trainer resumes at step {step} from a checkpoint of {whose}: one of replica {own} is needed. "
+                f"Call trainer.train(resume_from_checkpoint=True), which takes the newest in {args.output_dir}."
             )
         return checkpoint.read(Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}")
 

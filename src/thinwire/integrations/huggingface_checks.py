@@ -18,8 +18,8 @@ from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.membership.rendezvous import Membership
 
 _REFUSED = (
-    "{given} · in every process a whole model that the trainer neither shards nor wraps is needed · {advice}, and give "
-    "each replica one process"
+    "{given}: in every process a whole model that the trainer neither shards nor wraps is needed; {advice}, and give "
+    "each replica one process."
 )
 
 
@@ -97,7 +97,7 @@ def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> N
     }
     for name, (asked, advice) in refused.items():
         if asked:
-            raise ConfigurationError(f"{name} · trainers that do the same on all replicas are needed · {advice}")
+            raise ConfigurationError(f"{name}: trainers that do the same on all replicas are needed; {advice}.")
 
 
 def check_member(args: TrainingArguments, member: Membership, sampler: MemberSampler | None) -> None:
@@ -117,8 +117,8 @@ def check_member(args: TrainingArguments, member: Membership, sampler: MemberSam
 def check_hidden() -> None:
     if PartialState().distributed_type != DistributedType.NO:
         raise ConfigurationError(
-            "accelerate found the other processes again, after the Trainer was made, and has wrapped the model · one state for the whole "
-            "training is needed · make all TrainingArguments and Accelerators before the Trainer"
+            "accelerate found the other processes again, after the Trainer was made, and has wrapped the model: one state for the whole "
+            "training is needed. Make all TrainingArguments and Accelerators before the Trainer."
         )
 
 
@@ -128,8 +128,8 @@ def check_share(loader: Any, place: ProcessPlace) -> None:
         return
     if isinstance(loader, DataLoaderDispatcher):
         raise ConfigurationError(
-            "an iterable data set that one process would read for all · each replica must read its own share · give "
-            "TrainingArguments accelerator_config={'dispatch_batches': False}"
+            "an iterable data set that one process would read for all: each replica must read its own share. Give "
+            "TrainingArguments accelerator_config={'dispatch_batches': False}."
         )
     cut = getattr(loader, "batch_sampler", None)
     if not isinstance(cut, BatchSamplerShard):
@@ -138,6 +138,6 @@ def check_share(loader: Any, place: ProcessPlace) -> None:
             return  # of `datasets`, which cuts by its own shards
     if (getattr(cut, "num_processes", None), getattr(cut, "process_index", None)) != (place.size, place.rank):
         raise ConfigurationError(
-            f"training data that are not share {place.rank} of {place.size} · each replica needs its own share · make a new Trainer for "
-            "each training; if your own data loader cuts them, or each process has its own, give ThinwireCallback(..., own_data=True)"
+            f"training data that are not share {place.rank} of {place.size}: each replica needs its own share. Make a new Trainer for "
+            "each training; if your own data loader cuts them, or each process has its own, give ThinwireCallback(..., own_data=True)."
         )

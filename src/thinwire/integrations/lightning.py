@@ -79,11 +79,11 @@ class ThinwireCallback(Callback):
         observer: Observer = silent,
     ) -> None:
         if weights not in ("anchors", "own"):
-            raise ConfigurationError(f"weights={weights!r} · 'anchors' or 'own' is needed · choose one")
+            raise ConfigurationError(f"weights={weights!r}: 'anchors' or 'own' is needed. Choose one.")
         if isinstance(strategy.signal, Gradients):
             raise ConfigurationError(
-                "a strategy of Gradients() · one of deltas is needed, for Lightning computes gradients within the optimizer's step · choose "
-                "diloco() or another, or Lightning's DDPStrategy with thinwire's GradientHook"
+                "a strategy of Gradients(): one of deltas is needed, because Lightning computes gradients within the optimizer's step. Choose "
+                "diloco() or another, or Lightning's DDPStrategy with thinwire's GradientHook."
             )
         self.strategy, self.weights, self.own_data, self.keep_seconds = strategy, weights, own_data, keep_seconds
         self.replica: Replica | None = None
@@ -219,8 +219,8 @@ class ThinwireCallback(Callback):
             trainer.should_stop |= bool(self._sampler and self._sampler.ended)
         if replica.step != due:
             raise ConfigurationError(
-                f"the optimizer has taken {replica.step} steps, the trainer {due} · one of each is needed · let the trainer alone step it, and "
-                "choose an optimizer whose `step` calls its hooks, as all of torch do"
+                f"the optimizer has taken {replica.step} steps, the trainer {due}: the two numbers must be equal. Let the trainer alone step it, and "
+                "choose an optimizer whose `step` calls its hooks; all of torch's do."
             )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -293,7 +293,7 @@ class ThinwireCallback(Callback):
 
     def _attached(self) -> Replica:
         if self.replica is None:
-            raise ConfigurationError("no training has begun · `trainer.fit()` is needed first · call it")
+            raise ConfigurationError("no training has begun: `trainer.fit()` is needed first. Call it.")
         return self.replica
 
     def _before_reading(self) -> None:
@@ -315,12 +315,12 @@ class ThinwireCallback(Callback):
         told_of, own = (found.get("replica"), found.get("replicas")), self._member.name if self._member else self.rank
         if found and told_of != (own, self.replicas):
             raise CheckpointError(
-                f"a checkpoint of replica {told_of[0]} of {told_of[1]} · one of replica {own} of {self.replicas} is needed · give each "
-                "replica the ckpt_path of its own folder"
+                f"a checkpoint of replica {told_of[0]} of {told_of[1]}: one of replica {own} of {self.replicas} is needed. Give each "
+                "replica the ckpt_path of its own folder."
             )
         if found and found.get("strategy") != repr(self.strategy):
             raise CheckpointError(
-                f"a checkpoint of {found.get('strategy')!s:.200} · one of {self.strategy!r} is needed · resume with the run's own strategy"
+                f"a checkpoint of {found.get('strategy')!s:.200}: one of {self.strategy!r} is needed. Resume with the run's own strategy."
             )
         return found
 

@@ -29,8 +29,8 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
         nbytes = gradient_nbytes(module, trainer.world_size)
         raise ConfigurationError(
             f"{type(lightnings).__name__} over {trainer.world_size} processes, which sends about {nbytes:,} bytes of gradients from each at every "
-            "step · in every process a whole model that Lightning neither shards nor wraps is needed · write Trainer(devices=1, num_nodes=1), "
-            "without strategy=; on GPUs devices=[local rank]"
+            "step: in every process a whole model that Lightning neither shards nor wraps is needed. Write Trainer(devices=1, num_nodes=1), "
+            "without strategy=; on GPUs devices=[local rank]."
         )
     callbacks: list[Any] = list(getattr(trainer, "callbacks", []))
     anchors = weights == "anchors"
@@ -46,7 +46,7 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
     }
     for name, (asked, advice) in refused.items():
         if asked:
-            raise ConfigurationError(f"{name} · trainers that do the same on all replicas are needed · {advice}")
+            raise ConfigurationError(f"{name}: trainers that do the same on all replicas are needed; {advice}.")
 
 
 def check_folders(trainer: Trainer, group: Group) -> None:
@@ -59,8 +59,8 @@ def check_folders(trainer: Trainer, group: Group) -> None:
         for place in map(json.dumps, json.loads(text)):
             if seen.setdefault(place, rank) != rank:
                 raise ConfigurationError(
-                    f"replicas {seen[place]} and {rank} would write checkpoints into one folder, {json.loads(place)[1]} · each needs its own · "
-                    'write Trainer(default_root_dir=f"runs/replica-{callback.rank}"), and a dirpath likewise'
+                    f"replicas {seen[place]} and {rank} would write checkpoints into one folder, {json.loads(place)[1]}: each needs its own. "
+                    'Write Trainer(default_root_dir=f"runs/replica-{callback.rank}"), and a dirpath likewise.'
                 )
 
 
@@ -72,8 +72,8 @@ def check_share(trainer: Trainer, rank: int, size: int) -> None:
         sampler = _sampler_of(loader)
         if (getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)) != (size, rank):
             raise ConfigurationError(
-                f"training data that are not share {rank} of {size} · each replica needs its own share · write DataLoader(data, ..., "
-                "sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each process has its own data"
+                f"training data that are not share {rank} of {size}: each replica needs its own share. Write DataLoader(data, ..., "
+                "sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each process has its own data."
             )
 
 

@@ -44,7 +44,7 @@ def refuse(membership: Membership, refused: dict[str, tuple[bool, str]]) -> None
     for name, (asked, advice) in refused.items():
         if asked:
             raise ConfigurationError(
-                f"{name} · replica {membership.name!r} is a member of an elastic run, whose members may be at different steps · {advice}"
+                f"{name}: replica {membership.name!r} is a member of an elastic run, whose members may be at different steps; {advice}."
             )
 
 
@@ -103,7 +103,7 @@ class MemberSampler(Sampler[int]):
     def _begun(self) -> LeasedReader:
         if self.reader is None:
             raise ConfigurationError(
-                "samples were read before training has begun · a replica that has joined is needed · let the trainer read its own data"
+                "samples were read before training began: the replica must have joined first. Let the trainer read its own data."
             )
         return self.reader
 

@@ -74,8 +74,8 @@ def attach(
     """
     if len(trainer.model_parts) != 1:
         raise ConfigurationError(
-            f"{len(trainer.model_parts)} model parts · one is needed, without pipeline parallelism · set "
-            "parallelism.pipeline_parallel_degree to 1"
+            f"{len(trainer.model_parts)} model parts: one is needed, without pipeline parallelism. Set "
+            "parallelism.pipeline_parallel_degree to 1."
         )
 
     def attached() -> Replica:
@@ -166,6 +166,6 @@ def own_share(config: BaseDataLoader.Config, *, replica: int, replicas: int) -> 
     """For `--override.imports`: replica number `replica` of `replicas`. Raises `ConfigurationError`."""
     if not 0 <= replica < replicas:
         raise ConfigurationError(
-            f"replica={replica} of replicas={replicas} · a number from 0 to {replicas - 1} is needed · give each replica its own"
+            f"replica={replica} of replicas={replicas}: a number from 0 to {replicas - 1} is needed. Give each replica its own."
         )
     return OwnShare.Config(of=config, replica=replica, replicas=replicas)

@@ -73,7 +73,7 @@ class Batches:
             self._iterator = iter(self._source)
         except TypeError:
             raise JobError(
-                f"{self._path}: batches(share) returned a {type(self._source).__name__}; an iterable is needed. "
+                f"{self._path}: batches(share) returned a value of type {type(self._source).__name__}; an iterable is needed. "
                 "Write it as a generator (yield), or return a DataLoader or a list."
             ) from None
         return self._iterator

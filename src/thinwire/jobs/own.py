@@ -233,7 +233,11 @@ class OwnJob(Job):
             return self._own[name](*given)
 
     def _wrong(self, name: str, made: object, needed: str) -> JobError:
-        what = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        what = (
+            f"a tensor of shape {tuple(made.shape)}"
+            if isinstance(made, Tensor)
+            else f"a value of type {type(made).__name__}"
+        )
         return JobError(
             f"{self._path}: {_spelled(name)} returned {what}; {needed} is needed. Correct its return value."
         )

@@ -101,7 +101,7 @@ def _peft(rank: int) -> Any:
         import peft
     except ImportError as error:
         raise ConfigurationError(
-            f"lora={rank}: the package peft is needed for adapters; pip install thinwire[lora]."
+            f"lora={rank}: the package peft is needed for adapters; pip install 'thinwire[lora]'."
         ) from error
     return peft
 

@@ -43,7 +43,7 @@ def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> N
         from transformers import ApertusConfig
     except ImportError as error:
         raise ConfigurationError(
-            "--to hf: the package transformers is needed, with its Apertus; pip install -U thinwire[hf]."
+            "--to hf: the package transformers is needed, with its Apertus; pip install -U transformers."
         ) from error
     config = ApertusConfig(
         vocab_size=shape.vocabulary,

@@ -21,7 +21,7 @@ class CheckedSettings:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if not fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r:.200}: {field.type} is needed.")
+                raise ConfigurationError(f"{field.name}={value!r:.200}: {_in_words(hints[field.name])} is needed.")
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name in self.at_least_one:
             if given.get(name, 1) < 1:
@@ -32,6 +32,19 @@ class CheckedSettings:
         for name in self.not_negative:
             if not 0 <= given.get(name, 0) < math.inf:
                 raise ConfigurationError(f"{name}={given[name]}: 0 or more is needed.")
+
+
+def _in_words(hint: Any) -> str:
+    """A field's type in words, as a run file writes its values."""
+    kinds = [one for one in get_args(hint) if one is not types.NoneType]
+    if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
+        return " or ".join(map(_in_words, kinds))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, kinds))
+    if get_origin(hint) is tuple:
+        return f"a list of {'text' if kinds[0] is str else 'numbers'} in [brackets]"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+    return words[hint]
 
 
 def fits(value: object, hint: Any) -> bool:

@@ -76,7 +76,7 @@ def default_cache() -> Path:
         return home / "Library" / "Caches" / "thinwire"
     if sys.platform == "win32":
         return home / "AppData" / "Local" / "thinwire" / "cache"
-    return home / ".cache" / "thinwire"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "thinwire"
 
 
 def _checksum(file: Path) -> str:
@@ -111,7 +111,9 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         shutil.rmtree(folder, ignore_errors=True)  # a damaged cache
         making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
+        raise DataError(
+            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Set XDG_CACHE_HOME, or give cache=…."
+        ) from error
     try:
         held_out = [source for source in sources if derive(0, f"held out {source.name}") < share * 2**63]
         training = [source for source in sources if source not in set(held_out)]
@@ -129,7 +131,7 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         tokens, skipped, nbytes = (a + b for a, b in zip(first, second))
         if not tokens:
             why = "not UTF-8" if skipped else "empty"
-            raise DataError(f"{name}: all of {len(sources)} files {why} · text in UTF-8 is needed · give other files")
+            raise DataError(f"{name}: all of {len(sources)} files {why}; text in UTF-8 is needed. Give other files.")
         dtype = dtype_of(tokenizer.vocabulary)
         boundary = first[0] if by_files else tokens - int(tokens * share)
         manifest = Manifest(
@@ -142,13 +144,15 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
             os.fsync(out_text.fileno())
         making.rename(folder)
     except OSError as error:
-        raise DataError(f"cache {folder}: {error} · room to write in is needed · free it, or give cache=...") from error
+        raise DataError(
+            f"cache {folder}: {error}; the cache of tokens needs more space. Free some, set XDG_CACHE_HOME, or give cache=…."
+        ) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
     corpus = _load(folder, given)
     if corpus is None:
         raise DataError(
-            f"cache {folder}: changed while it was made · a folder that no other program changes is needed · give cache=..."
+            f"cache {folder}: another program changed it while it was made. Run the command again, or give cache=…."
         )
     return corpus
 
@@ -160,7 +164,9 @@ def _alone(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name}.lock").open("w")
     except OSError as error:
-        raise DataError(f"cache {folder.parent}: {error} · a folder to write in is needed · give cache=...") from error
+        raise DataError(
+            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Set XDG_CACHE_HOME, or give cache=…."
+        ) from error
     with lock:  # closing the file, or the end of the process, releases the lock
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -239,13 +245,13 @@ class Corpus:
         """
         if not 0.0 < held_out_share <= 0.5:
             raise ConfigurationError(
-                f"held_out_share={held_out_share} · evaluation needs some text and training most · take 0.05"
+                f"held_out_share={held_out_share}: evaluation needs some of the text, and training most of it. Take 0.05."
             )
         tokenizer = tokenizer or Bytes()
         name = ", ".join(map(str, paths)) or f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
         sources = list(dict.fromkeys(find(paths) if paths else standard_library()))
         if not sum(source.nbytes for source in sources):
-            raise DataError(f"{name}: {len(sources)} files, no text · some of {', '.join(SUFFIXES)} is needed")
+            raise DataError(f"{name}: no text in {len(sources)} files; text in {', '.join(SUFFIXES)} is needed.")
         recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
         key = hashlib.blake2b(repr(recipe).encode(), digest_size=12).hexdigest()
         folder = Path(cache or default_cache()) / f"tokens-{key}"
@@ -296,15 +302,17 @@ class Corpus:
             (step, 0, math.inf, "step"), (batch, 1, math.inf, "batch"), (sequence, 1, math.inf, "sequence"),
         ):  # fmt: skip
             if not low <= given < high:
-                raise ConfigurationError(f"{name}={given} · {low} ≤ {name} < {high} is needed · correct the number")
+                raise ConfigurationError(f"{name}={given}: {low} ≤ {name} < {high} is needed. Correct the number.")
         if batch % shards:
-            raise ConfigurationError(f"batch={batch} on shards={shards} · equal rows are needed · take a multiple")
+            raise ConfigurationError(
+                f"batch={batch} on shards={shards}: each shard needs as many rows. Take a batch that is a multiple of {shards}."
+            )
         windows = self.windows(sequence)
         begin, end = part_of(windows, replicas, replica)
         if begin == end:
             raise DataError(
-                f"{self.manifest.training_tokens} training tokens for {replicas} replicas · each needs a window of "
-                f"{sequence} tokens and one more · give more text, or a shorter sequence"
+                f"{self.manifest.training_tokens} training tokens for {replicas} replicas: each needs a window of "
+                f"{sequence} tokens and one more. Give more text, or a shorter sequence."
             )
         rows = batch // shards
         count = step * batch + shard * rows + np.arange(rows, dtype=np.int64)
@@ -324,8 +332,8 @@ class Corpus:
         windows = max(0, (count - 1) // sequence)
         if not windows:
             raise DataError(
-                f"{count} held-out tokens · one window of {sequence} and one more are needed · "
-                "give more text, a larger held_out_share, or a shorter sequence"
+                f"{count} held-out tokens: one window of {sequence} and one more are needed. "
+                "Give more text, a larger held_out_share, or a shorter sequence."
             )
         batch = min(batch, windows)
         batches = min(windows // batch, limit or windows)

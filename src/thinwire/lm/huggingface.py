@@ -66,8 +66,8 @@ class HuggingFace(nn.Module):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
         if tokens_BT.shape[1] > self.context:
             raise ConfigurationError(
-                f"a sequence of {tokens_BT.shape[1]} tokens · this model takes at most {self.context} · "
-                "shorten the sequence"
+                f"a sequence of {tokens_BT.shape[1]} tokens: this model takes at most {self.context}. "
+                "Shorten the sequence."
             )
         logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
         return Output(logits_BTV, None if targets_BT is None else token_loss(logits_BTV, targets_BT))
@@ -93,8 +93,8 @@ def hugging_face(
     config, stored = _configuration(transformers, source, vocabulary, options)
     if vocabulary is not None and config.vocab_size < vocabulary:
         raise ConfigurationError(
-            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary} · every token needs a row · "
-            "take the model's own tokenizer, or a model with a larger vocabulary"
+            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary}: every token needs a row of the embedding. "
+            "Take the model's own tokenizer, or a model with a larger vocabulary."
         )
     kind, fp32 = transformers.AutoModelForCausalLM, _in_fp32(config)
     try:
@@ -106,8 +106,8 @@ def hugging_face(
             return HuggingFace(kind.from_config(config).float(), config)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
-            f"{source}: {error} · a causal language model is needed, and sound weights in a folder · "
-            "choose another, or save it again with save_pretrained"
+            f"{source}: {error}; a causal language model with undamaged weights is needed. "
+            "Choose another, or save it again with save_pretrained."
         ) from error
 
 
@@ -122,8 +122,8 @@ def outline(
     config, _ = _configuration(transformers, source, vocabulary, {})
     if vocabulary is not None and config.vocab_size < vocabulary:
         raise ConfigurationError(
-            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary} · every token needs a row · "
-            "take the model's own tokenizer, or a model with a larger vocabulary"
+            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary}: every token needs a row of the embedding. "
+            "Take the model's own tokenizer, or a model with a larger vocabulary."
         )
     _in_fp32(config)
     try:
@@ -131,7 +131,7 @@ def outline(
             return HuggingFace(transformers.AutoModelForCausalLM.from_config(config), config)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{source}: {str(error).splitlines()[0]} · a causal language model is needed · choose another"
+            f"{source}: {str(error).splitlines()[0]}; a causal language model is needed. Choose another."
         ) from error
 
 
@@ -189,12 +189,12 @@ class Pretrained:
             found = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=Path(source).is_dir())
         except Exception as error:  # the Rust side raises bare Exception for a damaged file
             raise ConfigurationError(
-                f"tokenizer 'hf:{source}': {_why(source, error)} · the folder or hub name of a tokenizer is needed · check the name"
+                f"tokenizer 'hf:{source}': {_why(source, error)}; the folder or hub name of a tokenizer is needed. Check the name."
             ) from error
         if not getattr(found, "is_fast", False) or found.eos_token_id is None:
             raise ConfigurationError(
-                f"tokenizer 'hf:{source}' is a {type(found).__name__} · a fast one with a token for the end of a text (eos_token) is needed · "
-                "convert it, or set its eos_token, and save it again"
+                f"tokenizer 'hf:{source}' is a {type(found).__name__}: a fast tokenizer with a token for the end of a text (eos_token) is needed. "
+                "Convert it, or set its eos_token, and save it again."
             )
         return cls(found, int(found.eos_token_id))
 
@@ -249,7 +249,7 @@ def _transformers(source: object, what: str = "model") -> Any:
         import transformers
     except ImportError as error:
         raise ConfigurationError(
-            f"a Hugging Face {what} ({source}) · the package transformers is needed · pip install thinwire[hf]"
+            f"a Hugging Face {what} ({source}): the package transformers is needed; pip install 'thinwire[hf]'."
         ) from error
     return transformers
 
@@ -263,8 +263,8 @@ def _configuration(
     fresh_kind = not given and not folder.is_dir() and "/" not in str(source)
     if options and not fresh_kind:
         raise ConfigurationError(
-            f"options {sorted(options)} for {source} · only a kind of model such as 'llama' takes options · "
-            "change its configuration instead"
+            f"options {sorted(options)} for {source}: only a kind of model such as 'llama' takes options. "
+            "Change its configuration instead."
         )
     if given:
         return source, False
@@ -275,8 +275,8 @@ def _configuration(
         config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=folder.is_dir())
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"model {str(source)!r}: {_why(source, error)} · a folder with config.json, a hub name or a kind of model such as 'llama' is "
-            "needed · check the name"
+            f"model {str(source)!r}: {_why(source, error)}; a folder with config.json, a hub name or a kind of model such as 'llama' is "
+            "needed. Check the name."
         ) from error
     return config, has_weights(str(source))
 

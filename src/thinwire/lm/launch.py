@@ -61,8 +61,12 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
     if (folder / "config.json").exists() and not (folder / "run.toml").exists():
         raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"{folder} is a file, and the run needs a folder; choose another --out.")
     if resume and not (folder / "run.toml").exists():
-        raise ConfigurationError(f"{folder} holds no run to resume; start without --resume, or check --out.")
+        raise ConfigurationError(
+            f"{folder} holds no run to resume: it has no run.toml. Check the path, or start a new run."
+        )
     if resume and (other := run.unlike(Run.load(folder / "run.toml"))):
         raise ConfigurationError(
             f"{folder} was begun with other settings: {other}. Resume with the run's own, or start a new run in another --out."
@@ -283,7 +287,7 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _last_words(log: Path, begin: int) -> str:
     said = log.read_bytes()[begin:].decode(errors="replace")
-    return (said.strip().splitlines() or ["said nothing; was it killed?"])[-1]
+    return (said.strip().splitlines() or ["it ended without a message"])[-1]
 
 
 def raise_for_job(last_words: Iterable[str]) -> None:
@@ -301,10 +305,15 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
     for words in dict.fromkeys(last[rank] for rank in causes):  # equal messages of several replicas are shown once
         alike = [rank for rank in causes if last[rank] == words]
         who = f"replica{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}"
-        lines.append(f"{who} (exit code {', '.join(str(codes[rank]) for rank in alike)}): {words}")
+        ends = dict.fromkeys(_end_of_process(codes[rank]) for rank in alike)
+        lines.append(f"{who} ({', '.join(ends)}): {words}")
     whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
-    advice = " Resume from the last checkpoint with --resume." if whole else ""
-    return "\n".join([*lines, f"Their whole output is in {folder / 'logs'}.{advice}"])
+    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole else ""
+    return "\n".join([*lines, f"All that the replicas printed is in {folder / 'logs'}.{advice}"])
+
+
+def _end_of_process(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
 
 @contextmanager

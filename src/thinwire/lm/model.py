@@ -62,25 +62,25 @@ class Architecture:
         for name in ("layers", "width", "heads", "vocabulary", "context"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)} · at least 1 is needed · give a positive whole number"
+                    f"{name}={getattr(self, name)}: at least 1 is needed. Give a positive whole number."
                 )
         if self.width % self.heads:
             raise ConfigurationError(
-                f"width={self.width} with heads={self.heads} · every head needs the same whole width · "
-                f"take a width that is a multiple of {self.heads}"
+                f"width={self.width} with heads={self.heads}: all heads need one width, a whole number. "
+                f"Take a width that is a multiple of {self.heads}."
             )
         if self.positions not in ("rotary", "learned"):
             raise ConfigurationError(
-                f"positions={self.positions!r} · 'rotary' or 'learned' is needed · choose one of the two"
+                f"positions={self.positions!r}: 'rotary' or 'learned' is needed. Choose one of the two."
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise ConfigurationError(
-                f"rotary positions with {self.head_width} numbers per head · they turn pairs, so an even "
-                f"number is needed · change width or heads, or take positions='learned'"
+                f"rotary positions with {self.head_width} numbers per head: they turn pairs, so an even "
+                f"number is needed. Change width or heads, or take positions='learned'."
             )
         if not 0.0 <= self.z_loss < math.inf:
             raise ConfigurationError(
-                f"z_loss={self.z_loss} · a finite weight ≥ 0 is needed · 1e-4 is the paper's, 0 turns it off"
+                f"z_loss={self.z_loss}: a finite weight ≥ 0 is needed; 1e-4 is the paper's, 0 turns it off."
             )
 
     @property
@@ -329,8 +329,8 @@ class Transformer(nn.Module):
         length = tokens_BT.shape[1]
         if length > self.context:
             raise ConfigurationError(
-                f"a sequence of {length} tokens · this model takes at most {self.context} · "
-                f"shorten the sequence or make the model with Architecture(context={length})"
+                f"a sequence of {length} tokens: this model takes at most {self.context}. "
+                f"Shorten the sequence or make the model with Architecture(context={length})."
             )
         x_BTD = self.embedding(tokens_BT)
         if self.architecture.positions == "learned":
@@ -354,8 +354,8 @@ def generate(
     """
     if not prompt or temperature < 0:
         raise ConfigurationError(
-            f"{len(prompt)} tokens of prompt, temperature={temperature} · at least one token and a temperature ≥ 0 "
-            "are needed · begin with the tokenizer's `end`"
+            f"{len(prompt)} tokens of prompt, temperature={temperature}: at least one token and a temperature ≥ 0 "
+            "are needed. Begin with the tokenizer's `end`."
         )
     device = next(iter(model.parameters())).device
     generator = torch.Generator("cpu").manual_seed(seed)

@@ -97,7 +97,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if not fits(self.seed, int):
-            raise ConfigurationError(f"seed={self.seed!r:.200}: int is needed.")
+            raise ConfigurationError(f"seed={self.seed!r:.200}: a whole number is needed.")
         strategy = self._composition()
         self.make_inner()
         if self.model.job and (self.data.text or self.data.tokenizer):

@@ -99,7 +99,9 @@ def train_elastic(
         ended = all("EndedError" in words for words in given_up)
         whole = not ended and any(folder.glob("checkpoints/*/step-*"))
         advice = " Resume from the last checkpoints with --resume." if whole else ""
-        raise LinkError("\n".join([f"Their whole output is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)]))
+        raise LinkError(
+            "\n".join([f"All that the replicas printed is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)])
+        )
 
 
 @dataclass

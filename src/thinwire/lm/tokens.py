@@ -60,7 +60,7 @@ def find(paths: Sequence[str | Path], without: Collection[str] = ()) -> Iterator
         if given.is_file():
             yield _source(given, given.name)
         elif not given.is_dir():
-            raise DataError(f"{given} · a file or folder that exists is needed · check the path")
+            raise DataError(f"{given}: a file or folder that exists is needed. Check the path.")
         names = []
         for folder, below, files in os.walk(given):
             below[:] = [name for name in below if not name.startswith(".") and name not in without]
@@ -106,8 +106,8 @@ def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
             return
         if len(line) == DOCUMENT:
             raise DataError(
-                f"{source.path}:{number} has {DOCUMENT:,} characters or more · shorter lines are needed · split the document, "
-                "or give it as .txt"
+                f"{source.path}:{number} has {DOCUMENT:,} characters or more; shorter lines are needed. Split the document, "
+                "or give it as .txt."
             )
         if not line.strip():
             continue
@@ -115,12 +115,12 @@ def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
             record = parsed(json.loads, line)
         except ValueError as error:
             raise DataError(
-                f"{source.path}:{number} is not JSON ({error}) · one object a line is needed · correct or remove the line"
+                f"{source.path}:{number} is not JSON ({error}); each line needs one JSON object. Correct or remove the line."
             ) from error
         found = list(record) if isinstance(record, dict) else type(record).__name__
         if not isinstance(record, dict) or not isinstance(record.get(column), str):
             raise DataError(
-                f"{source.path}:{number} has {found} · text under {column!r} is needed · name the right column"
+                f"{source.path}:{number} has {found}; text under {column!r} is needed. Name the right column."
             )
         yield from _slices(record[column].encode(errors="replace").decode())  # JSON can spell half a surrogate pair
         yield None
@@ -132,7 +132,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ConfigurationError(
-            f"{source.path} · reading .parquet needs pyarrow · pip install thinwire[parquet]"
+            f"{source.path}: reading .parquet needs pyarrow; pip install 'thinwire[parquet]'."
         ) from error
     try:
         with parquet.ParquetFile(source.path) as file:
@@ -140,7 +140,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
             if field is None or not (arrow.types.is_string(field.type) or arrow.types.is_large_string(field.type)):
                 found = ", ".join(f"{each.name} ({each.type})" for each in file.schema_arrow)
                 raise DataError(
-                    f"{source.path} has columns {found} · text under {column!r} is needed · name the right column"
+                    f"{source.path} has columns {found}: text under {column!r} is needed. Name the right column."
                 )
         # as a dictionary, because a file of a few bytes may contain a long text a million times
         with parquet.ParquetFile(source.path, read_dictionary=[column], buffer_size=1 << 20) as file:
@@ -153,7 +153,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
                         yield from _slices(text)
                         yield None
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.path}: {error} · a whole .parquet file is needed · download it again") from error
+        raise DataError(f"{source.path}: {error}; a whole .parquet file is needed. Download it again.") from error
 
 
 _EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file again"
@@ -174,7 +174,7 @@ def _texts(source: Source, column: Any) -> Iterator[str]:
         text = "" if index is None else column.dictionary[index].as_py() or ""
         if len(text) > DOCUMENT:
             raise DataError(
-                f"{source.path} has a row of {len(text):,} characters · at most {DOCUMENT:,} are read · split the document"
+                f"{source.path} has a row of {len(text):,} characters: at most {DOCUMENT:,} are read. Split the document."
             )
         yield text
 
@@ -213,7 +213,7 @@ def bytes_per_token(tokenizer: Tokenizer, text: str | bytes) -> float:
     data = text.encode() if isinstance(text, str) else text
     tokens = len(tokenizer.encode(data))
     if not tokens:
-        raise DataError("an empty text · bytes per token need at least one token · give some text")
+        raise DataError("the text is empty: at least one token is needed. Give some text.")
     return len(data) / tokens
 
 
@@ -270,8 +270,8 @@ class BPE:
     def __post_init__(self) -> None:
         if self.vocabulary <= 256:
             raise ConfigurationError(
-                f"BPE(vocabulary={self.vocabulary}) · 256 bytes and the end of a document come before any merge · "
-                "take at least 257, or Bytes()"
+                f"BPE(vocabulary={self.vocabulary}): 256 bytes and the end of a document come before any merge. "
+                "Take at least 257, or Bytes()."
             )
 
     @classmethod
@@ -297,19 +297,19 @@ class BPE:
 
         if self.file is None:
             raise ConfigurationError(
-                f"{self!r} is untrained · merges are needed to read or write tokens · "
-                "call train(texts, file), or give it to Corpus.open"
+                f"{self!r} is untrained: merges are needed to read or write tokens. "
+                "Call train(texts, file), or give it to Corpus.open."
             )
         try:
             trained = Trained.from_file(str(self.file))
         except Exception as error:  # the Rust side raises bare Exception for every fault
             raise DataError(
-                f"{self.file}: {error} · the JSON file of a trained tokenizer is needed · check the path, or train it again"
+                f"{self.file}: {error}; the JSON file of a trained tokenizer is needed. Check the path, or train it again."
             ) from error
         if trained.token_to_id(END) != self.end:
             raise DataError(
-                f"{self.file} has no token {END} with number {self.end} · it separates documents · "
-                "train with BPE.train, or add it to the file"
+                f"{self.file} has no token {END} with number {self.end}, which separates documents. "
+                "Train with BPE.train, or add it to the file."
             )
         return trained
 

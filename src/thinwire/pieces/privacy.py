@@ -109,7 +109,7 @@ def _epsilon(noise: float, rounds: int, delta: float) -> float:
         from dp_accounting.rdp import RdpAccountant
     except ImportError as error:
         raise ConfigurationError(
-            "a run with privacy needs an accountant; pip install thinwire[privacy] (dp-accounting)."
+            "a run with privacy needs an accountant; pip install 'thinwire[privacy]' (dp-accounting)."
         ) from error
     if rounds == 0:
         return 0.0

@@ -73,8 +73,8 @@ def outline_of(source: str, vocabulary: int, sequence: int) -> Outline:
     missing = [name for name, value in zip(names, values, strict=True) if not isinstance(value, int) or value < 1]
     if missing:
         raise ConfigurationError(
-            f"model 'hf:{source}' · its configuration says no {', '.join(missing)}, which a plan needs · take another model, or "
-            "one of Thinwire's own sizes"
+            f"model 'hf:{source}': its configuration lacks {', '.join(missing)}, which a plan needs. Take another model, or "
+            "one of Thinwire's own sizes."
         )
     numel = sum(parameter.numel() for parameter in model.parameters())
     one, two = _saved_nbytes(source, vocabulary, sequence)
@@ -104,8 +104,8 @@ def _saved_nbytes(source: str, vocabulary: int, sequence: int) -> tuple[int, int
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             raise ConfigurationError(
-                f"model 'hf:{source}' · its forward pass cannot be followed without data ({cause}) · measure it: `thinwire probe --model "
-                f"hf:{source}`, or plan with the nearest of Thinwire's own sizes"
+                f"model 'hf:{source}': its forward pass cannot be followed without data ({cause}). Measure it: `thinwire probe --model "
+                f"hf:{source}`, or plan with the nearest of Thinwire's own sizes."
             ) from error
 
 

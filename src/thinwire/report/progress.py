@@ -133,6 +133,11 @@ class Progress:
                 f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})",
                 event.get("message", event.get("reason")),
             )
+        elif kind == "skip" and not any(replica.skipped for replica in self._replicas):
+            self._print(
+                f"warning ({self._names[index].replace('-', ' ')}, step {event['step']}): the step changed no weights, because "
+                f"{event['reason']}. If more steps are skipped, check the data and the loss, or lower --lr."
+            )
         elif kind in ("resume", "back"):
             for passed_over in event["skipped"] if isinstance(event["skipped"], list) else ():
                 self._say("passed over", passed_over.get("reason"))

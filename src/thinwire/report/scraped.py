@@ -55,7 +55,9 @@ class ScrapedTop:
 
     def __init__(self, address: str) -> None:
         if find_spec("prometheus_client") is None:
-            raise ConfigurationError(f"top {address}: Prometheus' package is needed; pip install thinwire[prometheus].")
+            raise ConfigurationError(
+                f"top {address}: Prometheus' package is needed; pip install 'thinwire[prometheus]'."
+            )
         parts = urlsplit(address if "://" in address else f"http://{address}")
         try:
             wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0

@@ -226,8 +226,8 @@ class HubState:
     def revoke(self, name: str) -> None:
         """Refuse the member `name` from now on. Raises `ConfigurationError` if there is none."""
         if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
-            known = ", ".join(member.name for member in self.members()) or "nobody"
-            raise ConfigurationError(f"{name}: no member has this name; there is {known}.")
+            known = ", ".join(member.name for member in self.members()) or "none yet"
+            raise ConfigurationError(f"{name}: no member has this name; the members are: {known}.")
 
     # Elastic runs.
 
