@@ -14,6 +14,8 @@ from thinwire.lm import launch
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
 
+OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
+
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
@@ -21,7 +23,15 @@ def run_file(tmp_path: Path) -> Path:
     text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
     file = tmp_path / "run.toml"
     Run.of(
-        text=(str(text),), steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5
+        model="nano",
+        text=(str(text),),
+        steps=12,
+        every=4,
+        delay=2,
+        batch=2,
+        sequence=32,
+        eval_batches=2,
+        checkpoint_every=5,
     ).save(file)
     return file
 
@@ -42,6 +52,9 @@ def torchrun(processes: int, *arguments: str) -> dict[str, object]:
 
 
 def test_torchrun_gives_the_bytes_of_a_run_in_threads(run_file: Path, tmp_path: Path) -> None:
+    """A codec and an exchange are of a user's own file, which each process finds by its full path in the run file."""
+    own = {"codec": f"'{OWN}':Truncated(2)", "exchange": f"'{OWN}':DirectBelow(1000)"}
+    Run.load(run_file).changed(**own).save(run_file)
     summary = torchrun(2, str(run_file), "--out", str(tmp_path / "torchrun"))
     assert summary["steps"] == 12 and summary["replicas"] == 2
     threads = Run.load(run_file).changed(carrier="threads")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh import forget_own_files
 
 import thinwire as tw
 from thinwire.catalogue.parsing import parse
@@ -53,8 +54,8 @@ def weights(folder: str) -> bytes:
 
 
 def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
-    """Two processes use a codec and an exchange. The run file names the user's file by its full path and digest."""
-    assert main(["train", *SMALL, *EVERY, *PIECES, "--steps", "8", "--out", "run"]) == 0
+    """The run file names the user's file by its full path and digest. tests/cli/test_torchrun.py trains in two processes with it."""
+    assert train("run", *EVERY, *PIECES, "--steps", "8") == 0
     settings = tomllib.loads(Path("run/run.toml").read_text())
     assert (
         settings["method"]["codec"] == pinned("own.py:Truncated(2)")
@@ -84,13 +85,16 @@ def test_a_resumed_run_with_user_pieces_equals_an_unstopped_one(here: Path, monk
     assert weights("../cut") == weights("../whole")
 
 
-def test_changed_user_files_are_refused_by_name(here: Path) -> None:
-    """The resume is a separate process, because this one has the first content in memory."""
+def test_changed_user_files_are_refused_by_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The resume knows no file, as in a new process."""
     assert train("run", *EVERY, *PIECES, "--steps", "4") == 0
     (here / "own.py").write_text((here / "own.py").read_text() + "\n# other\n")
-    done = thinwire("train", "--resume", "--out", "run", "--steps", "8")
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and "own.py has changed since this run began: its digest" in said, said
+    forget_own_files(monkeypatch)
+    assert main(["train", "--resume", "--out", "run", "--steps", "8"]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "own.py has changed since this run began: its digest" in said, said
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,8 +128,26 @@ def test_example_13_routes_each_text_to_the_expert_of_its_domain(tmp_path):
     assert all(float(mixed) < min(map(float, alone)) + 0.0173 for _, mixed, *alone, _ in rows)
 
 
-def test_example_12_own_loop_runs_over_a_hub(here):
-    sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", here("12_own_loop_over_a_hub.py", "--steps", "25"))
+def test_example_12_own_loop_trains_over_its_hub(here, monkeypatch):
+    """The only replica is the command that the example starts, run here. The next test runs two processes."""
+
+    class Process:
+        def __init__(self, command):
+            self.said = here(Path(command[1]).name, *command[2:])
+
+        def wait(self):
+            print(self.said)
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    out = here("12_own_loop_over_a_hub.py", "--replicas", "1", "--steps", "25")
+    assert re.search(r"replica-0: sum of \|weights\| \d+\.\d{9}, \d+ bytes sent", out)
+
+
+@pytest.mark.slow
+def test_example_12_replicas_agree_over_a_hub():
+    """tests/comm/secure/test_reconnect.py also holds that replicas agree over a hub."""
+    sums = re.findall(r"replica-\d: sum of \|weights\| ([\d.]+)", run("12_own_loop_over_a_hub.py", "--steps", "25"))
     assert len(sums) == 2 and sums[0] == sums[1]
 
 

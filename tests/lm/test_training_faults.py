@@ -1,0 +1,178 @@
+"""Faults around a training: damaged checkpoints, full disks, wrong settings and folders."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from small_runs import cut_back, events_of, model_of, run_in, small_run
+
+from thinwire.checkpoint import read
+from thinwire.comm import ThreadGroup, run_threads
+from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError
+from thinwire.lm import export as stored
+from thinwire.lm import job, launch, watch
+from thinwire.lm.place import Place
+from thinwire.lm.run import Run
+from thinwire.records.events import EventLog
+
+
+def test_scarce_open_files_are_reported_before_they_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    limits = [(4, 5)]
+    monkeypatch.setattr(watch.resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(watch.resource, "setrlimit", lambda which, both: limits.append(both))
+    run_in(tmp_path, small_run(text, replicas=1, steps=1))
+    assert limits == [(4, 5), (5, 5)]
+    (told,) = [event for event in events_of(tmp_path, "warning") if "files" in event["message"]]
+    assert "of at most 5 files" in told["message"] and "thinwire doctor --firewall" in told["message"]
+
+
+def test_a_damaged_checkpoint_is_skipped_by_name(whole: Path, tmp_path: Path, text: str) -> None:
+    folder = cut_back(whole, tmp_path / "damaged", 15)
+    file = folder / "checkpoints/replica-1/step-00000015/outer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    run_in(folder, small_run(text), resume=True)
+    resumed = events_of(folder, "resume", replica=1)[0]
+    assert resumed["from_step"] == 10 and "outer.safetensors" in resumed["skipped"][0]["reason"]  # type: ignore[index]
+    assert "another replica" in events_of(folder, "resume", replica=0)[0]["skipped"][0]["reason"]  # type: ignore[index]
+    assert model_of(folder) == model_of(whole)
+
+
+@pytest.mark.parametrize("damage", ["empty manifest", "missing file", "truncated file", "no manifest"])
+def test_every_kind_of_checkpoint_damage_is_found(whole: Path, damage: str) -> None:
+    path = whole / "checkpoints/replica-0/step-00000005"
+    file = path / "inner.safetensors"
+    match damage:
+        case "empty manifest":
+            (path / "manifest.json").write_text("")
+        case "no manifest":
+            (path / "manifest.json").unlink()
+        case "missing file":
+            file.unlink()
+        case "truncated file":
+            os.truncate(file, 100)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read(path)
+
+
+def test_a_full_disk_loses_a_checkpoint_only(
+    whole: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("thinwire.checkpoint.save_file", full)
+    run_in(tmp_path / "full", small_run(text))
+    monkeypatch.undo()
+    assert model_of(tmp_path / "full") == model_of(whole)
+    warnings = [str(event["message"]) for event in events_of(tmp_path / "full", "warning")]
+    assert "No space left" in warnings[0] and "free some space" in warnings[0]
+    assert not list((tmp_path / "full").glob("checkpoints/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "says"),
+    [
+        (RuntimeError("Some tensors share memory"), "not the disk's fault: this state cannot be written"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "not for want of space: see that the folder"),
+        (OSError(errno.EROFS, "Read-only file system"), "not for want of space: see that the folder"),
+    ],
+)
+def test_a_failed_save_is_reported_by_cause_and_fails_a_stop(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception, says: str
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise copy.copy(refusal)  # its traceback would keep the run alive as long as pytest keeps the parameter
+
+    monkeypatch.setattr("thinwire.checkpoint.save_file", refused)
+    folder, run, asked = tmp_path / "run", small_run(text, steps=2000), threading.Event()
+    asked.set()
+    with pytest.raises(CheckpointError, match=says):
+        run_threads(2, lambda group: launch.train_here(run, Place(group, folder, stop=asked)))
+    warnings = [str(event["message"]) for event in events_of(folder, "warning")]
+    assert warnings and all(says in warning and "free some space" not in warning for warning in warnings)
+    assert events_of(folder, "stop") and events_of(folder, "end")
+
+
+def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, text: str) -> None:
+    folder = cut_back(whole, tmp_path / "other", 15)
+    other = small_run(text, every=8)
+    with pytest.raises(
+        ConfigurationError, match=r"strategy .*every=6.* there, .*every=8.* given. Resume with the run's own"
+    ):
+        run_in(folder, other, resume=True)
+    assert Run.load(folder / "run.toml") == small_run(text)  # a later resume reads this
+    with pytest.raises(CheckpointError, match="resume with the run's own strategy"):
+        launch.train_threads(other, folder, True, lambda: None)
+
+
+@pytest.mark.parametrize("change", [{"replicas": 3}, {"seed": 1}, {"model": "tiny"}, {"tokenizer": "bpe:300"}])
+def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
+        launch.new_folder(small_run(text, **change), whole, resume=True)
+    launch.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
+
+
+def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
+    with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is active in"):
+        launch.new_folder(small_run(text), whole, resume=True)
+    launch.new_folder(small_run(text), whole, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"model": "huge"}, ConfigurationError, "model='huge'"),
+        ({"tokenizer": "words"}, ConfigurationError, "tokenizer='words'"),
+        ({"fragments": 99}, ConfigurationError, "fragments=99 for a model of"),
+        ({"offsets": (1,)}, ConfigurationError, "give one offset a fragment"),
+        ({"sequence": 50_000}, DataError, "each needs a window of 50000 tokens"),
+        ({"sequence": 9_000}, DataError, "held-out tokens"),
+    ],
+)
+def test_invalid_settings_are_refused_before_a_replica_starts(
+    text: str, change: dict[str, object], error: type[Exception], says: str
+) -> None:
+    job.check(small_run(text))
+    with pytest.raises(error, match=says):
+        job.check(small_run(text, **change))
+
+
+def test_a_final_model_that_cannot_be_saved_is_named(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(stored, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*No space left .*Free some space"):
+        run_in(tmp_path / "full", small_run(text))
+
+
+def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:
+    def train(group: ThreadGroup) -> object:
+        run = small_run(text, lr=1e-3 if group.rank else 2e-3)
+        return launch.train_here(run, Place(group, tmp_path / "run"))
+
+    with pytest.raises(
+        DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"
+    ):
+        run_threads(2, train)
+
+
+def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match="holds a run already; choose another --out, or continue it with --resume"
+    ):
+        launch.new_folder(small_run(text), whole, resume=False)
+    with pytest.raises(ConfigurationError, match="holds no run to resume"):
+        launch.new_folder(small_run(text), tmp_path / "nothing", resume=True)

@@ -1,0 +1,170 @@
+"""Replicas that are processes: how they are ended, and what is reported of their failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from listening import addresses, tree
+from small_runs import STEPS, events_of, model_of, run_in, small_run
+
+from thinwire.cli import main
+from thinwire.errors import LinkError
+from thinwire.lm import launch
+from thinwire.lm.run import Run
+
+
+def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank, said in enumerate(["old\n", "old\n", "old\nLinkError: replica 0 is gone\n", "old\nDataError: no text\n"]):
+        (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
+    last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
+    told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], tmp_path)
+    assert told.startswith(
+        "replicas 0, 1 (killed by signal 9): it ended without a message\nAll that the replicas printed"
+    )
+    assert "resume" not in told  # there is no checkpoint to resume from
+    (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
+    assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
+        "replica 3 (exit code 1): DataError: no text",
+        f"All that the replicas printed is in {tmp_path / 'logs'}. `thinwire resume {tmp_path}` continues from the last checkpoint.",
+    ]
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Returns the process ids of the replicas that `train_processes` started for `folder`."""
+    listed = subprocess.run(
+        ["pgrep", "-f", f"thinwire.lm.launch {folder}"], capture_output=True, text=True, check=False
+    )
+    return [int(line) for line in listed.stdout.split()]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Waits until both replicas have saved `step`."""
+    for _ in range(12_000):
+        if len(list(folder.glob(f"checkpoints/*/step-{step:08d}"))) == 2:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no checkpoint of step {step}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep (procps) is not installed")
+def test_a_replica_killed_with_sigkill_is_named_and_the_run_resumes_exactly(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "killed"
+    run = small_run(text, carrier="processes", steps=150)
+    run_in(tmp_path / "whole", small_run(text, steps=150))
+    outcome: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            run_in(folder, run)
+        except LinkError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    wait_for_step(folder, 10)
+    killed = processes_of(folder)[1]
+    os.kill(killed, signal.SIGKILL)
+    thread.join(900)
+    assert not thread.is_alive() and "--resume" in str(outcome[0]) and "exit code -9" in str(outcome[0])
+    run_in(folder, run, resume=True)
+    assert events_of(folder, "resume")[-1]["from_step"] >= 10  # type: ignore[operator]
+    assert model_of(folder) == model_of(tmp_path / "whole")
+
+
+def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The kill by the launcher itself must not be reported as the cause."""
+    hangs = "import os, sys, time; rank = os.environ['RANK']; time.sleep(3600 * int(rank)); sys.exit('LinkError: 1 is late')"
+    start, given = subprocess.Popen, []
+    monkeypatch.setattr(launch, "_GRACE", 0.5)
+
+    def instead(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        given.append(options["env"])
+        return start([sys.executable, "-c", hangs], **options)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", instead)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    launch.new_folder(small_run(text), tmp_path / "run", resume=False)
+    with pytest.raises(LinkError) as caught:
+        launch.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == [
+        "replica 1 did not end in 0.5 s and was killed",
+        "replica 0 (exit code 1): LinkError: 1 is late",
+    ]
+    assert [(env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) for env in given] == [("3", "PASSIVE")] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    asked = launch.sharing_cores(2)
+    assert (asked["OMP_NUM_THREADS"], asked["OMP_WAIT_POLICY"]) == ("5", "ACTIVE")
+
+
+@pytest.fixture
+def a_late_signal_is_harmless() -> Iterator[None]:
+    """A SIGINT that comes when the command has ended is ignored, and so ends no other test."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("a_late_signal_is_harmless")
+def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
+    whole: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGINT goes to the command alone, because its replicas have sessions of their own. Threads resume the run to the model of
+    uninterrupted threads.
+    """
+    folder, listening = tmp_path / "stopped", set[str]()
+    small_run(text, carrier="processes").save(tmp_path / "run.toml")
+
+    def interrupt() -> None:
+        wait_for_step(folder, 5)
+        listening.update(addresses(*tree(os.getpid())))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    code = main(["train", str(tmp_path / "run.toml"), "--out", str(folder), "--json"])
+    thread.join()
+    out, said = capsys.readouterr()
+    assert listening == {"127.0.0.1"}, "nobody else's business"
+    summary = json.loads(out.strip().splitlines()[-1])
+    stopped = summary["steps"] < STEPS  # a fast machine may have finished before the signal
+    assert code == (130 if stopped else 0), said
+    if stopped:
+        assert events_of(folder, "stop") and (folder / f"checkpoints/replica-1/step-{summary['steps']:08d}").is_dir()
+        run_in(folder, Run.load(folder / "run.toml").changed(carrier="threads"), resume=True)
+        assert events_of(folder, "resume")[-1]["from_step"] == summary["steps"]
+    assert model_of(folder) == model_of(whole)
+
+
+@pytest.mark.slow
+def test_repeated_ctrl_c_stops_thread_replicas_cleanly(tmp_path: Path, text: str) -> None:
+    """Threads cannot be killed, and leaving them running would abort the process."""
+    folder = tmp_path / "stopped"
+    small_run(text, steps=3000).save(tmp_path / "run.toml")
+    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for_step(folder, 5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=900)
+    assert process.returncode == 130, said.decode()
+    assert events_of(folder, "stop") and events_of(folder, "end")
