@@ -61,10 +61,11 @@ def test_a_run_resumed_at_any_step_equals_an_uninterrupted_one(name, replicas):
         assert whole[0][2] >= 1, "nothing was in the air"
     # After this many steps, all rounds that were in the air have landed, departed again and landed again.
     horizon = strategy.schedule.every + 2 * strategy.schedule.delay + 1
-    for at in range(
-        0, STEPS + 1, 1 if strategy.schedule.delay else 3
-    ):  # without delay, nothing is in the air at a save
-        until = STEPS if at % 8 == 1 else min(STEPS, at + horizon)
+    # With a delay, what a save holds depends on the step of the period; without one, nothing is in the air at a save.
+    every = strategy.schedule.every
+    period = [0, *range(every + 1, 2 * every + 1), STEPS]
+    for at in period if strategy.schedule.delay else range(0, STEPS + 1, 3):
+        until = STEPS if at in (0, every + 1) or at % 8 == 1 else min(STEPS, at + horizon)
         again = tw.run_threads(
             replicas,
             lambda group, at=at, until=until: resumed_run(strategy, group, whole[group.rank][0][at], until, STEPS),

@@ -15,7 +15,7 @@ from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.codecs import warm_up
+from thinwire.codecs import warm, warm_up
 from thinwire.codecs.bits import packed_nbytes
 from thinwire.kernels import cpu_block as cpu
 from thinwire.kernels import numba_support as compiled
@@ -240,14 +240,20 @@ def import_again() -> list[CPUDispatcher]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)]
 
 
+def forget():
+    """Forgets the kernels of each device, and which codecs are warm."""
+    kernels._of.cache_clear()
+    warm._warm.cache_clear()
+
+
 @pytest.fixture
 def fresh_kernels(monkeypatch):
     for name in MODULES:
         monkeypatch.setitem(sys.modules, f"thinwire.kernels.{name}", sys.modules[f"thinwire.kernels.{name}"])
         monkeypatch.setattr(kernels, name, getattr(kernels, name))
-    kernels._of.cache_clear()
+    forget()
     yield import_again()
-    kernels._of.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from thinwire.codecs.base import (
     packet_nbytes,
     rebuilt,
     unwritten,
-    warm_up,
 )
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity, in_full
@@ -23,6 +22,7 @@ from thinwire.codecs.sign import Sign
 from thinwire.codecs.sparse import ChunkedTopK, RandomK, TopK
 from thinwire.codecs.transform import DCT, Hadamard, Squares
 from thinwire.codecs.uniform import Levels
+from thinwire.codecs.warm import warm_up
 
 __all__ = [
     "DCT",

@@ -379,22 +379,3 @@ def check_alone(given: str, inner: Codec) -> None:
             f"{given}: `joint` would never be called inside this codec; make it the outermost one, or put it inside Squares, "
             "DCT or Hadamard only."
         )
-
-
-def warm_up(codec: Codec) -> None:
-    """Encode and decode once, so that compiled code is ready before the first round: seconds the first time on a machine, then milliseconds.
-
-    Args:
-        codec: the codec of the coming rounds.
-
-    >>> from thinwire.codecs import Identity
-    >>> warm_up(Identity())
-    """
-    codec = codec.fitted(((1 << 8, 1 << 8),))
-    x = torch.ones(1 << 16)  # enough elements to compile all branches
-    payload = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
-    for eighths in range(9):
-        form = codec.within(eighths / 8, x.numel())
-        if eighths == 8 or form is not codec:
-            form.encode(x, payload, Key())
-            form.decode_add(payload, x, Key())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -152,7 +152,12 @@ class Gossip(Exchange):
 
     def begins(self, x: Tensor, key: Key, size: int) -> State:
         """The rule's first state of a fragment with the weights `x`."""
-        return self.rule.begins(x, key, size) if isinstance(self.rule, Judging) else self.rule.init(x)
+        return self.rule.init(x) if self.judging is None else self.judging.begins(x, key, size)
+
+    @cached_property
+    def judging(self) -> Judging | None:
+        """The rule, if it receives the weights of each neighbour separately. Asked once: `isinstance` compares all attributes of a protocol."""
+        return self.rule if isinstance(self.rule, Judging) else None
 
     def sources(self, key: Key, size: int) -> list[int]:
         """The ranks of the replicas that send to replica `key.sender` in the round of `key`, in order."""
@@ -164,8 +169,8 @@ class Gossip(Exchange):
 
     def depart(self, round_: Round, state: State) -> _Departure:
         steps = [self._expected(round_, step) for step in range(self.rule.steps)]
-        if isinstance(self.rule, Judging):
-            _send_each(steps[0], self.rule, state, round_)
+        if self.judging is not None:
+            _send_each(steps[0], self.judging, state, round_)
         else:
             for one in steps[0].said:
                 one.send(round_.signal, round_.key)
@@ -176,7 +181,7 @@ class Gossip(Exchange):
         key, rank, size = round_.key, round_.rank, round_.size
         weights = self._weights(key, size, step)
         sources, targets = _others(weights[rank], rank), _others(weights[:, rank], rank)
-        members = [] if isinstance(self.rule, Judging) else _group(self, weights, rank)
+        members = _group(self, weights, rank) if self.judging is None else []
         said: list[_Said | _Reduced] = []
         begin, vectors = 0, self.rule.vectors(round_.codec, round_.numel)
         for place, (codec, numel) in enumerate(vectors):
@@ -194,7 +199,7 @@ class Gossip(Exchange):
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, flags = departure.round, [0] * departure.round.size
-        if isinstance(self.rule, Judging):
+        if self.judging is not None:
             return _arrive_each(departure, self.sources(round_.key, round_.size), settle)
         for step, following in pairwise(departure.steps):
             heard = torch.empty(sum(numel for _, numel in self.rule.vectors(round_.codec, round_.numel)))

@@ -47,6 +47,7 @@ class Stage:
     ) -> None:
         self.round, self.codec, self.number, self.marks, self.purpose = round_, codec, number, marks, purpose
         self._named = number if passes is None else passes
+        self._codec_name = identity(codec)
         self._sized = said_nbytes if codec.varies else None
         self._expected: list[_Expected] = []
 
@@ -193,8 +194,9 @@ class Stage:
     def _header(self, key: Key, index: int, message: Message) -> Header:
         """The header that is expected from `key`'s sender, with the largest size."""
         part, nbytes = self._named * STAGE + index, message.nbytes + self.marks
-        name = identity(self.codec)
-        return Header(name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step)
+        return Header(
+            self._codec_name, key.sender, key.fragment, key.round, part, message.numel, nbytes, step=self.round.step
+        )
 
     def _tag(self, index: int) -> int:
         """The tag of message `index`. Rounds that may be in flight together, stages, and messages have different

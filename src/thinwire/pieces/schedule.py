@@ -216,6 +216,9 @@ class Calendar:
 
     def __init__(self, schedule: Schedule | Adaptive, fragments: int, rates: Rates) -> None:
         self.schedule, self.fragments, self._rates = schedule, fragments, rates
+        # asked once: `isinstance` compares all attributes of a protocol
+        self._adaptive = schedule if isinstance(schedule, Adaptive) else None
+        self._fixed = None if isinstance(schedule, Adaptive) else schedule
         self._began, self._length = (
             0,
             0,
@@ -224,11 +227,12 @@ class Calendar:
 
     def departs(self, step: int) -> tuple[int, ...]:
         """Like `Schedule.departs`; call it once after every inner step."""
-        if not isinstance(self.schedule, Adaptive):
-            return self.schedule.departs(step, self.fragments)
+        if self._fixed is not None:
+            return self._fixed.departs(step, self.fragments)
+        assert self._adaptive is not None
         if step == self._began + 1:
             lr = self._rates(step)
-            self._length, self._lr = self.schedule.length(lr, self._lr), lr
+            self._length, self._lr = self._adaptive.length(lr, self._lr), lr
         if step < self._began + self._length:
             return ()
         self._began = step

@@ -70,11 +70,13 @@ class FragmentState:
 
     def slices(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter's local part, detached, with its slice of `flat` in the same shape."""
-        begin = 0
-        for _, parameter in self.fragment.parameters:
-            part = local(parameter.detach())
-            yield part, flat[begin : begin + part.numel()].view(part.shape)
-            begin += part.numel()
+        parts = self.parts()
+        for part, values in zip(parts, flat.split_with_sizes([part.numel() for part in parts])):
+            yield part, values.view(part.shape)
+
+    def parts(self) -> list[Tensor]:
+        """Each parameter's local part, detached."""
+        return [local(parameter.detach()) for _, parameter in self.fragment.parameters]
 
     def snapshot(self, into: Tensor) -> Tensor:
         """Copy the replica's own parameters, flat and in fp32, to the anchor's device."""
@@ -105,7 +107,7 @@ class FragmentState:
 
     def finite(self) -> bool:
         """Whether all of the replica's own parameters are finite."""
-        return all(bool(torch.isfinite(part).all()) for part, _ in self.slices(self.anchor))
+        return all(bool(torch.isfinite(part).all()) for part in self.parts())
 
     def begin_round(
         self,

@@ -19,7 +19,6 @@ from thinwire.errors import ConfigurationError, ModelError, NonFiniteError
 from thinwire.exchange import Buffers, Gossip
 from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
-from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
 from thinwire.runtime.driver import Training
@@ -127,7 +126,7 @@ class GossipDriver:
                 f"{gossip} on replicas of {site.size} ranks: its weights must be whole; start one process for each replica."
             )
         self.training, self._group, self._gossip, self._rule = training, group, gossip, gossip.rule
-        if isinstance(self._rule, Judging) and self._rule.needs_losses and training.validation is None:
+        if gossip.judging is not None and gossip.judging.needs_losses and training.validation is None:
             raise ConfigurationError(
                 f"{self._rule} without validation: it weighs neighbours by the losses of their weights; give Replica(validation=...), a function "
                 "without arguments that returns the model's losses on a few held-out batches."
@@ -225,14 +224,15 @@ class GossipDriver:
         return Key(self.training.strategy.seed, fragment.index, number, self._group.rank)
 
     def _launch(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> RoundUpdate:
-        training, rule, buffers, key = self.training, self._rule, self._flights.buffers, self._key(fragment, number)
+        training, buffers, key = self.training, self._flights.buffers, self._key(fragment, number)
+        rule, judging = self._rule, self._gossip.judging
         lands = departed + training.strategy.schedule.delay
         update: RoundUpdate
-        if isinstance(rule, Judging):
+        if judging is not None:
             size = self._group.size
             sources = self._gossip.sources(key, size)
             update = JudgedUpdate(
-                fragment, theta, rule, buffers, sources, size, key=key, departed=departed, lands=lands
+                fragment, theta, judging, buffers, sources, size, key=key, departed=departed, lands=lands
             )
         else:
             update = GossipUpdate(fragment, theta, rule, buffers, number=number, departed=departed, lands=lands)

@@ -80,7 +80,9 @@ class RoundPipeline:
         observe: Observe = lambda event, step, **fields: None,
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
-        self.policy, self._aggregate = strategy.policy, strategy.aggregate
+        self._aggregate = strategy.aggregate
+        # asked once: `isinstance` compares all attributes of a protocol
+        self._deciding = strategy.policy if isinstance(strategy.policy, Deciding) else None
         self.context, self._observe = SendContext(group), observe
         self.finished = Finished(group)
         self._ahead = int(isinstance(strategy.signal, Gradients))  # a gradient belongs to the next step
@@ -180,9 +182,9 @@ class RoundPipeline:
         return round_, self.exchange.depart(round_, update.of.exchange), self._notice(update, round_)
 
     def _notice(self, update: RoundUpdate, of: Round) -> PolicyMessage | None:
-        policy, codec = self.policy, update.of.codec
-        count = policy.tells(codec, update.number) if isinstance(policy, Deciding) else 0
-        if not isinstance(policy, Deciding) or not count:
+        policy, codec = self._deciding, update.of.codec
+        count = 0 if policy is None else policy.tells(codec, update.number)
+        if policy is None or not count:
             return None
         round_ = Round(self.context, Identity(), count, of.key, of.signal, 0, of.order, of.step)
         return PolicyMessage(round_, lambda: policy.decide(codec, update.signal, of.numel, of.key))
@@ -200,8 +202,8 @@ class RoundPipeline:
         try:
             _, settle = weighed(update, update.share)
             arrival = self.exchange.arrive(departure, settle)
-            if notice and isinstance(self.policy, Deciding):
-                update.policy = self.policy.told(update.of.codec, notice.arrive())
+            if notice and self._deciding is not None:
+                update.policy = self._deciding.told(update.of.codec, notice.arrive())
             over = True
         except PeerError as error:
             own = round_.own_failure()

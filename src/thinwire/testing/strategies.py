@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,9 +74,18 @@ def a_refused_round_changes_nothing(strategy: Strategy, replicas: int = REPLICAS
 
 def predicted_is_counted(strategy: Strategy, replicas: int = REPLICAS) -> None:
     """Law 5: predicted, reported and counted bytes are equal; if the codec `varies`, no more are counted than predicted."""
+    counted_as_predicted(strategy, *counted(strategy, replicas, steps=8))
+
+
+def counted(strategy: Strategy, replicas: int, **plan: Any) -> tuple[list[Journey], list[Ledger]]:
+    """A run with its bytes counted."""
     ledgers = [Ledger() for _ in range(replicas)]
-    journeys = journey(strategy, replicas, steps=8, wrap=lambda group: CountedGroup(group, ledgers[group.rank]))
-    fragments = strategy.partition.fragments(toy())
+    return journey(strategy, replicas, wrap=lambda group: CountedGroup(group, ledgers[group.rank]), **plan), ledgers
+
+
+def counted_as_predicted(strategy: Strategy, journeys: Sequence[Journey], ledgers: Sequence[Ledger]) -> None:
+    """Law 5 for a run that is over."""
+    replicas, fragments = len(journeys), strategy.partition.fragments(toy())
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
         predicted = sum(weighs(strategy, e, fragments[e["fragment"]], replicas, rank) for e in departures)
@@ -87,10 +96,12 @@ def predicted_is_counted(strategy: Strategy, replicas: int = REPLICAS) -> None:
         )
 
 
-def resumed_is_never_stopped(strategy: Strategy, replicas: int = 2, steps: int = 9) -> None:
-    """Law 6: a run that is saved after any step, with rounds in flight, and loaded has the same bits up to its end."""
+def resumed_is_never_stopped(
+    strategy: Strategy, replicas: int = 2, steps: int = 9, saved_at: Iterable[int] | None = None
+) -> None:
+    """Law 6: a run that is saved after any step (or the steps `saved_at`), with rounds in flight, and loaded has the same bits up to its end."""
     whole = run_threads(replicas, lambda group: whole_run(strategy, group, steps), timeout=600.0)
-    for at in range(steps + 1):
+    for at in range(steps + 1) if saved_at is None else saved_at:
 
         def replica(group: Group, at: int = at) -> list[Seen]:
             return resumed_run(strategy, group, whole[group.rank][0][at], steps, steps)
@@ -101,10 +112,13 @@ def resumed_is_never_stopped(strategy: Strategy, replicas: int = 2, steps: int =
                 law(same, f"saved at step {at} and resumed, replica {rank} differs at step {later}")
 
 
-def any_order_of_arrival(strategy: Strategy, replicas: int = REPLICAS) -> None:
-    """Law 7: a second run has the same bits, and so has a run with late messages in any order."""
-    calm = journey(strategy, replicas, steps=8, clock=still)
-    for a, b in zip(calm, journey(strategy, replicas, steps=8, clock=still, wrap=lambda group: Shuffled(group, 0))):
+def any_order_of_arrival(strategy: Strategy, replicas: int = REPLICAS, calm: Sequence[Journey] | None = None) -> None:
+    """Law 7: a second run has the same bits, and so has a run with late messages in any order. `calm` is an earlier run, under a clock that
+    stands still.
+    """
+    calm = calm or journey(strategy, replicas, steps=8, clock=still)
+    steps = len(calm[0].weights)
+    for a, b in zip(calm, journey(strategy, replicas, steps=steps, clock=still, wrap=lambda group: Shuffled(group, 0))):
         alike = all(same_bits(left, right) for left, right in zip(a.weights, b.weights, strict=True))
         law(alike and same_bits(a.final, b.final), "the order of arrival changes the weights")
 
@@ -133,9 +147,9 @@ def save(replica: Replica) -> Saved:
 
 
 def load(replica: Replica, saved: Saved) -> None:
-    replica.model.load_state_dict(frozen(saved["model"]))
+    replica.model.load_state_dict(saved["model"])  # it copies the values
     replica.optimizer.load_state_dict(frozen(saved["optimizer"]))
-    replica.load_state(frozen(saved["tensors"]), saved["facts"])
+    replica.load_state({name: tensor.clone() for name, tensor in saved["tensors"].items()}, saved["facts"])
 
 
 def fingerprint(replica: Replica) -> tuple[list[Tensor], str]:
