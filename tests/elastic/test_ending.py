@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from elastic_toy import Book, Toy, agree, one_thread, train
+from elastic_toy import RecordedRun, Toy, agree, one_thread, train
 
 from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
@@ -18,7 +18,7 @@ def test_the_only_member_that_knows_the_end_keeps_the_final_state(monkeypatch: p
     """The lighthouse restarts as soon as c has the result, and loses it. A replica that was away returns with a delta, so that the others
     could go on without c.
     """
-    cluster, book, last = SimulatedCluster(), Book(), list[str]()
+    cluster, record, last = SimulatedCluster(), RecordedRun(), list[str]()
     decide, settle = View.decide, SimulatedVoteStore.settle
 
     def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
@@ -41,10 +41,10 @@ def test_the_only_member_that_knows_the_end_keeps_the_final_state(monkeypatch: p
     monkeypatch.setattr(View, "decide", decided)
     monkeypatch.setattr(SimulatedVoteStore, "settle", settled)
     cluster.at("d", "call", lambda: cluster.freeze("d"), 4)
-    results: dict[str, Any] = cluster.play({name: train(cluster, book, least=3, keep=60.0) for name in "abcd"})
+    results: dict[str, Any] = cluster.play({name: train(cluster, record, least=3, keep=60.0) for name in "abcd"})
     assert all(isinstance(result, Toy) for result in results.values()), results
-    agree(results, book)
-    assert {name for name, event, _ in book.events if event == "doubt"} == {"a", "b"}
-    assert [fields["late"] for name, event, fields in book.events if event == "keeps" and name == "c"] == [
+    agree(results, record)
+    assert {name for name, event, _ in record.events if event == "doubt"} == {"a", "b"}
+    assert [fields["late"] for name, event, fields in record.events if event == "keeps" and name == "c"] == [
         ["a", "b", "d"]
     ]

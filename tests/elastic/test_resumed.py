@@ -97,7 +97,7 @@ def test_a_delta_whose_round_is_forgotten_is_not_sent_again(doubts: bool, monkey
     whose result is lost with the lighthouse.
     """
     monkeypatch.setattr(global_state, "REMEMBERED", 3)
-    cluster, book, trained = SimulatedCluster(), Book(), dict.fromkeys("abc", 0)
+    cluster, record, trained = SimulatedCluster(), RecordedRun(), dict.fromkeys("abc", 0)
 
     def one(toy: Toy, fragment: int) -> Tensor:
         trained[toy.name] += fragment == 0
@@ -112,12 +112,12 @@ def test_a_delta_whose_round_is_forgotten_is_not_sent_again(doubts: bool, monkey
 
     cluster.at("a", "all" if doubts else "call", freeze, 4)
     results = cluster.play(
-        {name: lambda name: Toy(cluster, name, book, inner=one, least=2).train(32) for name in "abc"}
+        {name: lambda name: Toy(cluster, name, record, inner=one, least=2).train(32) for name in "abc"}
     )
-    agree(results, book)
-    assert any(name == "a" and event == "doubt" for name, event, _ in book.events) is doubts
+    agree(results, record)
+    assert any(name == "a" and event == "doubt" for name, event, _ in record.events) is doubts
     agreed = results["a"].elastic.rounds.loop.agreed
     assert len(agreed.counted) <= 3 and trained["a"] < trained["b"]
-    history = book.history(agreed.state_digest)
+    history = record.history(agreed.state_digest)
     for fragment in range(2):
         assert {name: sum(sent(history, name, fragment)) for name in "abc"} == trained
