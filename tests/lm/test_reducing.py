@@ -8,11 +8,13 @@ import pytest
 from group_laws import TIMEOUT
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, admit, join
+from thinwire.comm.secure import Hub, Token, admit, join
 from thinwire.comm.secure.frames import with_reducer
+from thinwire.comm.secure.invitations import opened_state
 from thinwire.comm.with_hub import WithHub
 from thinwire.errors import LinkError
 from thinwire.exchange import SendContext, Star
+from thinwire.lm import reducing
 from thinwire.lm.reducing import average, joined
 from thinwire.pieces.feedback import Feedback
 from thinwire.testing.exchanges import Went, deltas
@@ -21,7 +23,7 @@ from thinwire.testing.toy import same_bits
 ROUNDS, NUMEL = 4, 200_000
 
 
-def play(group, star, x, between=lambda number: None):
+def reduce_rounds(group, star, x, between=lambda number: None):
     context, codec = SendContext(group), tw.codecs.E3M0()
     seen, state = [], star.init(codec, NUMEL, group.rank, group.size)
     for number in range(ROUNDS):
@@ -32,7 +34,19 @@ def play(group, star, x, between=lambda number: None):
     return seen
 
 
-def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path):
+def test_a_reducer_dials_its_hub_on_the_same_machine(tmp_path, monkeypatch):
+    """The address by which members reach the hub may not lead there."""
+    monkeypatch.setattr(reducing, "join", lambda *given, **more: (Token.read(given[0]).host, *given[2:], more))
+    folder = tmp_path / "hub"
+    Hub(folder, reached_at="hub.example").close()
+    for listens, host in (("127.0.0.1",) * 2, ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7",) * 2):
+        with opened_state(folder) as state:
+            state.keep("listen", listens)
+        due = host, 3, folder / reducing.KEYS, with_reducer("word"), threading.TIMEOUT_MAX, {"place": 1}
+        assert joined(folder, 2, "word") == due
+
+
+def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path, capsys):
     """What the reducer holds back survives the hub, and the replicas lose no round."""
     x = deltas(2, NUMEL, ROUNDS)
     hubs, half, again = [Hub(tmp_path / "hub")], threading.Barrier(2), threading.Barrier(2)
@@ -51,7 +65,7 @@ def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path):
     def replica(name):
         with join(token, name, 3, tmp_path / "keys", with_reducer(""), TIMEOUT) as group:
             assert group.names == ("bergen", "oslo", "reducer")
-            return play(WithHub(group), Star("hub", Feedback()), x, between)
+            return reduce_rounds(WithHub(group), Star("hub", Feedback()), x, between)
 
     def run(name, work, *of):
         try:
@@ -73,6 +87,7 @@ def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path):
         if isinstance(result, BaseException):
             raise result
     assert results["reducer"].startswith(f"{ROUNDS} rounds; ")
-    plain = tw.run_threads(2, lambda group: play(group, Star(0, Feedback()), x), timeout=TIMEOUT)
+    assert capsys.readouterr().out.endswith("averages for bergen, oslo\n")
+    plain = tw.run_threads(2, lambda group: reduce_rounds(group, Star(0, Feedback()), x), timeout=TIMEOUT)
     for one, other in zip((results["bergen"], results["oslo"]), plain):
         assert all(same_bits(a, b) for a, b in zip(one, other))

@@ -112,10 +112,11 @@ class InPlace(Only):
     def pytest_runtestloop(self, session: Any) -> bool:
         whole = compiled(self.path.read_text(encoding="utf-8"), self.path)
         of = {item.nodeid: item for item in session.items}
+        gc.unfreeze()  # conftest.py hides what is collected from the garbage collector
         functions = [
             f for f in gc.get_objects() if type(f) is FunctionType and f.__code__.co_filename == str(self.path)
         ]
-        assert whole is not None
+        assert whole is not None and functions, f"no function of {self.path} is imported"
         for one, tests, limit in self.work:
             now = compiled(one.source, self.path)
             pairs = changed_functions(whole, now) if now else None

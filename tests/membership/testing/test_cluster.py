@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from thinwire.errors import LinkError
 from thinwire.membership.commit import keys_of
-from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.membership.rendezvous import AnswerLostError
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
+from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
 
 
@@ -60,7 +64,7 @@ def test_a_fault_strikes_at_a_replicas_nth_operation():
 
 
 def presence(name, number=1):
-    return Presence(name, f"{name}-{number}", 1)
+    return Presence(name, f"{name}-{number}", 1, address=f"thread:{name}")
 
 
 def names(present):
@@ -68,7 +72,8 @@ def names(present):
 
 
 def test_a_silent_replica_counts_as_alive_until_its_timeout():
-    cluster = SimulatedCluster(heartbeat_timeout=5.0)
+    assert SimulatedCluster(heartbeat_timeout=7.0).lighthouse.heartbeat_timeout == 7.0
+    cluster = SimulatedCluster()
     lighthouse, time = cluster.lighthouse, cluster.time
     with time:
         lighthouse.hear("b", "b-1")
@@ -139,3 +144,92 @@ def test_a_killed_simulated_lighthouse_loses_its_state():
         assert set(lighthouse._silent) == {"a-1", "b-1", "c-1"} and lighthouse.up
         time.wait_for("a", lambda: not lighthouse._silent.keys() & {"a-1", "b-1"})
         assert time.now == 11.0 and set(lighthouse._silent) == {"c-1"}
+
+
+def rendezvous(cluster, name, told=None):
+    one = ThreadRendezvous(cluster, name)
+    one.arrive(name, f"{name}-1", b"", Timeouts(), lambda kind, fields: told.append((kind, fields)))
+    return one
+
+
+def test_replicas_run_in_daemon_threads_of_their_names():
+    """The program ends although a replica waits for ever."""
+
+    def run(name):
+        thread = threading.current_thread()
+        return thread.name, thread.daemon
+
+    assert SimulatedCluster().play({"a": run, "b": run}) == {"a": ("a", True), "b": ("b", True)}
+
+
+def test_a_frozen_replica_finds_what_became_true_after_its_wait_was_over():
+    cluster = SimulatedCluster()
+    cluster.later(1.0, lambda: cluster.freeze("a"))
+    cluster.later(4.0, lambda: cluster.thaw("a"))
+    with cluster.time:
+        assert cluster.wait("a", lambda: cluster.time.now >= 3.0, 2.0) and cluster.time.now == 4.0
+
+
+def test_a_member_that_ends_breaks_its_connections_at_once():
+    cluster = SimulatedCluster()
+
+    def run(name):
+        group, began = cluster.membership(name).next_view({}).group, cluster.time.now
+        if name == "a":
+            with pytest.raises(LinkError):
+                group.post(1, {}, {1: torch.zeros(1, dtype=torch.uint8)}).wait()
+        return cluster.time.now - began
+
+    assert cluster.play({"a": run, "b": run}) == {"a": 0.0, "b": 0.0}
+
+
+def test_a_connection_needs_all_members_their_links_and_the_lighthouse():
+    cluster = SimulatedCluster()
+
+    def run(name):
+        one = rendezvous(cluster, name)
+        members, _ = one.call(presence(name), 60.0)
+        began = one.clock()
+
+        def refused(group, reason, seconds):
+            with pytest.raises(LinkError, match=reason):
+                one.connect(group, members, "ab".index(name))
+            assert one.clock() - began == seconds
+
+        if name == "a":
+            refused("first", "b did not come within 10 s", 10.0)
+            cluster.cut("a", "b")
+        one.sleep(began + 20.0 - one.clock())
+        refused("second", "somebody did not come within 10 s", 30.0)
+        if name == "a":
+            cluster.later(1.0, cluster.lighthouse.stop)
+            refused("third", "the lighthouse has gone", 31.0)
+        return names(members)
+
+    assert cluster.play({"a": run, "b": run}) == {"a": ["a", "b"], "b": ["a", "b"]}
+
+
+def test_a_call_ends_in_its_last_second_or_with_the_lighthouse():
+    """An answer that is lost with a lighthouse is an error of its own; a replica that starts later finds the next lighthouse."""
+    cluster, told = SimulatedCluster(), []
+    lighthouse = cluster.lighthouse
+
+    def run(name):
+        one = rendezvous(cluster, name, told)
+        for other in "bc":
+            lighthouse.hear(other, f"{other}-1")
+        with pytest.raises(LinkError, match="nobody else, or no lighthouse") as caught:
+            one.call(presence(name), 3.0)
+        assert type(caught.value) is LinkError
+        assert told == [("retry", {"reason": "no view within 1 s: too few others called", "seconds": 0.0})]
+        cluster.later(1.0, lighthouse.stop)
+        cluster.later(2.0, lighthouse.start)
+        with pytest.raises(AnswerLostError, match="the lighthouse has gone"):
+            one.call(presence(name), 60.0)
+        for other in "bc":
+            lighthouse.leave(other)
+        late = rendezvous(cluster, name, told)
+        late.sleep(2.0)
+        return [names(late.call(presence(name), seconds)[0]) for seconds in (60.0, 1.0)]
+
+    assert cluster.play({"a": run}) == {"a": [["a"], ["a"]]}
