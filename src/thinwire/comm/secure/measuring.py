@@ -2,8 +2,8 @@
 
 When the first straight stream to a peer stands, both sides measure once: round trips of small frames, by the hub and straight, and the
 rates of `TRAIN` messages of `TRAIN_NBYTES` from the peer, by the hub and then straight. TCP's slow start is over after the first
-message. The end of the first may be late, because slow start often ends with a loss, and the next then comes at once; so the rate is that
-of the slower one of the others. By the hub a member sends its messages to all peers at once, as it sends packets: what the
+message, so the rate is that of the others. They are two, because slow start often ends with a loss: the first message is late then, and the
+second comes at once. By the hub a member sends its messages to all peers at once, as it sends packets: what the
 hub's own uplink can carry is shared by all receivers. Straight it sends them to one peer after another. It reports to the member of rank
 0, which announces the worst of all reports; from this announcement every member computes the same choice.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from secrets import randbits
 from typing import Protocol
 
@@ -154,8 +153,8 @@ class Measuring:
             if error:
                 result.cancel()
             elif len(times) == TRAIN and not result.done():
-                longest = max(end - begin for begin, end in pairwise(times))
-                result.set_result(max(1, round(8 * TRAIN_NBYTES / max(longest, 1e-6))))
+                nbytes = (TRAIN - 1) * TRAIN_NBYTES
+                result.set_result(max(1, round(8 * nbytes / max(times[-1] - times[0], 1e-6))))
 
         for _ in range(TRAIN):
             self._link.messages.receive(Receive(peer, tag, TRAIN_NBYTES, None, settled))
