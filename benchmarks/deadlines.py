@@ -19,7 +19,7 @@ import random
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from provenance import provenance, save
@@ -42,8 +42,7 @@ LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)), skips=SKIPS)
 STEPS, STEP_SECONDS, BUSY = 300, 0.5, 0.6
 RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2, steps=STEPS)
 STRATEGY = tw.streaming_sign(delay=5, codec=LEVELS)
-SCHEDULE = STRATEGY.schedule
-assert isinstance(SCHEDULE, Staggered)
+SCHEDULE = cast(Staggered, STRATEGY.schedule)
 Levels = dict[tuple[int, int], int]
 
 

@@ -115,6 +115,39 @@ def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
     assert (asked["OMP_NUM_THREADS"], asked["OMP_WAIT_POLICY"]) == ("5", "ACTIVE")
 
 
+def test_a_run_that_goes_on_without_lost_replicas_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Replica 1 of two sites fails; replica 0 ends long after the time in which those of another method must end."""
+    go, started, looks = tmp_path / "go", list[subprocess.Popen[bytes]](), [0]
+    program = f"""
+import os, sys, time
+if os.environ["RANK"] == "1": sys.exit("LinkError: the server of this site is lost")
+while not os.path.exists({str(go)!r}): time.sleep(0.01)
+"""
+    start = subprocess.Popen
+    monkeypatch.setattr(launch, "_GRACE", 0.0)
+
+    def instead(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start([sys.executable, "-c", program], **options))
+        return started[-1]
+
+    def tick() -> None:
+        looks[0] += len(started) == 2 and started[1].poll() is not None
+        if looks[0] == 3:
+            go.touch()
+
+    monkeypatch.setattr(launch.subprocess, "Popen", instead)
+    run = small_run(text, strategy="halos", delay=None)
+    launch.new_folder(run, tmp_path / "run", resume=False)
+    with pytest.raises(LinkError) as caught:
+        launch.train_processes(run, tmp_path / "run", False, tick)
+    assert str(caught.value).splitlines()[:2] == [
+        "The run ended without lost replicas, on replica 0.",
+        "replica 1 (exit code 1): LinkError: the server of this site is lost",
+    ]
+
+
 @pytest.fixture
 def a_late_signal_is_harmless() -> Iterator[None]:
     """A SIGINT that comes when the command has ended is ignored, and so ends no other test."""

@@ -47,11 +47,8 @@ def unknown(program):
         if isinstance(name, ast.Constant)
     }
     for text in texts(tree):
-        if (
-            (option := re.fullmatch(r"--([a-z][a-z_-]*)(=.*)?", text))
-            and option[1] not in own | OTHERS
-            and (option[1].replace("-", "_") not in known)
-        ):
+        option = re.fullmatch(r"--([a-z][a-z_-]*)(=.*)?", text)
+        if option and option[1] not in own | OTHERS and option[1].replace("-", "_") not in known:
             yield text
         if (call := re.fullmatch(r"([a-z_]+)\(.*\)", text)) and call[1] in makers:
             made = ast.parse(text, mode="eval").body
