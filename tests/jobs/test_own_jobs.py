@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from fresh import forget_own_files
+from own_jobs import JOB, PLAIN, SMALL, drop_checkpoints, last_losses, train, weights
 from pages import ROOT
 from safetensors.torch import load_file
 
@@ -24,104 +24,9 @@ from thinwire.jobs.base import Share
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import functions
 from thinwire.jobs.portable import decoded, encoded
-from thinwire.jobs.several import routed
 from thinwire.lm.run import Run
 from thinwire.plan.machine import Machine
 from thinwire.records.run_record import RunRecord
-
-JOB = '''\
-"""Points on a plane, and which side of a line they lie on."""
-import os
-from pathlib import Path
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
-
-class Points:
-    """Saves itself, as torchdata's loaders do."""
-    def __init__(self, share):
-        self.share, self.generator = share, torch.Generator().manual_seed(share.seed % 2**63 + share.index)
-    def __iter__(self):
-        return self
-    def __next__(self):
-        x = torch.randn(8, 4, generator=self.generator)
-        return {"x": x, "y": (x.sum(1) > 0).long()}
-    def state_dict(self):
-        return {"generator": self.generator.get_state()}
-    def load_state_dict(self, state):
-        self.generator.set_state(state["generator"])
-
-def batches(share):
-    return Points(share)
-
-steps = 0
-def loss(model, batch):
-    global steps
-    steps += 1
-    if steps == 7 and Path("kill").exists():
-        os.kill(os.getpid(), 9)
-    if steps == 3 and Path("fail").exists():
-        raise ValueError("two\\nlines")
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-def evaluate(model):
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-    return nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
-'''
-# A job without a state of its own, with samples to collate and its own optimizer.
-PLAIN = """\
-import torch
-from torch import nn
-
-def model():
-    return nn.Linear(4, 1)
-
-def batches(share):
-    while True:
-        x = torch.randn(4)
-        yield x, x.sum()
-
-def collate(samples):
-    x, y = zip(*samples)
-    return torch.stack(x), torch.stack(y)
-
-def loss(model, batch):
-    x, y = batch
-    return (model(x)[:, 0] - y).square().mean()
-
-def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-"""
-SMALL = ["--every", "4", "--delay", "2", "--checkpoint-every", "5", "--keep", "9", "--eval-every", "6"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.py").write_text(JOB)
-    (tmp_path / "plain.py").write_text(PLAIN)
-    return tmp_path
-
-
-def train(out: str, *arguments: str, job: str = "job.py", small: Sequence[str] = SMALL) -> int:
-    return main(["train", "--job", job, "--out", out, *small, "--carrier", "threads", *arguments])
-
-
-def weights(out: str) -> bytes:
-    return (Path(out) / "model.safetensors").read_bytes()
-
-
-def last_losses(out: str) -> list[float]:
-    return [float(replica.loss[-1]) for replica in RunRecord.load(out).replicas]
-
-
-def drop_checkpoints(out: str, after: int) -> None:
-    for path in Path(out).glob("checkpoints/*/step-*"):
-        if path.name > f"step-{after:08d}":
-            shutil.rmtree(path)
-    (Path(out) / "model.safetensors").unlink()
 
 
 def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,82 +186,6 @@ def test_a_job_from_the_template_and_the_example_train(here: Path, capsys: pytes
         assert last < first
 
 
-# ---- errors in the file
-
-
-def wrong(here: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns what `thinwire train` prints for a job with this text: one line, without a traceback."""
-    (here / "wrong.py").write_text(text)
-    capsys.readouterr()
-    assert train("run", "--steps", "6", job="wrong.py") == 1
-    said = capsys.readouterr().err.strip()
-    assert "Traceback" not in said and "thinwire train" not in said and said.count("\n") == 0, said
-    return said
-
-
-def test_errors_are_shown_with_their_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, line = here / "wrong.py", JOB[: JOB.index("    return nn.functional")].count("\n") + 1
-    said = wrong(here, JOB.replace('model(batch["x"])', 'model(batch["x"].T)'), capsys)
-    assert said.startswith(f"{path}:{line}, in loss: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
-    assert wrong(here, JOB + "1 / 0\n", capsys).startswith(
-        f"{path}:{JOB.count(chr(10)) + 1}, in <module>: ZeroDivisionError"
-    )
-    assert wrong(here, JOB + "def (\n", capsys).startswith(
-        f"{path}:{JOB.count(chr(10)) + 1}: SyntaxError: invalid syntax"
-    )
-    assert "A job file may import what is installed" in wrong(here, "import nobody_s_module\n" + JOB, capsys)
-    told = wrong(here, JOB.replace("def batches(share):", "def batches(share):\n    [][1]"), capsys)
-    assert "in batches: IndexError: list index out of range" in told
-
-
-def test_missing_functions_and_wrong_results_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = {
-        JOB.replace(
-            "def loss(", "def los("
-        ): "has no loss(model, batch); a job has model(), batches(share), loss(model, batch)",
-        JOB.replace("def batches(share)", "def batches()"): "batches() cannot be called as batches(share)",
-        JOB.replace(
-            "return nn.functional.cross_entropy(model(b", "return 3 or (model(b"
-        ): "loss(model, batch) returned a value of type int; a scalar tensor",
-        JOB.replace("return Points(share)", "return []"): "the iterable from batches(share) is empty",
-        JOB.replace(
-            "return Points(share)", "return 3"
-        ): "batches(share) returned a value of type int; an iterable is needed",
-        JOB.replace("return Points(share)", "yield torch.zeros(0, 4)"): "yielded an empty batch as number 1",
-        JOB.replace("    return nn.Sequential(", "    return str("): "in model: TypeError",
-        JOB.replace(
-            'return nn.functional.cross_entropy(model(batch["x"])', 'return torch.zeros(3) + (model(batch["x"])[0, 0]'
-        ).replace(', batch["y"])\n', ")\n"): "returned a tensor of shape (3,); a scalar tensor",
-        JOB.replace(
-            '(model(batch["x"])', '(model(batch["x"]).detach()'
-        ): "returned a tensor that depends on no parameter",
-    }
-    for text, expected in cases.items():
-        assert text != JOB
-        assert expected in wrong(here, text, capsys)
-
-
-def test_errors_that_occur_only_in_training_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A generator that ends, and an `evaluate` that returns no number."""
-    said = wrong(
-        here, JOB.replace("return Points(share)", "yield from list(next(Points(share)) for _ in range(3))"), capsys
-    )
-    assert "batches(share) ended after 3 for Share(seed=0, index=" in said and "while True" in said
-    shutil.rmtree("run")
-    assert "evaluate(model) returned a value of type str; a number" in wrong(
-        here, JOB + "def evaluate(model):\n    return 'good'\n", capsys
-    )
-
-
-def test_settings_that_contradict_a_job_are_refused(here: Path) -> None:
-    for settings in ({"lora": 4}, {"model": "mini"}, {"text": ("a.txt",)}, {"tokenizer": "bytes"}):
-        with pytest.raises(tw.ConfigurationError, match=next(iter(settings))):
-            Run.of(job="job.py", **settings)
-    assert main(["train", "--job", "plain.py", "--optimizer", "AdamW", "--out", "run"]) == 2
-    assert main(["train", "--job", "plain.py", "--strategy", "muloco", "--out", "run"]) == 2
-    assert not Path("run").exists()
-
-
 # ---- the parts
 
 
@@ -418,76 +247,3 @@ def test_states_of_jobs_pass_through_json() -> None:
     ):
         with pytest.raises(tw.CheckpointError):
             decoded(bad)
-
-
-# ---- several optimizers, several losses
-
-MIN_MAX = """\
-import torch
-from torch import nn
-
-def model():
-    return nn.ModuleDict({"x": nn.Linear(1, 3, bias=False), "y": nn.Linear(3, 1, bias=False)})
-
-def batches(share):
-    while True:
-        yield torch.randn(8, 1)
-
-def loss(model, batch):
-    worth = model["y"](torch.tanh(model["x"](batch))).mean()
-    return [worth + model["x"].weight.square().sum(), model["y"].weight.square().sum() - worth]
-
-def optimizer(model):
-    return [torch.optim.SGD(model["x"].parameters(), lr=0.1), torch.optim.Adam(model["y"].parameters(), lr=0.1)]
-
-def evaluate(model):
-    return {"square": model["x"].weight.square().sum(), "largest": float(model["y"].weight.max())}
-"""
-SPARSE = """\
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Embedding(30, 4, sparse=%s), nn.Linear(4, 1))
-
-def batches(share):
-    while True:
-        yield torch.randint(10, (8,))
-
-def loss(model, batch):
-    return (model(batch)[:, 0] - batch).square().mean()
-
-def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05)
-"""
-
-
-def test_each_optimizer_descends_only_its_own_loss() -> None:
-    """For example, a generator's loss passes through the discriminator and does not train it."""
-    x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
-    optimizers = [torch.optim.SGD([one], lr=0.1) for one in (x, y)]
-    worth = x * y
-    shown = routed([worth.sum(), 5 * y.sum() - worth.sum()], optimizers)
-    (shown / 2).backward()
-    assert shown.item() == 6 and x.grad.item() == 3 / 2 and y.grad.item() == (5 - 2) / 2
-
-
-@pytest.mark.parametrize("strategy", ["streaming_sign", "qsgd"])
-def test_a_job_with_two_optimizers_trains(here: Path, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "two.py").write_text(MIN_MAX)
-    assert train("whole", "--steps", "12", "--strategy", strategy, job="two.py", small=[]) == 0
-    summary = RunRecord.load("whole").summary
-    assert list(summary.losses) == ["square", "largest"] and summary.losses["square"] == summary.eval_loss
-    (here / "two.py").write_text(MIN_MAX[: MIN_MAX.index("def evaluate")] + f"# {strategy}\n")
-    assert train("none", "--steps", "4", job="two.py") == 1
-    assert "returns 2 losses, and no single number to compare runs; write evaluate(model)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("strategy", ["diloco(every=4)", "data_parallel", "qsgd"])
-def test_sparse_gradients_train_like_dense_ones(here: Path, strategy: str) -> None:
-    for sparse in (True, False):
-        (here / f"{sparse}.py").write_text(SPARSE % sparse)
-        arguments = ["--steps", "9", "--clip", "0.5", "--strategy", strategy]
-        assert train(str(sparse).lower(), *arguments, job=f"{sparse}.py", small=[]) == 0
-    one, other = (load_file(f"{sparse}/model.safetensors") for sparse in ("true", "false"))
-    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in other)

@@ -63,3 +63,13 @@ def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = Fal
         if isinstance(outcome, BaseException):
             raise outcome
     return ended
+
+
+def elastic_run(tmp_path: Path) -> Run:
+    """The settings of a small run of three replicas, with its text."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
+    return Run.of(
+        carrier="elastic", replicas=3, text=(str(text),), model="nano", steps=24, every=6, delay=4, batch=2, sequence=16,
+        checkpoint_every=5, eval_batches=1, eval_every=12, keep=9,
+    )  # fmt: skip
