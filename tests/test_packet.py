@@ -237,7 +237,7 @@ def test_hostile_values_reach_no_anchor(codec):
         outer=tw.pieces.outer.Nesterov(),
         merge=tw.pieces.merge.Mix(0.5),
     )
-    journeys = with_hostile(strategy, 3, 4, steps=12)
+    journeys = with_hostile(strategy, 3, 4, steps=8)
     for one in journeys:
         for now, first in zip(one.agreed, journeys[0].agreed):
             assert all(torch.isfinite(t).all() and same_bits(t, first[name]) for name, t in now.items())

@@ -6,9 +6,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,7 @@ import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome, Ready
-from thinwire.elastic.plan import MemberStatus
-from thinwire.errors import EndedError, LinkError
+from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.runtime.fragment_state import hold
@@ -214,7 +211,8 @@ def test_replicas_killed_together_resume_from_their_checkpoints() -> None:
     assert numbers[0] == 0 and numbers.count(0) == 1  # no replica started again from step 0
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
+# The phases of one vote and of the next ones, until training is steady; then one more.
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("phase", ["call", "put", "all", "settle", "wait", "post"])
 def test_a_lighthouse_death_at_any_phase_loses_no_delta(phase: str, nth: int) -> None:
     """If it dies during a vote, some members may know of the commit and others not; their next statuses tell."""
@@ -345,58 +343,3 @@ def test_no_module_reads_the_wall_clock() -> None:
         assert not re.search(
             r"\btime\.(time|time_ns)\(|\bdatetime\.(now|utcnow)|\blocaltime|\bgmtime", path.read_text()
         ), path
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"round": 1 << 40}, {"round": 10**400}, {"step": 1 << 50}, {"step": 41}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, 
-        {"brings": {"00": 1.0}}, {"state_digest": "a" * 100}, {"more": 1},
-    ],
-)  # fmt: skip
-def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
-    """The others continue without it, from the first round or a later one, and end as if it had not existed."""
-    cluster, record = SimulatedCluster(), RecordedRun()
-    told: list[str] = []
-
-    def broken(name: str) -> None:
-        membership = cluster.membership(name, facts=facts)
-        ThreadRendezvous(cluster, name).sleep(15.0)
-        for _ in range(5):
-            with suppress(LinkError):
-                membership.next_view(MemberStatus(round=3, state_digest="x").facts() | lie, 5.0).close()
-
-    def one(name: str) -> Toy:
-        toy = Toy(cluster, name, record, least=2, most_steps=40)
-        membership = toy.elastic.rounds.membership
-        facts.update(membership.facts)
-        membership._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
-        return toy.train(40)
-
-    facts: dict[str, str] = {}
-    results = cluster.play({"a": one, "b": one, "zz": broken})
-    agree(results, record)
-    assert all(isinstance(results[name], Toy) for name in "ab"), results
-    assert not any("zz" in fields["members"] for _, event, fields in record.events if event == "round")
-    assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each of the two reports it once
-
-
-def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header of a packet has 32 bits for the round; the bounds of statuses are far lower."""
-    monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
-    cluster, record = SimulatedCluster(), RecordedRun()
-
-    def one(name: str) -> str:
-        toy = Toy(cluster, name, record, least=2)
-        agreed = toy.elastic.rounds.loop.agreed
-        agreed.round = 1 << 32
-        toy.elastic.rounds.load(agreed)
-        toy.elastic.join()
-        toy.elastic._trained = 4.0
-        toy.elastic.rounds.depart(toy.elastic._bring(0, 4), own_steps=4)
-        toy.elastic.close()
-        return name
-
-    cluster.play({"a": one, "b": one})
-    reasons = [fields["reason"] for _, event, fields in record.events if event == "round" and fields["counted"]]
-    assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from elastic_toy import Inline, Toy, one_thread
-from reading_toy import NotingReader, book, inner
+from reading_toy import NotingReader, inner, new_record
 
 from thinwire.errors import DisagreementError, LinkError, UndecidedError
 from thinwire.membership.rendezvous import Membership
@@ -53,7 +53,7 @@ def test_who_asks_for_samples_waits_for_the_round_in_progress(
     """The round ends in doubt while the hub has gone, or with an error, after this replica has lost its samples."""
 
     def asks(name: str) -> Toy:
-        toy = Toy(cluster, name, held, inner=inner, reader=reader).begin()
+        toy = Toy(cluster, name, record, inner=inner, reader=reader).begin()
         inner(toy, 0)
         toy.elastic._trained += 1
         rounds, later = toy.elastic.rounds, Later()
@@ -69,7 +69,7 @@ def test_who_asks_for_samples_waits_for_the_round_in_progress(
         reader.draw(1)
         return toy
 
-    cluster, held, reader = SimulatedCluster(), book(), NotingReader(3, 1, 2, 60)
+    cluster, record, reader = SimulatedCluster(), new_record(), NotingReader(3, 1, 2, 60)
     told = cluster.play({"a": asks})["a"]
     if isinstance(error, UndecidedError):
         assert isinstance(told, Toy) and reader.read_count.serial >= 0, told

@@ -58,8 +58,8 @@ def by_reference(monkeypatch):
 @codecs
 @everything
 def test_codecs_have_the_bytes_of_the_reference(row, data, by_reference):
-    """Sizes differ, and payloads begin at odd addresses."""
-    for n in SIZES:
+    """Payloads begin at odd addresses. All sizes have normal values; the other values have a size with several blocks and a rest."""
+    for n in SIZES if data == "gaussian" else (129, 4097):
         x, base = DATA[data](n), gaussian(n)
 
         def coded(x=x, base=base, n=n):

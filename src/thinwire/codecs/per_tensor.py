@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -89,7 +90,7 @@ class Each(Codec):
         return self if checked(shapes) == self.shapes else replace(self, shapes=shapes, chosen=())
 
     def nbytes(self, numel: int) -> int:
-        return sum(codec.nbytes(part.numel()) for codec, part in self._coded(torch.empty(numel, device="meta")))
+        return _nbytes(self, numel)
 
     def layout(self, numel: int) -> tuple[Part, ...]:
         coded = self._coded(torch.empty(numel, device="meta"))
@@ -139,6 +140,11 @@ class Each(Codec):
         matrices, rest = split(x, self.shapes)
         small = [matrix.view(-1) for matrix in matrices if matrix.numel() < self.least]
         return [matrix for matrix in matrices if matrix.numel() >= self.least], small + rest
+
+
+@lru_cache(maxsize=4096)
+def _nbytes(codec: Each, numel: int) -> int:
+    return sum(one.nbytes(part.numel()) for one, part in codec._coded(torch.empty(numel, device="meta")))
 
 
 def _keyed(key: Key, number: int) -> Key:

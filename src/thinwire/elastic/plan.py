@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +60,7 @@ class MemberStatus:
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def of(cls, facts: Mapping[str, Any], name: str) -> MemberStatus:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from thinwire.comm.group import Group
@@ -57,7 +57,7 @@ class Presence:
     def to_json(self) -> str:
         """As JSON. Raises `ConfigurationError` if it is not JSON, contains NaN or infinity, or is too large."""
         try:
-            text = json.dumps(asdict(self), allow_nan=False)
+            text = json.dumps(vars(self), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(
                 f"replica {self.name!r}: facts and status are no plain JSON ({error}); numbers, texts, lists and mappings are needed."

@@ -1,0 +1,70 @@
+"""What members say of themselves has bounds: beyond them a status or a round is refused by name, and the others go on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from elastic_toy import RecordedRun, Toy, agree, one_thread
+
+from thinwire.elastic.plan import MemberStatus
+from thinwire.errors import LinkError
+from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
+
+__all__ = ["one_thread"]  # a fixture
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"round": 1 << 40}, {"round": 10**400}, {"step": 1 << 50}, {"step": 41}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, 
+        {"brings": {"00": 1.0}}, {"state_digest": "a" * 100}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
+    """The others continue without it, from the first round or a later one, and end as if it had not existed."""
+    cluster, record = SimulatedCluster(), RecordedRun()
+    told: list[str] = []
+
+    def broken(name: str) -> None:
+        membership = cluster.membership(name, facts=facts)
+        ThreadRendezvous(cluster, name).sleep(15.0)
+        for _ in range(5):
+            with suppress(LinkError):
+                membership.next_view(MemberStatus(round=3, state_digest="x").facts() | lie, 5.0).close()
+
+    def one(name: str) -> Toy:
+        toy = Toy(cluster, name, record, least=2, most_steps=40)
+        membership = toy.elastic.rounds.membership
+        facts.update(membership.facts)
+        membership._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None
+        return toy.train(40)
+
+    facts: dict[str, str] = {}
+    results = cluster.play({"a": one, "b": one, "zz": broken})
+    agree(results, record)
+    assert all(isinstance(results[name], Toy) for name in "ab"), results
+    assert not any("zz" in fields["members"] for _, event, fields in record.events if event == "round")
+    assert len([text for text in told if text.startswith("zz sent a status")]) == 2  # each of the two reports it once
+
+
+def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of a packet has 32 bits for the round; the bounds of statuses are far lower."""
+    monkeypatch.setattr("thinwire.elastic.plan.MOST_ROUNDS", 1 << 40)
+    cluster, record = SimulatedCluster(), RecordedRun()
+
+    def one(name: str) -> str:
+        toy = Toy(cluster, name, record, least=2)
+        agreed = toy.elastic.rounds.loop.agreed
+        agreed.round = 1 << 32
+        toy.elastic.rounds.load(agreed)
+        toy.elastic.join()
+        toy.elastic._trained = 4.0
+        toy.elastic.rounds.depart(toy.elastic._bring(0, 4), own_steps=4)
+        toy.elastic.close()
+        return name
+
+    cluster.play({"a": one, "b": one})
+    reasons = [fields["reason"] for _, event, fields in record.events if event == "round" and fields["counted"]]
+    assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons
