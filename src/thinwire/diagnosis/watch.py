@@ -1,10 +1,10 @@
 """Finds slow replicas and links, round after round, from the records of all replicas.
 
-A *way* is a pair of a sender and a receiver. It is *hot* in a round if three things hold. Its ratio (the time it took over the
-time it usually takes) is more than `ratio` times the median of all ways. Its robust score is more than `score`. And it takes longer than usual by at least `seconds` and at
-least an inner step, because a busy machine alone may delay a thread so long. It is *cold* if it is certainly not hot; otherwise
-the round does not *tell*. A way is reported if it was hot in `rounds` rounds or more, and in two thirds of the last 2 × `rounds`
-rounds that tell, and if these span at least `lasting` seconds. The report names
+A *way* is a pair of a sender and a receiver. It is *hot* in a round if three things hold. Its ratio (the time it took over the time
+it usually takes) is more than `ratio` times the median of all ways. Its robust score is more than `score`. And it takes longer than
+usual by at least `seconds` and at least an inner step, because a busy machine alone may delay a thread so long. It is *cold* if it
+is certainly not hot; otherwise the round does not *tell*. A way is reported if it was hot in `rounds` rounds or more, and in two
+thirds of the last 2 × `rounds` rounds that tell, and if these span at least `lasting` seconds. The report names
 
     all ways out of a replica, or all but one     its sender side
     all ways into it, or all but one              its receiver side
