@@ -78,13 +78,13 @@ def test_a_run_file_has_a_table_for_each_part() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[method]\nevry = 3", r"evry not known \(did you mean every\?\)"),
+        ("[method]\nevry = 3", r"evry is no setting \(did you mean every\?\)"),
         ("[method]\nlr = 0.1", r"lr is in \[method\]; it belongs in \[optimizer\]"),
         ("[data]\nseed = 1", r"seed is in \[data\]; it belongs above all tables"),
-        ("[metod]\nevery = 3", r"\[metod\] not known; a run file has \[method\], \[data\]"),
+        ("[metod]\nevery = 3", r"\[metod\] is no table of a run file \(did you mean method\?\); there are \[method\], \[data\]"),
         ("every = 3\n[method]\nevery = 4", "every is given twice"),
         ("[method]\nevery = 'x'", "every='x': a whole number is needed"),
-        ("[method.inner]\nevery = 3", "inner not known"),
+        ("[method.inner]\nevery = 3", "inner is no setting"),
     ],
 )
 def test_misplaced_and_unknown_settings_are_refused_by_name(text: str, says: str) -> None:
@@ -161,5 +161,5 @@ def test_settings_are_set_and_returned_by_name() -> None:
     run = Run.of(every=50, lr=0.01, seed=3)
     assert (run.method.every, run.optimizer.lr, run.seed) == (50, 0.01, 3)
     assert Run.of(**run.settings()) == run and set(run.settings()) == set(PART_OF)
-    with pytest.raises(ConfigurationError, match=r"evry: not known \(did you mean every\?\)"):
+    with pytest.raises(ConfigurationError, match=r"evry is no setting \(did you mean every\?\)"):
         run.changed(evry=3)

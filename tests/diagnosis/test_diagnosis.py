@@ -273,7 +273,7 @@ def test_the_report_command_diagnoses_a_run_from_its_files(tmp_path, capsys):
 
 def test_the_diagnosis_states_what_it_cannot_tell(tmp_path, capsys):
     two = diagnose(write(tmp_path / "two", [round_of(n, "01") for n in range(8)], replicas=2))
-    assert two.verdict == "nothing to see" and "a third would" in two.doubts[-1]
+    assert two.verdict == "no slow replica or link was found" and "a third replica would" in two.doubts[-1]
     few = diagnose(write(tmp_path / "few", [round_of(0, "012")]))
     assert "after 4 rounds of a fragment; there are 1" in few.doubts[0]
     lone = diagnose(write(tmp_path / "lone", [[record] for record in (round_of(n, "012")[0] for n in range(9))]))

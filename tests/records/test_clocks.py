@@ -95,4 +95,4 @@ def test_a_run_on_several_machines_is_drawn_on_one_clock(tmp_path: Path, capsys:
     assert main(["top", str(tmp_path), "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["clocks"]["replica-1"]["seconds"] == pytest.approx(5.0, abs=0.1)
-    assert "Clocks beside that of replica-0" in told.err
+    assert "Clocks compared with that of replica-0" in told.err

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _one_sentence(verb: str, error: Exception) -> str:
     """The message of an error, without the numbers that Python puts before the words of the system."""
-    return printable_lines(f"thinwire {verb}: " + re.sub(r"\[Errno \d+\] ", "", str(error)))
+    return printable_lines(f"thinwire {verb}: " + re.sub(r"\[Errno -?\d+\] ", "", str(error)))
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Finds slow replicas and links, round after round, from the records of all replicas.
 
-A way is *hot* in a round if three things hold. Its ratio (the time it took over the time it usually takes) is more than `ratio`
-times the median of all ways. Its robust score is more than `score`. And it takes longer than usual by at least `seconds` and at
-least an inner step, because a busy machine alone may delay a thread so long. It is *cold* if it is certainly not hot; otherwise
-the round does not tell. A way is reported if it was hot in `rounds` rounds or more, and in two thirds of the last 2 × `rounds`
-rounds that tell, and if these span at least `lasting` seconds. The report names
+A *way* is a pair of a sender and a receiver. It is *hot* in a round if three things hold. Its ratio (the time it took over the time
+it usually takes) is more than `ratio` times the median of all ways. Its robust score is more than `score`. And it takes longer than
+usual by at least `seconds` and at least an inner step, because a busy machine alone may delay a thread so long. It is *cold* if it
+is certainly not hot; otherwise the round does not *tell*. A way is reported if it was hot in `rounds` rounds or more, and in two
+thirds of the last 2 × `rounds` rounds that tell, and if these span at least `lasting` seconds. The report names
 
     all ways out of a replica, or all but one     its sender side
     all ways into it, or all but one              its receiver side
@@ -71,7 +71,7 @@ class Rules:
         if not all(isfinite(n) for n in numbers) or self.ratio <= 1 or self.score <= 0 or min(numbers) < 0:
             raise ConfigurationError(f"{self}: a ratio above 1, a positive score and no negative seconds are needed.")
         if self.rounds < 2 or self.known < 2:
-            raise ConfigurationError(f"{self}: at least 2 rounds are needed, one is chance, and at least 2 known.")
+            raise ConfigurationError(f"{self}: rounds and known must be at least 2, because one slow round is chance.")
 
 
 class _Told(NamedTuple):
@@ -115,7 +115,7 @@ class _Lasting(NamedTuple):
         if 3 * len(hot) < 2 * len(told) or len(rounds) < rules.rounds or max(at) - min(at) < rules.lasting:
             return None
         seconds, usual = (median(getattr(one, what) for one in hot) for what in ("seconds", "usual"))
-        when = f"in {len(rounds)} of the last {len(all_rounds)} rounds that tell"
+        when = f"in {len(rounds)} of the last {len(all_rounds)} rounds with a clear result"
         return cls(rounds[0], rounds[-1], seconds, usual, when)
 
 

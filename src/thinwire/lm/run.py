@@ -149,7 +149,9 @@ class Run:
         by_part: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             if name not in PART_OF:
-                raise ConfigurationError(f"{name}: not known{nearest(name, PART_OF)}; a run has {', '.join(PART_OF)}.")
+                raise ConfigurationError(
+                    f"{name} is no setting{nearest(name, PART_OF)}; a run has {', '.join(PART_OF)}."
+                )
             by_part.setdefault(PART_OF[name], {})[name] = value
         own = by_part.pop("", {})
         parts = {part: dataclasses.replace(getattr(self, part), **given) for part, given in by_part.items()}
@@ -332,11 +334,13 @@ class Run:
         if unknown:
             near = nearest(unknown[0], PART_OF)
             raise ConfigurationError(
-                f"{path}: {', '.join(unknown)} not known{near}; a run has {', '.join(sorted(PART_OF))}."
+                f"{path}: {', '.join(unknown)} is no setting{near}; a run has {', '.join(sorted(PART_OF))}."
             )
         tables = [table for table in table_of.values() if table and table not in PARTS]
         if tables:
-            raise ConfigurationError(f"{path}: [{tables[0]}] not known; a run file has {_tables()}.")
+            raise ConfigurationError(
+                f"{path}: [{tables[0]}] is no table of a run file{nearest(tables[0], PARTS)}; there are {_tables()}."
+            )
         for name, table in table_of.items():
             if table and table != PART_OF[name]:
                 due = f"in [{PART_OF[name]}]" if PART_OF[name] else "above all tables"

@@ -295,7 +295,7 @@ class Placement(CheckedSettings):
     weigh: Literal["alike", "tokens"] | None = None
     """All deltas count alike, or by tokens: if replicas differ in speed. Default: tokens if the job packs documents, otherwise alike."""
     evict: bool = False
-    """Elastic: put out a replica that most others find to hold them up (thinwire docs diagnosis)."""
+    """Elastic: remove a replica if most others report that it delays them (thinwire docs diagnosis)."""
     link: str = "none"
     """Emulate a link of this rate and delay under the carrier, such as 50mbit,30ms; trace:FILE,30ms: a file has the rates."""
     slow: tuple[float, ...] = ()

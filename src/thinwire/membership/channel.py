@@ -138,7 +138,9 @@ class Channel:
         try:
             self._line = socket.create_connection((host, port), timeout=seconds)
         except OSError as error:
-            raise LinkError(f"no lighthouse at {where}: {error}.") from None
+            raise LinkError(
+                f"no lighthouse at {where}: {error.strerror or error}; check the address, and that `thinwire lighthouse` runs there."
+            ) from None
         try:
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

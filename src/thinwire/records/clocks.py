@@ -118,7 +118,11 @@ def text_of_clocks(clocks: Mapping[str, Offset]) -> str:
         f"{name} {text_of_seconds(abs(clock.seconds))} {'ahead' if clock.seconds >= 0 else 'behind'} (± {text_of_seconds(clock.error)})"
         for name, clock in clocks.items()
     ]
-    return f"Clocks beside that of {next(iter(clocks))}, by messages: {', '.join(told[1:])}." if told[1:] else ""
+    return (
+        f"Clocks compared with that of {next(iter(clocks))}, by the times of messages: {', '.join(told[1:])}."
+        if told[1:]
+        else ""
+    )
 
 
 def offsets_of(files: Mapping[str, Sequence[Sequence[Event]]]) -> dict[str, Offset]:

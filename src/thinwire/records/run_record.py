@@ -391,7 +391,7 @@ def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:
         seconds = sum(item.span.end - item.span.begin for item in lost)
         remarks.append(
             f"{sum(item.steps for item in lost)} inner steps ({text_of_seconds(seconds)}, "
-            f"{text_of_nbytes(sum(item.nbytes for item in lost))}), all replicas together, were lost to restarts and "
-            "done again; they are not in the numbers."
+            f"{text_of_nbytes(sum(item.nbytes for item in lost))}), all replicas together, were lost in restarts and "
+            "repeated; the numbers do not count them twice."
         )
     return remarks

@@ -61,7 +61,7 @@ class Diagnosis:
     def verdict(self) -> str:
         if self.findings:
             return "; ".join(f"{finding.syndrome}: {finding.culprit}" for finding in self.findings)
-        return "nothing to see" if self.rounds else "cannot tell"
+        return "no slow replica or link was found" if self.rounds else "cannot tell"
 
     def lines(self) -> list[str]:
         """Lines for people: every finding with its figures and advice, then earlier findings, then doubts."""
@@ -271,14 +271,16 @@ def _doubts(
             "files beside these."
         )
     if len(names) == 1:
-        doubts.append("One log tells nothing of who waits for whom: at least two are needed.")
+        doubts.append("One log does not show which replica waits for which; at least two logs are needed.")
     elif not rounds:
-        doubts.append("No round is recorded by two replicas: too early, or a run of an older version.")
+        doubts.append("No two replicas recorded the same round: the run has just begun, or an older version wrote it.")
     elif not ways:
         doubts.append(
-            f"What links usually take is known after {rules.known} rounds of a fragment; there are {rounds} in all."
+            f"A link's usual time is known after {rules.known} rounds of one fragment; this run has {rounds} rounds in all."
         )
     if len(names) == 2 and rounds:
-        doubts.append("Two replicas cannot tell a slow sender from a slow receiver or a slow link: a third would.")
+        doubts.append(
+            "With two replicas, a slow sender, a slow receiver and a slow link look alike; a third replica would tell them apart."
+        )
     damaged = sum(log.damaged for log in logs)
     return doubts + ([f"{damaged} records could not be read."] if damaged else [])

@@ -107,25 +107,25 @@ def write_report(
     return out
 
 
-_LOSS = "Thick: evaluation of the agreed weights. Thin: training loss of replica 0, smoothed. Steps done twice after a restart count once."
+_LOSS = "The thick line is the evaluation of the agreed weights; the thin one is replica 0's training loss, smoothed. Repeated steps count once."
 _TIMELINE = (
-    "Inner steps should leave no gaps: packets fly while the replica goes on computing. Numbers are fragments; full colour: "
-    "on the link, faint: waiting for it or travelling. Drag to move through the run."
+    "Without stalls, inner steps leave no gaps, because packets travel while the replica computes. The numbers in the bars are fragments. "
+    "A packet has its full colour while it is on the link, and a faint one while it waits or travels. Drag to move through the run."
 )
-_LINK = "Bits each replica sends, over time."
+_LINK = "The bits that each replica sends, over time."
 _DISTRIBUTIONS = (
-    "Replicas side by side. A density is a sum of Gaussian kernels; on a logarithmic axis it is that of the logarithm. Small bumps may be "
+    "The replicas side by side. A density is a sum of Gaussian kernels; on a logarithmic axis it is that of the logarithm. Small bumps may be "
     "chance. An exchange begins when a fragment departs and ends when all packets are there."
 )
 _WIRE = (
     "Every byte by purpose and peer, as each replica's ledger counted it; headers of TCP and IP come on top. Seconds are sums over messages. "
-    "Queued, on the link: what an emulated link did to what was sent; a real one does not tell its sender. Until there: "
-    "from asking for a message to having it, the lateness of its sender included."
+    '"Queued" and "on the link" are times of an emulated link; a real link does not tell them. "Until there" is the time from the request for '
+    "a message to its arrival, and so contains the lateness of its sender."
 )
 
 _DIAGNOSIS = (
-    "Seconds that a message took of late from sender (row) to receiver (column), and times what it usually takes there. Only durations are compared, "
-    "each by the clock of one machine."
+    "The seconds that recent messages took from sender (row) to receiver (column), and that time divided by the usual one. Only durations are "
+    "compared, each by the clock of one machine."
 )
 
 

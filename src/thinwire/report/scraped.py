@@ -134,7 +134,7 @@ class ScrapedTop:
                 )
             )  # fmt: skip
         head = printable(f"{self._run}, {self.address}: step {self._step}, {len(self._seen)} replicas", 400)
-        return Group(Text(head), table, Text("Speeds are those since this began to look.", style="dim"))
+        return Group(Text(head), table, Text("Speeds are means since this screen was opened.", style="dim"))
 
     @property
     def _step(self) -> int:

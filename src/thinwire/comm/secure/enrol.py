@@ -111,8 +111,9 @@ class Enrolment:
                     advice = " Ask the hub's owner for a new token." if served else ""
                     raise Refused(f"{error.details()}.{advice}") from None
                 raise LinkError(
-                    f"the hub at {token.host}:{token.join_port} does not answer ({error.details()}). If its authority was "
-                    "rotated while this machine was away, ask the hub's owner for a new token"
+                    f"the hub at {token.host}:{token.join_port} does not answer ({str(error.details()).rpartition(': ')[2]}). Check that it "
+                    "runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the hub's "
+                    "owner for a new token."
                 ) from None
         admitted = self._opened(bytes(raw))
         if admitted.credentials.authorities != authority:
@@ -175,7 +176,7 @@ async def _shown(host: str, port: int) -> bytes:
         async with asyncio.timeout(ANSWER_SECONDS):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except (OSError, TimeoutError) as error:
-        raise LinkError(f"the hub at {host}:{port} does not answer ({error})") from None
+        raise LinkError(f"the hub at {host}:{port} does not answer ({error}); check that it runs.") from None
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     finally:
