@@ -81,7 +81,10 @@ def test_a_run_file_has_a_table_for_each_part() -> None:
         ("[method]\nevry = 3", r"evry is no setting \(did you mean every\?\)"),
         ("[method]\nlr = 0.1", r"lr is in \[method\]; it belongs in \[optimizer\]"),
         ("[data]\nseed = 1", r"seed is in \[data\]; it belongs above all tables"),
-        ("[metod]\nevery = 3", r"\[metod\] is no table of a run file \(did you mean method\?\); there are \[method\], \[data\]"),
+        (
+            "[metod]\nevery = 3",
+            r"\[metod\] is no table of a run file \(did you mean method\?\); there are \[method\], \[data\]",
+        ),
         ("every = 3\n[method]\nevery = 4", "every is given twice"),
         ("[method]\nevery = 'x'", "every='x': a whole number is needed"),
         ("[method.inner]\nevery = 3", "inner is no setting"),
