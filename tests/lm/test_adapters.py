@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_runs import cut_back
 
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm import launch
@@ -107,7 +108,7 @@ def train(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
 
 
 def test_adapters_train_a_pretrained_model_further(tmp_path: Path, text: str) -> None:
-    first = train(tmp_path / "first", run_of(text, steps=40, lr=2e-3))
+    first = train(tmp_path / "first", run_of(text, steps=16, lr=2e-3))
     path = tmp_path / "first/model.safetensors"
     model = make_model(ModelSpec(model=str(path)), 32, 0, 256)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in load_file(path).items())
@@ -148,7 +149,7 @@ def test_files_without_a_model_are_refused(tmp_path: Path) -> None:
 def test_only_adapters_are_sent_and_both_model_forms_are_saved(tmp_path: Path, text: str) -> None:
     """End to end: only the adapters are sent, the base is unchanged, and a stopped run resumes bit for bit."""
     base = tmp_path / "base/model.safetensors"
-    train(tmp_path / "base", run_of(text, steps=30))
+    train(tmp_path / "base", run_of(text, steps=4))
     settings = run_of(text, model=str(base), lora=2, steps=16)
     summary = train(tmp_path / "lora", settings)
     model = make_model(settings.model, settings.data.sequence, settings.seed, 256)
@@ -166,13 +167,7 @@ def test_only_adapters_are_sent_and_both_model_forms_are_saved(tmp_path: Path, t
     assert plain.keys() == trained.keys()
     assert torch.equal(plain["embedding.weight"], trained["embedding.weight"])
     assert not torch.equal(plain["blocks.0.mlp.up.weight"], trained["blocks.0.mlp.up.weight"])
-    train(tmp_path / "stopped", run_of(text, model=str(base), lora=2, steps=16))
-    for newer in (tmp_path / "stopped").glob("checkpoints/*/step-*"):
-        if newer.name > "step-00000010":
-            for file in newer.iterdir():
-                file.unlink()
-            newer.rmdir()
-    (tmp_path / "stopped/model.safetensors").unlink()
+    cut_back(tmp_path / "lora", tmp_path / "stopped", 10)
     train(tmp_path / "stopped", run_of(text, model=str(base), lora=2, steps=16), resume=True)
     events = read_events(tmp_path / "stopped/events/replica-0.jsonl")
     assert [event["from_step"] for event in events if event["event"] == "resume"] == [10]
