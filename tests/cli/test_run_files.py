@@ -12,7 +12,8 @@ import pytest
 import tomli_w
 
 from thinwire.cli import main
-from thinwire.cli.options import MOST_USED
+from thinwire.cli.options import MOST_USED, read
+from thinwire.cli.train import Options
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import PART_OF, PARTS, Run
 from thinwire.lm.setup import learning_rate
@@ -121,6 +122,18 @@ def test_help_shows_ten_options_first_and_the_others_in_the_tables_of_a_run_file
     assert list(groups) == [f"[{part}]" for part in PARTS] and "seed" in other and "json" in other
     for part in PARTS:
         assert groups[f"[{part}]"] == [n for n, of in PART_OF.items() if of == part and n not in first]
+
+
+def test_an_option_that_may_be_left_out_shows_one_type_and_none_sets_it_back(capsys: Any) -> None:
+    Path("run.toml").write_text("[method]\nevery = 30\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "None" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--lr", "abc"])
+    assert ended.value.code == 2 and "could not convert string to float: 'abc'" in capsys.readouterr().err
+    assert read(Options, "train", ["run.toml"], "").run_settings.method.every == 30
+    assert read(Options, "train", ["run.toml", "--every", "None"], "").run_settings.method.every is None
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_one(capsys: Any) -> None:

@@ -275,7 +275,7 @@ def test_the_diagnosis_states_what_it_cannot_tell(tmp_path, capsys):
     two = diagnose(write(tmp_path / "two", [round_of(n, "01") for n in range(8)], replicas=2))
     assert two.verdict == "no slow replica or link was found" and "a third replica would" in two.doubts[-1]
     few = diagnose(write(tmp_path / "few", [round_of(0, "012")]))
-    assert "after 4 rounds of a fragment; there are 1" in few.doubts[0]
+    assert "after 4 rounds of one fragment; this run has 1 in all" in few.doubts[0]
     lone = diagnose(write(tmp_path / "lone", [[record] for record in (round_of(n, "012")[0] for n in range(9))]))
     assert lone.verdict == "cannot tell" and "1 of 3 replicas left an event log" in lone.doubts[0]
     with pytest.raises(DataError, match="Give the folder"):

@@ -87,7 +87,7 @@ def test_killed_processes_resume_to_the_weights_of_an_uninterrupted_run(here: Pa
     (here / "fail").unlink()
     (here / "kill").touch()
     killed = thinwire("train", "--job", "job.py", "--out", "run", *SMALL, "--steps", "12")
-    assert killed.returncode == 1 and f"exit code -{int(signal.SIGKILL)}" in killed.stderr, killed.stderr
+    assert killed.returncode == 1 and f"killed by signal {int(signal.SIGKILL)}" in killed.stderr, killed.stderr
     (here / "kill").unlink()
     done = thinwire("train", "--resume", "--out", "run")
     assert done.returncode == 0, done.stdout + done.stderr

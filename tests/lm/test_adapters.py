@@ -52,7 +52,7 @@ def adapted(kind: str, rank: int = 4) -> Any:
 
 def test_a_missing_peft_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigurationError, match=r"lora=4.*pip install thinwire\[lora\]"):
+    with pytest.raises(ConfigurationError, match=r"lora=4.*pip install 'thinwire\[lora\]'"):
         attach(bare("ours"), 4, 0)
 
 

@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest) -> HuggingFace:
 
 def test_a_missing_transformers_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match=r"pip install thinwire\[hf\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'thinwire\[hf\]'"):
         hugging_face("llama")
 
 

@@ -57,7 +57,7 @@ def test_the_privacy_guarantee_is_in_summary_and_report(
 
 @pytest.mark.skipif(PRESENT, reason="dp-accounting is installed")
 def test_a_missing_accountant_is_reported_before_training(tmp_path: Path, arguments: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"pip install thinwire\[privacy\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'thinwire\[privacy\]'"):
         main([*arguments, "--steps", "12", "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 

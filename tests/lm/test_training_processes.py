@@ -78,7 +78,7 @@ def test_a_replica_killed_with_sigkill_is_named_and_the_run_resumes_exactly(tmp_
     killed = processes_of(folder)[1]
     os.kill(killed, signal.SIGKILL)
     thread.join(900)
-    assert not thread.is_alive() and "--resume" in str(outcome[0]) and "exit code -9" in str(outcome[0])
+    assert not thread.is_alive() and "thinwire resume" in str(outcome[0]) and "killed by signal 9" in str(outcome[0])
     run_in(folder, run, resume=True)
     assert events_of(folder, "resume")[-1]["from_step"] >= 10  # type: ignore[operator]
     assert model_of(folder) == model_of(tmp_path / "whole")

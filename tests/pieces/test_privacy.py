@@ -136,7 +136,7 @@ def test_more_rounds_and_less_noise_raise_epsilon():
 
 @pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is not None, reason="dp-accounting is installed")
 def test_a_missing_accountant_is_an_error_with_advice():
-    with pytest.raises(tw.ConfigurationError, match=r"pip install thinwire\[privacy\]"):
+    with pytest.raises(tw.ConfigurationError, match=r"pip install 'thinwire\[privacy\]'"):
         tw.pieces.privacy.Privacy().epsilon(1)
 
 

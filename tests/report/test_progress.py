@@ -51,10 +51,14 @@ def test_progress_lines_are_printed_without_a_terminal(tmp_path: Path, write_eve
             "seconds_spent": 0.1,
             "of": "anchors",
         }
-        write_events(log, [warning, warning, evaluation, *steps(6, 7)])
+        skip = {"event": "skip", "seconds": 9.0, "step": 6, "reason": "the gradient's norm is nan"}
+        write_events(log, [warning, warning, skip, skip | {"step": 7}, evaluation, *steps(6, 7)])
     lines = out.getvalue().splitlines()
     assert lines[1] == r"warning (replica 0, step 5): slow\x1b[31m link\n[bold]x"
-    assert "evaluation 1.5000 at step 5" in lines[2] and len(lines) == 3
+    assert lines[2].startswith(
+        "warning (replica 0, step 6): the step changed no weights, because the gradient's norm is nan. If"
+    )
+    assert "evaluation 1.5000 at step 5" in lines[3] and "skipped steps: 2" in lines[3] and len(lines) == 4
     assert all(letter.isprintable() or letter == "\n" for letter in out.getvalue())
 
 

@@ -175,7 +175,7 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
 def console(json: bool) -> Terminal:
     """The console for people: stdout, or stderr if stdout is for programs. In a file tables get their full width."""
     stream = sys.stderr if json else sys.stdout
-    return Terminal(file=stream, width=None if stream.isatty() else 120)
+    return Terminal(file=stream, width=None if stream.isatty() else 160)
 
 
 def teller(console: Console) -> Callable[[str], object]:

@@ -71,7 +71,9 @@ class Rules:
         if not all(isfinite(n) for n in numbers) or self.ratio <= 1 or self.score <= 0 or min(numbers) < 0:
             raise ConfigurationError(f"{self}: a ratio above 1, a positive score and no negative seconds are needed.")
         if self.rounds < 2 or self.known < 2:
-            raise ConfigurationError(f"{self}: rounds and known must be at least 2, because one slow round is chance.")
+            raise ConfigurationError(
+                f"{self}: at least 2 rounds are needed, because one slow round is chance, and at least 2 known."
+            )
 
 
 class _Told(NamedTuple):

@@ -276,7 +276,7 @@ def _doubts(
         doubts.append("No two replicas recorded the same round: the run has just begun, or an older version wrote it.")
     elif not ways:
         doubts.append(
-            f"A link's usual time is known after {rules.known} rounds of one fragment; this run has {rounds} rounds in all."
+            f"A link's usual time is known after {rules.known} rounds of one fragment; this run has {rounds} in all."
         )
     if len(names) == 2 and rounds:
         doubts.append(

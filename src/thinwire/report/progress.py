@@ -288,7 +288,7 @@ def compare_table(records: Sequence[RunRecord]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", min_width=8)
     for what, _ in records[0].summary.figures() if records else ():
-        table.add_column(what, justify="right", min_width=max(map(len, what.split())))
+        table.add_column(what, justify="right")
     table.add_column("score", justify="right")
     table.add_column("numbers are")
     best = best_loss(records)
