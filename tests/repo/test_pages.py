@@ -72,6 +72,8 @@ def check(command: str, folder: Path) -> None:
             check_thinwire(arguments, folder)
         case "make":
             assert set(arguments) <= TARGETS
+        case "source":
+            assert arguments == [".venv/bin/activate"]
         case "pip":
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert arguments[0] == "install" and arguments[1:] in [["."], *([f".[{extra}]"] for extra in extras)]

@@ -41,7 +41,7 @@ _ABOVE = -1  # the sender of a message from the global server
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentUpdate:
     """An update that has no reply yet: what its fragment was before it."""
 
     base: Tensor
@@ -61,7 +61,7 @@ class Exchanged:
     version: int = 0  # of g
     number: int = 0  # of the next update
     rounds: int = 0  # since the last update
-    away: Sent | None = None
+    away: SentUpdate | None = None
     tokens: float = 0.0  # since the last update
     steps: int = 0
 
@@ -152,7 +152,7 @@ class SiteHost(Host):
         """Send the update of a fragment."""
         one, anchor, method = self._exchanged[fragment], self.syncer.agreed[fragment].anchor, self._method
         key = Key(self._upper.seed, fragment, one.number, method.site, kind)
-        one.away = Sent(one.base, one.feedback, one.tokens, one.steps, one.rounds)
+        one.away = SentUpdate(one.base, one.feedback, one.tokens, one.steps, one.rounds)
         body, one.feedback = encoded(self._wire.up[fragment], method.feedback, one.feedback, one.base - anchor, key)
         speed = sum(1 / seconds for seconds in self.seconds if seconds)
         self._raise(
@@ -291,7 +291,7 @@ class SiteHost(Host):
             named, due, known = under(f"site.{index}.", tensors), above.counted[index], above.known[index]
             one.version, one.number, one.rounds, one.tokens, one.steps, sent = kept
             one.base, one.known, one.feedback = named["base"], known, under("feedback.", named)
-            one.away = Sent(named["sent.base"], under("sent.feedback.", named), *sent) if sent else None
+            one.away = SentUpdate(named["sent.base"], under("sent.feedback.", named), *sent) if sent else None
             if due > one.number:
                 anew.append(index)
                 self._begin_anew(index, known, above.versions[index], due)
