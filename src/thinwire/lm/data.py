@@ -76,7 +76,7 @@ def default_cache() -> Path:
         return home / "Library" / "Caches" / "thinwire"
     if sys.platform == "win32":
         return home / "AppData" / "Local" / "thinwire" / "cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "thinwire"
+    return home / ".cache" / "thinwire"
 
 
 def _checksum(file: Path) -> str:
@@ -112,7 +112,7 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise DataError(
-            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Set XDG_CACHE_HOME, or give cache=…."
+            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Make it writable, or choose another HOME (in Python cache=…)."
         ) from error
     try:
         held_out = [source for source in sources if derive(0, f"held out {source.name}") < share * 2**63]
@@ -145,15 +145,13 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         making.rename(folder)
     except OSError as error:
         raise DataError(
-            f"cache {folder}: {error}; the cache of tokens needs more space. Free some, set XDG_CACHE_HOME, or give cache=…."
+            f"cache {folder}: {error}; the cache of tokens needs more space. Free some, or choose another HOME (in Python cache=…)."
         ) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
     corpus = _load(folder, given)
     if corpus is None:
-        raise DataError(
-            f"cache {folder}: another program changed it while it was made. Run the command again, or give cache=…."
-        )
+        raise DataError(f"cache {folder}: another program changed it while it was made. Run the command again.")
     return corpus
 
 
@@ -165,7 +163,7 @@ def _alone(folder: Path) -> Iterator[None]:
         lock = (folder.parent / f".{folder.name}.lock").open("w")
     except OSError as error:
         raise DataError(
-            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Set XDG_CACHE_HOME, or give cache=…."
+            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Make it writable, or choose another HOME (in Python cache=…)."
         ) from error
     with lock:  # closing the file, or the end of the process, releases the lock
         fcntl.flock(lock, fcntl.LOCK_EX)
