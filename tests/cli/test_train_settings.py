@@ -130,7 +130,7 @@ def test_compare_continues_after_a_method_fails(here: Path, capsys: Capture) -> 
     assert main([*asked, *strategies]) == 1
     told = capsys.readouterr()
     rows = {row["strategy"]: row for row in json.loads(told.out)["strategies"]}
-    assert "cannot be written" in rows["diloco"]["failed"] and "failed" in told.err
+    assert "is a file, and the run needs a folder" in rows["diloco"]["failed"] and "failed" in told.err
     assert all(rows[name]["eval_loss"] > 0 for name in ("muloco", "local_sgd"))
     assert (out / "report.html").exists()
     (out / "diloco-seed-0").unlink()

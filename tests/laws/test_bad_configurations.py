@@ -296,7 +296,7 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.catalogue.parsing.parse("E9M9"),
-        f"'E9M9' in 'E9M9' is not known; choose from {', '.join(sorted(PIECES))}.",
+        f"'E9M9' is not known; choose from {', '.join(sorted(PIECES))}.",
     ),
 }  # fmt: skip
 

@@ -115,5 +115,5 @@ def test_a_piece_without_its_row_is_not_found() -> None:
     """So it is the row by which the test above finds the piece."""
     import thinwire as tw
 
-    with pytest.raises(tw.ConfigurationError, match="'Mine' in 'Mine' is not known"):
+    with pytest.raises(tw.ConfigurationError, match="'Mine' is not known"):
         tw.catalogue.parsing.parse("Mine")

@@ -237,7 +237,7 @@ def test_no_text_is_an_error(tmp_path: Path) -> None:
         Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
     with pytest.raises(ConfigurationError, match="held_out_share=0"):
         Corpus.open([tmp_path], held_out_share=0)
-    with pytest.raises(DataError, match=r"cache .* a folder to write in"):
+    with pytest.raises(DataError, match=r"cache .* must be writable"):
         Corpus.open([tmp_path / "a.jsonl"], cache=tmp_path / "a.jsonl")
 
 

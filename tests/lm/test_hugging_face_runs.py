@@ -136,7 +136,7 @@ def test_damaged_weights_are_reported_in_one_line(
     weights = folder_of("llama", tokenizer, here / "base") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert train("hf:base", "run") == 1
-    assert "sound weights in a folder" in capsys.readouterr().err
+    assert "undamaged weights" in capsys.readouterr().err
 
 
 def test_a_model_folder_is_never_overwritten(tokenizer: Any, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise DataError(
-            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Set HOME to such a folder, or give cache=…."
+            f"cache {folder.parent}: {error}; the cache of tokens must be writable. Make it so, or choose another HOME (in Python cache=…)."
         ) from error
     try:
         held_out = [source for source in sources if derive(0, f"held out {source.name}") < share * 2**63]
@@ -145,15 +145,13 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         making.rename(folder)
     except OSError as error:
         raise DataError(
-            f"cache {folder}: {error}; the cache of tokens needs more space. Free some, or give cache=…."
+            f"cache {folder}: {error}; the cache of tokens needs more space. Free some, or choose another HOME (in Python cache=…)."
         ) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
     corpus = _load(folder, given)
     if corpus is None:
-        raise DataError(
-            f"cache {folder}: another program changed it while it was made. Run the command again, or give cache=…."
-        )
+        raise DataError(f"cache {folder}: another program changed it while it was made. Run the command again.")
     return corpus
 
 
@@ -165,7 +163,7 @@ def _alone(folder: Path) -> Iterator[None]:
         lock = (folder.parent / f".{folder.name}.lock").open("w")
     except OSError as error:
         raise DataError(
-            f"cache {folder.parent}: {error}; the cache of tokens needs a folder in which it may write. Set HOME to such a folder, or give cache=…."
+            f"cache {folder.parent}: {error}; the cache of tokens must be writable. Make it so, or choose another HOME (in Python cache=…)."
         ) from error
     with lock:  # closing the file, or the end of the process, releases the lock
         fcntl.flock(lock, fcntl.LOCK_EX)
