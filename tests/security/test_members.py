@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 import random
 import socket
 import threading
@@ -18,7 +19,7 @@ from raw_member import RawMember, admitted, welcomed
 from secure_groups import run_secure
 from tcp_proxy import Proxy
 
-from thinwire.comm.secure import Hub, frames, join
+from thinwire.comm.secure import Hub, frames, join, streams
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.comm.secure.proxy import CLOSING, STRANGERS
 from thinwire.comm.secure.state import HubState
@@ -248,6 +249,22 @@ def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
         assert "the sender floods" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         hub.close()
+
+
+def test_a_member_cannot_take_the_streams_of_the_others(hub, audit, tmp_path, monkeypatch):
+    """It opens one stream more than it may, and says nothing. One is refused, and a group of others exchanges its messages."""
+    monkeypatch.setattr(streams, "STREAMS_OF_MEMBER", 4)
+    ended: queue.Queue[grpc.RpcError] = queue.Queue()
+    with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as member:
+        for _ in range(5):
+            member.control().call.add_done_callback(ended.put)
+        first = ended.get(timeout=600.0)
+        assert (
+            first.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            and "oslo.member.thinwire has 4 open streams" in first.details()
+        )
+        run_secure(hub.invite(2), 2, rounds, tmp_path / "keys")
+    audit.wait("refused oslo.member", "a member may have no more")
 
 
 def test_a_revoked_member_is_disconnected_at_once(hub, audit, tmp_path):

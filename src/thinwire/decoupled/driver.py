@@ -41,7 +41,7 @@ from thinwire.decoupled.messages import (
 )
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
-from thinwire.decoupled.saved import Departed, load_syncer, resume, state_of, state_of_syncer
+from thinwire.decoupled.saved import Departed, checked, load_syncer, resume, state_of, state_of_syncer
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, hold, said_by
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
@@ -378,7 +378,7 @@ class Unequal(Attached):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Collective, before the first inner step. Raises `CheckpointError`, `LinkError`."""
-        anew, syncer = self._load_host(tensors, facts), self._host.syncer if self._host else None
+        anew, syncer = self._load_host(tensors, checked(facts)), self._host.syncer if self._host else None
         found = resume(self._team, HOST, syncer, self._states, tensors, facts, self._method.outer, anew)
         self.step = self._began_at = found.step
         self._numbers, self._tokens_since = found.numbers, found.tokens

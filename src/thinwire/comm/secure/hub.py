@@ -46,7 +46,17 @@ from thinwire.comm.secure.relay import Connection, Pipe
 from thinwire.comm.secure.requests import HubRequester, RequestHandler, opened_meet, serving_requests
 from thinwire.comm.secure.runs import HubRuns
 from thinwire.comm.secure.state import HubState
-from thinwire.comm.secure.streams import Handle, Handlers, Refusing, first, reading, unary, writing
+from thinwire.comm.secure.streams import (
+    STREAMS_OF_ALL,
+    Bounded,
+    Handle,
+    Handlers,
+    Refusing,
+    first,
+    reading,
+    unary,
+    writing,
+)
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.token import Token
 from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member
@@ -149,7 +159,9 @@ class Hub:
             )
         ):
             members = place == 0
-            server = grpc.aio.server(handlers=(Handlers(handlers),), options=options, maximum_concurrent_rpcs=1024)
+            server = grpc.aio.server(
+                handlers=(Handlers(handlers),), options=options, maximum_concurrent_rpcs=STREAMS_OF_ALL
+            )
             self._servers.append(server)
             inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
             await server.start()
@@ -199,11 +211,12 @@ class Hub:
 
     @property
     def _of_members(self) -> dict[str, grpc.RpcMethodHandler]:
+        bounded = Bounded(self._audit)
         return {
-            CONTROL: grpc.stream_stream_rpc_method_handler(self._control),
-            BULK: grpc.stream_stream_rpc_method_handler(self._bulk),
-            MEET: grpc.stream_stream_rpc_method_handler(self._meet),
-            FOLLOW: grpc.unary_stream_rpc_method_handler(self._follow),
+            CONTROL: grpc.stream_stream_rpc_method_handler(bounded(self._control)),
+            BULK: grpc.stream_stream_rpc_method_handler(bounded(self._bulk)),
+            MEET: grpc.stream_stream_rpc_method_handler(bounded(self._meet)),
+            FOLLOW: grpc.unary_stream_rpc_method_handler(bounded(self._follow)),
         }
 
     # Members.

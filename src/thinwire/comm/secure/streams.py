@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,9 +17,12 @@ from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import Pipe, flattened
 from thinwire.errors import LinkError, PacketError
 
+STREAMS_OF_ALL = 1024  # open at a time
+STREAMS_OF_MEMBER = 128  # of these; a member needs a few, and more for a while after its link was cut
 HELLO_SECONDS = 30.0  # most seconds until an authenticated member sends its first frame
 
 Handle = Callable[[frames.Frame], None]
+Serve = Callable[[Any, Any], Awaitable[None]]  # a stream's first request or iterator, and its context
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
@@ -57,6 +61,29 @@ class Refusing:
 
     def _who(self) -> str:
         return f"{self._proxy.remote_address(self._context.peer())} {self._name()}"
+
+
+class Bounded:
+    """Serves at most `STREAMS_OF_MEMBER` streams of one member at a time, so that it cannot take those of the others."""
+
+    def __init__(self, audit: AuditLog) -> None:
+        self._audit, self._open = audit, Counter[str]()
+
+    def __call__(self, serve: Serve) -> Serve:
+        async def some(given: Any, context: Any) -> None:
+            (name,) = context.auth_context().get("x509_common_name", [b""])  # TLS has checked the certificate
+            who = name.decode(errors="replace")
+            if self._open[who] >= STREAMS_OF_MEMBER:
+                why = f"{who} has {STREAMS_OF_MEMBER} open streams, and a member may have no more"
+                self._audit.stranger("refused", who, why)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+            self._open[who] += 1
+            try:
+                await serve(given, context)
+            finally:
+                self._open[who] -= 1
+
+        return some
 
 
 def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHandler:
