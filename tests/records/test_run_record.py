@@ -117,7 +117,7 @@ def test_a_resume_drops_the_steps_that_are_repeated(tmp_path: Path, write_events
     # neither lost steps nor the restart count as time of the loop
     assert record.summary.wall_seconds == pytest.approx(2.0 + 3.0)
     assert record.summary.compute_utilization == pytest.approx(1.0)
-    assert any("lost to restarts" in remark for remark in record.remarks)
+    assert any("lost in restarts" in remark for remark in record.remarks)
 
 
 def test_events_after_the_checkpoint_within_its_step_are_dropped(

@@ -37,7 +37,7 @@ def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -
     for what, value in RunRecord.load(run).summary.figures():
         assert what in text and value in text
     assert text.count("emulated") >= 6
-    for expected in ("E3M0(block=128)", "AMD EPYC 7B13", "3f1c2aa", "blocks 1, 5", "from step 100", "lost to restarts"):
+    for expected in ("E3M0(block=128)", "AMD EPYC 7B13", "3f1c2aa", "blocks 1, 5", "from step 100", "lost in restarts"):
         assert expected in text, expected
     assert not list(out.parent.glob("*.part"))
 
