@@ -88,6 +88,8 @@ def drawing(source: Path = SOURCE) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" aria-label="Map of the code" '
         'font-family="system-ui, sans-serif" font-size="13">',
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0,0 L8,4 L0,8 z" fill="#8aa0b4"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{tall}" fill="#ffffff"/>',
     ]
     for name in sorted(arrows):
@@ -96,7 +98,7 @@ def drawing(source: Path = SOURCE) -> str:
             start, end = y + BOX_HEIGHT // 2, to_y - BOX_HEIGHT // 2
             bend = (end - start) // 2
             curve = f"M{x},{start} C{x},{start + bend} {to_x},{end - bend} {to_x},{end}"
-            lines.append(f'<path d="{curve}" fill="none" stroke="#8aa0b4" stroke-width="1"/>')
+            lines.append(f'<path d="{curve}" fill="none" stroke="#8aa0b4" stroke-width="1" marker-end="url(#head)"/>')
     for name in sorted(places):
         x, y = places[name]
         top, left = y - BOX_HEIGHT // 2, x - BOX_WIDTH // 2

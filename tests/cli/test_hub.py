@@ -46,3 +46,17 @@ def test_a_hub_whose_stdout_was_closed_before_the_token_serves(
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [('[data]\ntext = ["/data/law.txt"]', "names files in text"), ("[data", "cannot be read")],
+    ids=["names a text", "no TOML"],
+)
+def test_a_run_file_that_members_would_refuse_is_refused_by_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    """Before a token is made, which a member would use in vain."""
+    (tmp_path / "run.toml").write_text(text)
+    assert main(["hub", "--run-file", str(tmp_path / "run.toml"), "--out", str(tmp_path / "hub")]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "hub").exists()

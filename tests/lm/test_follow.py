@@ -15,6 +15,7 @@ from thinwire.cli import main
 from thinwire.errors import PacketError
 from thinwire.lm.follow import WeightsFollower
 from thinwire.lm.publish import Publisher
+from thinwire.lm.run import Run
 from thinwire.pieces.partition import Fragment
 from thinwire.records.published import PublishedFolder
 
@@ -96,6 +97,12 @@ def test_a_follower_gets_each_published_version_bit_for_bit(
     assert again["copied"] == 0 and again["nbytes"] < 0.1 * again["full_nbytes"]
     assert Path("live").is_symlink() and main(["follow", "run", "--out", "exported"]) == 2
     assert main(["follow", "exported"]) == 2
+
+
+def test_following_a_run_that_publishes_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run.of(steps=3).save(tmp_path / "run.toml")
+    assert main(["follow", str(tmp_path), "--out", str(tmp_path / "live")]) == 2
+    assert "publishes nothing: it was started without --publish" in capsys.readouterr().err
 
 
 def test_a_follower_rejects_wrong_digests_and_resumes_after_a_cut(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, DataError, LinkError, PacketError
 from thinwire.lm.follow import Followed, WeightsFollower
 from thinwire.records.published import Origin, PublishedFolder
+from thinwire.records.run_file import read_run_file
 from thinwire.records.units import text_of_nbytes
 
 
@@ -73,6 +74,10 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
     if not (folder / "run.toml").exists():
         raise ConfigurationError(
             f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train --publish` wrote, or a hub's token."
+        )
+    if not (folder / "published").exists() and not read_run_file(folder / "run.toml")[0].get("publish"):
+        raise ConfigurationError(
+            f"the run in {folder} publishes nothing: it was started without --publish. Resume it with --publish."
         )
     yield PublishedFolder(folder), ConfigurationError
 

@@ -24,6 +24,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.records.printable import printable
 from thinwire.records.published import PublishedFolder
+from thinwire.records.run_file import names_of_files, read_run_file
 
 PORT = 29530
 # A cipher of TLS 1.2 that a P-256 key cannot use, so that gRPC accepts only TLS 1.3.
@@ -133,6 +134,8 @@ def _run(asked: Options, console: Console) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda told, _: ended.append(told))
     fresh = not (asked.out / "hub.sqlite").exists()
+    if asked.run_file:
+        _check_run_file(asked.run_file)
     folder = private_folder(asked.out)
     if asked.run_file:
         shutil.copyfile(asked.run_file, folder / "run.toml")
@@ -176,6 +179,19 @@ def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65535:
         raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{PORT}.")
     return host.strip("[]"), int(port)
+
+
+def _check_run_file(path: Path) -> None:
+    """Raise `ConfigurationError` for a run file that the members' machines would refuse after they were admitted."""
+    try:
+        named = names_of_files(read_run_file(path)[0])
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--run-file {path} cannot be read ({error}).") from None
+    if named:
+        raise ConfigurationError(
+            f"--run-file {path} names files in {', '.join(named)}, and a hub may name none on the machines of its members; leave that out, "
+            "or let each member give its own run file: thinwire join TOKEN run.toml --name NAME."
+        )
 
 
 def _told(asked: Options, console: Console, token: str) -> int:

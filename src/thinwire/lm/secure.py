@@ -27,7 +27,7 @@ from thinwire.lm.reducing import reducing
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.pieces.own_files import shortened
 from thinwire.records.published import PublishedFolder
-from thinwire.records.run_file import read_run_file
+from thinwire.records.run_file import names_of_files, read_run_file
 
 _WAIT_SECONDS = 600.0  # seconds to wait for the other replicas of this machine
 
@@ -96,7 +96,7 @@ def run_of_hub(path: Path) -> Run:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"the hub's run file cannot be read ({error}); give a run file of your own.") from None
     tokenizer = str(settings.get("tokenizer") or "bytes")
-    named = [name for name in ("text", "job") if settings.get(name)]
+    named = names_of_files(settings)
     named += ["model"] if str(settings.get("model", "nano")) not in SIZES else []
     models = settings.get("models") or []
     named += ["models"] if not isinstance(models, list) or not set(map(str, models)) <= SIZES.keys() else []
