@@ -65,7 +65,7 @@ def test_a_resume_from_a_torchtitan_checkpoint_is_exact(tmp_path, capsys):
 def test_pipeline_parallel_models_are_refused():
     trainer = SimpleNamespace(model_parts=[Toy(), Toy()])
     with (
-        pytest.raises(tw.ConfigurationError, match=r"2 model parts .*pipeline_parallel_degree to 1"),
+        pytest.raises(tw.ConfigurationError, match=r"2 model parts: .*pipeline_parallel_degree to 1"),
         attach(trainer, STREAMING, tw.ThreadGroup.create(1)[0]),
     ):
         pass
