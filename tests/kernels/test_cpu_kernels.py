@@ -161,6 +161,40 @@ def test_add_sent_and_divide_sent_match_the_reference(data):
 
 
 @everything
+def test_mean_sent_matches_add_sent_and_divide_sent(data):
+    """Three packets with common and own elements, some of which are zeros; and none with an element."""
+    for n in SIZES:
+        kept = min(n, 1 + n // 3)
+        index = torch.cat([torch.randperm(n, generator=_draw)[:kept].sort().values for _ in range(3)])
+        values, weights = DATA[data](3 * kept) / 4, torch.tensor([0.5, 0.3, 0.0])
+        values[::5] = 0.0
+        found = torch.full((n,), 7.0), torch.full((n,), 7.0)
+        for kernels_, out in zip((cpu, reference), found):
+            kernels_.mean_sent(index, values, weights, out)
+        total, counted = torch.zeros(n), torch.zeros(n)
+        for places, some, weight in zip(index.view(3, -1), values.view(3, -1), weights.tolist()):
+            cpu.add_sent(torch.zeros(n).index_copy_(0, places, some), total, counted, weight)
+        cpu.divide_sent(total, counted)
+        assert same_bits(found[0], total) and same_bits(found[1], total)
+
+
+@over("bits", range(1, 9))
+def test_levels_next_to_a_half_match_the_reference(bits):
+    """At and next to halves the sum of a quotient in fp32 could round to another level than the quotient in fp64."""
+    top = (1 << bits) - 1
+    halves = torch.arange(1000) % top + 0.5
+    near = torch.cat([torch.nextafter(halves, halves * 0), halves, torch.nextafter(halves, halves + 1)]) - 0.25
+    x = torch.cat([torch.tensor([-0.25, top - 0.25]), near]) * 0.3
+    made = [torch.empty(packed_nbytes(len(x), bits) + 8, dtype=torch.uint8) for _ in range(2)]
+    for kernels_, payload in zip((cpu, reference), made):
+        assert kernels_.encode_levels(x, payload, bits, 4096)
+    assert torch.equal(*made)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x[5] = value
+        assert not cpu.encode_levels(x, made[0], bits, 4096) and not reference.encode_levels(x, made[1], bits, 4096)
+
+
+@everything
 @over("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
 def test_select_above_matches_the_reference(data, threshold):
     for n in SIZES:
@@ -229,7 +263,7 @@ def test_the_kernels_depend_on_device_and_layout():
     assert kernels.of(torch.zeros(8, device="meta")) is reference
 
 
-MODULES = ("numba_support", "cpu_dense", "cpu_sparse", "cpu_block")
+MODULES = ("numba_support", "cpu_dense", "cpu_levels", "cpu_sparse", "cpu_block")
 
 
 def import_again() -> list[CPUDispatcher]:
@@ -262,6 +296,7 @@ def fresh_kernels(monkeypatch):
         tw.codecs.E3M0(),
         tw.codecs.Int(8, 32, "fp32", "stochastic"),
         tw.codecs.Cast(),
+        tw.codecs.Levels(),
         tw.codecs.Sign(),
         tw.codecs.TopK(0.01),
         tw.codecs.ChunkedTopK(values=tw.codecs.Sign()),
@@ -311,6 +346,7 @@ def test_functions_compile_without_a_cache_folder(monkeypatch):
         tw.codecs.Identity(),
         tw.codecs.Cast(),
         tw.codecs.Cast("fp16"),
+        tw.codecs.Levels(),
         tw.codecs.Sign(),
     ],
     ids=str,

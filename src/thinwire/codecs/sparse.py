@@ -77,14 +77,19 @@ class LargestOfChunks(Codec, ABC):
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
-        places = self._places(out.numel())
+        index, values = self.sent(payload, out.numel(), key, weight)
+        kernels.of(index, values, out).add_at(index, values, out)
+
+    def sent(self, payload: Tensor, numel: int, key: Key, weight: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The ascending indices of the values in a payload for `numel` elements, and these values times `weight`."""
+        places = self._places(numel)
         begin = self.values.nbytes(places.kept)
         within = unpack(payload[begin:], places.kept, places.width)
         if places.chunk < places.numel:
             _check_ascending(within[within >= places.chunk], places.chunk)  # empty if the chunk is a power of two
         index = _index(within, places)
-        _check_ascending(index, out.numel())
-        out.index_add_(0, index, _decoded(self.values, payload[:begin], places.kept, key, weight))
+        _check_ascending(index, numel)
+        return index, _decoded(self.values, payload[:begin], places.kept, key, weight)
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,8 @@ class RandomK(Codec):
         check_fit(self, out, payload)
         index, most = self._drawn(out.numel(), key, out.device), torch.finfo(torch.float32).max
         values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
-        out.index_add_(0, index, values.clamp_(-most, most).mul_(weight))
+        values = values.clamp_(-most, most).mul_(weight)
+        kernels.of(index, values, out).add_at(index, values, out)
 
     @property
     def claims(self) -> frozenset[str]:

@@ -39,6 +39,11 @@ class Kernels(Protocol):
     def add_blocks(self, payload: Tensor, out: Tensor, grid: Grid, block: int, scale: Scale, weight: float) -> None:
         """Add `weight` times the decoded `payload` of `encode_blocks` to `out`; any bytes of that size decode."""
 
+    def encode_levels(self, x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
+        """⌈n·bits/8⌉ bytes of levels, lowest bits first, then the ends of each block in fp32 (codecs/uniform.py)."""
+
+    def add_levels(self, payload: Tensor, out: Tensor, bits: int, block: int, weight: float) -> None: ...
+
     def encode_floats(self, x: Tensor, payload: Tensor, form: Float) -> bool:
         """Round to the nearest, ties to even, and saturate instead of becoming infinite."""
 
@@ -75,6 +80,9 @@ class Kernels(Protocol):
         int64 `index`.
         """
 
+    def add_at(self, index: Tensor, values: Tensor, out: Tensor) -> None:
+        """`out`[index] += values, for int64 `index` without repetition and inside `out`."""
+
     def add_sent(self, values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
         """For each value that is not zero: `total` += value·weight and `counted` += weight, each product and sum rounded to fp32. Sets all
         `values` to +0. `total` must start at +0.
@@ -82,6 +90,11 @@ class Kernels(Protocol):
 
     def divide_sent(self, total: Tensor, counted: Tensor) -> None:
         """`total` /= `counted` where `counted` is not zero."""
+
+    def mean_sent(self, index: Tensor, values: Tensor, weights: Tensor, out: Tensor) -> None:
+        """What `add_sent` of all packets and `divide_sent` leave in `total`, into `out`. `index` (int64) has the ascending indices of one
+        packet's `values` after another's, equally many of each; `weights` has one for each packet.
+        """
 
     def nesterov(
         self,

@@ -1,5 +1,5 @@
-"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense` and `cpu_sparse`
-have the rest.
+"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense`, `cpu_levels` and
+`cpu_sparse` have the rest.
 
 Every loop works on stripes of `STRIPE` elements, whose codes are in the cache with one byte each. Rounding is a loop over 32-bit lanes,
 packing is a loop over bytes, and both compile to vector instructions. Only the stripe is allocated.
@@ -14,7 +14,18 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
-from thinwire.kernels.cpu_sparse import add_sent, divide_sent, pack, select_above, select_drawn, select_largest, unpack
+from thinwire.kernels.cpu_levels import add_levels, encode_levels
+from thinwire.kernels.cpu_sparse import (
+    add_at,
+    add_sent,
+    divide_sent,
+    mean_sent,
+    pack,
+    select_above,
+    select_drawn,
+    select_largest,
+    unpack,
+)
 from thinwire.kernels.grid import Grid, Scale
 from thinwire.kernels.numba_support import (
     INFINITE,
@@ -37,14 +48,18 @@ from thinwire.kernels.numba_support import (
 )
 
 __all__ = [
+    "add_at",
     "add_blocks",
     "add_floats",
+    "add_levels",
     "add_sent",
     "add_signs",
     "divide_sent",
     "encode_blocks",
     "encode_floats",
+    "encode_levels",
     "encode_signs",
+    "mean_sent",
     "nesterov",
     "pack",
     "select_above",

@@ -35,6 +35,10 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     _unpack(packed.numpy(), numbers.numpy(), u64(width))
 
 
+def add_at(index: Tensor, values: Tensor, out: Tensor) -> None:
+    _add_at(index.numpy(), values.numpy(), out.detach().numpy())
+
+
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
     """Skips sixteen values at a time if all are +0."""
     given = values.numpy()
@@ -44,6 +48,10 @@ def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> N
 
 def divide_sent(total: Tensor, counted: Tensor) -> None:
     _divide_sent(total.numpy(), counted.numpy())
+
+
+def mean_sent(index: Tensor, values: Tensor, weights: Tensor, out: Tensor) -> None:
+    _mean_sent(index.numpy(), values.numpy(), weights.numpy(), out.numpy())
 
 
 def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
@@ -131,6 +139,12 @@ def _unpack(packed: Any, numbers: Any, width: Any) -> None:
         held, bits = held >> width, bits - width
 
 
+@compiled
+def _add_at(index: Any, values: Any, out: Any) -> None:
+    for j in range(u64(index.size)):
+        out[u64(index[j])] += values[j]
+
+
 @inlined
 def _add_these(values: Any, total: Any, counted: Any, weight: Any, begin: Any, end: Any) -> None:
     for i in range(begin, end):
@@ -159,6 +173,38 @@ def _divide_sent(total: Any, counted: Any) -> None:
     for i in range(u64(total.size)):
         count = counted[i]
         total[i] /= count if count != np.float32(0.0) else np.float32(1.0)
+
+
+@compiled
+def _mean_sent(index: Any, values: Any, weights: Any, out: Any) -> None:
+    """A stripe at a time: add all packets' values, then divide them; a count that was used becomes zero, so each value is divided once."""
+    n, size, at = u64(out.size), u64(index.size) // u64(weights.size), ZERO
+    counted, places = np.zeros(STRIPE, np.float32), np.empty(weights.size, np.uint64)
+    for m in range(places.size):
+        places[m] = u64(m) * size
+    while at < n:
+        stop = min(at + STRIPE, n)
+        for i in range(at, stop):
+            out[i] = np.float32(0.0)
+        for m in range(places.size):
+            j, last, weight = places[m], u64(m + 1) * size, weights[m]
+            while j < last and u64(index[j]) < stop:
+                i, value = u64(index[j]), values[j]
+                if value != np.float32(0.0):
+                    out[i] += np.float32(value * weight)
+                    counted[i - at] += weight
+                j += ONE
+        for m in range(places.size):
+            j, last = places[m], u64(m + 1) * size
+            while j < last and u64(index[j]) < stop:
+                i = u64(index[j])
+                count = counted[i - at]
+                if count != np.float32(0.0):
+                    out[i] /= count
+                    counted[i - at] = np.float32(0.0)
+                j += ONE
+            places[m] = j
+        at = stop
 
 
 @inlined

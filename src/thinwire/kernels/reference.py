@@ -100,6 +100,42 @@ def _padded(x: Tensor, block: int) -> Tensor:
     return (torch.nn.functional.pad(x, (0, missing)) if missing else x).reshape(-1, block)
 
 
+# ---- even levels
+
+
+def encode_levels(x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
+    ends, top = [torch.zeros(0, 2, device=x.device)], (1 << bits) - 1
+    for begin, end in _ranges(x.numel(), block):
+        blocks = _extended(x[begin:end], block)
+        least, largest = (most(1, keepdim=True).add(0.0) for most in (blocks.amin, blocks.amax))  # -0 becomes +0
+        unit = (largest.double() - least) / top
+        level = blocks.double().sub_(least).div_(unit.masked_fill_(unit == 0, torch.inf)).add_(0.5)
+        codes = _packed(level.clamp_(max=top).nan_to_num_().long().view(-1)[: end - begin], bits)
+        payload[begin * bits // 8 :][: len(codes)] = codes
+        ends.append(torch.cat([least, largest], 1))
+    payload[-(-x.numel() * bits // 8) :] = torch.cat(ends).view(-1).view(torch.uint8)
+    return _finite(x)
+
+
+def add_levels(payload: Tensor, out: Tensor, bits: int, block: int, weight: float) -> None:
+    ends = payload[-(-out.numel() * bits // 8) :].clone().view(torch.float32).view(-1, 2).double()
+    top, most = (1 << bits) - 1, torch.finfo(torch.float32).max
+    share = torch.arange(top + 1, device=out.device) / torch.tensor(top, dtype=torch.float64, device=out.device)
+    for begin, end in _ranges(out.numel(), block):
+        codes = _unpacked(payload[begin * bits // 8 : -(-end * bits // 8)], end - begin, bits)
+        level = _extended(codes, block)
+        least, largest = torch.split(ends[begin // block :][: len(level)], 1, 1)
+        values = least * (1 - share) + largest * share  # of each level; exact at both ends
+        values = torch.where(values.isinf(), values, values.clamp(-most, most)).float().mul_(weight)
+        out[begin:end].add_(values.gather(1, level).view(-1)[: end - begin])
+
+
+def _extended(x: Tensor, block: int) -> Tensor:
+    """Flat `x` as [blocks, block]; the last block is filled up with its last value."""
+    missing = -x.numel() % block
+    return (torch.cat([x, x[-1:].expand(missing)]) if missing else x).view(-1, block)
+
+
 # ---- floats
 
 
@@ -178,6 +214,10 @@ def select_drawn(stream: int, numel: int, index: Tensor) -> None:
     index.copy_(draw(stream, 0, numel).topk(len(index), largest=False).indices.sort().values)
 
 
+def add_at(index: Tensor, values: Tensor, out: Tensor) -> None:
+    out.index_add_(0, index, values)
+
+
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
     counted.add_((values != 0).float().mul_(weight))
     total.add_(values.mul_(weight))
@@ -186,6 +226,16 @@ def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> N
 
 def divide_sent(total: Tensor, counted: Tensor) -> None:
     total.div_(counted.masked_fill(counted == 0, 1.0))
+
+
+def mean_sent(index: Tensor, values: Tensor, weights: Tensor, out: Tensor) -> None:
+    out.zero_()
+    counted = torch.zeros_like(out)
+    parts = zip(index.view(len(weights), -1), values.view(len(weights), -1), weights)
+    for places, some, weight in parts:
+        out.index_add_(0, places, some * weight)
+        counted.index_add_(0, places, (some != 0).float().mul_(weight))
+    divide_sent(out, counted)
 
 
 def _largest(rows: Tensor, count: int) -> Tensor:
