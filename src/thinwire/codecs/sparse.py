@@ -72,7 +72,7 @@ class LargestOfChunks(Codec, ABC):
         places = self._places(x.numel())
         within = _largest(self, x, payload, places)
         begin = self.values.nbytes(len(within))
-        self.values.encode(x[_index(within, places)], payload[:begin], key)
+        self.values.encode(x.index_select(0, _index(within, places)), payload[:begin], key)
         payload[begin:] = pack(within, places.width)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
@@ -209,7 +209,7 @@ class RandomK(Codec):
     def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
         check_fit(self, x, payload)
         check_finite(x)
-        self.values.encode(x[self._drawn(x.numel(), key, x.device)], payload, key)
+        self.values.encode(x.index_select(0, self._drawn(x.numel(), key, x.device)), payload, key)
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
@@ -236,7 +236,7 @@ class RandomK(Codec):
 
     def project(self, x: Tensor, means: tuple[Tensor, ...], key: Key) -> Tensor:
         check_finite(x)
-        return x[self._drawn(x.numel(), key, x.device)]
+        return x.index_select(0, self._drawn(x.numel(), key, x.device))
 
     def expand(self, codes: tuple[Tensor, ...], numel: int, key: Key) -> Tensor:
         index, most = self._drawn(numel, key, codes[0].device), torch.finfo(torch.float32).max

@@ -1,7 +1,7 @@
 """`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense`, `cpu_levels` and
 `cpu_sparse` have the rest.
 
-Every loop works on stripes of `STRIPE` elements, whose codes are in the cache with one byte each. Rounding is a loop over 32-bit lanes,
+Every loop works on stripes of elements, whose codes are in the cache with one byte each. Rounding is a loop over 32-bit lanes,
 packing is a loop over bytes, and both compile to vector instructions. Only the stripe is allocated.
 """
 
@@ -68,6 +68,7 @@ __all__ = [
     "unpack",
 ]
 
+_SHORT = u64(1024)  # elements of a stripe that are read twice, and their random numbers: all in the first-level cache
 _SCALES = {"exponent": 0, "bf16": 1, "fp32": 2}
 
 
@@ -222,17 +223,17 @@ def _nearest(x: Any, form: Any) -> Any:
 
 @inlined
 def _either(x: Any, noise: Any, form: Any) -> Any:
-    """Round to one of the two neighbours: to the upper one if `noise`, of 24 bits, is below the part that is cut off."""
+    """Round to one of the two neighbours: to the upper one if `noise`, of 24 bits, is below the part that is cut off. Below the least normal
+    number, steps are counted in parts of 2^-24, rounded up, because a part counts as soon as it is above the noise.
+    """
     _, mantissa, normal, _, _, _, _ = form
     dropped, scaled = i32(23 - mantissa), bits_of(x)
-    size, whole = magnitude(scaled), i32(0x4B000000)  # 2^23: above it fp32 has no fractions
-    low = real_of(size) * real_of(i32(i32(254 + mantissa) << 23) - normal)
-    below = np.floor(low)
-    up = i32(1) if low - below > f32(noise) * f32(2.0**-24) else i32(0)
-    steps = i32(bits_of(below + real_of(whole)) - whole + up)
+    size = magnitude(scaled)
+    parts = np.ceil(real_of(size) * real_of(i32(i32((254 + mantissa + 24) << 23) - normal)))
+    low = right(i32(i32(parts) + i32(i32(0xFFFFFF) - noise)), i32(24))
     high = right(i32(size + i32(noise & i32(left(i32(1), dropped) - 1))), dropped)
     high = i32(high - i32(right(normal, dropped) - left(i32(1), mantissa)))
-    return _signed(scaled, steps if size < normal else high, form)
+    return _signed(scaled, low if size < normal else high, form)
 
 
 @inlined
@@ -256,11 +257,11 @@ def _stripe_scales(
 @compiled
 def _round_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block: Any, kind: Any) -> Any:
     width, n = u64(form[0]), u64(x.size)
-    codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
+    codes, scales = np.empty(_SHORT, np.uint8), np.empty(_SHORT + ONE, np.int32)
     place, worst = (n * width + u64(7)) >> u64(3), i32(0)
     at = following = ZERO  # start of this stripe, and of the next block
     while at < n:
-        stop = min(at + STRIPE, n)
+        stop = min(at + _SHORT, n)
         begin, end = at, min(following, stop)  # the rest of the previous block
         number, following, place, most = _stripe_scales(
             bits, payload, place, scales, following, stop, form, largest, block, kind
@@ -286,13 +287,13 @@ def _round_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, bloc
 def _draw_blocks(x: Any, bits: Any, payload: Any, form: Any, largest: Any, block: Any, kind: Any, stream: Any) -> Any:
     """Like `_round_blocks`, with stochastic rounding."""
     width, n = u64(form[0]), u64(x.size)
-    codes, scales = np.empty(STRIPE, np.uint8), np.empty(STRIPE + ONE, np.int32)
-    noise = np.empty(STRIPE, np.int32)
+    codes, scales = np.empty(_SHORT, np.uint8), np.empty(_SHORT + ONE, np.int32)
+    noise = np.empty(_SHORT, np.int32)
     words = noise.view(np.uint64)
     place, worst = (n * width + u64(7)) >> u64(3), i32(0)
     at = following = ZERO
     while at < n:
-        stop = min(at + STRIPE, n)
+        stop = min(at + _SHORT, n)
         begin, end = at, min(following, stop)
         number, following, place, most = _stripe_scales(
             bits, payload, place, scales, following, stop, form, largest, block, kind

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numba.cpython.unsafe.numbers import trailing_zeros
 from torch import Tensor
 
 from thinwire.kernels import reference
@@ -24,6 +25,8 @@ from thinwire.kernels.numba_support import (
     u64,
 )
 
+_EIGHTH = i32(1 << 20)  # in the bits of a magnitude: an eighth to a sixteenth of it
+_LONG = u64(256)  # elements; in shorter chunks the search among all is as fast
 _MANY = 1 << 16  # elements; with fewer, sampling saves no time
 
 
@@ -281,14 +284,14 @@ def _count(bits: Any, begin: Any, end: Any, least: Any) -> Any:
 
 
 @inlined
-def _least_kept(bits: Any, begin: Any, end: Any, count: Any) -> Any:
-    """The bits of the `count`-th largest magnitude, by bisection, because counting is fast. Also how many of this magnitude are among the
-    `count`, and the largest.
+def _least_kept(bits: Any, begin: Any, end: Any, count: Any, least: Any) -> Any:
+    """The bits of the `count`-th largest magnitude, by bisection, because counting is fast; all magnitudes are at least `least`. Also how
+    many of this magnitude are among the `count`, and the largest.
     """
     most = i32(0)
     for i in range(begin, end):
         most = max(most, magnitude(bits[i]))
-    least, above, larger = i32(0), np.int64(most) + 1, ZERO  # `larger` counts those of at least `above`
+    above, larger = np.int64(most) + 1, ZERO  # `larger` counts those of at least `above`
     while above - least > 1:
         middle = i32((above + least) >> 1)
         found = _count(bits, begin, end, middle)
@@ -301,16 +304,65 @@ def _least_kept(bits: Any, begin: Any, end: Any, count: Any) -> Any:
     return least, count - larger, most
 
 
+@inlined
+def _collect(bits: Any, begin: Any, end: Any, least: Any, flags: Any, masks: Any, some: Any, places: Any) -> Any:
+    """Collect the magnitudes of at least `least` in at most a stripe, with their places. Returns their number and the largest of all."""
+    most = _flag(bits, begin, end, i32(least - 1), flags)
+    eights, words, found = flags.view(np.uint64), masks.view(np.uint64), ZERO
+    count = (end - begin + u64(7)) >> u64(3)
+    for j in range(count):
+        masks[j] = u8(eights[j] * u64(0x0102040810204080) >> u64(56))
+    for j in range(count, (count + u64(7)) & ~u64(7)):
+        masks[j] = u8(0)
+    for j in range((count + u64(7)) >> u64(3)):
+        word = words[j]
+        while word != ZERO:
+            place = (u64(j) << u64(6)) + u64(trailing_zeros(word))
+            some[found], places[found] = magnitude(bits[begin + place]), place
+            word &= word - ONE
+            found += ONE
+    return found, most
+
+
+@inlined
+def _octaves(bits: Any, begin: Any, end: Any) -> Any:
+    """The mean of the bits of the magnitudes of at most a stripe: a logarithm of their scale."""
+    total = i32(0)
+    for i in range(begin, end):
+        total = i32(total + i32(magnitude(bits[i]) >> 13))
+    return i32((np.int64(total) << 13) // np.int64(end - begin))
+
+
 @compiled
 def _select_largest(bits: Any, chunk: Any, count: Any, index: Any) -> Any:
+    """In chunks of a stripe or less, the search is among the magnitudes of at least about 7/8 of the least kept in the chunk before, times
+    the ratio of the chunks' geometric means. If these are fewer than are kept, it is among all.
+    """
     n, worst, k, room = u64(bits.size), i32(0), ZERO, u64(index.size)
-    flags = np.empty(STRIPE, np.uint8)
+    flags, masks = np.empty(STRIPE, np.uint8), np.empty(STRIPE >> u64(3), np.uint8)
+    some, places = np.empty(STRIPE, np.int32), np.empty(STRIPE, np.uint64)
     eights = flags.view(np.uint64)
-    begin = ZERO
+    begin, least, scale = ZERO, i32(0), i32(0)
     while begin < n:
         end = min(begin + chunk, n)
         kept = (count * (end - begin) + chunk - ONE) // chunk
-        least, equal, most = _least_kept(bits, begin, end, kept)
+        before, short = scale, (chunk >= _LONG) & (chunk <= STRIPE)
+        scale = _octaves(bits, begin, end) if short else scale
+        least = i32(least + i32(i32(scale - before) - _EIGHTH))
+        if short & (begin > ZERO) & (least > i32(0)):
+            found, most = _collect(bits, begin, end, least, flags, masks, some, places)
+            if found >= kept:
+                worst = max(worst, most)
+                least, equal, _ = _least_kept(some, ZERO, found, kept, least)
+                for j in range(found):
+                    even = (some[j] == least) & (equal > ZERO)
+                    if k < room:
+                        index[k] = np.int64(places[j])
+                    k += u64(even | (some[j] > least))
+                    equal -= u64(even)
+                begin = end
+                continue
+        least, equal, most = _least_kept(bits, begin, end, kept, i32(0))
         worst = max(worst, most)
         at = begin
         while at < end:
