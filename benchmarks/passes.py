@@ -7,13 +7,16 @@ The default, `streaming_sign`, two replicas as threads, one fragment of four mil
 is counted by a dispatch mode in the thread that runs it, with all its inputs and outputs; a kernel of numba by its arguments. Bytes are
 counted whether they come from the cache or from memory. A new buffer is a tensor of at least half the fragment that an operation
 allocates. Four rounds count, after the first ones, so the pool of buffers is full. Counts are exact, and the same on every machine.
+In a second run without counters the stages of the main thread are timed: the seconds that the thread had a core, median of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,9 +155,49 @@ def counting(counts: Counts) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def timing(seconds: dict[str, list[float]]) -> Iterator[None]:
+    """A context in which the stages of replica 0's main thread are timed."""
+
+    def timed(function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        def wrapped(self: DeltaDriver, *args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            result = function(self, *args, **kwargs)
+            if self._group.rank == 0:
+                seconds[stage].append(time.thread_time() - began)
+            return result
+
+        return wrapped
+
+    with (
+        patch.object(DeltaDriver, "_depart", timed(DeltaDriver._depart, STAGES[0])),
+        patch.object(DeltaDriver, "_land", timed(DeltaDriver._land, STAGES[3])),
+    ):
+        yield
+
+
 def measure() -> list[dict[str, Any]]:
-    """The rows: a stage, and its bytes for each parameter and round."""
-    counts = Counts()
+    """The rows: a stage, its bytes for each parameter and round, and the main thread's seconds for a round."""
+    counts, seconds = Counts(), defaultdict[str, list[float]](list)
+    with counting(counts):
+        train(counts)
+    with timing(seconds):
+        train(Counts())
+    share = NUMEL * ROUNDS
+    return [
+        {
+            "stage": s,
+            "read_nbytes": counts.read[s] / share,
+            "written_nbytes": counts.written[s] / share,
+            "buffers": counts.made[s] / ROUNDS,
+            "seconds": statistics.median(seconds[s][FIRST : FIRST + ROUNDS]) if s in seconds else None,
+        }
+        for s in STAGES
+    ]
+
+
+def train(counts: Counts) -> None:
+    """Train two replicas; `counts` is on in the rounds that count."""
     strategy = tw.streaming_sign(every=EVERY, delay=1, partition=Whole())
 
     def replica(group: tw.Group) -> None:
@@ -173,13 +216,7 @@ def measure() -> list[dict[str, Any]]:
                 counts.on = False
             attached.finish()
 
-    with counting(counts):
-        tw.run_threads(2, replica, timeout=600.0)
-    share = NUMEL * ROUNDS
-    return [
-        {"stage": s, "read_nbytes": counts.read[s] / share, "written_nbytes": counts.written[s] / share, "buffers": counts.made[s] / ROUNDS}
-        for s in STAGES
-    ]  # fmt: skip
+    tw.run_threads(2, replica, timeout=600.0)
 
 
 def main() -> None:
@@ -197,9 +234,11 @@ def main() -> None:
     if arguments.before:
         earlier = json.loads(arguments.before.read_text())
         result["before"] = {"commit": earlier["commit"], "rows": earlier["rows"]}
-    view = Table("stage", "read", "written", "new buffers", title="Bytes per parameter and round (counted)")
+    view = Table("stage", "read", "written", "new buffers", "ms", title="Bytes per parameter and round (counted)")
     for row in result["rows"]:
-        view.add_row(row["stage"], f"{row['read_nbytes']:.1f}", f"{row['written_nbytes']:.1f}", f"{row['buffers']:.1f}")
+        ms = "" if row["seconds"] is None else f"{1e3 * row['seconds']:.1f}"
+        figures = (f"{row[name]:.1f}" for name in ("read_nbytes", "written_nbytes", "buffers"))
+        view.add_row(row["stage"], *figures, ms)
     Console(width=120).print(view)
     print(f"written: {save('passes', result, arguments.into)}")
 

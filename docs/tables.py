@@ -458,8 +458,9 @@ def passes(result: Result) -> tuple[list[str], list[list[str]]]:
     totals = {name: sum(row[name] for row in earlier) for name in names} if earlier[0] else None
     for row, before in zip([*result["rows"], total], [*earlier, totals]):
         were = [f"{before[name]:.1f} → " if before else "" for name in names]
-        rows.append([row["stage"], *(f"{was}{row[name]:.1f}" for was, name in zip(were, names))])
-    return ["stage", "bytes read", "bytes written", "new buffers"], rows
+        ms = f"{1e3 * row['seconds']:.1f}" if row.get("seconds") else ""
+        rows.append([row["stage"], *(f"{was}{row[name]:.1f}" for was, name in zip(were, names)), ms])
+    return ["stage", "bytes read", "bytes written", "new buffers", "ms"], rows
 
 
 def calibration(result: Result) -> tuple[list[str], list[list[str]]]:
