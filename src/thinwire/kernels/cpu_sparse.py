@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.cpython.unsafe import numbers
 from torch import Tensor
 
 from thinwire.kernels import reference
@@ -25,6 +25,7 @@ from thinwire.kernels.numba_support import (
     u64,
 )
 
+_zeros_below: Any = numbers.trailing_zeros  # below the lowest bit that is set
 _EIGHTH = i32(1 << 20)  # in the bits of a magnitude: an eighth to a sixteenth of it
 _LONG = u64(256)  # elements; in shorter chunks the search among all is as fast
 _MANY = 1 << 16  # elements; with fewer, sampling saves no time
@@ -192,19 +193,19 @@ def _mean_sent(index: Any, values: Any, weights: Any, out: Any) -> None:
         for m in range(places.size):
             j, last, weight = places[m], u64(m + 1) * size, weights[m]
             while j < last and u64(index[j]) < stop:
-                i, value = u64(index[j]), values[j]
+                to, value = u64(index[j]), values[j]
                 if value != np.float32(0.0):
-                    out[i] += np.float32(value * weight)
-                    counted[i - at] += weight
+                    out[to] += np.float32(value * weight)
+                    counted[to - at] += weight
                 j += ONE
         for m in range(places.size):
             j, last = places[m], u64(m + 1) * size
             while j < last and u64(index[j]) < stop:
-                i = u64(index[j])
-                count = counted[i - at]
+                to = u64(index[j])
+                count = counted[to - at]
                 if count != np.float32(0.0):
-                    out[i] /= count
-                    counted[i - at] = np.float32(0.0)
+                    out[to] /= count
+                    counted[to - at] = np.float32(0.0)
                 j += ONE
             places[m] = j
         at = stop
@@ -317,7 +318,7 @@ def _collect(bits: Any, begin: Any, end: Any, least: Any, flags: Any, masks: Any
     for j in range((count + u64(7)) >> u64(3)):
         word = words[j]
         while word != ZERO:
-            place = (u64(j) << u64(6)) + u64(trailing_zeros(word))
+            place = (u64(j) << u64(6)) + u64(_zeros_below(word))
             some[found], places[found] = magnitude(bits[begin + place]), place
             word &= word - ONE
             found += ONE
