@@ -1,7 +1,7 @@
 """Whether two members reach each other straight: each says so in small frames, over a connection that carries nothing else.
 
-gRPC's own pings do not tell. An answer is late if it stands behind bulk in the buffers of a connection, however small it is, and no ping
-is sent while a write waits for a route that has vanished. Here no frame waits for bulk, and none needs an answer. A member counts its own
+gRPC's own pings do not tell: an answer is late if it stands behind bulk in the buffers of its connection, and gRPC ends the connection
+although other bytes arrive. Here no frame waits for bulk, and none needs an answer. A member counts its own
 beats without a frame from the other, so a process that has stood still does not take its own pause for the other's silence.
 """
 
