@@ -1,8 +1,8 @@
 """Whether two members reach each other straight: each says so in small frames, over a connection that carries nothing else.
 
 gRPC's own pings do not tell: an answer is late if it stands behind bulk in the buffers of its connection, and gRPC ends the connection
-although other bytes arrive. Here no frame waits for bulk, and none needs an answer. A member counts its own
-beats without a frame from the other, so a process that has stood still does not take its own pause for the other's silence.
+although other bytes arrive. Here no frame waits for bulk, none needs an answer, and a chunk on another stream counts as well. A member counts
+its own beats without a frame from the other, so a process that has stood still does not take its own pause for the other's silence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.errors import PacketError
 
 BEATS = 10  # frames in the seconds of a bound
-MISSED = 6  # beats without a frame, after which the other is not reached: within 0.7 of the bound
+MISSED = 6  # beats without any frame, after which the other is not reached: within 0.7 of the bound
 
 
 async def live(
     greeted: Greeted,
     rank: int,
     silent: float,
-    reached: asyncio.Event,
+    heard: asyncio.Event,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> None:
     """Beat, and hear the beats of the other, until one of them ends.
@@ -34,14 +34,13 @@ async def live(
         greeted: a stream without any other frames.
         rank: that of this member.
         silent: both ends notice within so many seconds that nothing reaches the other.
-        reached: set when the other has been heard.
+        heard: set whenever the other has been heard. Whoever hears it on another stream may set it, too; it is cleared at each beat.
         sleep: waits for a beat.
 
     Raises:
         Broken: nothing was heard for that long, or the stream has ended.
         PacketError: a frame that is not a beat of the other.
     """
-    heard = asyncio.Event()
 
     async def hear() -> None:
         for sequence in count(1):
@@ -49,7 +48,6 @@ async def live(
             if frame.rank != greeted.peer:
                 raise PacketError(f"a frame of member {frame.rank} on the stream of member {greeted.peer}")
             heard.set()
-            reached.set()
 
     async def say() -> None:
         body = frames.packed(frames.PING, 0)

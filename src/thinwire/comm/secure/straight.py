@@ -5,7 +5,7 @@ and both ends check that the other is the member of their group with that name, 
 the hub would forward, with the same requests and acknowledgements, which go over the hub. So a stream that ends in the middle of a
 message costs only what was not acknowledged: that is sent again by the hub, and the receiver ignores chunks that it has.
 
-Whoever dials begins with one more stream, which carries no chunk (living.py). When it ends, because nothing reaches the other end or
+Whoever dials begins with one more stream, which carries no chunk (living.py). When it ends, because nothing comes from the other end or
 for any reason, both ends end the others that were dialled with it.
 
 A message takes straight streams if the closed forms with the announced measurements say so (shapes.py).
@@ -61,13 +61,20 @@ class HubConnection(Says, Protocol):
     async def paced(self, nbytes: int) -> None: ...
 
 
-class Path:
-    """One straight stream, whichever side has dialled; it ends with `end`."""
+class Kept:
+    """Streams that were dialled together: they end with `end`, and each frame of the peer sets `heard`."""
 
-    def __init__(self, greeted: Greeted, end: asyncio.Event) -> None:
+    def __init__(self) -> None:
+        self.end, self.heard = asyncio.Event(), asyncio.Event()
+
+
+class Path:
+    """One straight stream, whichever side has dialled."""
+
+    def __init__(self, greeted: Greeted, kept: Kept) -> None:
         self.peer, self.version, self.read, self.write = greeted.peer, greeted.version, greeted.read, greeted.write
         self.said: deque[tuple[int, int]] = deque(maxlen=16)  # PING or PONG, and its number
-        self.end = end
+        self.kept = kept
 
 
 class Straight:
@@ -83,11 +90,11 @@ class Straight:
     def __init__(self, link: HubConnection, enrolment: Enrolment, listen: Listen | None, silent: float) -> None:
         self._link, self._enrolment, self._silent = link, enrolment, silent
         self._log: AuditLog | None = None
-        carry = {STRAIGHT: self._accepted, LIVE: self._kept}
+        carry = {STRAIGHT: self._accepted, LIVE: self._keep}
         self._server = MemberServer(listen, self.audit, self._admit, carry) if listen else None
         self._paths: dict[int, list[Path]] = {}
         self._dials: dict[int, asyncio.Task[None]] = {}
-        self._kept_by: dict[int, asyncio.Event] = {}  # by peer: the end of all streams that it dials
+        self._kept: dict[int, Kept] = {}  # by peer: the streams that it has dialled
         self._measuring = Measuring(link, self._chosen)
         self._found: tuple[Measured, int] | None = None  # as announced, and the number of measured pairs
         self._largest = 0, 0  # bytes and receivers of the largest message so far
@@ -151,16 +158,16 @@ class Straight:
             task.cancel()
         if why:
             self._measuring.gone(peer)
-        if end := self._kept_by.get(peer):
-            end.set()
+        if kept := self._kept.get(peer):
+            kept.end.set()
         for path in self._paths.get(peer, []):
-            path.end.set()
+            path.kept.end.set()
         if why and self._paths.get(peer) and (welcome := self._link.welcome):
             self.audit("ended the straight streams of", welcome.names[peer], why)
 
     def cut(self) -> None:
         """End all streams: nothing tells this member who is in the group."""
-        for peer in {*self._dials, *self._paths, *self._kept_by}:
+        for peer in {*self._dials, *self._paths, *self._kept}:
             self.away(peer)
 
     def heard(self, frame: Frame) -> None:
@@ -197,7 +204,7 @@ class Straight:
             raise LinkError(f"{name} is not connected to the hub")
         if len(self._paths.get(peer, ())) >= ACCEPTED + STREAMS:
             raise LinkError(f"{name} has {ACCEPTED} streams already")
-        if method == STRAIGHT and peer not in self._kept_by:
+        if method == STRAIGHT and peer not in self._kept:
             raise LinkError(f"{name} has no stream that shows whether it is reached; it must dial that first")
         return peer, welcome.group, welcome.rank
 
@@ -214,11 +221,11 @@ class Straight:
         """Keep streams to `peer`."""
         failures = 0
         while True:
-            reached, stood = asyncio.Event(), asyncio.Event()
+            kept, stood = Kept(), asyncio.Event()
             try:
                 async with self._dialled(peer, host, port, LIVE) as greeted:
-                    beats = live(greeted, self._link.rank, self._silent, reached)
-                    streams = [self._bulk(peer, host, port, reached, stood) for _ in range(STREAMS)]
+                    beats = live(greeted, self._link.rank, self._silent, kept.heard)
+                    streams = [self._bulk(peer, host, port, kept, stood) for _ in range(STREAMS)]
                     for error in await run_until_one_ends(beats, *streams):
                         raise error
             except (LinkError, PacketError) as error:
@@ -227,9 +234,9 @@ class Straight:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
             failures += 1
 
-    async def _bulk(self, peer: int, host: str, port: int, reached: asyncio.Event, stood: asyncio.Event) -> None:
-        """One stream that carries chunks, dialled when the peer is `reached`, to its end. Raises `LinkError`, `PacketError`."""
-        await reached.wait()
+    async def _bulk(self, peer: int, host: str, port: int, kept: Kept, stood: asyncio.Event) -> None:
+        """One stream that carries chunks, dialled when the peer is heard, to its end. Raises `LinkError`, `PacketError`."""
+        await kept.heard.wait()
         before = connections(port) if self._link.rate else set()
         async with self._dialled(peer, host, port, STRAIGHT) as greeted:
             if self._link.rate:
@@ -237,7 +244,7 @@ class Straight:
                     pace({connection}, self._link.rate)
             self._why.pop(peer, None)
             stood.set()
-            await self._carry(Path(greeted, asyncio.Event()))
+            await self._carry(Path(greeted, kept))
 
     @asynccontextmanager
     async def _dialled(self, peer: int, host: str, port: int, method: str) -> AsyncIterator[Greeted]:
@@ -263,27 +270,27 @@ class Straight:
         finally:
             await channel.close(None)
 
-    async def _kept(self, greeted: Greeted) -> None:
-        """Serve the stream that shows whether a peer that dials is reached. Its other streams end with it. Raises `LinkError`, `PacketError`."""
-        peer, end = greeted.peer, asyncio.Event()
+    async def _keep(self, greeted: Greeted) -> None:
+        """Serve the stream without chunks of a peer that dials. Its other streams end with it. Raises `LinkError`, `PacketError`."""
+        peer, kept = greeted.peer, Kept()
         if not self._link.present(peer):
             return
-        if former := self._kept_by.get(peer):
-            former.set()  # it dials again, so its former streams have ended there
-        self._kept_by[peer] = end
-        beats = live(greeted, self._link.rank, self._silent, asyncio.Event())
+        if former := self._kept.get(peer):
+            former.end.set()  # it dials again, so its former streams have ended there
+        self._kept[peer] = kept
+        beats = live(greeted, self._link.rank, self._silent, kept.heard)
         try:
-            for error in await run_until_one_ends(beats, end.wait()):
+            for error in await run_until_one_ends(beats, kept.end.wait()):
                 raise error
         finally:
-            end.set()
-            if self._kept_by.get(peer) is end:
-                del self._kept_by[peer]
+            kept.end.set()
+            if self._kept.get(peer) is kept:
+                del self._kept[peer]
 
     async def _accepted(self, greeted: Greeted) -> None:
         """Serve a stream that carries chunks, dialled by a peer. Raises `LinkError`, `PacketError`."""
-        if end := self._kept_by.get(greeted.peer):
-            await self._carry(Path(greeted, end))
+        if kept := self._kept.get(greeted.peer):
+            await self._carry(Path(greeted, kept))
 
     async def _carry(self, path: Path) -> None:
         """Carry chunks both ways until the stream ends. Raises `LinkError`, `PacketError`."""
@@ -295,7 +302,7 @@ class Straight:
         self._measuring.begin(peer, lambda number: self._say(peer, frames.PING, number))
         self._link.wake()
         try:
-            for error in await run_until_one_ends(self._hear(path), self._speak(path), path.end.wait()):
+            for error in await run_until_one_ends(self._hear(path), self._speak(path), path.kept.end.wait()):
                 raise error
         finally:
             self._paths[peer].remove(path)
@@ -316,6 +323,7 @@ class Straight:
             frame = frames.opened(await path.read(), sequence, (frames.DATA, frames.PING, frames.PONG), path.version)
             if frame.rank != path.peer:
                 raise PacketError(f"a frame of member {frame.rank} on the stream of member {path.peer}")
+            path.kept.heard.set()
             if frame.kind == frames.DATA:
                 receive, offset, chunk = frames.opened_passed(frame.body)
                 self._link.messages.data(path.peer, receive, offset, chunk)
