@@ -1,7 +1,7 @@
-"""Whether two members reach each other straight: each says so in small frames, over a connection that carries nothing else.
+"""Heartbeats between two members with straight streams, over a connection that carries nothing else.
 
 gRPC's own pings do not tell: an answer is late if it stands behind bulk in the buffers of its connection, and gRPC ends the connection
-although other bytes arrive. Here no frame waits for bulk, none needs an answer, and a chunk on another stream counts as well. A member counts
+although other bytes arrive. Here no heartbeat waits for bulk, none needs an answer, and a chunk on another stream counts as well. A member counts
 its own beats without a frame from the other, so a process that has stood still does not take its own pause for the other's silence.
 """
 
@@ -17,7 +17,7 @@ from thinwire.comm.secure.listening import Greeted
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.errors import PacketError
 
-BEATS = 10  # frames in the seconds of a bound
+BEATS = 10  # heartbeats in the seconds of a bound
 MISSED = 6  # beats without any frame, after which the other is not reached: within 0.7 of the bound
 
 

@@ -5,7 +5,7 @@ and both ends check that the other is the member of their group with that name, 
 the hub would forward, with the same requests and acknowledgements, which go over the hub. So a stream that ends in the middle of a
 message costs only what was not acknowledged: that is sent again by the hub, and the receiver ignores chunks that it has.
 
-Whoever dials begins with one more stream, which carries no chunk (living.py). When it ends, because nothing comes from the other end or
+A member that dials begins with one more stream, which carries no chunk (living.py). When it ends, because nothing comes from the other end or
 for any reason, both ends end the others that were dialled with it.
 
 A message takes straight streams if the closed forms with the announced measurements say so (shapes.py).
