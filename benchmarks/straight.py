@@ -60,10 +60,10 @@ def member(token: str, rank: int, size: int, address: str, folder: str) -> None:
 
     honest, carry, streams = Measured.straight, Straight._carry, 0
 
-    async def counted(straight: Straight, greeted: Any) -> None:
+    async def counted(straight: Straight, path: Any) -> None:
         nonlocal streams
         streams += 1
-        await carry(straight, greeted)
+        await carry(straight, path)
 
     Straight._carry = counted  # type: ignore[method-assign]
     group = join(token, f"r-{rank}", size, folder, listen=f"{address}:{OWN_PORT}")

@@ -109,6 +109,7 @@ def test_machines_that_are_not_in_the_group_are_refused(pair, lines, tmp_path):
 
 def test_frames_that_are_not_allowed_end_the_stream(pair, lines):
     """The other streams of the pair stay, and packets arrive."""
+    lines.wait("chose bergen")
     own, chunk = admitted(pair.token, "oslo", pair.folder), frames.packed_passed(0, 0, memoryview(b"a"))
     greetings = [(2, 1), (1, 0)]  # another group, another member's rank
     then = [

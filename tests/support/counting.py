@@ -1,6 +1,6 @@
-"""A replica whose training counts steps, run as a process that tests kill, freeze and damage: ADDRESS NAME FOLDER [MODEL].
+"""A replica whose training counts steps, run as a process that tests kill, freeze and damage: ADDRESS NAME FOLDER [MODEL [LISTEN]].
 
-ADDRESS is that of a lighthouse, or the token of a hub.
+ADDRESS is that of a lighthouse, or the token of a hub. LISTEN is "HOST:PORT HOST:PORT": where it listens, and where others reach it.
 
 An inner step adds `UNIT` to the places of this replica, and nothing elsewhere. So every anchor shows how often each replica was
 counted, and how large the groups were. The replica writes a line to its log before any other can know of the event; lines that the
@@ -101,6 +101,7 @@ def watch(replica: tw.Replica, log: DurableLog, name: str) -> None:
             log.write(
                 "commit", id=view.id, round=plan.round, fragment=plan.fragment, counted=names, before=before,
                 state_digest=loop.agreed.state_digest, whole=plan.whole,
+                straight=getattr(view.group.group, "sent_straight", 0),
                 anchor=[float(value) for value in loop.agreed.anchors[plan.fragment][: len(NAMES)]],
             )  # fmt: skip
 
@@ -130,17 +131,19 @@ def save(folder: Path, replica: tw.Replica, log: DurableLog, full: bool) -> None
         log.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
 
 
-def rendezvous(address: str, name: str, folder: Path) -> Rendezvous:
+def rendezvous(address: str, name: str, folder: Path, listen: str) -> Rendezvous:
     if not address.startswith("tw1."):
         return LighthouseRendezvous(address)
     from thinwire.comm.secure import Token
     from thinwire.comm.secure.enrol import Enrolment
+    from thinwire.comm.secure.listening import Listen
     from thinwire.membership.hub import HubRendezvous
 
-    return HubRendezvous(Enrolment(Token.read(address), name, folder / "keys"))
+    at = Listen.parse(*listen.split()) if listen else None
+    return HubRendezvous(Enrolment(Token.read(address), name, folder / "keys"), listen=at)
 
 
-def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
+def main(address: str, name: str, folder: str, size: str = str(PLACES), listen: str = "") -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda *_: setattr(Damaging, "told", True))
@@ -158,7 +161,8 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES)) -> None:
         partition=tw.pieces.partition.BySize(2),
         outer=tw.pieces.outer.Average(),
     )
-    membership = Membership(rendezvous(address, name, Path(folder)), name, least=2, timeouts=QUICK, wrap=Damaging)
+    meeting = rendezvous(address, name, Path(folder), listen)
+    membership = Membership(meeting, name, least=2, timeouts=QUICK, wrap=Damaging)
 
     def observe(event: str, step: int, **fields: Any) -> None:
         log.write(event, step=step, **{k: v for k, v in fields.items() if not isinstance(v, Tensor)})

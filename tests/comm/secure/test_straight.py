@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from group_laws import TIMEOUT, Exchange, free_port
@@ -12,12 +15,14 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, channels, frames, join, link
+from thinwire.comm.secure import Hub, frames, join, link, living
 from thinwire.comm.secure.frames import group_label
+from thinwire.comm.secure.living import BEATS
 from thinwire.comm.secure.shapes import Measured
 from thinwire.comm.secure.straight import Straight
 
 NBYTES = 1_000_000
+PAYLOAD = 5 * NBYTES
 
 
 @pytest.fixture
@@ -104,51 +109,69 @@ def test_the_announced_numbers_decide_for_every_member(tmp_path):
         assert by_hub + straight < 1.1 * NBYTES
 
 
+class Spoilt:
+    """Two replicas exchange `PAYLOAD` bytes each way over straight streams that `spoil` breaks. Then these are mended, and packets go
+    straight again. `by_hub` and `straight` have the bytes that each replica sent in the exchange.
+    """
+
+    def __init__(self, folder: Path, spoil: Callable[[Proxy], Callable[[], None]]) -> None:
+        """`spoil` returns what is done while the exchange goes on."""
+        step, port = InStep(2), free_port()
+        with Hub(folder / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
+
+            def replica(group):
+                step.until(group, measured(2))
+                before = group.uploaded, group.sent_straight
+                during = spoil(proxy) if group.rank == 0 else lambda: None
+                step.until(group, lambda _: True)
+                exchange = Exchange(group, 2, 0, PAYLOAD)
+                during()
+                exchange.check()
+                step.until(group, lambda _: True)  # a send ends with its last chunk, which may have to be sent again
+                sent = group.uploaded - before[0], group.sent_straight - before[1]
+                proxy.upwards = proxy.downwards = bytes
+                proxy.mend()
+                straight = group.sent_straight
+                step.until(group, lambda group: group.sent_straight > straight)
+                return sent
+
+            listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
+            sent = run_secure(hub.invite(2), 2, replica, folder / "keys", listens=listens)
+        self.by_hub, self.straight = zip(*sent)
+
+
 def test_a_stream_cut_in_the_middle_loses_no_message(tmp_path, mesh):
     """What was not acknowledged continues by the hub, and packets go straight again when a stream stands again."""
-    step, port, payload = InStep(2), free_port(), 5 * NBYTES
-    with Hub(tmp_path / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
 
-        def replica(group):
-            step.until(group, measured(2))
-            before, begun = group.uploaded, proxy.forwarded
+    def spoil(proxy: Proxy) -> Callable[[], None]:
+        begun = proxy.forwarded
 
-            def hold(data: bytes) -> bytes:
-                if proxy.forwarded > begun + NBYTES:
-                    proxy.held.clear()
-                return data
+        def hold(data: bytes) -> bytes:
+            if proxy.forwarded > begun + NBYTES:
+                proxy.held.clear()
+            return data
 
-            if group.rank == 0:
-                proxy.upwards = hold
-            step.until(group, lambda _: True)
-            exchange = Exchange(group, 2, 0, payload)
-            if group.rank == 0:
-                proxy.wait(lambda: proxy.forwarded > begun + NBYTES)
-                proxy.cut()
-                proxy.upwards = bytes
-                proxy.held.set()
-            exchange.check()
-            by_hub = group.uploaded - before
-            step.until(group, lambda _: True)
-            proxy.mend()
-            before = group.sent_straight
-            step.until(group, lambda group: group.sent_straight > before)
-            return by_hub
+        def cut() -> None:
+            proxy.wait(lambda: proxy.forwarded > begun + NBYTES)
+            proxy.cut()
+            proxy.upwards = bytes
+            proxy.held.set()
 
-        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
-        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
-    assert payload - 2 * NBYTES < by_hub[1] < 1.01 * payload
+        proxy.upwards = hold
+        return cut
+
+    spoilt = Spoilt(tmp_path, spoil)
+    assert PAYLOAD - 2 * NBYTES < spoilt.by_hub[1] < 1.01 * PAYLOAD
 
 
 def test_a_stream_whose_route_vanishes_in_silence_loses_no_message(tmp_path, mesh, monkeypatch):
     """A router swallows all bytes of the streams, their ends too. Each end notices by its own bound alone, and packets go by the hub until
     a stream stands again.
     """
-    monkeypatch.setattr(channels, "_PATIENT", channels._impatient(60_000.0))  # gRPC's own bounds do not help
     monkeypatch.setattr(link, "Straight", lambda *given: Straight(*given[:3], silent=2.0))
-    step, port, payload, passed = InStep(2), free_port(), 5 * NBYTES, [0]
-    with Hub(tmp_path / "hub") as hub, Proxy(dataclasses.replace(hub.invite(), port=port)) as proxy:
+    passed = [0]
 
+    def spoil(proxy: Proxy) -> Callable[[], None]:
         def swallow(data: bytes) -> bytes:
             with proxy.changed:  # several threads count
                 passed[0] += len(data)
@@ -156,24 +179,38 @@ def test_a_stream_whose_route_vanishes_in_silence_loses_no_message(tmp_path, mes
                     proxy.forget(refuse=True)
             return data
 
-        def replica(group):
-            step.until(group, measured(2))
-            before = group.uploaded
-            if group.rank == 0:
-                proxy.upwards = proxy.downwards = swallow
-            step.until(group, lambda _: True)
-            Exchange(group, 2, 0, payload).check()
-            step.until(group, lambda _: True)  # a send ends with its last chunk, which may have to be sent again
-            by_hub = group.uploaded - before
-            proxy.upwards = proxy.downwards = bytes
-            proxy.mend()
-            before = group.sent_straight
-            step.until(group, lambda group: group.sent_straight > before)
-            return by_hub
+        proxy.upwards = proxy.downwards = swallow
+        return lambda: None
 
-        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
-        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
-    assert all(payload - 2 * NBYTES < sent < 1.01 * payload for sent in by_hub), by_hub
+    spoilt = Spoilt(tmp_path, spoil)
+    assert all(PAYLOAD - 2 * NBYTES < sent < 1.01 * PAYLOAD for sent in spoilt.by_hub), spoilt.by_hub
+
+
+def test_a_stream_in_which_nothing_moves_is_kept_while_the_other_end_is_reached(tmp_path, mesh, monkeypatch):
+    """Bulk stands still for three times the bound of silence, as on a link that is far too slow for it. The beats pass."""
+    monkeypatch.setattr(link, "Straight", lambda *given: Straight(*given[:3], silent=1.0))
+    monkeypatch.setattr(living, "MISSED", 10**9)  # however late this machine is
+    carried, beats, go = Counter[int](), Counter[int](), threading.Event()
+
+    def spoil(proxy: Proxy) -> Callable[[], None]:
+        def stall(data: bytes) -> bytes:
+            thread = threading.get_ident()  # one for each direction of each connection
+            carried[thread] += len(data)
+            if carried[thread] > 1 << 16:
+                go.wait(TIMEOUT)
+            with proxy.changed:
+                beats[thread] += 1
+            return data
+
+        def slow() -> None:
+            proxy.wait(lambda: sum(count >= 3 * BEATS for count in list(beats.values())) >= 2)
+            go.set()
+
+        proxy.upwards = proxy.downwards = stall
+        return slow
+
+    spoilt = Spoilt(tmp_path, spoil)
+    assert all(sent < 0.1 * PAYLOAD for sent in spoilt.by_hub) and all(sent > PAYLOAD for sent in spoilt.straight)
 
 
 def test_a_member_of_the_previous_frames_gets_none_that_it_does_not_know(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from thinwire.comm.secure.keys import HUB, Credentials
 from thinwire.errors import LinkError
 
 SERVICE = "thinwire.Hub"
-STRAIGHT = "/thinwire.Member/Straight"
+STRAIGHT, LIVE = (f"/thinwire.Member/{name}" for name in ("Straight", "Live"))
 JOIN, CONTROL, BULK, MEET, FOLLOW = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet", "Follow"))
 TLS = "TLSv1.3"
 JOIN_NBYTES = 8192  # most bytes of a request to join
@@ -32,6 +33,11 @@ _BOTH: Options = (
 _PATIENT: Options = (  # gRPC ends a silent connection after a minute, if the kernel does not end it before
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+)
+_NEVER = (1 << 31) - 1  # milliseconds, as gRPC writes it
+_UNWATCHED: Options = (  # gRPC ends no silent connection: something else notices
+    ("grpc.keepalive_time_ms", _NEVER),
+    ("grpc.http2.ping_timeout_ms", _NEVER),
 )
 
 
@@ -58,7 +64,7 @@ _SERVER: Options = (
 
 
 def of_members(silent: float | None = None) -> Options:
-    """Options of a server for members. With `silent` it ends a connection within so many seconds if nothing reaches the other end."""
+    """Options of a server for members. `silent`: see `dialled`."""
     return (*_SERVER, *_noticing(silent), ("grpc.max_receive_message_length", LIMIT_NBYTES))
 
 
@@ -68,7 +74,9 @@ def of_joiners() -> Options:
 
 
 def _noticing(silent: float | None) -> Options:
-    return _impatient(silent) if silent else _PATIENT
+    if silent is None:
+        return _PATIENT
+    return _UNWATCHED if silent == inf else _impatient(silent)
 
 
 def server_credentials(own: Callable[[], Credentials], members_only: bool) -> grpc.ServerCredentials:
@@ -102,7 +110,7 @@ def dialled(
     dns: str = HUB,
 ) -> grpc.aio.Channel:
     """A separate connection to the hub, or to another member under its name `dns`, which must show a certificate of `authorities`. With
-    `silent` it ends within so many seconds if nothing reaches the other end, although no connection was closed.
+    `silent` it ends within so many seconds if nothing reaches the other end, although no connection was closed; with infinity, never.
     """
     credentials = (
         grpc.ssl_channel_credentials(authorities, own.key, own.certificate)

@@ -14,7 +14,7 @@ chunks of longer messages on bulk streams. A receiver requests each message (PUL
 requested messages are sent, so none must be stored.
 
 Since version 5 a member may tell the others where it listens (LISTENS). A straight stream between two members (straight.py) begins with a
-GREET each way; the chunks of long messages follow, as the hub would send them.
+GREET each way; the chunks of long messages follow, as the hub would send them, or PINGs alone (living.py).
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
 CHANNELS = 2  # for bulk
-QUEUED_NBYTES = 4 << 20  # of bulk that may stand in a straight stream's buffers before the answer to a ping
 SILENT_SECONDS = 20.0  # see `HubLink`; the default
 PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TLS, HTTP/2), ACKs and control
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
@@ -79,8 +78,7 @@ class HubLink:
         self._free_at = 0.0  # the time at which the uplink may take the next chunk
         self.state = "is connecting to the hub"
         self.uploaded = 0  # bytes of frames sent to the hub
-        queued = 8 * QUEUED_NBYTES / bits_per_second if bits_per_second else 0.0
-        self.straight = Straight(self, enrolment, listen, max(silent, 2 * queued))  # an answer may take half of it
+        self.straight = Straight(self, enrolment, listen, silent)
 
     @property
     def welcome(self) -> Welcome | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any
 
 import grpc
@@ -14,7 +16,7 @@ from cryptography import x509
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.calls import Broken
-from thinwire.comm.secure.channels import STRAIGHT, check_tls, of_members, server_credentials
+from thinwire.comm.secure.channels import LIVE, STRAIGHT, check_tls, of_members, server_credentials
 from thinwire.comm.secure.keys import Credentials, member_name
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.streams import Handlers, Refusing, first
@@ -86,20 +88,19 @@ class MemberServer:
     Args:
         listen: where it listens.
         audit: gets a line for each refusal.
-        admit: the rank of a connected member by its name, and this member's group and rank. Raises `LinkError` for anybody else.
-        carry: serves an accepted stream until it ends.
-        silent: seconds within which a stream ends if nothing reaches its member any more.
+        admit: the rank of a connected member by its name and the method that it calls, and this member's group and rank. Raises `LinkError`
+            for anybody else.
+        carry: serves an accepted stream until it ends, by its method.
     """
 
     def __init__(
         self,
         listen: Listen,
         audit: AuditLog,
-        admit: Callable[[str], tuple[int, int, int]],
-        carry: Callable[[Greeted], Awaitable[None]],
-        silent: float,
+        admit: Callable[[str, str], tuple[int, int, int]],
+        carry: Mapping[str, Callable[[Greeted], Awaitable[None]]],
     ) -> None:
-        self._listen, self._audit, self._admit, self._carry, self._silent = listen, audit, admit, carry, silent
+        self._listen, self._audit, self._admit, self._carry = listen, audit, admit, carry
         self._own: Credentials | None = None
         self._server: Any = None
         self.public = listen.public_host, listen.public_port
@@ -109,10 +110,10 @@ class MemberServer:
         self._own = own
         if self._server:
             return
-        handlers = {STRAIGHT: grpc.stream_stream_rpc_method_handler(self._straight)}
-        server = grpc.aio.server(
-            handlers=(Handlers(handlers),), options=of_members(self._silent), maximum_concurrent_rpcs=256
-        )
+        handlers = {
+            method: grpc.stream_stream_rpc_method_handler(partial(self._serve, method)) for method in (STRAIGHT, LIVE)
+        }
+        server = grpc.aio.server(handlers=(Handlers(handlers),), options=of_members(inf), maximum_concurrent_rpcs=256)
         inner = server.add_secure_port("127.0.0.1:0", server_credentials(self._credentials, True))
         await server.start()
         proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, True, "this member")
@@ -135,9 +136,9 @@ class MemberServer:
         assert self._own
         return self._own
 
-    async def _straight(self, _: Any, context: Any) -> None:
+    async def _serve(self, method: str, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._proxy):
-            peer, group, rank = self._admit(name := _named(context))
+            peer, group, rank = self._admit(name := _named(context), method)
             self._proxy.authenticated(context.peer())
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.GREET], version)
@@ -153,7 +154,7 @@ class MemberServer:
                 return bytes(raw)
 
             try:
-                await self._carry(Greeted(peer, version, read, context.write))
+                await self._carry[method](Greeted(peer, version, read, context.write))
             except PacketError:
                 raise
             except Exception as error:  # of a broken stream, as gRPC names it

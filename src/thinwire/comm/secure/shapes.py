@@ -10,7 +10,7 @@ trip. A packet goes to the hub once, and straight once to each receiver:
 The rate by the hub is that of a message to all peers at once (measuring.py), so it has what the hub's uplink can carry to each of them.
 
 *Differs*: TPI-LLM sends sums, and a packet here is not added on its way. So a ring sends as many bytes as a mesh, with more delays, and is
-never faster. A member that forwards could also read what is not for it, so there is no ring.
+never faster if all links are alike. A member that forwards could also change what it passes on, so there is no ring.
 """
 
 from __future__ import annotations

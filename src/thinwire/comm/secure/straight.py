@@ -5,6 +5,9 @@ and both ends check that the other is the member of their group with that name, 
 the hub would forward, with the same requests and acknowledgements, which go over the hub. So a stream that ends in the middle of a
 message costs only what was not acknowledged: that is sent again by the hub, and the receiver ignores chunks that it has.
 
+A member that dials begins with one more stream, which carries no chunk (living.py). When it ends, because nothing comes from the other end or
+for any reason, both ends end the others that were dialled with it.
+
 A message takes straight streams if the closed forms with the announced measurements say so (shapes.py).
 """
 
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from math import inf
 from typing import Protocol
 
 import grpc
@@ -21,12 +26,13 @@ import grpc.aio
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames, measuring
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.calls import explained, read, written
-from thinwire.comm.secure.channels import STRAIGHT, dialled
+from thinwire.comm.secure.calls import Broken, explained, read, written
+from thinwire.comm.secure.channels import LIVE, STRAIGHT, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.keys import Credentials, member_dns
 from thinwire.comm.secure.listening import Greeted, Listen, MemberServer, dialable
+from thinwire.comm.secure.living import live
 from thinwire.comm.secure.measuring import Measuring, Says
 from thinwire.comm.secure.posted import Posted
 from thinwire.comm.secure.shapes import Measured
@@ -55,13 +61,20 @@ class HubConnection(Says, Protocol):
     async def paced(self, nbytes: int) -> None: ...
 
 
+class Kept:
+    """Streams that were dialled together: they end with `end`, and each frame of the peer sets `heard`."""
+
+    def __init__(self) -> None:
+        self.end, self.heard = asyncio.Event(), asyncio.Event()
+
+
 class Path:
     """One straight stream, whichever side has dialled."""
 
-    def __init__(self, greeted: Greeted) -> None:
+    def __init__(self, greeted: Greeted, kept: Kept) -> None:
         self.peer, self.version, self.read, self.write = greeted.peer, greeted.version, greeted.read, greeted.write
         self.said: deque[tuple[int, int]] = deque(maxlen=16)  # PING or PONG, and its number
-        self.end = asyncio.Event()
+        self.kept = kept
 
 
 class Straight:
@@ -77,9 +90,11 @@ class Straight:
     def __init__(self, link: HubConnection, enrolment: Enrolment, listen: Listen | None, silent: float) -> None:
         self._link, self._enrolment, self._silent = link, enrolment, silent
         self._log: AuditLog | None = None
-        self._server = MemberServer(listen, self.audit, self._admit, self._carry, silent) if listen else None
+        carry = {STRAIGHT: self._accepted, LIVE: self._keep}
+        self._server = MemberServer(listen, self.audit, self._admit, carry) if listen else None
         self._paths: dict[int, list[Path]] = {}
-        self._dials: dict[int, list[asyncio.Task[None]]] = {}
+        self._dials: dict[int, asyncio.Task[None]] = {}
+        self._kept: dict[int, Kept] = {}  # by peer: the streams that it has dialled
         self._measuring = Measuring(link, self._chosen)
         self._found: tuple[Measured, int] | None = None  # as announced, and the number of measured pairs
         self._largest = 0, 0  # bytes and receivers of the largest message so far
@@ -139,18 +154,20 @@ class Straight:
 
     def away(self, peer: int, why: str = "") -> None:
         """Called when `peer` has no connection to the hub any more: its streams end. `why`: it will not come back."""
-        for task in self._dials.pop(peer, []):
+        if task := self._dials.pop(peer, None):
             task.cancel()
         if why:
             self._measuring.gone(peer)
+        if kept := self._kept.get(peer):
+            kept.end.set()
         for path in self._paths.get(peer, []):
-            path.end.set()
+            path.kept.end.set()
         if why and self._paths.get(peer) and (welcome := self._link.welcome):
             self.audit("ended the straight streams of", welcome.names[peer], why)
 
     def cut(self) -> None:
         """End all streams: nothing tells this member who is in the group."""
-        for peer in {*self._dials, *self._paths}:
+        for peer in {*self._dials, *self._paths, *self._kept}:
             self.away(peer)
 
     def heard(self, frame: Frame) -> None:
@@ -178,7 +195,7 @@ class Straight:
 
     # Streams.
 
-    def _admit(self, name: str) -> tuple[int, int, int]:
+    def _admit(self, name: str, method: str) -> tuple[int, int, int]:
         """See `MemberServer`."""
         welcome = self._link.welcome
         if welcome is None or name not in welcome.names or (peer := welcome.names.index(name)) == welcome.rank:
@@ -187,58 +204,97 @@ class Straight:
             raise LinkError(f"{name} is not connected to the hub")
         if len(self._paths.get(peer, ())) >= ACCEPTED + STREAMS:
             raise LinkError(f"{name} has {ACCEPTED} streams already")
+        if method == STRAIGHT and peer not in self._kept:
+            raise LinkError(f"{name} has no stream that shows whether it is reached; it must dial that first")
         return peer, welcome.group, welcome.rank
 
     def _listens(self, peer: int, padded: bytes, port: int) -> None:
         host = padded.rstrip(b"\0").decode("ascii", "replace")
         if not dialable(host, port):
             raise PacketError("it sent an address that cannot be dialled")
-        for task in self._dials.pop(peer, []):
+        if task := self._dials.pop(peer, None):
             task.cancel()
         if self._link.present(peer):
-            self._dials[peer] = [asyncio.create_task(self._dial(peer, host, port)) for _ in range(STREAMS)]
+            self._dials[peer] = asyncio.create_task(self._dial(peer, host, port))
 
     async def _dial(self, peer: int, host: str, port: int) -> None:
-        """Keep a stream to `peer`."""
+        """Keep streams to `peer`."""
         failures = 0
         while True:
+            kept, stood = Kept(), asyncio.Event()
             try:
-                if await self._dialled(peer, host, port):
-                    failures = 0
+                async with self._dialled(peer, host, port, LIVE) as greeted:
+                    beats = live(greeted, self._link.rank, self._silent, kept.heard)
+                    streams = [self._bulk(peer, host, port, kept, stood) for _ in range(STREAMS)]
+                    for error in await run_until_one_ends(beats, *streams):
+                        raise error
             except (LinkError, PacketError) as error:
                 self._why[peer] = f"{host}:{port} cannot be used ({str(error).replace('the hub', 'it')})"
+            failures = 0 if stood.is_set() else failures
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
             failures += 1
 
-    async def _dialled(self, peer: int, host: str, port: int) -> bool:
-        """One stream, from dialling to its end; whether it ended in order. Raises `LinkError`, `PacketError`."""
-        welcome, own = self._link.welcome, (await self._enrolment.admitted()).credentials
-        assert welcome
-        dns = member_dns(welcome.names[peer])
-        channel = dialled(host, port, own.authorities, own, silent=self._silent, dns=dns)
-        try:
-            before = connections(port) if self._link.rate else set()
-            stream = channel.stream_stream(STRAIGHT)(metadata=stated())
-            version = await agreed_with_hub(stream, ANSWER_SECONDS)
-            greeting = frames.packed(frames.GREET, welcome.group)
-            await written(stream, frames.head(frames.GREET, welcome.rank, 0, version) + greeting)
-            frame = frames.opened(await read(stream), 0, [frames.GREET], version)
-            if (frame.rank, frame.number(0)) != (peer, welcome.group):
-                raise PacketError("it is another member, or in another group")
+    async def _bulk(self, peer: int, host: str, port: int, kept: Kept, stood: asyncio.Event) -> None:
+        """One stream that carries chunks, dialled when the peer is heard, to its end. Raises `LinkError`, `PacketError`."""
+        await kept.heard.wait()
+        before = connections(port) if self._link.rate else set()
+        async with self._dialled(peer, host, port, STRAIGHT) as greeted:
             if self._link.rate:
                 for connection in connections(port) - before:
                     pace({connection}, self._link.rate)
             self._why.pop(peer, None)
-            await self._carry(Greeted(peer, version, lambda: read(stream), lambda raw: written(stream, raw)))
-            return True
+            stood.set()
+            await self._carry(Path(greeted, kept))
+
+    @asynccontextmanager
+    async def _dialled(self, peer: int, host: str, port: int, method: str) -> AsyncIterator[Greeted]:
+        """A context with a stream to `peer` over a connection of its own. Raises `LinkError`, `PacketError`."""
+        welcome, own = self._link.welcome, (await self._enrolment.admitted()).credentials
+        assert welcome
+        dns = member_dns(welcome.names[peer])
+        channel = dialled(host, port, own.authorities, own, silent=inf, dns=dns)
+        try:
+            stream = channel.stream_stream(method)(metadata=stated())
+            version = await agreed_with_hub(stream, ANSWER_SECONDS)
+            greeting = frames.packed(frames.GREET, welcome.group)
+            await written(stream, frames.head(frames.GREET, welcome.rank, 0, version) + greeting)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                frame = frames.opened(await read(stream), 0, [frames.GREET], version)
+            if (frame.rank, frame.number(0)) != (peer, welcome.group):
+                raise PacketError("it is another member, or in another group")
+            yield Greeted(peer, version, lambda: read(stream), lambda raw: written(stream, raw))
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
+        except TimeoutError:
+            raise Broken(f"it did not answer within {ANSWER_SECONDS:g} s") from None
         finally:
             await channel.close(None)
 
-    async def _carry(self, greeted: Greeted) -> None:
+    async def _keep(self, greeted: Greeted) -> None:
+        """Serve the stream without chunks of a peer that dials. Its other streams end with it. Raises `LinkError`, `PacketError`."""
+        peer, kept = greeted.peer, Kept()
+        if not self._link.present(peer):
+            return
+        if former := self._kept.get(peer):
+            former.end.set()  # it dials again, so its former streams have ended there
+        self._kept[peer] = kept
+        beats = live(greeted, self._link.rank, self._silent, kept.heard)
+        try:
+            for error in await run_until_one_ends(beats, kept.end.wait()):
+                raise error
+        finally:
+            kept.end.set()
+            if self._kept.get(peer) is kept:
+                del self._kept[peer]
+
+    async def _accepted(self, greeted: Greeted) -> None:
+        """Serve a stream that carries chunks, dialled by a peer. Raises `LinkError`, `PacketError`."""
+        if kept := self._kept.get(greeted.peer):
+            await self._carry(Path(greeted, kept))
+
+    async def _carry(self, path: Path) -> None:
         """Carry chunks both ways until the stream ends. Raises `LinkError`, `PacketError`."""
-        path, peer = Path(greeted), greeted.peer
+        peer = path.peer
         if not self._link.present(peer):
             return
         self._paths.setdefault(peer, []).append(path)
@@ -246,7 +302,7 @@ class Straight:
         self._measuring.begin(peer, lambda number: self._say(peer, frames.PING, number))
         self._link.wake()
         try:
-            for error in await run_until_one_ends(self._hear(path), self._speak(path), path.end.wait()):
+            for error in await run_until_one_ends(self._hear(path), self._speak(path), path.kept.end.wait()):
                 raise error
         finally:
             self._paths[peer].remove(path)
@@ -267,6 +323,7 @@ class Straight:
             frame = frames.opened(await path.read(), sequence, (frames.DATA, frames.PING, frames.PONG), path.version)
             if frame.rank != path.peer:
                 raise PacketError(f"a frame of member {frame.rank} on the stream of member {path.peer}")
+            path.kept.heard.set()
             if frame.kind == frames.DATA:
                 receive, offset, chunk = frames.opened_passed(frame.body)
                 self._link.messages.data(path.peer, receive, offset, chunk)
