@@ -41,7 +41,7 @@ from thinwire.elastic.messages import (
     Ready,
     Report,
 )
-from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
+from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, reconcile
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
@@ -79,10 +79,9 @@ class RoundLoop:
         self._mail, self._observer, self._most_weight, self._clock = mail, observer, most_weight, clock
         self.agreed, self._state = agreed, State.JOINING
         self._step = self._done = 0
-        self._alone, self._reason = 0, ""
+        self._alone, self._reason, self._keep_seconds = 0, "", 0.0
         self._failure: BaseException | None = None
         self._saved_at = NEVER  # round of the checkpoint that it resumed from; later rounds may have counted its deltas
-        self._keep_seconds = 0.0
         self._late: set[str] = set()  # names of members for which this replica keeps the final state
         self._met: set[str] = set()  # names of members
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
@@ -147,8 +146,7 @@ class RoundLoop:
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
-        self.agreed = load.agreed
-        self._saved_at = load.agreed.round
+        self.agreed, self._saved_at = load.agreed, load.agreed.round
         self.membership.enter(load.agreed.run)
 
     def _give_final(self, _: Load) -> None:
@@ -205,7 +203,10 @@ class RoundLoop:
             view = self._view(lambda: replace(status, step=self._now()).facts())  # training continues meanwhile
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
             plan = reconcile(statuses, self.order)
-            self._voter.judge(view, statuses)
+            if reason := self._voter.judge(view, statuses):
+                self._alone, self._reason = 0, reason
+                self._on(Event.DECIDED)
+                return
         except EndedError as error:
             check_final(self.membership, self.agreed, error)
             self._reason = ""
@@ -220,8 +221,7 @@ class RoundLoop:
             self._observe("alone", reason=str(error))
             self._on(Event.ALONE)
             return
-        names = [member.name for member in view.members]
-        self._alone = 0
+        self._alone, names = 0, [member.name for member in view.members]
         self._met.update(names)
         plan, moved, committed = self._hold(view, plan, statuses)
         self._observe(
@@ -233,10 +233,8 @@ class RoundLoop:
             self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
-        def check(said: Any, name: str) -> None:
-            MemberStatus.of(said, name).check(name, self.order, self._most_weight, self.membership.most_steps)
-
-        return self.membership.next_view(status, seconds, check)
+        bounds = self.order, self._most_weight, self.membership.most_steps
+        return self.membership.next_view(status, seconds, partial(check_status, bounds))
 
     def _status(self) -> MemberStatus:
         agreed, finishing = self.agreed, self._state is State.FINISHING
@@ -312,6 +310,7 @@ class RoundLoop:
             new = anew or agreed.counted_since(self._saved_at, name, index)
             stale = self._waiting.pop(index, None) if new and agreed.ledger is None else None
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
+        self._believed = None
         self._observe("caught_up", round=agreed.round, donor=donor)
 
     def _remember(self, number: int, ready: Ready, feedback: Tensors) -> None:
@@ -391,10 +390,11 @@ class RoundLoop:
     def _note_end(self, there: Sequence[str] | None = (), keeps: bool = True) -> None:
         """Note the end of the run. If `keeps`, this replica keeps the final state for members that are not `there`; None: another does."""
         out, known = self._voter.put_out, bool(self._keep_seconds)
-        self._late = note_end(self.membership, self.agreed, keeps, self._met, out, there, known)
-        self._on(Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE)
+        self._late, noted = note_end(self.membership, self.agreed, keeps, self._met, out, there, known)
+        self._on((Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE) if noted else Event.UNNOTED)
 
     def _keep(self) -> None:
-        late, seconds = self._late, self._keep_seconds
-        keep(self._view, self.membership, self.agreed, self._now(), self.order, late, seconds, self._observe)
-        self._on(Event.KEPT)
+        noted = partial(self._on, Event.NOTED) if self._state is State.WAITING else None
+        given = self._late, self._keep_seconds, self._observe, noted
+        donor = keep(self._view, self.membership, self.agreed, self._now(), self.order, *given)
+        self._on(*((Event.OVERTAKEN, donor) if donor else (Event.KEPT,)))
