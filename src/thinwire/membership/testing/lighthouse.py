@@ -150,6 +150,7 @@ class SimulatedVoteStore:
         self._cluster.passing(self._name, "put")
         with self._cluster.time:
             self._written()[key] = b""
+            self._cluster.time.notify_all()  # it may be the last ballot that others wait for
 
     def all(self, keys: Sequence[str]) -> bool:
         self._cluster.passing(self._name, "all")
