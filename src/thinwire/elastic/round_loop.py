@@ -82,10 +82,10 @@ class RoundLoop:
         self._alone, self._reason, self._keep_seconds = 0, "", 0.0
         self._failure: BaseException | None = None
         self._saved_at = NEVER  # round of the checkpoint that it resumed from; later rounds may have counted its deltas
-        self._late: set[str] = set()  # names of members for which this replica keeps the final state
-        self._met: set[str] = set()  # names of members
+        self._met, self._late = set[str](), set[str]()  # names of members; those for which it keeps the final state
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # round, delta and feedback; the decision is not known
+        self._dropped: dict[int, int] = {}  # the last round whose doubt was dropped, by fragment
         self._believed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
         self._renewals = [0] * len(codecs)  # outcomes that drop own progress, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
@@ -149,9 +149,10 @@ class RoundLoop:
         self.agreed, self._saved_at = load.agreed, load.agreed.round
         self.membership.enter(load.agreed.run)
 
-    def _give_final(self, _: Load) -> None:
+    def _give_final(self, _: Load | None = None, dropped: bool = False) -> None:
+        last = len(self.agreed.anchors) - 1
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True))
+            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=dropped and index == last))
 
     def _hold_due(self, depart: Depart) -> None:
         if depart.brought:
@@ -233,7 +234,7 @@ class RoundLoop:
             self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
-        bounds = self.order, self._most_weight, self.membership.most_steps
+        self._known, bounds = self.agreed.counted, (self.order, self._most_weight, self.membership.most_steps)
         return self.membership.next_view(status, seconds, partial(check_status, bounds))
 
     def _status(self) -> MemberStatus:
@@ -258,6 +259,8 @@ class RoundLoop:
         try:
             self._level(view, plan, statuses)
             brought, plan = plan.counted, admitted(plan, self.agreed, view, statuses)
+            if rank in plan.counted and ready.renewals < self._renewals[plan.fragment]:
+                raise LinkError("its delta may hold one that was counted; the round is held again without it")
             granted = not plan.counted and not plan.over and grants(self.agreed.ledger, view)
             refused = rank in brought and rank not in plan.counted
             void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
@@ -282,17 +285,12 @@ class RoundLoop:
         """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
         self._void = self._generation
         self._give_back()
-        last = len(self.agreed.anchors) - 1
-        for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=index == last))
+        self._give_final(dropped=True)
 
     def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
         """Members that are behind take over the state of the first sound member. Then all are at the same round."""
         donor = level(view, plan, statuses, self.agreed, self._observe)
-        if donor:
-            self._on(Event.CAUGHT_UP, donor)
-        else:
-            self._on(Event.LEVEL)
+        self._on(*((Event.CAUGHT_UP, donor) if donor else (Event.LEVEL,)))
         self.agreed.round, self._saved_at, self._believed = plan.round, NEVER, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
@@ -307,7 +305,9 @@ class RoundLoop:
             returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
             back = returned if returned and returned.fragment == index else None
-            new = anew or agreed.counted_since(self._saved_at, name, index)
+            # A round whose doubt was dropped may come back with members that were away.
+            unlike = agreed.counted_unlike(self._known, self._dropped.get(index, -1), name, index)
+            new = anew or unlike or agreed.counted_since(self._saved_at, name, index)
             stale = self._waiting.pop(index, None) if new and agreed.ledger is None else None
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
         self._believed = None
@@ -329,10 +329,10 @@ class RoundLoop:
     def _drop_doubt(self) -> None:
         assert self._doubt is not None
         (number, ready, _), self._doubt = self._doubt, None
+        self._dropped[ready.fragment] = number
         self._put(Outcome(ready.fragment, number, ready=ready))
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
-        """Exchange the round's fragment."""
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
         context = self._sending_over(view.group)
