@@ -19,6 +19,7 @@ from thinwire.elastic.messages import Outcome, Ready
 from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
+from thinwire.membership.view import View
 from thinwire.runtime.fragment_state import hold
 
 __all__ = ["one_thread"]  # a fixture
@@ -315,6 +316,30 @@ def test_a_member_lost_in_the_round_of_a_joiner_does_not_end_the_joiner() -> Non
 
     results = cluster.play({"a": train(cluster, record, least=1), "b": late})
     assert cluster.killed == set() and all(isinstance(result, Toy) for result in results.values()), results
+
+
+def test_a_member_that_voted_with_one_that_dies_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While b is frozen, c dies after its ballot and returns at once. If a waited out the time of the vote, b and c would go on from an older
+    state, and a would lose deltas that were counted.
+    """
+    cluster, record, decide = SimulatedCluster(), RecordedRun(), View.decide
+
+    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+        own = view.members[view.group.rank].name
+        if own == "c" and question == "round 5":
+            cluster.at("c", "all", lambda: cluster.kill("c"), cluster._passed["c", "all"] + 1)
+            ThreadRendezvous(cluster, own).sleep(0.5)  # a has voted then
+        return decide(view, question, yes, seconds)
+
+    def freeze() -> None:
+        cluster.freeze("b")
+        cluster.later(17.0, lambda: cluster.thaw("b"))
+
+    monkeypatch.setattr(View, "decide", decided)
+    cluster.at("b", "called", freeze, 5)
+    results = cluster.play({name: train(cluster, record, steps=60, least=2, keep=60.0) for name in "abc"})
+    assert all(isinstance(toy, Toy) for toy in results.values()) and not results["a"].restored, results
+    agree(results, record)
 
 
 # Not 15: one of its two replicas may be killed so late that the other has ended before it is back, in one run of ten.

@@ -31,6 +31,7 @@ from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import View
 
 __all__ = ["one_thread"]  # a fixture
+PASSING = State.ENDING, State.WAITING, State.KEEPING
 DOCS = Path(__file__).parents[2] / "docs" / "elastic.md"
 
 
@@ -70,14 +71,14 @@ class Subject:
         if state is State.FINISHING_IN_DOUBT:
             self.unanswered()
             self.rounds.meet(delta())
-        elif state in (State.ENDING, State.KEEPING, State.ENDED):
+        elif state in (State.ENDING, State.WAITING, State.KEEPING, State.ENDED):
             self.rounds.meet(delta())
         if state is State.ENDED:
             self.rounds.meet()
         elif state is State.FAILED:
             self.fail()
-        # the loop leaves ENDING and KEEPING before a command ends, so their events start from FINISHING
-        assert self.state is {State.ENDING: State.FINISHING, State.KEEPING: State.FINISHING}.get(state, state)
+        # the loop leaves ENDING, WAITING and KEEPING before a command ends, so their events start from FINISHING
+        assert self.state is (State.FINISHING if state in PASSING else state)
 
     def unanswered(self) -> None:
         """Makes the lighthouse die during the next vote."""
@@ -151,6 +152,23 @@ class Subject:
         self.rounds.loop._met.add("b")
         self.round()
 
+    def unnoted(self, times: int = 1) -> None:
+        """Makes the lighthouse go away while the end is noted."""
+        note, left = Membership.note_end, [times]
+
+        def note_end(membership: Membership, *what: str) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise LinkError("the lighthouse has gone")
+            note(membership, *what)
+
+        self.patch.setattr(Membership, "note_end", note_end)
+        self.somebody_late()
+
+    def overtaken(self) -> None:
+        self.patch.setattr(round_loop, "keep", lambda *_: "b")
+        self.unnoted()
+
     def fail(self) -> None:
         def fails(*_: object, **__: object) -> None:
             raise RuntimeError("on purpose")
@@ -163,11 +181,15 @@ class Subject:
             raise RuntimeError("on purpose")
 
         self.patch.setattr(round_loop, name, fails)
-        self.somebody_late()
 
     def happen(self, state: State, event: Event) -> None:
-        if event is Event.FAILED and state in (State.ENDING, State.KEEPING):
-            self.fail_while({State.ENDING: "note_end", State.KEEPING: "keep"}[state])
+        if event is Event.FAILED and state in PASSING:
+            self.fail_while("note_end" if state is State.ENDING else "keep")
+        if state is State.WAITING and event is not Event.OVERTAKEN:
+            self.unnoted(times=1 << 62 if event is Event.KEPT else 1)
+            return
+        if event is Event.FAILED and state in PASSING:
+            self.somebody_late()
             return
         {
             Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(GlobalState([torch.ones(4)], [{}])),
@@ -176,6 +198,7 @@ class Subject:
             Event.CAUGHT_UP: self.catch_up, Event.DECIDED: self.decide,
             Event.UNDECIDED: self.undecided, Event.OVER: self.over, Event.NOBODY_LATE: self.round,
             Event.SOMEBODY_LATE: self.somebody_late, Event.KEPT: self.somebody_late, Event.FAILED: self.fail,
+            Event.UNNOTED: self.unnoted, Event.OVERTAKEN: self.overtaken,
         }[event]()  # fmt: skip
 
 
@@ -193,7 +216,7 @@ def test_the_round_loop_takes_every_transition_of_the_table(
     subject.happen(state, event)
     assert (state, event) in subject.taken, [f"{s.name} {e.name}" for s, e in subject.taken]
     assert not isinstance(subject.rounds.report.failure, AssertionError)
-    if state not in (State.ENDING, State.KEEPING) and subject.taken == [(state, event)]:
+    if state not in PASSING and subject.taken == [(state, event)]:
         assert subject.state is TRANSITIONS[state, event][0]
 
 

@@ -8,12 +8,14 @@ from itertools import count
 from typing import Any
 
 import pytest
-from elastic_toy import Inline, Toy, one_thread
+from elastic_toy import Inline, RecordedRun, Toy, agree, one_thread, train
 from reading_toy import NotingReader, inner, new_record
 
+from thinwire.diagnosis import Rules
+from thinwire.elastic.eviction import EvictionVoter
 from thinwire.errors import DisagreementError, LinkError, UndecidedError
 from thinwire.membership.rendezvous import Membership
-from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
 from thinwire.membership.view import View
 
 __all__ = ["one_thread"]  # a fixture
@@ -75,3 +77,23 @@ def test_who_asks_for_samples_waits_for_the_round_in_progress(
         assert isinstance(told, Toy) and reader.read_count.serial >= 0, told
     else:
         assert told is error
+
+
+def test_a_joiner_whose_first_view_evicts_another_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the call of d on, the others suspect c, so that its first view holds no round."""
+    cluster, record, joining = SimulatedCluster(), RecordedRun(), list[str]()
+    membership = cluster.membership
+    monkeypatch.setattr(cluster, "membership", lambda name, **given: membership(name, evict=Rules(), **given))
+    monkeypatch.setattr(EvictionVoter, "suspect", property(lambda voter: "c" if joining else ""))
+
+    def late(name: str) -> Toy:
+        ThreadRendezvous(cluster, name).sleep(9.5)  # it calls between two calls of the others
+        return train(cluster, record, least=2)(name)
+
+    cluster.at("d", "call", lambda: joining.append("d"), 2)  # at the first, it looks for the lighthouse
+    results = cluster.play({name: train(cluster, record, least=2) for name in "abc"} | {"d": late})
+    assert isinstance(results["c"], DisagreementError) and all(isinstance(results[name], Toy) for name in "abd"), (
+        results
+    )
+    assert {name for name, event, fields in record.events if event == "evicted"} >= set("abcd")
+    agree(results, record)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Committed, RecordedRun, Toy, agree, one_thread
+from elastic_toy import SIZES, Committed, RecordedRun, Toy, agree, one_thread, train
 from torch import Tensor
 
 from thinwire.elastic import global_state
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
+from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import View
 
 __all__ = ["one_thread"]  # a fixture
@@ -131,3 +132,51 @@ def test_a_delta_whose_round_is_forgotten_is_not_sent_again(doubts: bool, monkey
     history = record.history(agreed.state_digest)
     for fragment in range(2):
         assert {name: sum(sent(history, name, fragment)) for name in "abc"} == trained
+
+
+def test_a_delta_whose_doubt_was_dropped_is_not_counted_again_when_its_round_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lighthouse dies when a alone has the result of a round. While a is frozen, b and c hold that round again. Then c dies, and the
+    state of a, which has the lower name, wins over that of b.
+    """
+    cluster, record, trained = SimulatedCluster(), RecordedRun(), dict.fromkeys("abc", 0)
+    settle, told = SimulatedVoteStore.settle, list[str]()
+    decide, again = View.decide, list[str]()
+
+    def one(toy: Toy, fragment: int) -> Tensor:
+        trained[toy.name] += fragment == 0
+        return torch.full((SIZES[fragment],), UNIT)
+
+    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+        own = view.members[view.group.rank].name
+        if question == "round 3" and not told:
+            ThreadRendezvous(cluster, own).sleep(1.0 if own == "a" else 0.1)  # so the ballot of a is the last
+        answer = decide(view, question, yes, seconds)
+        if question == "round 3" and told and own == "b":
+            again.append(question)
+            cluster.thaw("a")
+            cluster.kill("c")
+        return answer
+
+    def settled(store: SimulatedVoteStore, key: str, value: bytes) -> bytes:
+        if not key.endswith("round 3/outcome") or told:
+            return settle(store, key, value)
+        if store._name != "a":
+            with cluster.time:
+                cluster.wait(store._name, lambda: bool(told), None)
+            return settle(store, key, value)  # of a lighthouse that has gone
+        answer = settle(store, key, value)
+        told.append("a")
+        cluster.lighthouse.stop()
+        cluster.later(3.0, cluster.lighthouse.start)
+        cluster.freeze("a")
+        return answer
+
+    monkeypatch.setattr(View, "decide", decided)
+    monkeypatch.setattr(SimulatedVoteStore, "settle", settled)
+    results = cluster.play({name: train(cluster, record, steps=32, least=2, keep=60.0, inner=one) for name in "abc"})
+    (digest,) = {toy.elastic.rounds.loop.agreed.state_digest for toy in results.values()}
+    assert told and again and any(name == "b" and event == "caught_up" for name, event, _ in record.events)
+    for fragment in range(2):  # b loses what it trained since its last counted delta
+        assert all(sum(sent(record.history(digest), name, fragment)) <= trained[name] for name in "ab"), "counted twice"

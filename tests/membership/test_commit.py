@@ -22,7 +22,7 @@ def steps_of(protocol, rank, votes, heard):
         return end.value
 
 
-def do(step, vote_store):
+def do(step, vote_store, size):
     """Returns all possible results of `step` now, as (answer, vote_store after it). A deadline may come at any time."""
     match step:
         case Put(key):
@@ -34,7 +34,10 @@ def do(step, vote_store):
             return [(there, vote_store)] if there is not None else [(value, vote_store | {(key, value)})]
         case Wait(key):
             there = dict(vote_store).get(key)
-            return [(None, vote_store)] + ([(there, vote_store)] if there is not None else [])
+            _, ballots = keys_of("q", size)
+            voted = there is None and set(ballots) <= {written for written, _ in vote_store}
+            settled = [(YES, vote_store | {(key, YES)})] if voted else []
+            return [(None, vote_store), *settled] + ([(there, vote_store)] if there is not None else [])
     raise AssertionError(step)
 
 
@@ -48,7 +51,9 @@ def explore(protocol, votes, faults=True):
             if heard is None:
                 continue
             step = steps_of(protocol, rank, votes, heard)
-            after = [] if isinstance(step, bool) else [(b, (*heard, came)) for came, b in do(step, vote_store)]
+            after = (
+                [] if isinstance(step, bool) else [(b, (*heard, came)) for came, b in do(step, vote_store, len(votes))]
+            )
             if isinstance(step, Wait) and not faults:
                 after = after[1:]
             for next_vote_store, told in [*after, *([(vote_store, None)] if faults else [])]:

@@ -10,6 +10,7 @@ import pytest
 from thinwire.errors import PacketError
 from thinwire.membership import registry as module
 from thinwire.membership import shared_keys
+from thinwire.membership.commit import keys_of, view_id
 from thinwire.membership.registry import MemberRegistry, quorum
 
 
@@ -75,6 +76,55 @@ def test_a_look_returns_once_all_its_keys_are_written():
         return [first, await asyncio.wait_for(looks[1], 600.0)]
 
     assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]
+
+
+@pytest.mark.parametrize(
+    ("then", "values"),
+    [
+        ("votes", ["yes"]), ("votes no", ["no"]), ("calls", None), ("leaves", None), ("is silent", None),
+        ("is disconnected", None),
+    ],
+)  # fmt: skip
+def test_a_wait_for_an_outcome_ends_when_all_have_voted_or_a_member_will_not(monkeypatch, then, values):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    a, b, registry = Requester("a"), Requester("b"), MemberRegistry(5.0)
+    members = [["a", "a-1", 1], ["b", "b-1", 1]]
+    outcome, ballots = keys_of(f"{view_id(members)}/land", 2)
+
+    async def play() -> None:
+        for one in (a, b):
+            await registry.answer(one, {"do": "beat"})
+        vote = {"value": "1", "members": members}
+        await registry.answer(a, {"do": "put", "key": ballots[0], **vote})
+        look = {"do": "look", "keys": [outcome], "seconds": 9.0, "members": members}
+        waits = asyncio.ensure_future(registry.answer(a, look))
+        await asyncio.sleep(0)
+        registry.tick()
+        await asyncio.sleep(0)
+        assert not waits.done()
+        if then == "is silent":
+            now[0] += 4.0
+            await registry.answer(a, {"do": "beat"})
+            now[0] += 1.0
+            registry.tick()
+        elif then == "is disconnected":
+            registry.disconnected("b-1")
+        else:
+            said = {
+                "votes": {"do": "put", "key": ballots[1], **vote},
+                "votes no": {"do": "settle", "key": outcome, "value": "no", "members": members},
+                "calls": {"do": "call", "presence": "of b", "seconds": 0.0},
+                "leaves": {"do": "leave"},
+            }[then]
+            await registry.answer(Requester("b", patient=False), said)
+            registry.tick()
+        assert await asyncio.wait_for(waits, 600.0) == {"values": values} and not registry._votes
+        stranger = Requester("c")
+        with pytest.raises(PacketError, match="c is no member of the view that votes"):
+            await registry.answer(stranger, look)
+
+    asyncio.run(play())
 
 
 def test_a_wait_for_addresses_ends_when_all_others_call_for_another_view():

@@ -10,7 +10,7 @@ from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, gather
 from thinwire.errors import ConfigurationError, LinkError, PacketError, UndecidedError
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.testing import SimulatedCluster
-from thinwire.membership.testing.cluster import ThreadRendezvous
+from thinwire.membership.testing.cluster import Killed, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import JOIN
 
 
@@ -137,6 +137,25 @@ def test_a_dead_member_is_not_waited_for():
 
     results = cluster.play({name: run for name in "abc"})
     assert results["a"] == pytest.approx(2.0 + JOIN + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("phase", "landed", "seconds"), [("put", False, 5.0), ("all", True, 0.0), ("settle", True, 0.0)]
+)
+def test_a_vote_ends_when_a_member_has_died_before_or_after_its_ballot(phase, landed, seconds):
+    """It votes last. After its death the others wait for no more than its heartbeats, and not for the time of the vote."""
+    cluster = SimulatedCluster(heartbeat_timeout=5.0)
+    cluster.at("c", phase, lambda: cluster.kill("c"))
+
+    def run(name):
+        view = cluster.membership(name).next_view({})
+        if name == "c":
+            ThreadRendezvous(cluster, name).sleep(1.0)
+        began = cluster.time.now + (name != "c")
+        return view.decide("land", True, seconds=15.0), cluster.time.now - began
+
+    results = cluster.play({name: run for name in "abc"})
+    assert results["a"] == results["b"] == (landed, seconds) and isinstance(results["c"], Killed)
 
 
 def test_fewer_members_than_the_minimum_form_no_view():

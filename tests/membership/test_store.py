@@ -45,8 +45,8 @@ def test_a_vote_store_sends_the_documented_requests() -> None:
         ("look", 0.0, ["a/0", "a/1"]),
         ("look", 0.0, ["b/0"]),
         ("settle", 0.0, "a", "yes", members),
-        ("look", 7.0, ["a"]),
-        ("look", 0.001, ["b"]),
+        ("look", 7.0, ["a"], members),
+        ("look", 0.001, ["b"], members),
     ]
 
 

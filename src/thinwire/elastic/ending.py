@@ -2,9 +2,11 @@
 
 All members that end a run together hold its final state. They note at the rendezvous that the run has ended, with the state digest.
 If a member that took part is missing, the first of them keeps the state for a while: it continues to call, with a status that says
-`over`. If the note cannot be written, each member that has the result of the vote does so, until it has met all others. A member that
-meets it takes over the state, and has ended too. No round changes the final state; training that a late member has not sent is not in
-it. A member that comes after that learns from the note that the run has ended (`EndedError`).
+`over`. A member that meets it takes over the state, and has ended too. No round changes the final state; training that a late member
+has not sent is not in it. A member that comes after that learns from the note that the run has ended (`EndedError`).
+
+If the note cannot be written, others may not have the result of the vote, and go on. So each member that has it calls in the same way,
+and notes the end as soon as it can. Until then its state is not final: if it meets members that went on, it takes over their state.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ def level(
 def note_end(
     membership: Membership, agreed: GlobalState, keeps: bool, met: set[str], out: Collection[str],
     there: Collection[str] | None, known: bool,
-) -> set[str]:  # fmt: skip
+) -> tuple[set[str], bool]:  # fmt: skip
     """Note the final state of the run, for members that did not hear the result of the vote on it. Returns the members for which this
-    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that were put `out`.
+    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that were put `out`; and whether
+    nobody can go on without knowing of the end.
 
     These are the members that were not `there` at the vote, if this replica `keeps` the state. If the note cannot be written, they are all:
     the hub or lighthouse has gone, perhaps before others had the result. None, if late members need not be told (`known` is false), or
@@ -55,18 +58,19 @@ def note_end(
     """
     if not known:
         _note(membership, (agreed.run, agreed.state_digest))
-        return set()
+        return set(), True
     if there is None:
         _note(membership, *_ends(agreed))
-        return set()
+        return set(), True
     others = met.union(*(who for _, who, _ in agreed.counted.values())).difference(out, [membership.name])
     late = others.difference(there) if keeps else set[str]()
     closed = [(agreed.run, CLOSED)] if keeps and not late else []
-    return late if _note(membership, *_ends(agreed), *closed) else others
+    return (late, True) if _note(membership, *_ends(agreed), *closed) else (others, not others)
 
 
 def _ends(agreed: GlobalState) -> list[tuple[str, ...]]:
-    return [(), (agreed.run,), (agreed.run, agreed.state_digest)]
+    """The notes, the state first: who finds that the run has ended also finds with which state."""
+    return [(agreed.run, agreed.state_digest), (agreed.run,), ()]
 
 
 def _note(membership: Membership, *ends: tuple[str, ...]) -> bool:
@@ -97,11 +101,13 @@ def check_final(membership: Membership, agreed: GlobalState, error: EndedError) 
 
 def keep(
     next_view: Callable[[Callable[[], dict[str, Any]], float], View], membership: Membership, agreed: GlobalState, step: int,
-    order: Sequence[int], late: set[str], seconds: float, observe: Callable[..., None],
-) -> None:  # fmt: skip
-    """Give the final state to the members `late`, and to others that come, for `seconds` at most; then leave. Members that have got it are
-    removed from `late`.
+    order: Sequence[int], late: set[str], seconds: float, observe: Callable[..., None], noted: Callable[[], object] | None = None,
+) -> str:  # fmt: skip
+    """Give the final state to the members `late`, and to others that come, for `seconds` at most; then leave, and return "". Members that
+    have got it are removed from `late`.
 
+    If the end is not noted yet, `noted` is called as soon as it is. If others went on before that, this replica takes over their state,
+    stays a member, and returns the name of the one that gave it; if they ended with another state, `EndedError` is raised.
     `next_view(status, seconds)` is the membership's.
     """
     observe("keeps", late=sorted(late), at_most_seconds=seconds)
@@ -114,12 +120,31 @@ def keep(
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
             plan = reconcile(statuses, order)
             if view.group.rank in plan.behind:
-                break  # members that were cut off continued for longer, so their state counts
+                there = view.members[plan.sound[0]].name
+                if noted is not None and level(view, plan, statuses, agreed, observe):
+                    view.close()  # their round goes on without this replica, which brings nothing
+                    return there
+                # The lighthouse has forgotten the end, and the weights of this replica are in use already.
+                observe("alone", reason=f"{there} went on after the end of the run, and will end with other weights")
+                break
             level(view, plan, statuses, agreed, observe)
             late.difference_update(member.name for member in view.members)
         except (PeerError, PacketError, CheckpointError):  # the member has left again, or was no member
             if view is not None:
                 view.close()
+        else:
+            if noted is not None and _note_unless_other(membership, agreed):
+                noted()
+                noted = None
         membership.sleep(PAUSE)
     _note(membership, *_ends(agreed), (agreed.run, CLOSED))  # the first note may be lost with a lighthouse
     membership.close()
+    return ""
+
+
+def _note_unless_other(membership: Membership, agreed: GlobalState) -> bool:
+    """Whether the end could be noted. Raises `EndedError` if others have ended the run with another state."""
+    with suppress(LinkError):
+        if membership.ended(agreed.run):
+            check_final(membership, agreed, EndedError(f"the run has ended without replica {membership.name!r}."))
+    return _note(membership, *_ends(agreed))

@@ -84,18 +84,18 @@ class EvictionVoter:
         said, self._record = {"record": self._record, "suspect": self.suspect}, ""
         return said
 
-    def judge(self, view: View, statuses: Sequence[MemberStatus]) -> None:
-        """Count the votes. If a member must leave, this view holds no round: the others raise `LinkError`; the evicted member leaves and
-        raises `DisagreementError`.
+    def judge(self, view: View, statuses: Sequence[MemberStatus]) -> str:
+        """Count the votes. If a member must leave, this view is closed and holds no round: the others get the reason, and meet again; the
+        evicted member leaves and raises `DisagreementError`. Returns "" if nobody must leave.
         """
         if self._membership.evict is None:
-            return
+            return ""
         names = [member.name for member in view.members]
         said = dict(zip(names, (status.suspect for status in statuses)))
         self._hear(names, statuses)
         out = None if any(status.finishing for status in statuses) else outvoted(said, self._membership.least)
         if out is None:
-            return
+            return ""
         by = sorted(name for name, suspect in said.items() if suspect == out)
         why = str(self._finding) if self.suspect == out else "by their records"
         self._observe("evicted", name=out, by=by, reason=why)
@@ -108,7 +108,7 @@ class EvictionVoter:
                 f"replica {out!r} was put out by {', '.join(by)}: {why}. Correct that and restart it; it takes over the others' state."
             )
         view.close()
-        raise LinkError(f"{out} was put out ({why}); the next round is without it")
+        return f"{out} was put out ({why}); the next round is without it"
 
     def _hear(self, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
         """Diagnose the records of one round: the last one that most members have records of."""

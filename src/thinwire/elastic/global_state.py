@@ -17,7 +17,9 @@ from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import State
 
-REMEMBERED = 1024  # the last rounds, for which the counted replicas are kept
+# The last rounds, for which the counted replicas are kept. With fewer, replicas that are away for more rounds lose deltas; none is counted
+# twice, because a forgotten round counts as one that counted the delta.
+REMEMBERED = 1024
 
 
 @dataclass
@@ -87,6 +89,13 @@ class GlobalState:
             return number < self.round - REMEMBERED
         index, who, there = self.counted[number]
         return index == fragment and name in who and mark in ("", there)
+
+    def counted_unlike(
+        self, known: Mapping[int, tuple[int, tuple[str, ...], str]], number: int, name: str, fragment: int
+    ) -> bool:
+        """Whether round `number` counted a delta of `name` of this fragment, and is not the round of that number in the record `known`."""
+        index, who, _ = there = self.counted.get(number, (-1, (), ""))
+        return index == fragment and name in who and there != known.get(number)
 
     def counted_since(self, number: int, name: str, fragment: int) -> bool:
         """Whether round `number` or a later one counted a delta of `name` of this fragment; also true if such rounds are forgotten."""

@@ -130,6 +130,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+def check_status(bounds: tuple[Collection[int], float, int | None], said: Mapping[str, Any], name: str) -> None:
+    """Raises `PeerError` if `name` said what is no status, or is out of `bounds`: see `MemberStatus.check`."""
+    MemberStatus.of(said, name).check(name, *bounds)
+
+
 def _are_counts(numbers: Sequence[object]) -> bool:
     return all(type(number) is int and 0 <= number < _MOST_COUNT for number in numbers)
 

@@ -41,7 +41,7 @@ from thinwire.elastic.messages import (
     Ready,
     Report,
 )
-from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
+from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, reconcile
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
@@ -79,14 +79,13 @@ class RoundLoop:
         self._mail, self._observer, self._most_weight, self._clock = mail, observer, most_weight, clock
         self.agreed, self._state = agreed, State.JOINING
         self._step = self._done = 0
-        self._alone, self._reason = 0, ""
+        self._alone, self._reason, self._keep_seconds = 0, "", 0.0
         self._failure: BaseException | None = None
         self._saved_at = NEVER  # round of the checkpoint that it resumed from; later rounds may have counted its deltas
-        self._keep_seconds = 0.0
-        self._late: set[str] = set()  # names of members for which this replica keeps the final state
-        self._met: set[str] = set()  # names of members
+        self._met, self._late = set[str](), set[str]()  # names of members; those for which it keeps the final state
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # round, delta and feedback; the decision is not known
+        self._dropped: dict[int, int] = {}  # the last round whose doubt was dropped, by fragment
         self._believed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
         self._renewals = [0] * len(codecs)  # outcomes that drop own progress, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
@@ -147,13 +146,13 @@ class RoundLoop:
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
-        self.agreed = load.agreed
-        self._saved_at = load.agreed.round
+        self.agreed, self._saved_at = load.agreed, load.agreed.round
         self.membership.enter(load.agreed.run)
 
-    def _give_final(self, _: Load) -> None:
+    def _give_final(self, _: Load | None = None, dropped: bool = False) -> None:
+        last = len(self.agreed.anchors) - 1
         for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True))
+            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=dropped and index == last))
 
     def _hold_due(self, depart: Depart) -> None:
         if depart.brought:
@@ -205,7 +204,10 @@ class RoundLoop:
             view = self._view(lambda: replace(status, step=self._now()).facts())  # training continues meanwhile
             statuses = [MemberStatus.of(member.status, member.name) for member in view.members]
             plan = reconcile(statuses, self.order)
-            self._voter.judge(view, statuses)
+            if reason := self._voter.judge(view, statuses):
+                self._alone, self._reason = 0, reason
+                self._on(Event.DECIDED)
+                return
         except EndedError as error:
             check_final(self.membership, self.agreed, error)
             self._reason = ""
@@ -220,8 +222,7 @@ class RoundLoop:
             self._observe("alone", reason=str(error))
             self._on(Event.ALONE)
             return
-        names = [member.name for member in view.members]
-        self._alone = 0
+        self._alone, names = 0, [member.name for member in view.members]
         self._met.update(names)
         plan, moved, committed = self._hold(view, plan, statuses)
         self._observe(
@@ -233,10 +234,8 @@ class RoundLoop:
             self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
-        def check(said: Any, name: str) -> None:
-            MemberStatus.of(said, name).check(name, self.order, self._most_weight, self.membership.most_steps)
-
-        return self.membership.next_view(status, seconds, check)
+        self._known, bounds = self.agreed.counted, (self.order, self._most_weight, self.membership.most_steps)
+        return self.membership.next_view(status, seconds, partial(check_status, bounds))
 
     def _status(self) -> MemberStatus:
         agreed, finishing = self.agreed, self._state is State.FINISHING
@@ -260,6 +259,8 @@ class RoundLoop:
         try:
             self._level(view, plan, statuses)
             brought, plan = plan.counted, admitted(plan, self.agreed, view, statuses)
+            if rank in plan.counted and ready.renewals < self._renewals[plan.fragment]:
+                raise LinkError("its delta may hold one that was counted; the round is held again without it")
             granted = not plan.counted and not plan.over and grants(self.agreed.ledger, view)
             refused = rank in brought and rank not in plan.counted
             void = is_void(self.agreed.ledger, self.membership.name, statuses[rank], refused)
@@ -284,17 +285,12 @@ class RoundLoop:
         """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
         self._void = self._generation
         self._give_back()
-        last = len(self.agreed.anchors) - 1
-        for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=index == last))
+        self._give_final(dropped=True)
 
     def _level(self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]) -> None:
         """Members that are behind take over the state of the first sound member. Then all are at the same round."""
         donor = level(view, plan, statuses, self.agreed, self._observe)
-        if donor:
-            self._on(Event.CAUGHT_UP, donor)
-        else:
-            self._on(Event.LEVEL)
+        self._on(*((Event.CAUGHT_UP, donor) if donor else (Event.LEVEL,)))
         self.agreed.round, self._saved_at, self._believed = plan.round, NEVER, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
@@ -309,9 +305,12 @@ class RoundLoop:
             returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
             back = returned if returned and returned.fragment == index else None
-            new = anew or agreed.counted_since(self._saved_at, name, index)
+            # A round whose doubt was dropped may come back with members that were away.
+            unlike = agreed.counted_unlike(self._known, self._dropped.get(index, -1), name, index)
+            new = anew or unlike or agreed.counted_since(self._saved_at, name, index)
             stale = self._waiting.pop(index, None) if new and agreed.ledger is None else None
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
+        self._believed = None
         self._observe("caught_up", round=agreed.round, donor=donor)
 
     def _remember(self, number: int, ready: Ready, feedback: Tensors) -> None:
@@ -330,10 +329,10 @@ class RoundLoop:
     def _drop_doubt(self) -> None:
         assert self._doubt is not None
         (number, ready, _), self._doubt = self._doubt, None
+        self._dropped[ready.fragment] = number
         self._put(Outcome(ready.fragment, number, ready=ready))
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
-        """Exchange the round's fragment."""
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
         context = self._sending_over(view.group)
@@ -391,10 +390,11 @@ class RoundLoop:
     def _note_end(self, there: Sequence[str] | None = (), keeps: bool = True) -> None:
         """Note the end of the run. If `keeps`, this replica keeps the final state for members that are not `there`; None: another does."""
         out, known = self._voter.put_out, bool(self._keep_seconds)
-        self._late = note_end(self.membership, self.agreed, keeps, self._met, out, there, known)
-        self._on(Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE)
+        self._late, noted = note_end(self.membership, self.agreed, keeps, self._met, out, there, known)
+        self._on((Event.SOMEBODY_LATE if self._late else Event.NOBODY_LATE) if noted else Event.UNNOTED)
 
     def _keep(self) -> None:
-        late, seconds = self._late, self._keep_seconds
-        keep(self._view, self.membership, self.agreed, self._now(), self.order, late, seconds, self._observe)
-        self._on(Event.KEPT)
+        noted = partial(self._on, Event.NOTED) if self._state is State.WAITING else None
+        given = self._late, self._keep_seconds, self._observe, noted
+        donor = keep(self._view, self.membership, self.agreed, self._now(), self.order, *given)
+        self._on(*((Event.OVERTAKEN, donor) if donor else (Event.KEPT,)))

@@ -19,6 +19,7 @@ class State(Enum):
     FINISHING = "has trained all its steps, and sends the remaining deltas"
     FINISHING_IN_DOUBT = "has trained all its steps, and does not know whether its last delta was counted"
     ENDING = "notes the end of the run at the rendezvous"
+    WAITING = "holds the result of the vote on the end, and could not note it"
     KEEPING = "keeps the final state for missing members"
     ENDED = "holds the final state"
     FAILED = "an error has ended the rounds; the main thread raises it"
@@ -43,6 +44,9 @@ class Event(Enum):
     OVER = "the members voted that the run is over, or one of them says so"
     NOBODY_LATE = "no member is missing at the end, or another member keeps the final state"
     SOMEBODY_LATE = "members are missing at the end, and this member keeps the final state for them"
+    UNNOTED = "the end could not be noted, so that others may not know of it"
+    NOTED = "the end is noted"
+    OVERTAKEN = "others did not know of the end and went on, and this replica took over what they agreed on"
     KEPT = "the missing members have the final state, or the time to keep it is over"
     FAILED = "an error was raised"
 
@@ -123,7 +127,13 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     #
     (S.ENDING, E.NOBODY_LATE): (S.ENDED, ()),
     (S.ENDING, E.SOMEBODY_LATE): (S.KEEPING, (A.KEEP,)),
+    (S.ENDING, E.UNNOTED): (S.WAITING, (A.KEEP,)),
     (S.ENDING, E.FAILED): (S.FAILED, ()),
+    #
+    (S.WAITING, E.NOTED): (S.KEEPING, ()),  # from now on the main thread may use the final state
+    (S.WAITING, E.OVERTAKEN): (S.FINISHING, (A.TAKE_OVER,)),
+    (S.WAITING, E.KEPT): (S.ENDED, ()),
+    (S.WAITING, E.FAILED): (S.FAILED, ()),
     #
     (S.KEEPING, E.KEPT): (S.ENDED, ()),
     (S.KEEPING, E.FAILED): (S.FAILED, ()),

@@ -5,7 +5,9 @@ rank r of M:
 
 * A member that is against proposes no. It knows the outcome at once, because yes needs its ballot, which was never cast.
 * A member that is for casts its ballot. If it then sees all M ballots it proposes yes; otherwise it waits for the outcome.
-* At its deadline it looks once more, and proposes yes if all ballots are there, otherwise no.
+* The wait ends with the last ballot, whether or not its member lives on: the store then settles yes for the one that waits.
+* At its deadline, or as soon as a member without a ballot has gone or calls for another view, it looks once more, and proposes yes
+  if all ballots are there, otherwise no.
 
 With any deaths, delays and order there is one outcome, and it is yes only if all M members were for. A member that cannot reach the
 vote store after casting its ballot does not know the outcome: `UndecidedError`. No member waits beyond its deadline.
@@ -49,7 +51,9 @@ class VoteStore(Protocol):
         """Propose `value` for `key`. Returns the value of `key`, which is the first proposal and never changes."""
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Wait until `key` is settled, and return its value; None after `seconds`."""
+        """Wait until `key` is settled, and return its value. With the last ballot it is settled: yes. None after `seconds`, or if a member
+        will not vote, because it has gone or calls for another view.
+        """
 
     def forget(self, keys: Sequence[str]) -> None:
         """Delete these ballots of this member, because it will not ask about their questions again. Does not wait, and never raises."""
@@ -73,7 +77,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait for the outcome, until the member's own deadline."""
+    """Wait for the outcome, until the member's own deadline, or until a member will not vote."""
 
     key: str
 

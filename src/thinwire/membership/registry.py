@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import PacketError
 from thinwire.membership.channel import MOST_MEMBERS, MOST_PRESENCE
+from thinwire.membership.commit import YES
 from thinwire.membership.shared_keys import GROUP, NOTE, SharedKeys, TooMuchError
 
 JOIN = 0.5  # seconds from the first call, after which more than half are enough; memberships add their own grace
@@ -60,6 +61,15 @@ def nobody_comes(waiting: Collection[str], heard: Iterable[str], calling: Collec
     return bool(others) and others <= set(calling)
 
 
+def will_not_vote(missing: Iterable[str], heard: Collection[str], calling: Collection[str]) -> bool:
+    """Whether a vote waits in vain for one of the incarnations `missing`: it was not heard, or is calling for another view.
+
+    >>> will_not_vote({"a"}, {"a", "b"}, {"b"}), will_not_vote({"a"}, {"b"}, {"b"}), will_not_vote({"b"}, {"a", "b"}, {"b"})
+    (False, True, True)
+    """
+    return any(incarnation not in heard or incarnation in calling for incarnation in missing)
+
+
 class Requester(Protocol):
     """A replica that asks: its name, which was authenticated, its incarnation, and its address."""
 
@@ -90,13 +100,14 @@ class Kept(Protocol):
 @dataclass
 class _Replica:
     """One incarnation of a replica. `calls`: since when it has been calling for a view, and its status. `kept`: the process before this
-    one knew it as alive, and it has not been heard since.
+    one knew it as alive, and it has not been heard since. `connected`: false if its connections have ended since it was heard.
     """
 
     name: str
     heard: float
     silent: bool = True
     kept: bool = False
+    connected: bool = True
     calls: tuple[float, str | None] | None = None
     answer: asyncio.Future[list[list[str]]] | None = None
 
@@ -119,6 +130,7 @@ class MemberRegistry:
         self._waits: dict[
             asyncio.Future[None], tuple[str, list[str]]
         ] = {}  # the incarnation, and the keys that it waits for
+        self._votes: dict[asyncio.Future[None], tuple[str, dict[str, str]]] = {}  # the outcome, and its ballots
         self._kept: Kept | None = None
         self._present = ""  # the replicas that are alive, as they were kept last
 
@@ -152,8 +164,14 @@ class MemberRegistry:
         if replica.silent:
             replica.silent = False
             self.say(f"joined: {requester.name} at {requester.address}")
-        replica.heard, replica.kept = time.monotonic(), False
+        replica.heard, replica.kept, replica.connected = time.monotonic(), False, True
         return replica
+
+    def disconnected(self, incarnation: str) -> None:
+        """All connections of an incarnation have ended. No vote waits for it; views do, until it was silent for too long."""
+        if replica := self._replicas.get(incarnation):
+            replica.connected = False
+            self._end_vain_votes()
 
     @property
     def empty(self) -> bool:
@@ -178,6 +196,7 @@ class MemberRegistry:
             if now - replica.heard >= self.heartbeat_timeout:
                 self.gone(replica.name, incarnation, f"not heard for {self.heartbeat_timeout:g} s")
         self._end_vain_waits()
+        self._end_vain_votes()
         self._call_together(now)
         if self._kept:
             there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
@@ -207,6 +226,25 @@ class MemberRegistry:
             if self.nobody_comes({self._waits[future][0] for future in futures}):
                 for future in futures:
                     future.set_result(None)
+
+    def _end_vain_votes(self) -> None:
+        """End the waits for outcomes that are settled, for which all have voted, or for which a member will not vote."""
+        votes = dict(self._votes.values())
+        if not votes:
+            return
+        heard = {incarnation for incarnation, each in self._replicas.items() if each.connected and not each.silent}
+        calling = {incarnation for incarnation, each in self._replicas.items() if each.calls}
+        over = set[str]()
+        for outcome, ballots in votes.items():
+            missing = self._missing(ballots)
+            if self._keys.read([outcome]) or not missing or will_not_vote(missing, heard, calling):
+                over.add(outcome)
+        for future, (outcome, _) in self._votes.items():
+            if outcome in over and not future.done():
+                future.set_result(None)
+
+    def _missing(self, ballots: Mapping[str, str]) -> set[str]:
+        return {incarnation for key, incarnation in ballots.items() if self._keys.read([key]) is None}
 
     def _call_together(self, now: float) -> None:
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
@@ -247,6 +285,8 @@ class MemberRegistry:
                 return await self._call(requester, text, seconds)
             case {"do": "put" | "settle" as do, "key": str(key), "value": str(value), "members": members}:
                 return self._write(requester, do, key, value, members)
+            case {"do": "look", "keys": [str(key)], "seconds": int() | float() as seconds, "members": [_, *_] as view}:
+                return await self._await_outcome(requester, key, seconds, view)
             case {"do": "look", "keys": [*keys], "seconds": int() | float() as seconds} if all(
                 type(k) is str for k in keys
             ):
@@ -303,7 +343,27 @@ class MemberRegistry:
         for future, (_, keys) in self._waits.items():
             if not future.done() and self._keys.read(keys) is not None:
                 future.set_result(None)
+        self._end_vain_votes()
         return told
+
+    async def _await_outcome(self, requester: Requester, key: str, seconds: float, members: object) -> dict[str, Any]:
+        """Wait for the outcome `key` of a vote; settle it if all have voted. Its value is None if it is not settled, because time is over or
+        a member will not vote.
+        """
+        ballots = self._keys.ballots(requester, key, members)
+        future = asyncio.get_running_loop().create_future()
+        self._votes[future] = key, ballots
+        self._end_vain_votes()
+        try:
+            await requester.came(future, min(max(0.0, seconds), _DAY))
+        finally:
+            del self._votes[future]
+        if self._keys.read([key]) is None and not self._missing(ballots):
+            try:
+                self._keys.settle(requester, key, YES.decode(), members)
+            except TooMuchError as error:
+                return {"error": str(error)}
+        return {"values": self._keys.read([key])}
 
     async def _look_up(self, requester: Requester, keys: list[str], seconds: float) -> dict[str, Any]:
         """Wait until all `keys` are written; return their values, or None if they are not in time."""

@@ -179,6 +179,7 @@ class Lighthouse:
                 own.remove(task)
                 if not own:
                     del self._lines[line.incarnation]
+                    self._registry.disconnected(line.incarnation)
             writer.transport.abort()
 
     def _make_room(self, address: str) -> None:

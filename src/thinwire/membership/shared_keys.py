@@ -82,6 +82,14 @@ class SharedKeys:
             self._write(writer.name, key, value if voted else NO.decode())
         return self._values[key][0]
 
+    def ballots(self, writer: Writer, key: str, members: object) -> dict[str, str]:
+        """The ballots of the vote with the outcome `key`, and the incarnations that cast them. Raises `PacketError` if the writer is no member."""
+        view = _electorate(key, members)
+        outcome, ballots = keys_of(key.rpartition("/")[0], len(view))
+        if key != outcome or (writer.name, writer.incarnation) not in [who[:2] for who in view]:
+            raise PacketError(f"{writer.name} is no member of the view that votes")
+        return {ballot: incarnation for ballot, (_, incarnation, _) in zip(ballots, view)}
+
     def forget(self, writer: Writer, key: str) -> None:
         """Delete a key of this writer. The outcome of a question is deleted with its last ballot, because no member can ask for it then."""
         if key.startswith(NOTE):

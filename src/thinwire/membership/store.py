@@ -51,7 +51,8 @@ class ChannelVoteStore:
         return str(self.channel.ask("settle", key=key, value=value.decode(), members=self._members)["value"]).encode()
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        values = self.channel.ask("look", max(seconds, 0.001), keys=[key])["values"]
+        # An older server ignores the members, and waits for the outcome alone.
+        values = self.channel.ask("look", max(seconds, 0.001), keys=[key], members=self._members)["values"]
         return None if values is None else str(values[0]).encode()
 
     def forget(self, keys: Sequence[str]) -> None:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from thinwire.errors import LinkError
-from thinwire.membership.commit import Electorate, ballot_of, keys_of
-from thinwire.membership.registry import JOIN, nobody_comes, quorum
+from thinwire.membership.commit import YES, Electorate, ballot_of, keys_of
+from thinwire.membership.registry import JOIN, nobody_comes, quorum, will_not_vote
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
 
@@ -105,6 +105,10 @@ class SimulatedLighthouse:
         calling = [incarnation for incarnation, (_, presence) in self._calls.items() if presence is not None]
         return nobody_comes([self._names.get(name, "") for name in names], self._heard(), calling)
 
+    def will_not_vote(self, missing: Collection[str]) -> bool:
+        """Whether a vote waits in vain for one of these incarnations."""
+        return will_not_vote(missing, self._heard(), self._calls)
+
     def _heard(self) -> set[str]:
         now = self.cluster.time.now
         return {
@@ -128,16 +132,25 @@ class SimulatedLighthouse:
 class SimulatedVoteStore:
     """The vote store of one lighthouse; it ends with it. See `VoteStore`."""
 
-    def __init__(self, lighthouse: SimulatedLighthouse, cluster: Cluster, name: str) -> None:
-        self._lighthouse, self._cluster, self._name, self._epoch = lighthouse, cluster, name, lighthouse.epoch
+    def __init__(
+        self,
+        lighthouse: SimulatedLighthouse,
+        cluster: Cluster,
+        name: str,
+        members: Electorate = (),
+        epoch: int | None = None,
+    ) -> None:
+        self._lighthouse, self._cluster, self._name, self._members = lighthouse, cluster, name, members
+        self._epoch = lighthouse.epoch if epoch is None else epoch
 
     def of(self, members: Electorate) -> SimulatedVoteStore:
-        return self
+        return SimulatedVoteStore(self._lighthouse, self._cluster, self._name, members, self._epoch)
 
     def put(self, key: str) -> None:
         self._cluster.passing(self._name, "put")
         with self._cluster.time:
             self._written()[key] = b""
+            self._cluster.time.notify_all()  # it may be the last ballot that others wait for
 
     def all(self, keys: Sequence[str]) -> bool:
         self._cluster.passing(self._name, "all")
@@ -153,9 +166,21 @@ class SimulatedVoteStore:
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         self._cluster.passing(self._name, "wait")
+        _, ballots = keys_of(key.rpartition("/")[0], len(self._members))
         with self._cluster.time:
-            self._cluster.wait(self._name, lambda: self._gone() or key in self._lighthouse.written, seconds)
-            return self._written().get(key)
+
+            def missing() -> list[str]:
+                written = self._lighthouse.written
+                return [who for ballot, (_, who, _) in zip(ballots, self._members) if ballot not in written]
+
+            def over() -> bool:
+                if self._gone() or key in self._lighthouse.written:
+                    return True
+                return not missing() or self._lighthouse.will_not_vote(missing())
+
+            self._cluster.wait(self._name, over, seconds)
+            voted = not self._gone() and key not in self._lighthouse.written and not missing()
+            return self.settle(key, YES) if voted else self._written().get(key)
 
     def forget(self, keys: Sequence[str]) -> None:
         with self._cluster.time, suppress(LinkError):
