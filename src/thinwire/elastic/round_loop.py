@@ -147,6 +147,7 @@ class RoundLoop:
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
+        load.agreed.keep(self.agreed)
         self.agreed = load.agreed
         self._saved_at = load.agreed.round
         self.membership.enter(load.agreed.run)
@@ -295,6 +296,7 @@ class RoundLoop:
             self._on(Event.CAUGHT_UP, donor)
         else:
             self._on(Event.LEVEL)
+        self.agreed.arrived.clear()
         self.agreed.round, self._saved_at, self._believed = plan.round, NEVER, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
