@@ -31,6 +31,7 @@ PAGES = (
     *("README.md", "benchmarks/README.md", "docs/formats.md", "docs/family.md", "docs/measured.md"),
     *("docs/strategies.md", "docs/pieces.md", "docs/robust.md", "docs/follow.md", "docs/zoo.md", "docs/experts.md"),
     "docs/gossip.md",
+    "docs/elastic.md",
     "docs/secure.md",
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
@@ -489,6 +490,17 @@ def elastic(result: Result) -> tuple[list[str], list[list[str]]]:
     return [*heads, "returner counted after, s", "utilisation"], rows
 
 
+def joiner(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/joiner.py: what a member takes over that missed some rounds."""
+    whole = result["setting"]["state_nbytes"]
+    rows = [
+        [row["case"], "–" if row["rounds"] is None else f"{row['rounds']:,}", f"{row['nbytes'] / 1e6:.1f}",
+         f"{row['nbytes'] / whole:.0%}", f"{row['seconds']:.1f}"]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return ["member", "rounds missed", "MB", "of the state", "seconds"], rows
+
+
 def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/codecs.py: the sizes that packets of deltas have."""
     rows = []
@@ -730,6 +742,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "family": family,
     "calibration": calibration,
     "elastic": elastic,
+    "joiner": joiner,
     "robust": robust,
     "trust": trust,
     "follow": follow,

@@ -61,7 +61,7 @@ def raw(*messages: bytes) -> Callable[[Group], None]:
 def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
     fields = {
         "magic": b"TWHO",
-        "version": 2,
+        "version": 3,
         "nbytes": len(body),
         "digest": hashlib.blake2b(body, digest_size=32).digest(),
     }
@@ -73,7 +73,7 @@ def framed(body: bytes, **changes: Any) -> tuple[bytes, ...]:
     ("messages", "match"),
     [
         (framed(b"x" * 9, magic=b"HTTP")[:1], "began a state transfer with b'HTTP'"),
-        (framed(b"x" * 9, version=3)[:1], "version 3"),
+        (framed(b"x" * 9, version=4)[:1], "version 4"),
         (framed(b"x" * 9, nbytes=1 << 60)[:1], "at most 1,048,576 are expected"),
         (framed(b"x" * 9, digest=bytes(32)), "damaged in transit"),
         (framed(b"x" * 9), "cannot be read"),
@@ -100,3 +100,21 @@ def test_waiting_members_learn_of_a_failed_transfer() -> None:
     with pytest.raises(tw.LinkError, match="state transfer of replica 0 to others failed"):
         state_transfer.stand_by(other, 0)
     thread.join()
+
+
+def test_only_the_parts_that_a_receiver_asks_for_are_sent() -> None:
+    """One receiver asks for parts 0 and 2, the other for none. A receiver that ends in between has kept what had arrived."""
+    donor, first, second = ThreadGroup.create(3, 60.0)
+    parts = [{f"{i}.x": torch.full((50,), float(i))} for i in range(3)]
+    sent: list[int] = []
+    thread = threading.Thread(
+        target=lambda: sent.append(state_transfer.give_parts(donor, [1, 2], parts, {"round": 7}, [])), daemon=True
+    )
+    thread.start()
+    facts = [state_transfer.take_facts(group, 0) for group in (first, second)]
+    assert facts == [{"round": 7}] * 2 and list(state_transfer.take_parts(second, 0, set(), [200] * 3)) == []
+    arrived = dict(state_transfer.take_parts(first, 0, {2, 0}, [200] * 3))
+    thread.join()
+    assert list(arrived) == [0, 2] and all(torch.equal(arrived[i][f"{i}.x"], parts[i][f"{i}.x"]) for i in arrived)
+    header = 48
+    assert 2 * 200 < sent[0] - 4 * header < 2 * 200 + 4 * 200  # two parts of 200 bytes; the rest is names and facts

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 import grpc
@@ -121,12 +122,15 @@ def test_frames_that_are_not_allowed_end_the_stream(pair, lines):
     for count, (greeting, frame) in enumerate(
         [*((one, None) for one in greetings), *(((1, 1), one) for one in then)], 1
     ):
-        with pair.knock(own) as member:
-            stream = member.straight(*greeting)
-            if frame:
-                next(stream.call)
-                stream.put(*frame)
-            assert stream.refusal()[0] is grpc.StatusCode.INVALID_ARGUMENT
+        code, why = None, "oslo is not connected to the hub"
+        while "is not connected to the hub" in why:  # on a busy machine its connection may be lost for a moment
+            with pair.knock(own) as member:
+                stream = member.straight(*greeting)
+                with suppress(grpc.RpcError):
+                    if frame and next(stream.call):
+                        stream.put(*frame)
+                code, why = stream.refusal()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, why
         lines.wait("refused frames of 127.0.0.1:", "oslo.member.thinwire", nth=count)
     pair.exchange()
 

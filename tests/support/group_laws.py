@@ -272,7 +272,7 @@ def free_port() -> int:
 
 
 def run_processes(
-    fn: Callable[[int, int], Any], size: int, folder: Path, timeout: float = TIMEOUT, limit: float = 900.0
+    fn: Callable[[int, int], Any], size: int, folder: Path, timeout: float = TIMEOUT, limit: float = 3600.0
 ) -> list[Any]:
     """Runs `fn(rank, size)` in `size` processes and returns their results, None for one that died. `limit` seconds end a hang."""
     context = multiprocessing.get_context("forkserver")  # torch is loaded once, not in each process

@@ -13,6 +13,10 @@ bounds the size; nothing is allocated beyond it. The format contains no code.
 
 A transfer may take long: a model's state is some hundred times a round's packet. Other replicas of the group that wait for its end
 (`stand_by`) get a message after every piece, so that no deadline of a single message must cover the whole transfer.
+
+A receiver that has a part of the state already asks for the rest (`give_parts`; `take_facts`, `take_parts`): it gets the facts, which say
+what there is, answers with one byte for each part (1: send it), and gets each of these parts in a frame of its own. So a transfer that was cut off
+goes on with the next part, and the memory beside the state is that of one part.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +37,7 @@ from thinwire.comm.group import Group
 from thinwire.errors import LinkError, PacketError
 
 MAGIC = b"TWHO"
-VERSION = 2
+VERSION = 3
 MESSAGE_NBYTES = (
     1 << 20
 )  # bytes of one message: small, so that a long transfer shares the link, and each message is short
@@ -40,6 +45,7 @@ _LAYOUT = struct.Struct("<4sIQ")
 _DIGEST = 32
 _FACTS = "facts"
 _TAG, _TAG_OTHERS = 0x7A0, 0x7A1
+_FACTS_NBYTES = 1 << 22
 _ENDED, _GOES_ON, _FAILED = range(3)
 
 
@@ -54,21 +60,25 @@ def give(
 
     Raises `LinkError`, after it has told the others of the failure, if they can be reached.
     """
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    body = bytearray(save(whole, {_FACTS: json.dumps(facts)}))
-    digest = hashlib.blake2b(digest_size=_DIGEST)
-    state = _FAILED
-    try:
-        _send(group, peers, _LAYOUT.pack(MAGIC, VERSION, len(body)))
-        for piece in _pieces(torch.frombuffer(body, dtype=torch.uint8)):
-            group.post(_TAG, {peer: piece for peer in peers}, {}, "state transfer").wait()
-            digest.update(piece.numpy().data)
-            _tell(group, others, _GOES_ON)
-        _send(group, peers, digest.digest())
-        state = _ENDED
-    finally:
-        _tell(group, others, state)
-    return len(peers) * (_LAYOUT.size + len(body) + _DIGEST)
+    with _told(group, others):
+        return _give(group, peers, tensors, facts, others)
+
+
+def give_parts(
+    group: Group,
+    peers: Sequence[int],
+    parts: Sequence[Mapping[str, Tensor]],
+    facts: Mapping[str, Any],
+    others: Sequence[int] = (),
+) -> int:
+    """Send `facts` to each of `peers`, which call `take_facts` and `take_parts`, then the parts that each asks for. Like `give` in all else."""
+    with _told(group, others):
+        nbytes = _give(group, peers, {}, facts, others)
+        asked = {peer: _receive(group, peer, len(parts)) for peer in peers}
+        for index, part in enumerate(parts):
+            if asking := [peer for peer in peers if asked[peer][index]]:
+                nbytes += _give(group, asking, part, {}, others)
+    return nbytes
 
 
 def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -98,6 +108,23 @@ def take(group: Group, peer: int, limit: int) -> tuple[dict[str, Tensor], dict[s
     return tensors, facts
 
 
+def take_facts(group: Group, peer: int) -> dict[str, Any]:
+    """Receive the facts of `peer`, which calls `give_parts`. `take_parts` is due then. Raises what `take` raises."""
+    return take(group, peer, _FACTS_NBYTES)[1]
+
+
+def take_parts(
+    group: Group, peer: int, due: Collection[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Ask `peer` for the parts that are `due`, of `len(sizes)`, and yield each when it has arrived.
+
+    `sizes` are the bytes of the parts; a frame of more than twice as many is refused. Raises what `take` raises.
+    """
+    _send(group, [peer], bytes(index in due for index in range(len(sizes))))
+    for index in sorted(due):
+        yield index, take(group, peer, 2 * sizes[index] + _FACTS_NBYTES)[0]
+
+
 def stand_by(group: Group, donor: int) -> None:
     """Wait until `donor` has finished its transfer to others. Raises `LinkError` if it failed, or `donor` is silent."""
     state, heard = _GOES_ON, torch.empty(1, dtype=torch.uint8)
@@ -108,6 +135,33 @@ def stand_by(group: Group, donor: int) -> None:
         raise LinkError(
             f"the state transfer of replica {donor} to others failed; the round is dropped, and repeated without the replicas that left."
         )
+
+
+def _give(
+    group: Group, peers: Sequence[int], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], others: Sequence[int]
+) -> int:
+    """Send one frame to each of `peers`. Returns the bytes sent."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    body = bytearray(save(whole, {_FACTS: json.dumps(facts)}))
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    _send(group, peers, _LAYOUT.pack(MAGIC, VERSION, len(body)))
+    for piece in _pieces(torch.frombuffer(body, dtype=torch.uint8)):
+        group.post(_TAG, {peer: piece for peer in peers}, {}, "state transfer").wait()
+        digest.update(piece.numpy().data)
+        _tell(group, others, _GOES_ON)
+    _send(group, peers, digest.digest())
+    return len(peers) * (_LAYOUT.size + len(body) + _DIGEST)
+
+
+@contextmanager
+def _told(group: Group, others: Sequence[int]) -> Iterator[None]:
+    """Tell `others` whether the transfer inside ended without an error."""
+    state = _FAILED
+    try:
+        yield
+        state = _ENDED
+    finally:
+        _tell(group, others, state)
 
 
 def _tell(group: Group, others: Sequence[int], state: int) -> None:

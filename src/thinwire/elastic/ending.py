@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from thinwire.comm.state_transfer import give, stand_by, take
+from thinwire.comm.state_transfer import give_parts, stand_by, take_facts, take_parts
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.plan import MemberStatus, RoundPlan, reconcile
 from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError, PeerError
@@ -28,16 +28,22 @@ PAUSE = 0.2  # seconds between calls of the member that keeps the final state
 def level(
     view: View, plan: RoundPlan, statuses: Sequence[MemberStatus], agreed: GlobalState, observe: Callable[..., None]
 ) -> str:
-    """Members that are behind take over the state of the first sound member. Returns its name if this member was behind, otherwise ""."""
+    """Members that are behind take over the state of the first sound member: the fragments that have moved since. Returns its name if this
+    member was behind, otherwise "". After an error the fragments that have arrived need not be sent again.
+    """
     group, donor = view.group, plan.sound[0]
     needy = [rank for rank in plan.behind if statuses[rank].state_digest != statuses[donor].state_digest]
     if group.rank in needy:
-        limit = 2 * sum(tensor.nbytes for tensor in agreed.tensors().values()) + (1 << 22)
-        agreed.take_over(*take(group, donor, limit), statuses[donor])
+        other = agreed.read(take_facts(group, donor))
+        sizes = [sum(tensor.nbytes for tensor in part.values()) for part in agreed.parts()]
+        for fragment, part in take_parts(group, donor, agreed.missing(other), sizes):
+            agreed.arrive(fragment, part, other)
+        agreed.take_over(other, statuses[donor])
         return view.members[donor].name
+    agreed.arrived.clear()
     if needy and group.rank == donor:
         others = [rank for rank in range(group.size) if rank != donor and rank not in needy]
-        nbytes = give(group, needy, agreed.tensors(), agreed.facts(), others)
+        nbytes = give_parts(group, needy, agreed.parts(), agreed.facts(), others)
         observe("given", to=[view.members[rank].name for rank in needy], nbytes=nbytes)
     elif needy:
         stand_by(group, donor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,9 @@ class GlobalState:
     )  # by round: its fragment, the names that were counted, its mark
     run: str = ""  # identifies the run: the id of its first view
     ledger: DataLedger | None = None  # assigns samples to replicas; None: the replicas choose their data themselves
+    arrived: dict[int, tuple[tuple[int, str], dict[str, Tensor]]] = field(
+        default_factory=dict
+    )  # by fragment: its version and tensors, from a transfer that was cut off, or from before a checkpoint was loaded
 
     def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
         """A `FragmentState` for a round: the shared state of a fragment, with this replica's `feedback`, and without parameters, which
@@ -42,10 +45,14 @@ class GlobalState:
         return FragmentState(Fragment("", ()), index, self.anchors[index], self.states[index], feedback, codec)
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {f"{index}.anchor": anchor for index, anchor in enumerate(self.anchors)}
-        return named | {
-            f"{i}.outer.{name}": value for i, state in enumerate(self.states) for name, value in state.items()
-        }
+        return {name: tensor for part in self.parts() for name, tensor in part.items()}
+
+    def parts(self) -> list[dict[str, Tensor]]:
+        """Anchor and outer state of each fragment, by name."""
+        return [
+            {f"{i}.anchor": anchor} | {f"{i}.outer.{name}": value for name, value in state.items()}
+            for i, (anchor, state) in enumerate(zip(self.anchors, self.states))
+        ]
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -97,9 +104,11 @@ class GlobalState:
         index, who, _ = there = self.counted.get(number, (-1, (), ""))
         return index == fragment and name in who and there != known.get(number)
 
-    def counted_since(self, number: int, name: str, fragment: int) -> bool:
-        """Whether round `number` or a later one counted a delta of `name` of this fragment; also true if such rounds are forgotten."""
-        rounds = ((index, who) for at, (index, who, _) in self.counted.items() if at >= number)
+    def counted_since(self, number: int, name: str, fragment: int, but: Collection[int] = ()) -> bool:
+        """Whether round `number` or a later one, `but` those, counted a delta of `name` of this fragment; also true if such rounds are
+        forgotten.
+        """
+        rounds = ((index, who) for at, (index, who, _) in self.counted.items() if at >= number and at not in but)
         return number < self.round - REMEMBERED or any(index == fragment and name in who for index, who in rounds)
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
@@ -130,24 +139,58 @@ class GlobalState:
         if self.round in self.counted:  # the mark of a round is the state after it
             self.counted[self.round] = *self.counted[self.round][:2], self.mark
 
-    def take_over(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], status: MemberStatus) -> None:
-        """Take over the state of a sound member. Raises `CheckpointError`, and changes nothing, if the state belongs to another model, or
-        differs from the member's `status`.
+    def read(self, facts: Mapping[str, Any]) -> GlobalState:
+        """The state of another member by its `facts()`, without its tensors. Raises `CheckpointError`."""
+        other = GlobalState([], [], ledger=self.ledger)
+        other.load(facts)
+        return other
+
+    def missing(self, other: GlobalState) -> set[int]:
+        """The fragments that the member with the state `other` must send, so that this replica has its state.
+
+        These are the fragments that moved in rounds which this replica does not have, if both have the same history up to its last round;
+        otherwise, or if that round is forgotten, all. A fragment that has `arrived` at its version is not among them.
         """
-        if (facts.get("round"), facts.get("state_digest")) != (status.round, status.state_digest):
-            raise CheckpointError(
-                "the transferred state does not have the digest that was announced; check that replica."
-            )
-        due = self.tensors()
-        if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
+        due, last = set(range(len(self.anchors))), max(self.counted, default=-1)
+        if self.run == other.run and last in other.counted and self.counted[last] == other.counted[last]:
+            due = {fragment for number, (fragment, _, _) in other.counted.items() if number > last}
+        return {index for index in due if index not in self.arrived or self.arrived[index][0] != other.version(index)}
+
+    def version(self, fragment: int) -> tuple[int, str]:
+        """Identifies the anchor and outer state of `fragment`: the last round that moved it and this round's mark; or -1 and the run."""
+        moved = [(number, mark) for number, (index, _, mark) in self.counted.items() if index == fragment]
+        return max(moved, default=(-1, self.run))
+
+    def arrive(self, fragment: int, part: dict[str, Tensor], other: GlobalState) -> None:
+        """Keep the tensors of `fragment`, sent by the member with the state `other`, until `take_over`. Raises `CheckpointError`, and changes
+        nothing, if they belong to another model.
+        """
+        due = self.parts()[fragment]
+        if {n: (t.shape, t.dtype) for n, t in part.items()} != {n: (t.shape, t.dtype) for n, t in due.items()}:
             raise CheckpointError(
                 "the transferred state belongs to another model or outer step; start every replica with the same ones."
             )
-        for tensor in tensors.values():
+        for tensor in part.values():
             check_finite(tensor)
-        self.load(facts)
-        self.anchors = [tensors[f"{i}.anchor"].to(a.device) for i, a in enumerate(self.anchors)]
-        self.states = [
-            {name: tensors[f"{i}.outer.{name}"].to(value.device) for name, value in state.items()}
-            for i, state in enumerate(self.states)
-        ]
+        self.arrived[fragment] = other.version(fragment), part
+
+    def keep(self, other: GlobalState) -> None:
+        """Keep the fragments of `other` as if they had arrived: a replica that has joined takes its own checkpoint then, and needs them again."""
+        self.arrived = {index: (other.version(index), part) for index, part in enumerate(other.parts())}
+
+    def take_over(self, other: GlobalState, status: MemberStatus) -> None:
+        """Take over the state `other` of a sound member, whose fragments have arrived. Raises `CheckpointError`, and changes nothing, if it
+        differs from the member's `status`.
+        """
+        if (other.round, other.state_digest) != (status.round, status.state_digest):
+            raise CheckpointError(
+                "the transferred state does not have the digest that was announced; check that replica."
+            )
+        for i, (version, part) in self.arrived.items():
+            if version == other.version(i):
+                self.anchors[i] = part[f"{i}.anchor"].to(self.anchors[i].device)
+                self.states[i] = {
+                    name: part[f"{i}.outer.{name}"].to(value.device) for name, value in self.states[i].items()
+                }
+        self.round, self.state_digest, self.run = other.round, other.state_digest, other.run
+        self.counted, self.ledger, self.arrived = other.counted, other.ledger, {}

@@ -42,6 +42,7 @@ from thinwire.elastic.messages import (
     Report,
 )
 from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, reconcile
+from thinwire.elastic.resumed import Resumed
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
@@ -51,8 +52,6 @@ from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.strategy import Strategy
 from thinwire.types import Observer
 from thinwire.types import State as Tensors
-
-NEVER = 1 << 62
 
 
 class RoundLoop:
@@ -81,7 +80,7 @@ class RoundLoop:
         self._step = self._done = 0
         self._alone, self._reason, self._keep_seconds = 0, "", 0.0
         self._failure: BaseException | None = None
-        self._saved_at = NEVER  # round of the checkpoint that it resumed from; later rounds may have counted its deltas
+        self._resumed = Resumed()
         self._met, self._late = set[str](), set[str]()  # names of members; those for which it keeps the final state
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # round, delta and feedback; the decision is not known
@@ -146,7 +145,8 @@ class RoundLoop:
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
-        self.agreed, self._saved_at = load.agreed, load.agreed.round
+        load.agreed.keep(self.agreed)
+        self.agreed, self._resumed = load.agreed, Resumed(self.order, load.agreed.round)
         self.membership.enter(load.agreed.run)
 
     def _give_final(self, _: Load | None = None, dropped: bool = False) -> None:
@@ -283,7 +283,7 @@ class RoundLoop:
 
     def _drop(self) -> None:
         """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
-        self._void = self._generation
+        self._void, self._resumed = self._generation, Resumed()
         self._give_back()
         self._give_final(dropped=True)
 
@@ -291,7 +291,9 @@ class RoundLoop:
         """Members that are behind take over the state of the first sound member. Then all are at the same round."""
         donor = level(view, plan, statuses, self.agreed, self._observe)
         self._on(*((Event.CAUGHT_UP, donor) if donor else (Event.LEVEL,)))
-        self.agreed.round, self._saved_at, self._believed = plan.round, NEVER, None
+        if self._believed is not None:  # all have this round now
+            self._resumed.forget(self._believed[1].fragment)
+        self.agreed.round, self._believed = plan.round, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
         self.membership.enter(self.agreed.run)
@@ -300,14 +302,19 @@ class RoundLoop:
 
     def _take_over(self, donor: str, anew: bool = False) -> None:
         name, agreed, returned = self.membership.name, self.agreed, None
-        if self._believed is not None:  # the lighthouse died before the others learned of this commit
+        own = [self._doubt[0]] if self._doubt else []
+        if self._believed is not None:
             number, ready, mark = self._believed
-            returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
+            if agreed.counts(number, name, ready.fragment, mark):
+                own.append(number)
+            else:  # the lighthouse died before the others learned of this commit
+                returned = ready
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
             back = returned if returned and returned.fragment == index else None
             # A round whose doubt was dropped may come back with members that were away.
             unlike = agreed.counted_unlike(self._known, self._dropped.get(index, -1), name, index)
-            new = anew or unlike or agreed.counted_since(self._saved_at, name, index)
+            if new := anew or unlike or self._resumed.counted_in(agreed, name, index, own):
+                self._resumed.forget(index)
             stale = self._waiting.pop(index, None) if new and agreed.ledger is None else None
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
         self._believed = None
@@ -323,6 +330,7 @@ class RoundLoop:
             self._drop_doubt()
             return
         self._doubt = None
+        self._resumed.forget(ready.fragment)
         anchor, state = self.agreed.anchors[ready.fragment], self.agreed.states[ready.fragment]
         self._put(Outcome(ready.fragment, number, anchor, state, ready, feedback, ready))
 
