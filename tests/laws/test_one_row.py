@@ -68,7 +68,7 @@ import thinwire as tw
 from thinwire.testing import check
 from thinwire.codecs.mine import Mine
 from thinwire.catalogue.parsing import parse
-assert Mine(2) == parse("Mine(2)")
+assert Mine(2) == parse("Mine(2)") and tw.catalogue.Mine is Mine
 strategy = tw.Strategy(codec=tw.codecs.TopK(0.5, Mine()))
 assert parse(repr(strategy)) == strategy
 print(len(check(Mine()).laws), tw.__file__)
