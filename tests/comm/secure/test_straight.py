@@ -104,6 +104,18 @@ def test_the_announced_numbers_decide_for_every_member(tmp_path):
         assert by_hub + straight < 1.1 * NBYTES
 
 
+def mended(step, group, proxy):
+    """Mends the route, and returns when packets go straight again."""
+    proxy.mend()
+    before = group.sent_straight
+    step.until(group, lambda group: group.sent_straight > before)
+
+
+def beside(proxy, port):
+    """Returns where replica 0 listens: others reach it by the proxy."""
+    return {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
+
+
 def test_a_stream_cut_in_the_middle_loses_no_message(tmp_path, mesh):
     """What was not acknowledged continues by the hub, and packets go straight again when a stream stands again."""
     step, port, payload = InStep(2), free_port(), 5 * NBYTES
@@ -130,13 +142,10 @@ def test_a_stream_cut_in_the_middle_loses_no_message(tmp_path, mesh):
             exchange.check()
             by_hub = group.uploaded - before
             step.until(group, lambda _: True)
-            proxy.mend()
-            before = group.sent_straight
-            step.until(group, lambda group: group.sent_straight > before)
+            mended(step, group, proxy)
             return by_hub
 
-        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
-        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
+        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=beside(proxy, port))
     assert payload - 2 * NBYTES < by_hub[1] < 1.01 * payload
 
 
@@ -166,13 +175,10 @@ def test_a_stream_whose_route_vanishes_in_silence_loses_no_message(tmp_path, mes
             step.until(group, lambda _: True)  # a send ends with its last chunk, which may have to be sent again
             by_hub = group.uploaded - before
             proxy.upwards = proxy.downwards = bytes
-            proxy.mend()
-            before = group.sent_straight
-            step.until(group, lambda group: group.sent_straight > before)
+            mended(step, group, proxy)
             return by_hub
 
-        listens = {0: (f"127.0.0.1:{port}", f"127.0.0.1:{proxy.token.port}")}
-        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=listens)
+        by_hub = run_secure(hub.invite(2), 2, replica, tmp_path / "keys", listens=beside(proxy, port))
     assert all(payload - 2 * NBYTES < sent < 1.01 * payload for sent in by_hub), by_hub
 
 
