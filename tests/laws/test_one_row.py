@@ -61,7 +61,7 @@ TESTS = (
         "tests/repo/test_layers.py",
         "tests/laws/test_laws.py",
     ),
-    *("-k", "Mine or mine or what_is_public or every_piece_has_a_row or text_is_the_value or every_room"),
+    *("-k", "Mine or every_piece_has_a_row or text_of_a_piece or public_names"),
 )
 SAYS = """
 import thinwire as tw

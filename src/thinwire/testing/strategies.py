@@ -61,7 +61,7 @@ def replicas_agree(strategy: Strategy, replicas: int = REPLICAS) -> None:
 
 def a_refused_round_changes_nothing(strategy: Strategy, replicas: int = REPLICAS) -> None:
     """Law 3: after a gradient that is not finite, all replicas drop the round, stay finite, and agree. An aggregate that tolerates one such
-    replica goes on without it.
+    replica continues without it.
     """
 
     def poison(replica: Replica, step: int) -> None:
