@@ -1,12 +1,14 @@
-"""Pieces in your own file: a codec, an outer step and an exchange, which work wherever Thinwire's do.
+"""Pieces in your own file: a codec, an outer step, an exchange and an aggregate, which work wherever Thinwire's do.
 
     python examples/own_pieces.py                # try the laws on them
     thinwire train --codec "examples/own_pieces.py:Truncated(2)" --exchange "examples/own_pieces.py:DirectBelow(100_000)"
     thinwire train --elastic --strategy "Strategy(schedule=Every(30), outer=examples/own_pieces.py:Smoothed(0.9))"
+    thinwire train --elastic --aggregate "examples/own_pieces.py:RoundedOnce()"
 
 A piece is a frozen dataclass, a subclass of its protocol: it implements what is specific to it and declares what else it can do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ import thinwire as tw
 from thinwire.codecs import check_finite
 from thinwire.comm import Link
 from thinwire.exchange import Arrival, Round, Settle
+from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key
 from thinwire.types import State
 
@@ -94,8 +97,21 @@ class DirectBelow(tw.exchange.Exchange):
         return self.chosen(codec, numel).seconds(codec, numel, size, link)
 
 
+@dataclass(frozen=True)
+class RoundedOnce(tw.pieces.aggregate.Aggregate):
+    """The weighted mean Σ_m w_m·Δ_m, added in fp64 and rounded to fp32 once: no error grows with the number of replicas."""
+
+    linear: ClassVar[bool] = True  # a mean: so replicas may join and leave, and exchanges may average part by part
+
+    def into(self, out: Tensor, values: Sequence[Values], weights: Sequence[float] | None = None) -> None:
+        total = torch.zeros(out.numel(), dtype=torch.float64)
+        for one, weight in zip(values, weights or [1 / len(values)] * len(values)):
+            total.add_(one.decoded().double().mul_(weight))
+        out.copy_(total)
+
+
 if __name__ == "__main__":
     from thinwire.testing import check
 
-    for piece in (Truncated(2), Smoothed(0.9), DirectBelow(100)):
+    for piece in (Truncated(2), Smoothed(0.9), DirectBelow(100), RoundedOnce()):
         print(check(piece))

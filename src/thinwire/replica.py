@@ -49,16 +49,14 @@ class Replica:
     A hook counts each call of `optimizer.step` as one inner step. Rounds depart and land inside that call.
 
     - **Entry**: the replicas compare code, strategy and model. If their weights differ, all start from those of replica 0.
-    - **Clean exit**: rounds in flight land, one last round averages the training since then, and the model holds the outer weights
-      (the anchors).
+    - **Clean exit**: rounds in flight land, one last round averages the training since then, and the model holds the anchors.
     - **The one rule**: every replica takes the same number of inner steps. Gradient accumulation, closures and schedulers work
       unchanged. To skip an update, call `step` with all gradients set to None.
 
     Parameters: frozen ones are left alone. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
     dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
 
-    Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot at each departure and a
-    merge at each landing.
+    Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
     Args:
         strategy: the method, as a composition of pieces.
@@ -94,26 +92,17 @@ class Replica:
     ...             optimizer.step()  # counts an inner step; rounds depart and land here
     ...             optimizer.zero_grad()
     ...     return model.weight
-    >>> first, second = tw.run_threads(2, train)
-    >>> torch.equal(first, second)
+    >>> torch.equal(*tw.run_threads(2, train))
     True
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        group: Group | Membership,
-        *,
-        site: Group | None = None,
-        tokens: float | None = None,
-        reader: LeasedReader | None = None,
-        buffers: Literal["mean", "local"] = "mean",
-        validation: Callable[[], Sequence[float]] | None = None,
-        observer: Observer = silent,
+        self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        group: Group | Membership, *, site: Group | None = None, tokens: float | None = None,
+        reader: LeasedReader | None = None, buffers: Literal["mean", "local"] = "mean",
+        validation: Callable[[], Sequence[float]] | None = None, observer: Observer = silent,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         optimizers, self._buffers = listed(optimizer), SharedBuffers(buffers, model, group)
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
         self._finished, self._site, sharded = False, site, site is not None

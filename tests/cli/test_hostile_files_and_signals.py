@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from trained_runs import SMALL, trained_run
 
 from thinwire.checkpoint import read
 from thinwire.cli import main, simulate
@@ -28,35 +29,15 @@ from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[1;1Hfake: all is well\n\x9b31m\u202e[/red]"
-SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 
-
-@pytest.fixture(autouse=True)
-def one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: cache)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+pytestmark = pytest.mark.usefixtures("one_cache")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """A run of four steps with checkpoints of steps 2 and 4. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text("All that glisters is not gold. " * 4000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.lm.data.default_cache", lambda: cache)
-        options = ["--steps", "4", "--every", "2", "--delay", "0", "--checkpoint-every", "2"]
-        assert main(["train", *SMALL, *options, "--text", str(folder / "text.txt"), "--out", str(folder / "run")]) == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+    options = ["--steps", "4", "--every", "2", "--delay", "0", "--checkpoint-every", "2"]
+    return trained_run(tmp_path_factory.mktemp("trained"), cache, "All that glisters is not gold. " * 4000, *options)
 
 
 def resumed(run: Path) -> dict[str, Any]:
@@ -112,6 +93,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "step of 5000 digits": (_manifest('{"format": 1, "step": ' + "9" * 5000 + "}"), "digits"),
     "format missing": (_with(format=None), "KeyError: 'format'"),
     "format a tree": (_with(format=[[]]), "has format [[]]"),
+    "format of an earlier version": (
+        _with(format=2),
+        "has format 2, this version reads 3; use the version that wrote it",
+    ),
     "groups missing": (_with(groups=None), "KeyError: 'groups'"),
     "facts a list": (_with(facts=[]), "no sound facts"),
     "a list": (_manifest("[]"), "TypeError"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained_runs import SMALL, trained_run
 
 from thinwire.checkpoint import Checkpoint, read
 from thinwire.cli import main
@@ -24,37 +25,15 @@ if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
     import transformers
 
-pytestmark = pytest.mark.usefixtures("late_imports")
-
-SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: cache)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("late_imports", "one_cache")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """A run of two replicas with checkpoints of steps 2, 4 and 6, each with a round in flight. Tests must not change it."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000)))
+    text = "".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000))
     options = ["--steps", "6", "--every", "2", "--delay", "1", "--fragments", "1", "--checkpoint-every", "2"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.lm.data.default_cache", lambda: cache)
-        assert main(["train", *SMALL, *options, "--text", str(folder / "text.txt"), "--out", str(folder / "run")]) == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+    return trained_run(tmp_path_factory.mktemp("trained"), cache, text, *options)
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:

@@ -8,21 +8,13 @@ import numpy as np
 import pytest
 import torch
 from pairwise_reference import ReferenceRun, coded_by
+from replicas_by_row import normal, spread_of
 
 from thinwire.codecs import E3M0
 from thinwire.decoupled.pair_composition import Mixing
 from thinwire.decoupled.pairs import a2cid2, ad_psgd
 from thinwire.rng import Key
 from thinwire.topology import Clocks, Complete, Listed, Ring, meeting_rates, resistances
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def spread_of(x):
-    return float((x - x.mean(0)).square().sum(1).mean())
-
 
 # ---- constants
 

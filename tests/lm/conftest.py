@@ -1,4 +1,4 @@
-"""A text and a run that has ended, which several files of tests read; each test gets a copy of the run."""
+"""What several files of tests use: a text, a run that has ended, of which each test gets a copy, and an elastic run in virtual time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from elastic_runs import elastic_run, simulated
 from small_runs import run_in, small_run
+
+from thinwire.lm.run import Run
+from thinwire.membership.testing.cluster import SimulatedCluster
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +31,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
 def whole(trained: Path, tmp_path: Path) -> Path:
     """A run that was never stopped; each test gets a copy."""
     return shutil.copytree(trained, tmp_path / "whole")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """An elastic run of three replicas."""
+    return elastic_run(tmp_path)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
+    """Where its replicas meet, in virtual time."""
+    return simulated(monkeypatch)

@@ -6,9 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from elastic_runs import elastic_run, simulated
-
 from thinwire.errors import EndedError, LinkError
 from thinwire.lm import launch
 from thinwire.lm.membership import MemberSpec
@@ -17,16 +14,6 @@ from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return elastic_run(tmp_path)
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
-    return simulated(monkeypatch)
 
 
 def all_take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[str, Callable[[str], Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_runs import NAMES, elastic_run, living, played, simulated
+from elastic_runs import NAMES, living, played
 
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
@@ -27,16 +27,6 @@ from thinwire.pieces.partition import Fragment
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return elastic_run(tmp_path)
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> SimulatedCluster:
-    return simulated(monkeypatch)
 
 
 def test_all_replicas_end_equal_and_their_step_counts_add_up(

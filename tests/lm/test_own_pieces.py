@@ -23,9 +23,13 @@ from thinwire.pieces.own_files import digests, pinned, shortened
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pieces.py"
 SMALL = "--text text.txt --model nano --batch 1 --sequence 16 --eval-batches 1".split()  # noqa: SIM905
 EVERY = "--every 4 --delay 1 --checkpoint-every 4".split()  # noqa: SIM905
-PIECES = ["--codec", "own.py:Truncated(2)", "--exchange", "own.py:DirectBelow(1000)"]
+PIECES = [
+    *("--codec", "own.py:Truncated(2)", "--exchange", "own.py:DirectBelow(1000)"),
+    *("--aggregate", "own.py:RoundedOnce()"),
+]
 STRATEGY = (
-    "Strategy(schedule=Every(4), codec=TopK(0.1, own.py:Truncated(2)), feedback=Feedback(), outer=own.py:Smoothed(0.9))"
+    "Strategy(schedule=Every(4), codec=TopK(0.1, own.py:Truncated(2)), feedback=Feedback(), outer=own.py:Smoothed(0.9), "
+    "aggregate=own.py:RoundedOnce())"
 )
 
 
@@ -62,11 +66,11 @@ def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
         and str(here / "own.py@") in settings["method"]["codec"]
     )
     made_of = json.loads(Path("run/summary.json").read_text())["made_of"]
-    assert made_of["codec"] == "Truncated(kept=2)"
+    assert made_of["codec"] == "Truncated(kept=2)" and "aggregate=RoundedOnce()" in made_of["composition"]
     record = Run.load(Path("run/run.toml"))
     assert (
         record.method.label
-        == "streaming_sign(every=4, delay=1, codec=own.py:Truncated(2), exchange=own.py:DirectBelow(1000))"
+        == "streaming_sign(every=4, delay=1, codec=own.py:Truncated(2), exchange=own.py:DirectBelow(1000), aggregate=own.py:RoundedOnce())"
     )
 
 
@@ -99,12 +103,14 @@ def test_changed_user_files_are_refused_by_name(
 
 @pytest.mark.slow
 def test_user_pieces_work_in_an_elastic_run(here: Path) -> None:
-    """Codec, exchange and outer step are used in processes that may join and leave."""
+    """Codec, exchange, outer step and aggregate are used in processes that may join and leave."""
     strategy = STRATEGY.replace("outer=", "exchange=own.py:DirectBelow(1000), outer=")
     done = thinwire("train", *SMALL, "--elastic", "--strategy", strategy, "--steps", "12", "--out", "run")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     summary = json.loads(Path("run/summary.json").read_text())
-    assert summary["status"] == "finished" and "Smoothed(decay=0.9)" in summary["made_of"]["composition"]
+    assert summary["status"] == "finished" and all(
+        one in summary["made_of"]["composition"] for one in ("Smoothed(decay=0.9)", "aggregate=RoundedOnce()")
+    )
 
 
 # ---- what is refused
@@ -112,7 +118,7 @@ def test_user_pieces_work_in_an_elastic_run(here: Path) -> None:
 
 CASES = {
     "none.py:Mine": "none.py cannot be read as a Python file",
-    "own.py:Mine(3)": "own.py has no piece 'Mine'; it has Truncated, Smoothed, DirectBelow",
+    "own.py:Mine(3)": "own.py has no piece 'Mine'; it has Truncated, Smoothed, DirectBelow, RoundedOnce",
     "own.py:Smoothed(0.5)": "codec=Smoothed(decay=0.5): a Codec is needed, which has decode_add, encode, nbytes; make it",
     "own.py:Truncated(9)": "1 to 3 bytes of a value are needed",
     "half.py:Half": "half.py: Half lacks decode_add, nbytes, which a Codec needs; add what is missing.",

@@ -34,7 +34,7 @@ from thinwire.version import Protocols
 SECRET = bytes(range(32))
 QUICK = Timeouts(heartbeat_interval=0.05, heartbeat_timeout=5.0, view=600.0)
 LIFE = "f" * 16
-LIMIT = 60.0  # only ends a hang
+LIMIT = 600.0  # only ends a hang
 ELDER = Presence("aa", LIFE, 1, views=10**9, facts={"protocols": "because I say so"})
 
 

@@ -8,50 +8,17 @@ import pytest
 import torch
 from pieces import AGGREGATES, over
 from strategies import METHODS
-from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import E3M0, TopK
 from thinwire.elastic.driver import check
-from thinwire.pieces.aggregate import Aggregate, Values
-from thinwire.pieces.products import inner_products
+from thinwire.pieces.aggregate import Values
 from thinwire.rng import Key
+from thinwire.testing.aggregates import NUMEL, accepts, drawn, estimate
 from thinwire.testing.toy import journey, same_bits, toy
 
-NUMEL, SIZE = 96, 7
+SIZE = 7
 CODECS = [tw.codecs.Identity(), TopK(0.3, tw.codecs.Identity()), E3M0(32)]
-
-
-def packets(codec: tw.codecs.Codec, begin: int = 0, end: int = NUMEL, of: int = SIZE) -> list[Values]:
-    """The packets of `of` replicas for a range of values, some of which are 0."""
-    found = []
-    for rank in range(of):
-        generator = torch.Generator().manual_seed(rank)
-        x = (torch.randn(NUMEL, generator=generator) * (torch.rand(NUMEL, generator=generator) > 0.3))[begin:end]
-        payload, key = torch.empty(codec.nbytes(end - begin), dtype=torch.uint8), Key(sender=rank)
-        codec.encode(x.contiguous(), payload, key)
-        found.append(Values(codec, payload, key, end - begin))
-    return found
-
-
-def estimate(aggregate: Aggregate, values: list[Values], weights: list[float] | None = None) -> Tensor:
-    """The estimate as an exchange makes it: an aggregate that needs inner products gets them first."""
-    out = torch.zeros(values[0].numel)
-    if aggregate.needs_products:
-        before = aggregate.init(len(out), len(values))
-        after = {name: torch.zeros_like(kept) for name, kept in before.items()}
-        rows = torch.stack([one.decoded() for one in values])
-        aggregate = aggregate.given(inner_products(aggregate.measured(rows, before, after)), Key(seed=3))
-    aggregate.into(out, values, weights)
-    return out
-
-
-def accepts(aggregate: Aggregate, size: int) -> bool:
-    try:
-        aggregate.check(size)
-    except tw.ConfigurationError:
-        return False
-    return True
 
 
 @over("codec", CODECS)
@@ -59,14 +26,14 @@ def accepts(aggregate: Aggregate, size: int) -> bool:
 def test_the_estimate_of_one_replica_is_its_packet(row, codec):
     if "clips" in row.claims or not accepts(row.piece, 1):
         return
-    (one,) = packets(codec, of=1)
+    (one,) = drawn(codec, size=1)
     assert same_bits(estimate(row.piece, [one]), one.decoded())
     assert same_bits(estimate(row.piece, [one], [1.0]), one.decoded())
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
 def test_the_estimate_of_equal_packets_is_that_packet(row):
-    (one,) = packets(tw.codecs.Identity(), of=1)
+    (one,) = drawn(tw.codecs.Identity(), size=1)
     weights = [0.5, 0.25, 0.125, 0.125, 0.0, 0.0, 0.0]
     if "clips" not in row.claims:
         torch.testing.assert_close(estimate(row.piece, [one] * SIZE), one.decoded())
@@ -77,15 +44,15 @@ def test_the_estimate_of_equal_packets_is_that_packet(row):
 def test_ranges_give_the_bits_of_the_whole_vector(row):
     if row.piece.needs_products:
         return
-    whole = estimate(row.piece, packets(tw.codecs.Identity()))
-    parts = [estimate(row.piece, packets(tw.codecs.Identity(), begin, begin + 32)) for begin in range(0, NUMEL, 32)]
+    whole = estimate(row.piece, drawn(tw.codecs.Identity()))
+    parts = [estimate(row.piece, drawn(tw.codecs.Identity(), begin, begin + 32)) for begin in range(0, NUMEL, 32)]
     assert same_bits(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("row", AGGREGATES, ids=str)
 def test_only_linear_aggregates_equal_the_mean_of_their_parts(row):
     """Three and four replicas first, then both estimates by their sizes. An aggregate is linear exactly where this agrees."""
-    said = packets(tw.codecs.Identity())
+    said = drawn(tw.codecs.Identity())
     said[6] = said[5]  # two equal packets
     if not accepts(row.piece, 3):
         assert not row.piece.linear
@@ -98,7 +65,7 @@ def test_only_linear_aggregates_equal_the_mean_of_their_parts(row):
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_mean_has_the_bits_of_a_sum_in_rank_order(codec):
-    said = packets(codec)
+    said = drawn(codec)
     total = torch.zeros(NUMEL)
     for one in said:
         codec.decode_add(one.payload, total, one.key)

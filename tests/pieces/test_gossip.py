@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from replicas_by_row import normal, spread_of
 
 from thinwire.codecs import E3M0, Identity, RandomK, TopK
 from thinwire.errors import ConfigurationError
@@ -53,14 +54,6 @@ def rounds_of(rule, topology, x, rounds, *, train=None, codec=None, state=None, 
 def last(steps):
     *_, end = steps
     return end
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def spread_of(x):
-    return float((x - x.mean(0)).square().sum(1).mean())
 
 
 # ---- NoLoCo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,6 +31,32 @@ def test_the_strategy_selects_the_driver_of_a_fixed_group(name):
         assert type(replica._driver) is due
         assert (replica._driver.training.step, replica._driver.training.stall_seconds) == (0, 0.0)
         inner_step(model, replica.optimizer, *batch(0, 0, 1))
+
+
+@dataclass(frozen=True)
+class Disagreeing(tw.exchange.Exchange):
+    """A user's exchange that declares `agrees` False, as gossip does."""
+
+    agrees = False
+
+    def depart(self, round_, state): ...
+
+    def arrive(self, departure, settle): ...
+
+    def nbytes_sent(self, codec, numel, size, rank=None):
+        return 0
+
+    def seconds(self, codec, numel, size, link):
+        return 0.0
+
+
+def test_an_own_exchange_that_does_not_agree_is_refused_by_name():
+    (group,) = tw.ThreadGroup.create(1)
+    model = toy()
+    with pytest.raises(
+        tw.ConfigurationError, match=r"Disagreeing\(\) declares that replicas do not agree, and is no Gossip"
+    ):
+        tw.Replica(tw.Strategy(exchange=Disagreeing()), model, adamw(model), group)
 
 
 def test_a_membership_selects_the_elastic_driver():

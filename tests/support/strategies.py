@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,18 @@ GOSSIP: dict[str, tw.Strategy] = {
     "sybil_wall": RECIPES["sybil_wall"](every=2, delay=1, width=64),
     "push-sum, one way, unlike degrees": RECIPES["sgp"](every=2, delay=1, topology=_IRREGULAR),
 }
+_IN_THE_AIR = tw.Strategy(
+    schedule=tw.pieces.schedule.Staggered(6, 3),
+    partition=tw.pieces.partition.Strided(2),
+    outer=tw.pieces.outer.Nesterov(),
+    merge=tw.pieces.merge.Mix(0.5),
+)
+_THREE = replace(
+    _IN_THE_AIR,
+    schedule=tw.pieces.schedule.Staggered(6, 5),
+    partition=tw.pieces.partition.Sequential(3),
+    codec=tw.codecs.E3M0(4),
+)
 METHODS: dict[str, tw.Strategy] = {
     # every recipe under its own name, short enough for a test
     "data_parallel": RECIPES["data_parallel"](),
@@ -77,13 +90,10 @@ METHODS: dict[str, tw.Strategy] = {
         aggregate=tw.pieces.weighing.FoolsGold(),
     ),
     # forms that no recipe has
-    "feedback in the air": tw.Strategy(
-        schedule=tw.pieces.schedule.Staggered(6, 3),
-        partition=tw.pieces.partition.Strided(2),
+    "feedback in the air": replace(
+        _IN_THE_AIR,
         codec=tw.codecs.TopK(0.1, tw.codecs.E3M0(8, rounding="stochastic")),
         feedback=tw.pieces.feedback.Feedback(1, 0.5, 1.0),
-        outer=tw.pieces.outer.Nesterov(),
-        merge=tw.pieces.merge.Mix(0.5),
         seed=3,
     ),
     "low rank with feedback": tw.Strategy(
@@ -108,13 +118,10 @@ METHODS: dict[str, tw.Strategy] = {
         aggregate=tw.pieces.aggregate.MeanOverSenders(),
         merge=tw.pieces.merge.Mix(0.5),
     ),
-    "entropy, in the air": tw.Strategy(
-        schedule=tw.pieces.schedule.Staggered(6, 3),
-        partition=tw.pieces.partition.Strided(2),
+    "entropy, in the air": replace(
+        _IN_THE_AIR,
         codec=tw.codecs.Entropy(tw.codecs.TopK(0.5, tw.codecs.E3M0(8, rounding="stochastic"))),
         feedback=tw.pieces.feedback.Feedback(),
-        outer=tw.pieces.outer.Nesterov(),
-        merge=tw.pieces.merge.Mix(0.5),
     ),
     "entropy, two shots": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
@@ -134,21 +141,8 @@ METHODS: dict[str, tw.Strategy] = {
     "local_sgd in the air": tw.Strategy(
         schedule=tw.pieces.schedule.Every(4, 3), codec=tw.codecs.Cast("fp16"), merge=tw.pieces.merge.Mix(0.25)
     ),
-    "three in the air": tw.Strategy(
-        schedule=tw.pieces.schedule.Staggered(6, 5),
-        partition=tw.pieces.partition.Sequential(3),
-        codec=tw.codecs.E3M0(4),
-        outer=tw.pieces.outer.Nesterov(),
-        merge=tw.pieces.merge.Mix(0.5),
-    ),
-    "two shots in the air": tw.Strategy(
-        schedule=tw.pieces.schedule.Staggered(6, 5),
-        partition=tw.pieces.partition.Sequential(3),
-        codec=tw.codecs.E3M0(4),
-        exchange=tw.exchange.TwoShot(),
-        outer=tw.pieces.outer.Nesterov(),
-        merge=tw.pieces.merge.Mix(0.5),
-    ),
+    "three in the air": _THREE,
+    "two shots in the air": replace(_THREE, exchange=tw.exchange.TwoShot()),
     "1-bit, both sides": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         codec=tw.codecs.Sign(),

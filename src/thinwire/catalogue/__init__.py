@@ -7,6 +7,20 @@ tests/support/pieces.py.
 
 # ruff: noqa: I001  # by kind, not by module
 
+import typing as _typing
+from importlib import import_module as _import_module
+
+if _typing.TYPE_CHECKING:
+    from thinwire.catalogue import parsing as parsing
+else:
+
+    def __getattr__(name: str) -> object:
+        """`catalogue.parsing` at its first use, because it reads all rows."""
+        if name == "parsing":
+            return _import_module("thinwire.catalogue.parsing")
+        raise AttributeError(f"module 'thinwire.catalogue' has no attribute {name!r}")
+
+
 # How values become bytes.
 from thinwire.codecs.block import E2M1 as E2M1
 from thinwire.codecs.block import E3M0 as E3M0
@@ -144,5 +158,3 @@ from thinwire.pieces.privacy import Privacy as Privacy
 from thinwire.strategy import Deltas as Deltas
 from thinwire.strategy import Gradients as Gradients
 from thinwire.strategy import Strategy as Strategy
-
-from thinwire.catalogue import parsing as parsing  # below the rows, because it reads them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
@@ -12,19 +12,12 @@ from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
 
-@dataclass(frozen=True)
-class Identity(Codec):
-    """Send fp32 unchanged: 32 bits per parameter. It is the baseline for comparisons.
+class _InFull(Codec, Protocol):
+    """Values as they are, in fp32."""
 
-    >>> Identity().nbytes(1000)
-    4000
-    """
-
-    grain: ClassVar[int] = 1
     claims: ClassVar[frozenset[str]] = frozenset({"exact", "odd", "contractive", "idempotent", "local"})
     any_device: ClassVar[bool] = True
     biased: ClassVar[bool] = False
-    all_reduced: ClassVar[bool] = True
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -41,26 +34,22 @@ class Identity(Codec):
 
 
 @dataclass(frozen=True)
-class Dense(Codec):
+class Identity(_InFull):
+    """Send fp32 unchanged: 32 bits per parameter. It is the baseline for comparisons.
+
+    >>> Identity().nbytes(1000)
+    4000
+    """
+
+    grain: ClassVar[int] = 1
+    all_reduced: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Dense(_InFull):
     """fp32 for some rounds, instead of a codec with this `grain`: deltas are cut at the same elements, so the exchange's state fits both."""
 
     grain: int = 1
-
-    claims: ClassVar[frozenset[str]] = frozenset({"exact", "odd", "contractive", "idempotent", "local"})
-    any_device: ClassVar[bool] = True
-    biased: ClassVar[bool] = False
-
-    def nbytes(self, numel: int) -> int:
-        return 4 * numel
-
-    def layout(self, numel: int) -> tuple[Part, ...]:
-        return (Symbols(4 * numel, 4),)
-
-    def encode(self, x: Tensor, payload: Tensor, key: Key) -> None:
-        Identity().encode(x, payload, key)
-
-    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        Identity().decode_add(payload, out, key, weight)
 
 
 def in_full(codec: Codec) -> Identity | Dense:

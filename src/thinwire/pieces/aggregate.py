@@ -17,7 +17,19 @@ from thinwire.types import State
 
 @dataclass(frozen=True)
 class Values:
-    """One replica's encoded values of a range of `numel` elements. If `refused`, the replica sent no values, and they count as not finite."""
+    """One replica's encoded values of a range.
+
+    Args:
+        codec: what encoded them.
+        payload: the encoded values, uint8 bytes.
+        key: the round and the sender, for codecs that draw random numbers.
+        numel: the number of elements of the range.
+        refused: the replica sent no values, and they count as not finite.
+
+    >>> from thinwire.codecs import Identity
+    >>> Values(Identity(), torch.tensor([1.0, 8.0]).view(torch.uint8), Key(), 2).decoded().tolist()
+    [1.0, 8.0]
+    """
 
     codec: Codec
     payload: Tensor

@@ -120,7 +120,11 @@ class GossipDriver:
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         gossip = training.strategy.exchange
-        assert isinstance(gossip, Gossip)
+        if not isinstance(gossip, Gossip):
+            raise ConfigurationError(
+                f"{gossip} declares that replicas do not agree, and is no Gossip(topology, rule), which knows how they mix: write your own "
+                "rule for Gossip, or leave agrees as it is."
+            )
         if site is not None:
             raise ConfigurationError(
                 f"{gossip} on replicas of {site.size} ranks: its weights must be whole; start one process for each replica."

@@ -7,22 +7,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from thinwire.codecs import E3M0, Codec, Identity, LowRank, Sign, TopK
+from thinwire.codecs import E3M0, Codec, Each, Identity, Int, LowRank, Sign, TopK
 from thinwire.codecs.levelled import may_skip
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange
+from thinwire.pieces.aggregate import Aggregate
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.merge import Mix, Reset
+from thinwire.pieces.inner_optimizers import Inner
+from thinwire.pieces.merge import Merge, Mix, Reset
 from thinwire.pieces.outer import Nesterov, Outer
-from thinwire.pieces.partition import Strided
-from thinwire.pieces.schedule import Staggered
+from thinwire.pieces.partition import Partition, Strided
+from thinwire.pieces.policy import Policy
+from thinwire.pieces.schedule import Adaptive, Schedule, Staggered
+from thinwire.pieces.transforms import Filter
 from thinwire.strategy import Strategy
-from thinwire.testing import codecs, exchanges, pieces, strategies
+from thinwire.testing import aggregates, codecs, exchanges, pieces, strategies
 from thinwire.testing.codecs import CLAIMS, BrokenLawError, law
 from thinwire.testing.values import EXTREME, NORMAL, SIZES
 
 SHAPES = ((7, 11), (5,), (4, 3, 2), (), (0, 3), (30, 20))  # of tensors, for codecs that need some
 Law = tuple[str, Callable[[], None]]
+Piece = (
+    Codec | Outer | Exchange | Aggregate | Partition | Schedule | Adaptive | Merge | Policy | Filter | Inner | Strategy
+)
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,15 @@ class Checked:
         return f"{self.piece!r} keeps {len(self.laws)} laws: {', '.join(self.laws)}"
 
 
-def check(piece: Codec | Outer | Exchange | Strategy, claims: frozenset[str] | None = None) -> Checked:
+def check(piece: Piece, claims: frozenset[str] | None = None) -> Checked:
     """Try all laws that apply to `piece`; a few seconds, in threads of this process.
 
     What a piece says of the groups and strategies that it is for (`check`, `init`, `needs_whole_period`) is respected: laws are tried where it
     may be used. What the piece itself raises has a note that names the law.
 
     Args:
-        piece: a codec, an outer step, an exchange or a strategy.
+        piece: a codec, an outer step, an exchange, an aggregate, a strategy, or a piece that is tried in a strategy alone: a partition, a
+            schedule, a merge, a policy, a filter or an inner optimizer.
         claims: those of a codec, in place of what it declares: see `CLAIMS`.
 
     Raises:
@@ -88,11 +96,47 @@ def _laws(piece: object, claims: frozenset[str] | None) -> Iterator[Law]:
         yield from _of_a_strategy(Strategy(schedule=schedule, partition=Strided(2), outer=piece, merge=merge))
     elif isinstance(piece, Exchange):
         yield from _of_an_exchange(piece)
+    elif isinstance(piece, Aggregate):
+        yield from (_named(one, piece) for one in aggregates.LAWS)
+        made = Strategy(schedule=Staggered(4, 1), partition=Strided(2), aggregate=piece, merge=Mix(0.5))
+        yield from _of_a_strategy(made, aggregates.fitting_size(piece))
     else:
-        raise ConfigurationError(
-            f"check({piece!r}): a codec, an outer step, an exchange or a strategy is needed; put another piece into a Strategy(...), "
-            "and check that."
-        )
+        yield from _of_a_strategy(_composed(piece))
+
+
+def _composed(piece: object) -> Strategy:
+    """A strategy with a piece that says nothing by itself."""
+    if isinstance(piece, Merge):
+        return Strategy(schedule=Staggered(4, 4 if piece.whole_period else 1), partition=Strided(2), merge=piece)
+    if isinstance(piece, Policy):
+        return _with_a_codec(piece)
+    if isinstance(piece, Filter):
+        return Strategy(schedule=Staggered(4, 1), partition=Strided(2), filters=(piece,), merge=Mix(0.5))
+    if isinstance(piece, Inner):
+        return Strategy(schedule=Staggered(4, 1), partition=Strided(2), inner=piece, merge=Mix(0.5))
+    if isinstance(piece, Schedule | Adaptive):
+        merge = Reset() if piece.delay == piece.every else Mix(0.5)
+        return Strategy(schedule=piece, partition=Strided(2), merge=merge)
+    if isinstance(piece, Partition):
+        return Strategy(schedule=Staggered(4, 1), partition=piece, merge=Mix(0.5))
+    raise ConfigurationError(
+        f"check({piece!r}): a codec, an outer step, an exchange, an aggregate, a partition, a schedule, a merge, a policy, a filter, an "
+        "inner optimizer or a strategy is needed; put another piece into a Strategy(...), and check that."
+    )
+
+
+def _with_a_codec(policy: Policy) -> Strategy:
+    refused: Exception | None = None
+    for codec in (E3M0(32), TopK(0.3), LowRank(1), Each(Int(4))):
+        try:
+            return Strategy(
+                schedule=Staggered(4, 1), partition=Strided(2), codec=codec, policy=policy, feedback=Feedback(), merge=Mix(0.5)
+            )  # fmt: skip
+        except ConfigurationError as error:
+            refused = error
+    raise ConfigurationError(
+        f"check({policy!r}): it works with no codec that was tried; put it into a Strategy(...), and check that."
+    ) from refused
 
 
 def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
