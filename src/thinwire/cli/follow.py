@@ -36,7 +36,7 @@ class Options:
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0
     """Seconds between two checks."""
     name: str | None = None
-    """With a token: this follower's name. One that begins with follower- can only receive."""
+    """With a token: this follower's name. One that begins with follower- can only receive. Needed with a token."""
     keys: Path = Path(".thinwire")
     """With a token: the folder that keeps this follower's key and its certificate."""
     json: bool = False

@@ -135,13 +135,13 @@ class Log:
             members = [tuple(map(str, names)) for names in facts["members"]]
             codes, samples, begin, entries = bytes(tensors["codes"].numpy().tobytes()), int(facts["samples"]), 0, []
             if min(tensors["members"].tolist(), default=0) < 0 or samples < 1:
-                raise ValueError("a number below 0")
+                raise ValueError("a number is below 0")
             for lr, index in zip(tensors["lrs"].tolist(), tensors["members"].tolist(), strict=True):
                 end = begin + samples * len(members[index])
                 entries.append(Entry(lr, members[index], codes[begin:end]))
                 begin = end
             if begin != len(codes) or any(not math.isfinite(entry.lr) for entry in entries):
-                raise ValueError(f"{len(codes)} bytes of values, {begin} are needed")
+                raise ValueError(f"it has {len(codes)} bytes of values; {begin} are needed, and finite learning rates")
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise CheckpointError(
                 f"the log of a zeroth-order run cannot be read ({error}); run the same version on every replica."

@@ -53,7 +53,7 @@ class Options:
     burst_steps: float = 2.0
     """Steps of a burst, on average."""
     recorded: Path | None = None
-    """Instead of these: a run folder with the compute times of each step."""
+    """Instead of these: a run folder with the compute times of each step. Default: delays that are drawn."""
     stragglers: int | None = None
     """Number of replicas without which gradient coding, and ignoring, continue. Default: that of the fastest gradient code in the probed steps."""
     patience: float = PATIENCE
@@ -65,7 +65,7 @@ class Options:
     seed: int = 0
     """Seed of the delays."""
     plot: Path | None = None
-    """Draw steps against time: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw steps against time: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

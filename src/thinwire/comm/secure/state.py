@@ -184,7 +184,7 @@ class HubState:
             "select secret, uses, expires, name from invitation where id = ?", (invitation,)
         ).fetchone()
         if row is None or not compare_digest(row[0], hashlib.sha256(secret).digest()):
-            raise LinkError("no such invitation")
+            raise LinkError("the hub has no such invitation")
         if row[2] < time.time():
             raise LinkError("the invitation has expired")
         if row[1] < 1:
@@ -193,7 +193,7 @@ class HubState:
             raise LinkError("the invitation is for another name")
         (count,) = self._base.execute("select count(*) from member").fetchone()
         if count >= MEMBERS:
-            raise LinkError(f"the hub has {count} members already")
+            raise LinkError(f"the hub has {count} members already, which are the most")
         self._base.execute("update invitation set uses = uses - 1 where id = ?", (invitation,))
         self._base.execute("insert into member values (?, ?, 0, ?)", (name, key, time.time()))
         self._base.execute("insert into bound select ?, run from invited_to where invitation = ?", (name, invitation))

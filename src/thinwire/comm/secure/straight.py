@@ -192,7 +192,7 @@ class Straight:
     def _listens(self, peer: int, padded: bytes, port: int) -> None:
         host = padded.rstrip(b"\0").decode("ascii", "replace")
         if not dialable(host, port):
-            raise PacketError("it sent an address that cannot be dialled")
+            raise PacketError("it sent an address that cannot be dialled; give it a public host with --address")
         for task in self._dials.pop(peer, []):
             task.cancel()
         if self._link.present(peer):
@@ -224,7 +224,7 @@ class Straight:
             await written(stream, frames.head(frames.GREET, welcome.rank, 0, version) + greeting)
             frame = frames.opened(await read(stream), 0, [frames.GREET], version)
             if (frame.rank, frame.number(0)) != (peer, welcome.group):
-                raise PacketError("it is another member, or in another group")
+                raise PacketError("another member answers there, or one of another group")
             if self._link.rate:
                 for connection in connections(port) - before:
                     pace({connection}, self._link.rate)
@@ -266,7 +266,9 @@ class Straight:
         while True:
             frame = frames.opened(await path.read(), sequence, (frames.DATA, frames.PING, frames.PONG), path.version)
             if frame.rank != path.peer:
-                raise PacketError(f"a frame of member {frame.rank} on the stream of member {path.peer}")
+                raise PacketError(
+                    f"a frame of member {frame.rank} came on the stream of member {path.peer}; {frames.SAME_RELEASE}"
+                )
             if frame.kind == frames.DATA:
                 receive, offset, chunk = frames.opened_passed(frame.body)
                 self._link.messages.data(path.peer, receive, offset, chunk)
