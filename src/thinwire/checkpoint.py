@@ -242,9 +242,9 @@ def newest_common(
     skipped: list[dict[str, str]] = []
     found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}
     common, held = set(found), []
-    for who, circle in (("replica", group), ("shard", site)):
-        if circle is not None:
-            told = [_steps(text) for text in gather(circle, json.dumps(sorted(common)).encode(), 1 << 16, "resume")]
+    for who, peers in (("replica", group), ("shard", site)):
+        if peers is not None:
+            told = [_steps(text) for text in gather(peers, json.dumps(sorted(common)).encode(), 1 << 16, "resume")]
             held += [{"path": f"{who} {rank}", "reason": _held(steps)} for rank, steps in enumerate(told)]
             common = set.intersection(*told)
     if not common:

@@ -18,7 +18,7 @@ from thinwire.lm.run import Run
     [
         (
             ["tarin"],
-            "'tarin' is no verb (did you mean train?); there are train, resume, new, compare, report, top, checkpoints, sample and 12 more. `thinwire --help`",
+            "'tarin' is no verb (did you mean train?); there are train, resume, new, compare, report, top, checkpoints, sample and 12 more.",
         ),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),

@@ -85,7 +85,7 @@ def test_pages_name_the_defaults_of_the_code():
     every = strategy.schedule.every
     assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
     assert f"the default {thinwire.streaming_diloco().outer.lr}" in page("docs/measured.md")
-    assert f"so many are needed for a round ({Placement.least})" in page("docs/elastic.md")
+    assert f"the fewest replicas that hold a round ({Placement.least})" in page("docs/elastic.md")
 
 
 def test_the_readme_counts_methods_and_names_verbs():

@@ -115,7 +115,7 @@ def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterato
         raise ConfigurationError(
             f"{world} processes for {replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
         )
-    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the address book
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
     book = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
     start_torch(rank, world, address, port, timeout, backend, book)
@@ -209,7 +209,7 @@ def run_processes(
     stop, goes_on = (
         stop or Stop(),
         isinstance(run.make_method(), Composition),
-    )  # such a run goes on without lost replicas
+    )  # such a run continues without lost replicas
     open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)

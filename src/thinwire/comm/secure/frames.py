@@ -202,8 +202,8 @@ def opened_data(body: bytes) -> tuple[int, list[tuple[int, int]], memoryview]:
     begin = _DATA_UP.size + count * _RECEIVER.size
     if not 0 < count < MEMBERS or not 0 < len(body) - begin <= CHUNK_NBYTES:
         raise PacketError(
-            f"a chunk with its header has {len(body)} bytes and {count} receivers; 1 to {MEMBERS - 1} receivers, and 1 to {CHUNK_NBYTES} bytes after the "
-            "header, are needed"
+            f"a chunk with its header has {len(body)} bytes and {count} receivers; 1 to {MEMBERS - 1} receivers, and 1 to {CHUNK_NBYTES} bytes "
+            "after the header, are needed"
         )
     receivers = [_RECEIVER.unpack_from(body, _DATA_UP.size + at * _RECEIVER.size) for at in range(count)]
     return offset, receivers, memoryview(body)[begin:]
