@@ -41,7 +41,7 @@ class Finding:
     Args:
         syndrome: what is wrong.
         side: where the cause is.
-        who: the replica; or the sender and the receiver of a link or way.
+        who: the replica; or the sender and the receiver of a link.
         both: whether the link is slow, or silent, in both directions.
         first, last: number of the first and the last round in which it was so, counted from the first that was recorded.
         seconds: seconds of a message, or of an inner step; of a hang, the seconds in which nothing has arrived.

@@ -21,7 +21,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def listed(names: Collection[str], where: str = "") -> str:
-    """The names with commas. Of a long list only the first, their number, and the command `where` that lists all.
+    """The names with commas. A long list is cut: the first names, the number of the others, and the command `where` that lists all.
 
     >>> listed(["a", "b"], "thinwire docs")
     'a, b'
