@@ -21,7 +21,7 @@ from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import stragglers_chart
 from thinwire.simulate.stragglers import (
     FAMILIES,
-    PATIENCE,
+    PATIENCE_SHARE,
     CodedRun,
     Delays,
     gilbert_elliott,
@@ -56,7 +56,7 @@ class Options:
     """Instead of these: a run folder with the compute times of each step. Default: delays that are drawn."""
     stragglers: int | None = None
     """Number of replicas without which gradient coding, and ignoring, continue. Default: that of the fastest gradient code in the probed steps."""
-    patience: float = PATIENCE
+    patience: float = PATIENCE_SHARE
     """With sequential codes: a replica that takes more than 1 + this times as long as the first is late."""
     probe: int = 50
     """Steps for the search of parameters; all figures are of the steps after them."""
