@@ -226,7 +226,9 @@ class HubState:
     def revoke(self, name: str) -> None:
         """Refuse the member `name` from now on. Raises `ConfigurationError` if there is none."""
         if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
-            known = ", ".join(member.name for member in self.members()) or "none yet"
+            names = [member.name for member in self.members()]
+            more = f" and {len(names) - 12} more (`thinwire hub list`)" if len(names) > 12 else ""
+            known = ", ".join(names[:12]) + more or "none yet"
             raise ConfigurationError(f"{name}: no member has this name; the members are: {known}.")
 
     # Elastic runs.
