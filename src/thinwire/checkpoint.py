@@ -124,7 +124,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
         shutil.rmtree(partial, ignore_errors=True)
         nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
-            f"no checkpoint at step {manifest['step']}: {folder}: {error}. {_remedy(error, nbytes)}"
+            f"the checkpoint at step {manifest['step']} was not written: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
     shutil.rmtree(hidden(final, "replaced"), ignore_errors=True)
     # a resume has skipped later steps, so they do not count
@@ -169,8 +169,8 @@ def _remedy(error: Exception, nbytes: int) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"Training needs about {nbytes:,} bytes there; free some space."
     if number is not None:
-        return "That is not for want of space: see that the folder can be written, or choose another --out."
-    return "That is not the disk's fault: this state cannot be written, and later ones may not be either; report it."
+        return "The cause is not a lack of space: check that the folder can be written, or choose another --out."
+    return "The disk is not the cause: this state cannot be written, and later ones may not be either; report it."
 
 
 def read(path: Path, hashes: bool = True) -> Checkpoint:
@@ -263,7 +263,9 @@ def _steps(text: bytes) -> set[int]:
     try:
         return {int(step) for step in parsed(json.loads, text)}
     except (ValueError, TypeError, OverflowError) as error:
-        raise PacketError(f"{text[:40]!r} is no list of the steps of checkpoints ({error}).") from None
+        raise PacketError(
+            f"{text[:40]!r} is no list of the steps of checkpoints ({error}); run the same version on every replica."
+        ) from None
 
 
 def _held(steps: set[int]) -> str:

@@ -213,7 +213,7 @@ def test_a_fragment_is_declared_once(monkeypatch):
 
 
 def test_strategies_that_a_hub_cannot_run_are_refused():
-    with pytest.raises(tw.ConfigurationError, match=r"Star\('hub'\) in a group without a hub"):
+    with pytest.raises(tw.ConfigurationError, match=r"Star\('hub'\) needs a hub that averages"):
         rounds(Star("hub"), tw.codecs.E3M0(), deltas(2, 10))
     with pytest.raises(tw.ConfigurationError, match="the mean of packets in one codec"):
         tw.Strategy(exchange=Star("hub"), policy=tw.pieces.policy.DenseUntil(3))

@@ -67,8 +67,8 @@ def parse(
             return ast.literal_eval(term)
         except ValueError:
             raise ConfigurationError(
-                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of "
-                f"{listed(offered or sorted(names), 'thinwire docs pieces')} are."
+                f"{ast.unparse(term)!r} in {text!r} is no plain value; write a number, a text in quotes, or one of "
+                f"{listed(offered or sorted(names), 'thinwire docs pieces')}."
             ) from None
 
     if len(text) > LONGEST:

@@ -208,7 +208,7 @@ class TorchGroup:
             raise self._closed_error()
         if self._on_device and sized:
             raise ConfigurationError(
-                "packets of unknown size over NCCL, which takes messages of agreed sizes only; take the codec out of Entropy(...), "
+                "packets of unknown size cannot travel over NCCL, which takes messages of agreed sizes only; take the codec out of Entropy(...), "
                 "or choose the backend 'gloo'."
             )
         if self._on_device and tag != FINISH:

@@ -139,7 +139,7 @@ class Channel:
             self._line = socket.create_connection((host, port), timeout=seconds)
         except OSError as error:
             raise LinkError(
-                f"no lighthouse at {where}: {error.strerror or error}; check the address, and that `thinwire lighthouse` runs there."
+                f"no lighthouse answers at {where}: {error.strerror or error}; check the address, and that `thinwire lighthouse` runs there."
             ) from None
         try:
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -77,7 +77,7 @@ class LighthouseRendezvous(RemoteRendezvous):
             return TorchGroup(connected(addresses, rank, len(members), self._host, seconds), timeout)
         except LinkError as error:
             others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
-            raise LinkError(f"connecting to {others}: {error}") from error
+            raise LinkError(f"connecting to {others} failed: {error}") from error
         finally:
             addresses.close()
 

@@ -112,7 +112,7 @@ class HubLink:
             return self._placed.result(seconds)
         except TimeoutError:
             raise LinkError(
-                f"{self._enrolment.name} {self.state}; not all joined within {seconds:g} s. Start all {self._size} replicas, "
+                f"{self._enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size} replicas, "
                 "with the same run and number of replicas."
             ) from None
 
