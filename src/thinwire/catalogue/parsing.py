@@ -89,7 +89,7 @@ def parse(
 
 
 def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> ConfigurationError:
-    page = "thinwire docs strategies" if "Strategy" in known else "thinwire docs pieces"
+    page = "thinwire docs strategies" if "diloco" in known else "thinwire docs pieces"
     instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {listed(known, page)}"
     where = "" if name == text.strip() else f" in {text!r}"
     return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.")
