@@ -71,11 +71,11 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
 
 def ask(kind: type[T], prog: str, arguments: Sequence[str], description: str) -> T:
     """Read the options of a dataclass. An option that may be None shows the type of its values alone; `None` sets it back."""
-    helps, members = _helps(kind), []
-    hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+    options: Any = kind
+    helps, hints, members = _helps(options), get_type_hints(kind, include_extras=True), []
+    for field in dataclasses.fields(options):
         hint = _annotated(hints[field.name], tyro.conf.arg(help=helps.get(field.name), help_behavior_hint=_default))
-        default = dataclasses.field(default=field.default, default_factory=field.default_factory)  # type: ignore[call-overload]
+        default: Any = dataclasses.field(default=field.default, default_factory=field.default_factory)
         members.append((field.name, hint, default))
     return kind(**vars(_parsed(dataclasses.make_dataclass("Everything", members), prog, arguments, description)))
 
