@@ -230,14 +230,15 @@ def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
 def newest_common(
     folder: Path, group: Group, site: Group | None = None
 ) -> tuple[Checkpoint | None, list[dict[str, str]]]:
-    """The newest step of which every rank has a whole checkpoint, and the skipped ones, with reasons. Collective.
-
-    Where there is no such step, the reasons say what each rank has.
+    """The newest step of which every rank has a whole checkpoint, and why others were skipped, or what each rank has. Collective.
 
     Args:
         folder: of this rank's checkpoints.
         group: the replicas.
         site: the ranks of this replica, if it is sharded.
+
+    Raises:
+        LinkError, PacketError: a replica was lost, or sent what is no list of steps.
     """
     skipped: list[dict[str, str]] = []
     found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}

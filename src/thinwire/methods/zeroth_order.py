@@ -235,16 +235,16 @@ class JustOneByte:
 
 
 class ZerothOrder(Attached):
-    """`JustOneByte` attached to a model: `iterate(losses)` is one iteration.
-
-    The loss must depend on weights and batch only: without dropout (`model.eval()`), and the same data at both calls.
-    An iteration that ends in a `LinkError` has changed nothing here; see `meet`.
+    """`JustOneByte` attached to a model: `iterate(losses)` is one iteration. The loss must depend on weights and batch only: no dropout
+    (`model.eval()`), and the same data at both calls. An iteration that ends in a `LinkError` has changed nothing here; see `meet`.
 
     Args:
-        method: the settings.
-        model, optimizer: plain SGD over the trained parameters.
+        method, model, optimizer: the settings; the model; plain SGD over its trained parameters.
         group, names: the replicas that exchange, and their names in rank order; None: their ranks.
         observer, clock: called with each event; seconds, monotonic.
+
+    Raises:
+        ModelError, DisagreementError: the optimizer is not plain SGD; a replica began with other weights.
 
     >>> from thinwire import run_threads
     >>> def replica(group):
