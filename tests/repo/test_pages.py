@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pytest
 from pages import PAGES, ROOT, blocks, commands
 from pieces import over
-from test_layers import PACKAGES
 from torch.distributed.run import get_args_parser
 
 from thinwire.cli import VERBS, options
@@ -193,12 +192,6 @@ def test_the_tree_names_every_package():
     hidden = {"__init__.py", "__main__.py", "py.typed", "__pycache__", "runs", "shared", "build", "dist", "src", "site"}
     names = {path.relative_to(ROOT).as_posix() + ("/" if path.is_dir() else "") for path in ours}
     assert {name for name in names if Path(name).name not in hidden} <= set(tree())
-
-
-def test_the_tree_has_the_order_of_the_imports():
-    """A package imports only packages above it in the tree, as the page says; test_layers.py holds that order to the code."""
-    packages = [Path(path).stem for path in tree() if path.startswith("src/thinwire/") and path != "src/thinwire/"]
-    assert packages == PACKAGES
 
 
 def test_every_example_is_on_a_page():

@@ -66,10 +66,9 @@ def parse(
         try:
             return ast.literal_eval(term)
         except ValueError:
-            raise ConfigurationError(
-                f"{ast.unparse(term)!r} in {text!r} is no plain value; write a number, a text in quotes, or one of "
-                f"{listed(offered or sorted(names), 'thinwire docs pieces')}."
-            ) from None
+            pieces = listed(offered or sorted(names), "thinwire docs pieces")
+            wrong = f"{ast.unparse(term)!r} in {text!r} is no plain value"
+            raise ConfigurationError(f"{wrong}; write a number, a text in quotes, or one of {pieces}.") from None
 
     if len(text) > LONGEST:
         raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
