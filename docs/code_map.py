@@ -54,12 +54,12 @@ def _modules(statement: ast.AST) -> list[str]:
 
 
 def floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
-    """How far above the ground each package lies. Raises ValueError where they go in a circle."""
+    """How far above the ground each package lies. Raises ValueError where they form a cycle."""
     height: dict[str, int] = {}
 
     def of(name: str, above: tuple[str, ...]) -> int:
         if name in above:
-            raise ValueError(f"imports go in a circle: {' → '.join([*above, name])}")
+            raise ValueError(f"imports form a cycle: {' → '.join([*above, name])}")
         if name not in height:
             height[name] = max((of(other, (*above, name)) + 1 for other in sorted(graph[name])), default=0)
         return height[name]

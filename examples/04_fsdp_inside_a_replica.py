@@ -24,8 +24,8 @@ REPLICAS = 2
 
 def train(steps: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    book = os.environ.get("TORCHELASTIC_RUN_ID")  # torchrun keeps the address book
-    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), book=book)
+    prefix = os.environ.get("TORCHELASTIC_RUN_ID")  # torchrun hosts the store
+    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix=prefix)
     # `group` joins equal shards of both replicas; `group.site` joins the shards of one replica
     group = tw.TorchGroup.from_world(replicas=REPLICAS)
 

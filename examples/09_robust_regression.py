@@ -30,8 +30,8 @@ def pairs(replica: int) -> tuple[Tensor, Tensor]:
 
 
 def solve(method: Masha1, iterations: int, out: str | None) -> None:
-    rank, world, book = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("TORCHELASTIC_RUN_ID")
-    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), book=book)
+    rank, world, prefix = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("TORCHELASTIC_RUN_ID")
+    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix=prefix)
     ledger, everybody = Ledger(), [pairs(replica) for replica in range(world)]
     group = CountedGroup(TorchGroup.from_world(replicas=world), ledger)
 

@@ -131,7 +131,9 @@ def test_saving_recreates_a_deleted_folder_and_refuses_a_file_in_its_place(tmp_p
             assert checkpoint.read(checkpoint.save(folder, attached, notes={})).step == 1
             shutil.rmtree(folder)
             folder.touch()
-            with pytest.raises(tw.CheckpointError, match=r"no checkpoint at step 1: .*not for want of space"):
+            with pytest.raises(
+                tw.CheckpointError, match=r"the checkpoint at step 1 was not written: .*not a lack of space"
+            ):
                 checkpoint.save(folder, attached, notes={})
             assert folder.is_file()
 

@@ -1,7 +1,7 @@
 """Thinwire: train one model on many replicas joined by thin links.
 
 Every replica trains by itself; now and then one fragment of the model is exchanged in a few bits per parameter,
-while training goes on.
+while training continues.
 """
 
 import typing as _typing

@@ -124,7 +124,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
         shutil.rmtree(partial, ignore_errors=True)
         nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
-            f"no checkpoint at step {manifest['step']}: {folder}: {error}. {_remedy(error, nbytes)}"
+            f"the checkpoint at step {manifest['step']} was not written: {folder}: {error}. {_remedy(error, nbytes)}"
         ) from error
     shutil.rmtree(hidden(final, "replaced"), ignore_errors=True)
     # a resume has skipped later steps, so they do not count
@@ -169,8 +169,8 @@ def _remedy(error: Exception, nbytes: int) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"Training needs about {nbytes:,} bytes there; free some space."
     if number is not None:
-        return "That is not for want of space: see that the folder can be written, or choose another --out."
-    return "That is not the disk's fault: this state cannot be written, and later ones may not be either; report it."
+        return "The cause is not a lack of space: check that the folder can be written, or choose another --out."
+    return "The disk is not the cause: this state cannot be written, and later ones may not be either; report it."
 
 
 def read(path: Path, hashes: bool = True) -> Checkpoint:
@@ -230,21 +230,22 @@ def _problem(path: Path, manifest: Mapping[str, Any], hashes: bool) -> str:
 def newest_common(
     folder: Path, group: Group, site: Group | None = None
 ) -> tuple[Checkpoint | None, list[dict[str, str]]]:
-    """The newest step of which every rank has a whole checkpoint, and the skipped ones, with reasons. Collective.
-
-    Where there is no such step, the reasons say what each rank has.
+    """The newest step of which every rank has a whole checkpoint, and why others were skipped, or what each rank has. Collective.
 
     Args:
         folder: of this rank's checkpoints.
         group: the replicas.
         site: the ranks of this replica, if it is sharded.
+
+    Raises:
+        LinkError, PacketError: a replica was lost, or sent what is no list of steps.
     """
     skipped: list[dict[str, str]] = []
     found = {checkpoint.step: checkpoint for checkpoint in _whole(found_in(folder), skipped)}
     common, held = set(found), []
-    for who, circle in (("replica", group), ("shard", site)):
-        if circle is not None:
-            told = [_steps(text) for text in gather(circle, json.dumps(sorted(common)).encode(), 1 << 16, "resume")]
+    for who, peers in (("replica", group), ("shard", site)):
+        if peers is not None:
+            told = [_steps(text) for text in gather(peers, json.dumps(sorted(common)).encode(), 1 << 16, "resume")]
             held += [{"path": f"{who} {rank}", "reason": _held(steps)} for rank, steps in enumerate(told)]
             common = set.intersection(*told)
     if not common:
@@ -263,7 +264,9 @@ def _steps(text: bytes) -> set[int]:
     try:
         return {int(step) for step in parsed(json.loads, text)}
     except (ValueError, TypeError, OverflowError) as error:
-        raise PacketError(f"{text[:40]!r} is no list of the steps of checkpoints ({error}).") from None
+        raise PacketError(
+            f"{text[:40]!r} is no list of the steps of checkpoints ({error}); run the same version on every replica."
+        ) from None
 
 
 def _held(steps: set[int]) -> str:

@@ -51,7 +51,7 @@ class Gradients:
     Gradients()
     """
 
-    needs_fixed_group: ClassVar[str] = "are exchanged at every step, and the replicas keep no anchors to go on from"
+    needs_fixed_group: ClassVar[str] = "are exchanged at every step, and the replicas keep no anchors to resume from"
 
 
 class Piece(Protocol):

@@ -267,7 +267,7 @@ def _parquet(path: Path, texts: list[str], times: int, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "says"),
     [
-        ("deep.jsonl", lambda path: path.write_text("[" * 60_000 + "\n"), "deep.jsonl:1 is not JSON (nested too deeply)"),
+        ("deep.jsonl", lambda path: path.write_text("[" * 60_000 + "\n"), "deep.jsonl:1 is not JSON (it is nested too deeply)"),
         ("digits.jsonl", lambda path: path.write_text("9" * 5000 + "\n"), "digits.jsonl:1 is not JSON"),
         ("line.jsonl", lambda path: path.write_text('{"text": "' + "A" * (1 << 20) + '"}'), "line.jsonl:1 has 65,536 characters or more"),
         ("again.parquet", lambda path: _parquet(path, ["A" * 50_000], 1000), "expands more than 100 times"),

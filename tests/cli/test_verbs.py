@@ -18,7 +18,7 @@ from thinwire.lm.run import Run
     [
         (
             ["tarin"],
-            "'tarin' is no verb (did you mean train?); there are train, resume, new, compare, report, top, checkpoints, sample,",
+            "'tarin' is no verb (did you mean train?); there are train, resume, new, compare, report, top, checkpoints, sample and 12 more.",
         ),
         (["report"], "no run folder was given"),
         (["report", "nothing"], "nothing does not exist"),
@@ -34,7 +34,10 @@ from thinwire.lm.run import Run
         (["probe", "--link", "50"], "the link '50' was given"),
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
-        (["docs", "../README"], "'../README' is no page; there are data, design, "),
+        (
+            ["docs", "../README"],
+            "'../README' is no page; there are data, design, diagnosis, elastic, experts, family, follow, for-one-laptop and ",
+        ),
         (["train", "--model", "hf:/none/such"], "'hf:/none/such': there is no such folder"),
         (["train", "--model", "hf:/none/such", "--tokenizer", "bytes"], "'/none/such': there is no such folder"),
     ],
@@ -80,11 +83,14 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
         ({"weight_decay": float("nan")}, "weight_decay=nan: 0 or more"),
         ({"strategy": "streaming"}, r"strategy='streaming' is no recipe \(did you mean streaming_sign\?\); one of"),
         ({"strategy": "zzz"}, r"strategy='zzz' is no recipe; one of"),
-        ({"codec": "E5M9"}, r"not known \(did you mean E5M2\?\); choose from Cast, [A-Za-z0-9, ]+, TopK\.$"),
+        (
+            {"codec": "E5M9"},
+            r"not known \(did you mean E5M2\?\); choose from Cast, [A-Za-z0-9, ]+ and \d+ more \(`thinwire docs pieces`\)\.$",
+        ),
         ({"optimizer": "adamw"}, r"not known \(did you mean AdamW\?\); choose from AdamW, Muon, SAM, SGD\.$"),
         (
             {"strategy": "dilco(every=5)"},
-            r"did you mean diloco\?\); choose from data_parallel, [a-z_0-9, ]+, Strategy\.$",
+            r"did you mean diloco\?\); choose from data_parallel, [a-z_0-9, ]+ and \d+ more \(`thinwire docs strategies`\)\.$",
         ),
         ({"partition": "Whole", "fragments": 3}, "partition='Whole' with fragments=3: .* give one of them"),
         ({"strategy": "dgc", "optimizer": "AdamW"}, "that method needs its own inner optimizer, SGD"),

@@ -130,8 +130,8 @@ def own_listeners(rank, size):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process listens at, and shuts a port")
-def test_after_setup_gloo_listens_nowhere_and_the_address_book_only_where_asked(tmp_path):
-    """Only rank 0's address book stays open, at the address that was given."""
+def test_after_setup_gloo_listens_nowhere_and_the_store_only_where_asked(tmp_path):
+    """Only rank 0's store stays open, at the address that was given."""
     for rank, said in enumerate(run_processes(own_listeners, 2, tmp_path)):
         assert set(said["listens"]) == {"127.0.0.1"}, said
         assert said["answered"] == (3 if rank == 0 else 0), said

@@ -94,7 +94,7 @@ def test_an_evicted_member_leaves_and_the_others_go_on(what):
     slow = {"sender": {("cedar", "*"): 20.0}, "receiver": {("*", "cedar"): 20.0}, "sleeper": {}}[what]
     told = hold(uniform(NAMES), slow, Rules(), sleeper="cedar" if what == "sleeper" else "")
     assert isinstance(told["cedar"].ended, DisagreementError)
-    assert "'cedar' was put out by amber, birch, " in str(told["cedar"].ended) and "replica cedar" in str(
+    assert "'cedar' was evicted by amber, birch, " in str(told["cedar"].ended) and "replica cedar" in str(
         told["cedar"].ended
     )
     for name in set(NAMES) - {"cedar"}:

@@ -7,6 +7,7 @@ from pieces import over
 
 import thinwire as tw
 from thinwire.catalogue.parsing import PIECES
+from thinwire.records.choices import listed
 
 CONFIGURATIONS = {
     "every=0": (
@@ -296,7 +297,7 @@ CONFIGURATIONS = {
     ),
     "unknown name": (
         lambda: tw.catalogue.parsing.parse("E9M9"),
-        f"'E9M9' is not known; choose from {', '.join(sorted(PIECES))}.",
+        f"'E9M9' is not known; choose from {listed(sorted(PIECES), 'thinwire docs pieces')}.",
     ),
 }  # fmt: skip
 

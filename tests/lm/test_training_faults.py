@@ -82,9 +82,9 @@ def test_a_full_disk_loses_a_checkpoint_only(
 @pytest.mark.parametrize(
     ("refusal", "says"),
     [
-        (RuntimeError("Some tensors share memory"), "not the disk's fault: this state cannot be written"),
-        (SafetensorError("I/O error: Permission denied (os error 13)"), "not for want of space: see that the folder"),
-        (OSError(errno.EROFS, "Read-only file system"), "not for want of space: see that the folder"),
+        (RuntimeError("Some tensors share memory"), "The disk is not the cause: this state cannot be written"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "not a lack of space: check that the folder"),
+        (OSError(errno.EROFS, "Read-only file system"), "not a lack of space: check that the folder"),
     ],
 )
 def test_a_failed_save_is_reported_by_cause_and_fails_a_stop(

@@ -184,7 +184,7 @@ def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, 
 
 
 def test_each_view_has_straight_streams_of_its_own(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is put out takes only its own streams: the next view of the others goes straight again, at the same port."""
+    """An evicted member ends only its own streams: the next view of the others goes straight again, at the same port."""
     monkeypatch.setattr(Measured, "straight", lambda self, nbytes, receivers: True)
     names, at = ["lima", "oslo", "rome"], Listen.parse(f"127.0.0.1:{free_port()}")
 

@@ -9,7 +9,7 @@ import pytest
 from thinwire.errors import LinkError
 from thinwire.membership import store as module
 from thinwire.membership.channel import Channel
-from thinwire.membership.store import AddressBook, ChannelVoteStore
+from thinwire.membership.store import ChannelVoteStore, EpochStore
 
 
 class Answers:
@@ -55,19 +55,19 @@ def test_all_addresses_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     found = {"values": ["YQ=="]}
     channel = Answers({}, found, found, found, {"values": None}, {"values": ["!"]}, {"values": None})
-    book = AddressBook(cast(Channel, channel), "e", 5.0)
-    book.set("x", "a")
+    store = EpochStore(cast(Channel, channel), "e", 5.0)
+    store.set("x", "a")
     now[0] = 101.0
-    assert book.get("x") == b"a" and book.own == ["group/e/x"]
-    book.wait(["x"])
+    assert store.get("x") == b"a" and store.own == ["group/e/x"]
+    store.wait(["x"])
     now[0] = 110.0
-    assert book.check(["x"]) is True
+    assert store.check(["x"]) is True
     with pytest.raises(LinkError, match="not all members came in time"):
-        book.wait(["x", "y"])
+        store.wait(["x", "y"])
     with pytest.raises(LinkError, match=r"the address of a member cannot be read \(x\)"):
-        book.get("x")
-    assert book.check(["y"]) is False
-    book.close()
+        store.get("x")
+    assert store.check(["y"]) is False
+    store.close()
     assert channel.closed and channel.asked == [
         ("put", 0.0, "group/e/x", "YQ==", []),
         ("look", 4.0, ["group/e/x"]),

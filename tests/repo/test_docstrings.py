@@ -13,6 +13,7 @@ import pytest
 from pages import ROOT
 from pieces import over
 
+from thinwire.codecs import RandomK
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.methods import CODISTILL, METHODS
 from thinwire.recipes import RECIPES
@@ -36,7 +37,7 @@ def gaps(thing: object) -> set[str]:
     """Returns which parts the docstring of a public class or function lacks.
 
     args     `Args:` does not name every parameter; the parameters of a class are those of its constructor
-    raises   the code (of a class: its constructor) raises an error, and there is no `Raises:`
+    raises   the code (of a class: its constructor), or a function that it calls, raises an error, and there is no `Raises:`
     units    `Args:` names no unit, count or range for a number; a seed needs none
     shapes   `Args:` names no shape or dtype for a tensor or an array
     example  there is no `>>>`; a Protocol and an error need none. test_surface.py runs the examples
@@ -98,16 +99,31 @@ def described(text: str) -> dict[str, str]:
 
 
 def raises(thing: object) -> bool:
-    """Says whether calling (of a class: constructing) `thing` raises one of Thinwire's errors in its own code."""
+    """Says whether calling (of a class: constructing) `thing` raises an error in its own code, or in a function that this code calls."""
     where = [thing] if inspect.isfunction(thing) else [vars(thing).get(name) for name in ("__init__", "__post_init__")]
-    code = [
-        textwrap.dedent(inspect.getsource(each))
-        for each in where
-        if inspect.isfunction(each) and each.__code__.co_filename != "<string>"
+    return any(raises_within(each, thing, deeper=True) for each in where)
+
+
+def raises_within(function: object, owner: object, deeper: bool) -> bool:
+    if not inspect.isfunction(function) or function.__code__.co_filename == "<string>":
+        return False
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    waiting, found = list(ast.iter_child_nodes(tree)), []
+    while waiting:
+        found.append(waiting.pop())
+        if not isinstance(found[-1], ast.FunctionDef | ast.Lambda):  # a function inside raises later, if at all
+            waiting += ast.iter_child_nodes(found[-1])
+    if any(isinstance(node, ast.Raise) and node.exc is not None for node in found):
+        return True
+    called = [node.func for node in found if isinstance(node, ast.Call)] if deeper else []
+    named = [function.__globals__.get(each.id) for each in called if isinstance(each, ast.Name)]
+    named += [
+        inspect.getattr_static(owner, each.attr, None)
+        for each in called
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
     ]
-    return any(
-        isinstance(node, ast.Raise) and node.exc is not None for each in code for node in ast.walk(ast.parse(each))
-    )
+    ours = [each for each in named if inspect.isfunction(each) and each.__module__.startswith("thinwire")]
+    return any(raises_within(each, owner, deeper=False) for each in ours)
 
 
 def test_public_docstrings_have_their_sections():
@@ -158,5 +174,6 @@ def test_incomplete_docstrings_are_reported():
         raise ValueError
 
     assert gaps(bare) == {"args", "raises", "example"} and gaps(whole) == set()
+    assert raises(gaps) is False and raises(RandomK) is True  # RandomK calls a function that raises
     whole.__doc__ = (whole.__doc__ or "").replace("numbers.", "what is added.")
     assert gaps(whole) == {"units"}

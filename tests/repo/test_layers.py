@@ -75,6 +75,12 @@ def test_every_package_has_a_place_in_the_order():
     }
 
 
+def test_contributing_lists_the_packages_in_this_order():
+    text = (TESTS.parent / "CONTRIBUTING.md").read_text().split("src/thinwire/\n", 1)[1].split("\ntests/", 1)[0]
+    told = [re.split(r"\s{3,}", line.strip())[0].split() for line in text.splitlines()]
+    assert [Path(name).stem for names in told for name in names] == PACKAGES
+
+
 def test_imports_name_only_lower_packages():
     """A package imports only packages below it. The root package may import all of them."""
     for file in FILES:

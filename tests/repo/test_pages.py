@@ -19,6 +19,7 @@ from thinwire.cli import VERBS, options
 from thinwire.cli.plan.command import BESIDE
 from thinwire.cli.simulate.command import STUDIES
 from thinwire.codecs import E3M0
+from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.recipes import RECIPES
 from thinwire.records.units import text_of_rate
@@ -106,7 +107,7 @@ def test_wrong_commands_are_found(elsewhere, capsys):
         "python examples/00.py",
         "curl x",
     ):
-        with pytest.raises((AssertionError, SystemExit, pytest.fail.Exception)):
+        with pytest.raises((AssertionError, SystemExit, ConfigurationError, pytest.fail.Exception)):
             check(wrong, elsewhere)
 
 

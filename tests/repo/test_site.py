@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import code_map
 import pytest
 import yaml
-from pages import PAGES, ROOT
+from pages import BENCHMARKS, PAGES, ROOT
 from pieces import over
 
 import thinwire
@@ -84,7 +84,7 @@ def too_long(text: str) -> list[str]:
     return found
 
 
-@over("page", PAGES)
+@over("page", [*PAGES, BENCHMARKS])
 def test_pages_can_be_skimmed(page):
     found = too_long(page.read_text())
     assert page.relative_to(ROOT).as_posix() in NOT_YET or not found, "\n\n".join(found)

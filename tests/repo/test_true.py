@@ -33,6 +33,9 @@ def rows(name: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
+NAMED_BY_DEFAULT = DEMO.method.strategy  # of `thinwire train`
+
+
 # ---- the wire
 
 
@@ -85,12 +88,23 @@ def test_pages_name_the_defaults_of_the_code():
     every = strategy.schedule.every
     assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
     assert f"the default {thinwire.streaming_diloco().outer.lr}" in page("docs/measured.md")
-    assert f"so many are needed for a round ({Placement.least})" in page("docs/elastic.md")
+    assert f"the fewest replicas that hold a round ({Placement.least})" in page("docs/elastic.md")
 
 
 def test_the_readme_counts_methods_and_names_verbs():
     assert f"any of {len(NAMED)} methods" in page("README.md")
     assert all(f"thinwire {verb}" in page("README.md") for verb in VERBS)
+
+
+def test_the_page_names_the_packages_without_a_folder_of_tests():
+    packages = {path.parent.name for path in (ROOT / "src/thinwire").glob("*/__init__.py")}
+    without = sorted(package for package in packages if not (ROOT / "tests" / package).is_dir())
+    told = re.search(r"for each package of `src/thinwire`, except (.*?), which", page("docs/design.md"))
+    assert told and re.findall(r"`(\w+)`", told[1]) == without
+
+
+def test_the_citation_names_the_default_method():
+    assert f"{NAMED_BY_DEFAULT}, the default of Thinwire" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_page_names_the_spread_of_the_bare_loop():

@@ -29,6 +29,7 @@ BANNED = {
     r"seat(?:s|ed)?(?![a-z])": "member, rank, or place",
     r"visitors?(?![a-z])": "connection",
     r"houses?(?![a-z])": "package",
+    r"address books?(?![a-z])": "store",
 }
 # Removed class names. Only these exact names are banned, because in lower case they are plain English.
 GONE = ["Held", "Moved", "Landed", "Air", "Ticket", "Coming", "Circle", "Hindrances", "Standin", "Jury", "Crew"]
@@ -40,12 +41,17 @@ FILES = sorted(
     for pattern in (
         "src/**/*.py",
         "tests/**/*.py",
-        "examples/*.py",
+        "examples/**/*.py",
         "benchmarks/*.py",
         "benchmarks/*.md",
         "docs/**/*.md",
         "docs/*.py",
         "*.md",
+        ".github/**/*.md",
+        "Makefile",
+        "*.toml",
+        "*.yml",
+        "*.cff",
     )
     for path in ROOT.glob(pattern)
     if path.name not in ("log.md", "CHANGELOG.md", Path(__file__).name)

@@ -55,7 +55,7 @@ def test_addresses_are_recognised_and_unreachable_ones_are_refused(tmp_path: Pat
             ScrapedTop(wrong)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        with pytest.raises(DataError, match="a run that goes on"):
+        with pytest.raises(DataError, match="a run that trains"):
             ScrapedTop(f"127.0.0.1:{nobody.getsockname()[1]}").read(0.0)
 
 

@@ -85,14 +85,14 @@ def test_bytes_changed_by_a_man_in_the_middle_end_the_connection_only(kind, hub,
 
 
 SAID = {  # by a member with a valid key, as the first frame after its welcome
-    "a frame again": (frames.LEAVE, 0, b"", 0, "frame 0 where 1 was expected"),
-    "a frame too early": (frames.LEAVE, 0, b"", 7, "frame 7 where 1 was expected"),
+    "a frame again": (frames.LEAVE, 0, b"", 0, "frame 0 came where frame 1 was expected"),
+    "a frame too early": (frames.LEAVE, 0, b"", 7, "frame 7 came where frame 1 was expected"),
     "an unknown kind": (200, 0, b"", 1, "of kind 200"),
     "a kind that is the hub's": (frames.GONE, 1, b"\0", 1, "not allowed here"),
     "another length": (frames.PULL, 1, b"\0" * 27, 1, "27 bytes"),
-    "a frame for itself": (frames.ACK, 0, bytes(16), 1, "for member 0 of 2"),
-    "a frame for nobody": (frames.ACK, 9, bytes(16), 1, "for member 9 of 2"),
-    "more receivers than bytes": (frames.DATA, 0, bytes(8) + b"\xff\xff", 1, "for 65535 receivers"),
+    "a frame for itself": (frames.ACK, 0, bytes(16), 1, "for member 0; another member from 0 to 1 is needed"),
+    "a frame for nobody": (frames.ACK, 9, bytes(16), 1, "for member 9; another member from 0 to 1 is needed"),
+    "more receivers than bytes": (frames.DATA, 0, bytes(8) + b"\xff\xff", 1, "and 65535 receivers"),
     "a long chunk with control": (frames.DATA, 0, frames.packed_data(0, [(1, 0)], bytes(9000)), 1, "on the control stream"),
 }  # fmt: skip
 

@@ -75,8 +75,8 @@ def through_and_resumed(strategy: Any, group: tw.Group, folder: Path, **options:
 
 def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    book = os.environ["TORCHELASTIC_RUN_ID"]
-    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 600.0, book=book)
+    prefix = os.environ["TORCHELASTIC_RUN_ID"]
+    start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 600.0, prefix=prefix)
     group = tw.TorchGroup.from_world(world, timeout=600.0)
     found = {name: through_and_resumed(s, group, folder / name) for name, s in STRATEGIES.items()}
     torch.save(found, folder / f"{rank}.pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from thinwire import catalogue
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.own_files import resolved
+from thinwire.records.choices import listed, nearest
 
 PIECES: dict[str, Callable[..., Any]] = {
     name: piece for name, piece in vars(catalogue).items() if isinstance(piece, type)
@@ -23,13 +23,6 @@ LONGEST = 10_000  # most characters of a composition that is parsed
 def pieces_of(room: str) -> list[str]:
     """The names of the pieces in the package or module thinwire.`room`, such as codecs or pieces.partition."""
     return sorted(name for name, piece in PIECES.items() if piece.__module__.startswith(f"thinwire.{room}"))
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """A question whether the user meant the nearest of the `known` names; empty if none is near."""
-    lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=1)
-    return f" (did you mean {lower[near[0]]}?)" if near else ""
 
 
 def parse(
@@ -73,9 +66,9 @@ def parse(
         try:
             return ast.literal_eval(term)
         except ValueError:
-            raise ConfigurationError(
-                f"{ast.unparse(term)!r} in {text!r} is no plain value; numbers, texts and calls of {', '.join(offered or sorted(names))} are."
-            ) from None
+            pieces = listed(offered or sorted(names), "thinwire docs pieces")
+            wrong = f"{ast.unparse(term)!r} in {text!r} is no plain value"
+            raise ConfigurationError(f"{wrong}; write a number, a text in quotes, or one of {pieces}.") from None
 
     if len(text) > LONGEST:
         raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
@@ -95,7 +88,8 @@ def parse(
 
 
 def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> ConfigurationError:
-    instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {', '.join(known)}"
+    page = "thinwire docs strategies" if "diloco" in known else "thinwire docs pieces"
+    instead = "write a number, a text in quotes, or a piece" if inside else f"choose from {listed(known, page)}"
     where = "" if name == text.strip() else f" in {text!r}"
     return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from thinwire.errors import JobError, ThinwireError
+from thinwire.records.choices import listed, nearest
 from thinwire.records.printable import printable_lines
 from thinwire.version import __version__
 
@@ -74,11 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
-        from thinwire.catalogue.parsing import nearest  # late, for a fast start
-
-        said = (
-            f"{verb!r} is no verb{nearest(verb, VERBS)}; there are {', '.join(VERBS)}. `thinwire --help` explains them."
-        )
+        said = f"{verb!r} is no verb{nearest(verb, VERBS)}; there are {listed(VERBS)}. `thinwire --help` explains them."
         print(f"thinwire: {printable_lines(said)}", file=sys.stderr)
         return 2
     try:

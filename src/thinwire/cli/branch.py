@@ -41,7 +41,7 @@ class Options:
     out: Path = Path("experts")
     """The ensemble: a folder with a folder for each expert. Existing experts do not change."""
     flops: float | None = None
-    """Train for this number of floating-point operations, instead of --steps: equal compute for unequal sizes."""
+    """Train for this number of floating-point operations, instead of --steps: equal compute for unequal sizes. Default: --steps counts."""
     trained: bool = False
     """Take RUN's model as the expert without training: RUN was already trained on the domain."""
     json: bool = False

@@ -25,7 +25,7 @@ class Options:
     verify: bool = False
     """Hash every file. Default: only compare sizes."""
     prune: int | None = None
-    """Hash every file, and delete all but the newest N whole ones."""
+    """Hash every file, and delete all but the newest N whole ones. Default: nothing is deleted."""
     json: bool = False
     """Stdout ends with one JSON object."""
 

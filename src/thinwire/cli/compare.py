@@ -45,7 +45,7 @@ class Options:
     out: Path | None = None
     """A folder for all runs. Complete runs in it are not trained again. Default: runs/compare-DATE-TIME."""
     run: Path | None = None
-    """A run file with settings."""
+    """A run file with settings. Default: the defaults of the options below."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 

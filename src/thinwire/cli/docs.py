@@ -11,6 +11,7 @@ import tyro
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
+from thinwire.records.choices import listed, nearest
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
             print(json.dumps({"pages": list(found)}))
         return 0
     if asked.page not in found:
-        raise ConfigurationError(f"{asked.page!r} is no page; there are {', '.join(found)}.")
+        raise ConfigurationError(
+            f"{asked.page!r} is no page{nearest(asked.page, found)}; there are {listed(found, 'thinwire docs')}."
+        )
     text = found[asked.page].read_text(encoding="utf-8")
     console.print(text, highlight=False, soft_wrap=True)
     if asked.json:

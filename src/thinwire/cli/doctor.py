@@ -49,17 +49,18 @@ class Options:
     """The options of `thinwire doctor`."""
 
     run: tyro.conf.Positional[Path | None] = None
-    """A run file to check against this machine."""
+    """A run file to check against this machine. Default: this machine alone is checked."""
     link: str | None = None
     """The real link, such as 50mbit or 50mbit,30ms. Default: the run file's."""
     step_seconds: float | None = None
     """Seconds of an inner step. Default: measured, with the run's own model."""
     master_addr: str | None = None
-    """The address of rank 0, as given to torchrun."""
+    """The address of rank 0, as given to torchrun. Default: that address is not checked."""
     master_port: int = 29500
     """The port of rank 0, as given to torchrun."""
     firewall: tuple[str, ...] = ()
-    """Addresses of the machines of a run. Only prints nftables rules that let these machines alone reach the ports of replicas."""
+    """Addresses of the machines of a run. Only prints nftables rules that let these machines alone reach the ports of replicas. Default: no
+    rules are printed."""
     runs: Path = Path("runs")
     """The folder that holds run folders."""
     json: bool = False

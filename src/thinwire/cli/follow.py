@@ -36,7 +36,7 @@ class Options:
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0
     """Seconds between two checks."""
     name: str | None = None
-    """With a token: this follower's name. One that begins with follower- can only receive."""
+    """With a token: this follower's name. One that begins with follower- can only receive. Needed with a token."""
     keys: Path = Path(".thinwire")
     """With a token: the folder that keeps this follower's key and its certificate."""
     json: bool = False
@@ -61,7 +61,7 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
     if Token.is_one(asked.run):
         if asked.name is None:
             raise ConfigurationError(
-                "a token without --name; write --name follower-oslo, or the name that the token is for."
+                "a token needs --name; write --name follower-oslo, or the name that the token is for."
             )
         os.putenv("GRPC_SSL_CIPHER_SUITES", ONLY_TLS13)  # gRPC reads it when it is imported, and has no option for it
         from thinwire.comm.secure import PublishedAtHub

@@ -40,17 +40,18 @@ class Options:
     new token. revoke: end a member's rights. rotate: begin to replace the hub's authority, and, when all members have a certificate of the new
     one, end the old one."""
     who: tyro.conf.Positional[str | None] = None
-    """The name of the member to revoke."""
+    """The name of the member to revoke. Only for revoke."""
     out: Path = Path("hub")
     """The hub's folder, with its keys. Anybody who can read it can act as the hub."""
     listen: str | None = None
     """HOST:PORT to listen at; machines that join need the next port, too. Default: the earlier address of this folder's hub, or 127.0.0.1:29530."""
     address: str | None = None
-    """The host that replicas dial, if it is not the one of --listen: a public name or address."""
+    """The host that replicas dial, if it is not the one of --listen: a public name or address. Default: the host of --listen."""
     run_file: Path | None = None
-    """A run file for machines that join without one."""
+    """A run file for machines that join without one. Default: the run file that this folder holds, if any; otherwise each member gives its own."""
     published: Path | None = None
-    """A run folder on this machine, trained with --publish, whose versions members and followers may fetch (thinwire follow)."""
+    """A run folder on this machine, trained with --publish, whose versions members and followers may fetch (thinwire follow). Default: the hub
+    serves no versions."""
     uses: int = 1
     """Number of replicas that may join with the token."""
     hours: float = 24.0
@@ -63,7 +64,7 @@ class Options:
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     """Elastic: seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints the value for a run."""
     name: str | None = None
-    """The only name that may join with the token."""
+    """The only name that may join with the token. Default: any name."""
     group: tuple[str, ...] = ()
     """The only runs that replicas with the token may join: names, as in thinwire join --group. Default: any run. With --reduce: the one run
     whose packets are averaged."""

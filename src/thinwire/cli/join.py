@@ -45,10 +45,10 @@ class Options:
     """HOST:PORT at which other replicas may reach this one, such as 0.0.0.0:29540; packets to it need not go by the hub then. Default: no
     port is opened."""
     address: str = ""
-    """HOST or HOST:PORT that other replicas dial, if it is not the one of --listen."""
+    """HOST or HOST:PORT that other replicas dial, if it is not the one of --listen. Default: the one of --listen."""
     group: str = ""
     """Replicas with the same word train together; needed if several runs use one hub. At a hub of elastic runs it is the
-    name of the run, which thinwire hub list shows."""
+    name of the run, which thinwire hub list shows. Default: the hub's run without a name."""
     timeout: float = 86_400.0
     """Seconds to wait until all replicas have joined."""
     json: bool = False

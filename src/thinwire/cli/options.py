@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -20,12 +22,15 @@ from rich.table import Table
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from thinwire.errors import ConfigurationError
+from thinwire.records.choices import nearest
 from thinwire.report.terminal import Terminal
 
 if TYPE_CHECKING:
     from thinwire.lm.run import Run  # it needs torch
 
 T = TypeVar("T")
+
+_TYRO = ("-h", "--help", "--tyro-")  # options that tyro adds
 
 
 MOST_USED = ("strategy", "replicas", "steps", "model", "text", "batch", "lr", "link")
@@ -66,8 +71,41 @@ def read(kind: type[T], verb: str, arguments: Sequence[str], description: str) -
 
 def ask(kind: type[T], prog: str, arguments: Sequence[str], description: str) -> T:
     """Read the options of a dataclass. An option that may be None shows the type of its values alone; `None` sets it back."""
-    asked: T = tyro.cli(kind, prog=prog, args=list(arguments), description=description, registry=_REGISTRY)
+    options: Any = kind
+    helps, hints, members = _helps(options), get_type_hints(kind, include_extras=True), []
+    for field in dataclasses.fields(options):
+        hint = _annotated(hints[field.name], tyro.conf.arg(help=helps.get(field.name), help_behavior_hint=_default))
+        default: Any = dataclasses.field(default=field.default, default_factory=field.default_factory)
+        members.append((field.name, hint, default))
+    return kind(**vars(_parsed(dataclasses.make_dataclass("Everything", members), prog, arguments, description)))
+
+
+def _parsed(kind: Any, prog: str, arguments: Sequence[str], description: str) -> Any:
+    """The values of a dataclass whose hints hold their help. Raises `ConfigurationError` for an option that it lacks, because tyro would
+    answer in a box of several lines."""
+    flags = list(_flags(kind))
+    for word in itertools.takewhile(lambda word: word != "--", arguments):
+        flag = word.split("=")[0].replace("_", "-")
+        if re.match("--?[a-z]", flag) and not flag.startswith(_TYRO) and flag not in flags:
+            raise ConfigurationError(f"{flag} is no option{nearest(flag, flags)}; `{prog} --help` lists the options.")
+    asked, unknown = tyro.cli(
+        kind, prog=prog, args=list(arguments), description=description, registry=_REGISTRY, return_unknown_args=True
+    )
+    if unknown:
+        raise ConfigurationError(f"{unknown[0]!r} is one argument too many; `{prog} --help` lists what it takes.")
     return asked
+
+
+def _flags(kind: Any) -> Iterator[str]:
+    """The options of a dataclass and of the groups in it, as they are written on a command line."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(bare):
+            yield from _flags(bare)
+        elif tyro.conf.Positional not in marks:
+            yield "--" + name.replace("_", "-")
+            if bare is bool:
+                yield "--no-" + name.replace("_", "-")
 
 
 _REGISTRY = ConstructorRegistry()
@@ -94,7 +132,9 @@ def _or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 def _default(label: str) -> str:
     """The end of an option's help; nothing for options without a default, whose text says what happens."""
-    return "" if label in ("unset", "") else f"(default: {label})"
+    if label == "required":
+        return "(required)"
+    return "" if label in ("unset", "", "''") else f"(default: {label})"
 
 
 def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], description: str) -> dict[str, Any]:
@@ -125,7 +165,7 @@ def _grouped(kind: Any, default: Any, prog: str, arguments: Sequence[str], descr
         Path | None, tyro.conf.Positional, tyro.conf.arg(help=_helps(kind)["run"], help_behavior_hint=_default)
     )
     everything = dataclasses.make_dataclass("Everything", [("run", file, None), *groups], frozen=True)
-    asked: Any = ask(everything, prog, arguments, description)
+    asked = _parsed(everything, prog, arguments, description)
     return {"run": asked.run} | {
         name: value for group in _GROUPS for name, value in vars(getattr(asked, group)).items()
     }

@@ -34,19 +34,20 @@ class Options:
     """The options of `thinwire probe`."""
 
     run: tyro.conf.Positional[Path | None] = None
-    """A run file: its model, sequence and precision are timed."""
+    """A run file: its model, sequence and precision are timed. Default: the defaults of `thinwire train`."""
     what: Literal["all", "links", "machine"] = "all"
     """Measure only the links, or only this machine."""
     out: Path = Path()
     """The folder for links.toml, links.samples.json and machine.toml (under torchrun: NAME.toml for every machine, written by rank 0)."""
     model: str | None = None
-    """The model to time, if not the run file's."""
+    """The model to time. Default: the run file's."""
     job: str | None = None
-    """A job file of your own, whose step is timed, if not the run file's."""
+    """A job file of your own, whose step is timed. Default: the run file's."""
     sequence: int | None = None
-    """Tokens per sequence, if not the run file's."""
+    """Tokens per sequence. Default: the run file's."""
     link: str | None = None
-    """No torchrun: measure this emulated link, such as 50mbit,30ms, between threads."""
+    """No torchrun: measure this emulated link, such as 50mbit,30ms, between threads. Default: the links between the processes that torchrun
+    started; none without torchrun."""
     replicas: int = 2
     """Number of replicas, with --link or under torchrun (one rank of each is measured)."""
     seconds: float = 0.5

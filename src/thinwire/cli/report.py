@@ -32,7 +32,7 @@ class Options:
     out: Path | None = None
     """The page. Default: report.html in the first run's folder."""
     log: str | None = None
-    """Also send each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics)."""
+    """Also send each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics). Default: to none."""
     json: bool = False
     """Stdout ends with one JSON object."""
 

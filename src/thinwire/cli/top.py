@@ -31,7 +31,7 @@ class Options:
     once: bool = False
     """Print one frame and end, as it does if stdout is no terminal."""
     page: Path | None = None
-    """Keep this HTML file at the newest frame, until Ctrl-C or the end. A browser reloads it every two seconds."""
+    """Keep this HTML file at the newest frame, until Ctrl-C or the end. A browser reloads it every two seconds. Default: no file."""
     json: bool = False
     """One frame; stdout ends with one JSON object."""
 

@@ -53,17 +53,18 @@ class Options:
     from_start: bool = False
     """With --resume: begin again at the first step; the present checkpoints are moved to checkpoints-1."""
     run: Path | None = None
-    """A run file with settings; options on the command line replace them."""
+    """A run file with settings; options on the command line replace them. Default: the defaults of the options below."""
     elastic: bool = False
     """Start an elastic run with all replicas on this machine (--carrier elastic): replicas may die, return and join late."""
     lighthouse: str | None = None
-    """Start one replica of an elastic run on several machines, whose `thinwire lighthouse` listens at HOST:PORT."""
+    """Start one replica of an elastic run on several machines, whose `thinwire lighthouse` listens at HOST:PORT. Default: all replicas start on
+    this machine."""
     name: str | None = None
-    """With --lighthouse: this replica's own name; keep it when the replica returns. replica-0 to replica-N each read one share of the text."""
+    """Needed with --lighthouse: this replica's own name; keep it when the replica returns. replica-0 to replica-N each read one share of the text."""
     secret: Path | None = None
     """With --lighthouse: the file with the run secret that `thinwire lighthouse --secret FILE` wrote. --elastic without it makes its own."""
     log: str | None = None
-    """Send the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics)."""
+    """Send the metrics of the run to trackers: some of wandb,mlflow,tensorboard,prometheus,jsonl (thinwire docs metrics). Default: to none."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 

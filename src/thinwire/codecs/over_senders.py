@@ -32,6 +32,9 @@ class OverSenders(Codec):
     Args:
         codec: a sparse one.
 
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
     >>> from thinwire.codecs import TopK
     >>> OverSenders(TopK(0.01)).nbytes(1000) == TopK(0.01).nbytes(1000)
     True

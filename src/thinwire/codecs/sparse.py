@@ -107,6 +107,9 @@ class TopK(LargestOfChunks):
         density: k/n, in (0, 1].
         values: the codec of the values that are kept.
 
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
     >>> TopK(density=0.01).nbytes(1_000_000)
     45000
     """
@@ -184,6 +187,9 @@ class RandomK(Codec):
     Args:
         density: k/n, in (0, 1].
         values: the codec of the values that are kept.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> RandomK(density=0.25).nbytes(1024)
     512

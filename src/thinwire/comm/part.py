@@ -41,4 +41,4 @@ class PartGroup(WrappedGroup):
         return self.group.post(tag, sent, received, purpose, sized)
 
     def close(self) -> None:
-        """Do nothing: the group of all replicas goes on."""
+        """Do nothing: the group of all replicas stays open."""

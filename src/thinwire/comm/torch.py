@@ -208,7 +208,7 @@ class TorchGroup:
             raise self._closed_error()
         if self._on_device and sized:
             raise ConfigurationError(
-                "packets of unknown size over NCCL, which takes messages of agreed sizes only; take the codec out of Entropy(...), "
+                "packets of unknown size cannot travel over NCCL, which takes messages of agreed sizes only; take the codec out of Entropy(...), "
                 "or choose the backend 'gloo'."
             )
         if self._on_device and tag != FINISH:
@@ -325,7 +325,7 @@ def start_torch(
     master_port: int,
     timeout_seconds: float = 60.0,
     backend: str = "gloo",
-    book: str | None = None,
+    prefix: str | None = None,
 ) -> None:
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the rendezvous store at `master_port`.
 
@@ -339,7 +339,7 @@ def start_torch(
         master_addr, master_port: address and port number of rank 0's store.
         timeout_seconds: seconds within which all ranks must join.
         backend: as for `torch.distributed.init_process_group`.
-        book: the prefix of our names in a store of another process, such as torchrun's agent; None: rank 0 has the store.
+        prefix: the prefix of our names in a store of another process, such as torchrun's agent; None: rank 0 has the store.
 
     Raises:
         LinkError: the port is taken, the host does not answer, or not all ranks joined in time.
@@ -347,8 +347,8 @@ def start_torch(
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:
-        store = _address_book(rank, None if book else world_size, master_addr, master_port, timeout)
-        prefixed = PrefixStore(book, store) if book else store
+        store = _tcp_store(rank, None if prefix else world_size, master_addr, master_port, timeout)
+        prefixed = PrefixStore(prefix, store) if prefix else store
         before, heard_before = connections(), set(listening())
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
         shut_new(heard_before, connections() - before, world_size - 1)
@@ -367,7 +367,7 @@ def start_torch(
         ) from error
 
 
-def _address_book(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
+def _tcp_store(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
     """The store of all ranks. Without `world_size` another process keeps it, otherwise rank 0 does. Raises `OSError`."""
     if only_here(host) and (interface := loopback()):
         os.putenv("GLOO_SOCKET_IFNAME", interface)  # gloo has no other setting for it

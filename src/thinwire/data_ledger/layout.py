@@ -49,7 +49,7 @@ def decoded(data: bytes) -> DataLedger:
     try:
         ledger = _read(data)
         if encoded(ledger) != data:
-            raise ValueError("bytes left over")
+            raise ValueError("bytes are left over")
     except (struct.error, ValueError, UnicodeDecodeError, IndexError) as error:
         raise DataError(
             f"a data ledger of {len(data)} bytes cannot be read ({error}); run the same version everywhere."
@@ -65,17 +65,17 @@ def digest(ledger: DataLedger) -> str:
 def _read(data: bytes) -> DataLedger:
     magic, number, count = _HEAD.unpack_from(data)
     if (magic, number) != (MAGIC, FORMAT):
-        raise ValueError(f"begins with {magic!r}, format {number}")
+        raise ValueError(f"it begins with {magic!r}, format {number}; {MAGIC!r}, format {FORMAT} is needed")
     fixed = _FIXED.unpack_from(data, _HEAD.size)
     samples, seed, lanes, fragments, ahead, patience, commits, tail_from, trained, lost = fixed
     if not (0 < samples < _MOST and 0 < lanes < 1 << 16 and 0 < fragments < 1 << 20 and max(fixed[4:]) < _MOST):
-        raise ValueError("numbers out of bounds")
+        raise ValueError("a number is out of bounds")
     at, leases = _HEAD.size + _FIXED.size, list[Lease]()
     for _ in range(count):
         lease, at = _read_lease(data, at, fragments)
         leases.append(lease)
     if len({lease.name for lease in leases}) != count:
-        raise ValueError("two leases of one name")
+        raise ValueError("two leases have one name")
     return DataLedger(
         samples, seed, lanes, fragments, ahead, patience, commits, tail_from, tuple(leases), trained, lost
     )
@@ -92,13 +92,13 @@ def _read_lease(data: bytes, at: int, fragments: int) -> tuple[Lease, int]:
         raise ValueError("it is cut short")
     values = struct.unpack_from(f"<{numbers}Q", data, at)
     if max(values) >= _MOST or max(serial, first, tail_at, version, absent) >= _MOST:
-        raise ValueError("numbers out of bounds")
+        raise ValueError("a number is out of bounds")
     a, b, c = fragments, fragments + 2 * counts[0], numbers - counts[2]
     ranges, holes = _pairs(values[a:b]), _pairs(values[b:c])
     if any(begin >= end for begin, end in (*ranges, *holes)):
-        raise ValueError("a range that ends before it begins")
+        raise ValueError("a range ends before it begins")
     if sum(end - begin for begin, end in ranges) != max(0, tail_at - first):
-        raise ValueError("ranges that do not reach the tail")
+        raise ValueError("the ranges do not reach the tail")
     return Lease(name, serial, values[:a], first, tail_at, ranges, holes, version, values[c:], absent), at + 8 * numbers
 
 

@@ -41,7 +41,7 @@ class Finding:
     Args:
         syndrome: what is wrong.
         side: where the cause is.
-        who: the replica; or the sender and the receiver of a link or way.
+        who: the replica; or the sender and the receiver of a link.
         both: whether the link is slow, or silent, in both directions.
         first, last: number of the first and the last round in which it was so, counted from the first that was recorded.
         seconds: seconds of a message, or of an inner step; of a hang, the seconds in which nothing has arrived.
@@ -110,8 +110,8 @@ def called(name: str) -> str:
     return name if name.startswith("replica") else f"replica {name}"
 
 
-_LESS = "a smaller codec or a longer `every` asks less of it"
-_LAST_WORDS = "see its last words, whether its process lives or is stopped, and start it again"
+_LESS = "a smaller codec or a longer `every` sends less over it"
+_CHECK = "read the end of its log, check whether its process is alive or stopped, and start it again"
 _PATH = "Look at what else uses that path (uploads, backups, another job), at its cable or tunnel"
 _ADVICE = {
     (Syndrome.SLOW_LINK, Side.SENDER): f"Look at what else sends from that machine, and at its uplink; {_LESS}.",
@@ -129,8 +129,8 @@ _ADVICE = {
         Syndrome.SLOW_REPLICA,
         Side.REPLICA,
     ): "It computes longer than the others: look at what else runs there, its temperature, its disk and its data.",
-    (Syndrome.HUNG_REPLICA, Side.REPLICA): f"It did not come to a round that the others began: {_LAST_WORDS}.",
-    (Syndrome.HUNG_LINK, Side.REPLICA): f"It stopped in the middle of a round: {_LAST_WORDS}.",
+    (Syndrome.HUNG_REPLICA, Side.REPLICA): f"It did not begin a round that the others began: {_CHECK}.",
+    (Syndrome.HUNG_LINK, Side.REPLICA): f"It stopped in the middle of a round: {_CHECK}.",
     (
         Syndrome.HUNG_LINK,
         Side.SENDER,

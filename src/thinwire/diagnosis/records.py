@@ -69,7 +69,7 @@ class Flow:
         """Read the values that `facts` returned. Raises `ValueError`, `TypeError`."""
         peer, stage, nbytes, parts, there, begin, times = facts
         if len(times) > 64:
-            raise ValueError("too many times")
+            raise ValueError("a flow has more than 64 times")
         at = {_whole(index): _number(when) for index, when, _ in times}
         waited = frozenset(_whole(index) for index, _, blocked in times if blocked)
         return cls(
@@ -127,7 +127,7 @@ class Record:
         """Read a record from a peer or a file. Raises `PacketError` if `facts` are not a record."""
         try:
             if len(facts["sent"]) + len(facts["received"]) > MOST_FLOWS:
-                raise ValueError("too many flows")
+                raise ValueError(f"it has more than {MOST_FLOWS} flows")
             return cls(
                 str(facts["name"])[:64], _whole(facts["fragment"]), _whole(facts["round"]), _number(facts["own_seconds"]),
                 facts["over"] is True, _flows(facts["sent"]), _flows(facts["received"]),
@@ -145,11 +145,11 @@ def _flows(facts: Iterable[Sequence[Any]]) -> tuple[Flow, ...]:
 
 def _whole(value: object) -> int:
     if type(value) is not int or not -1 <= value < 1 << 62:
-        raise ValueError(f"{value!r} where a whole number is needed")
+        raise ValueError(f"{value!r} is given where a whole number is needed")
     return value
 
 
 def _number(value: object) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{value!r} where a number is needed")
+        raise ValueError(f"{value!r} is given where a number is needed")
     return float(value)  # type: ignore[arg-type]

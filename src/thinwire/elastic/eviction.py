@@ -105,10 +105,10 @@ class EvictionVoter:
         if out == self._membership.name:
             self._membership.close()
             raise DisagreementError(
-                f"replica {out!r} was put out by {', '.join(by)}: {why}. Correct that and restart it; it takes over the others' state."
+                f"replica {out!r} was evicted by {', '.join(by)}: {why}. Correct that and restart it; it takes over the others' state."
             )
         view.close()
-        return f"{out} was put out ({why}); the next round is without it"
+        return f"{out} was evicted ({why}); the next round is without it"
 
     def _hear(self, names: Sequence[str], statuses: Sequence[MemberStatus]) -> None:
         """Diagnose the records of one round: the last one that most members have records of."""

@@ -72,7 +72,7 @@ class GlobalState:
                 for key, (index, who, mark) in facts["counted"].items()
             }
             if not 0 <= number < MOST_ROUNDS:
-                raise ValueError(f"round {number}")
+                raise ValueError(f"its round is {number}; 0 to {MOST_ROUNDS - 1} is needed")
             text = facts["ledger"]
             ledger = layout.decoded(bytes.fromhex(text)) if text else None
             if (ledger and ledger.terms) != (self.ledger and self.ledger.terms):

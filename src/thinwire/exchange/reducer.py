@@ -51,12 +51,12 @@ class Declared:
             codec, feedback = parse(str(told["codec"])), parse(str(told["feedback"]))
             numbers = [told[name] for name in ("numel", "seed", "fragment", "round")]
             if not isinstance(codec, Codec) or not isinstance(feedback, Feedback | None):
-                raise ValueError("no codec, or no feedback")
+                raise ValueError("it names no codec, or no feedback")
             if (
                 not all(type(number) is int and -(2**63) <= number < 2**63 for number in numbers)
                 or min(numbers[::2]) < 0
             ):
-                raise ValueError("numbers out of range")
+                raise ValueError("a number is out of range")
         except (ValueError, TypeError, KeyError, RecursionError, ConfigurationError) as error:
             raise PacketError(f"what replica {sender} declared of a fragment cannot be read: {error}") from None
         numel, seed, fragment, round_ = numbers

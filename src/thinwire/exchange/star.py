@@ -237,6 +237,6 @@ def declare(round_: Round, feedback: Feedback | None) -> None:
         transfer = context.group.post(DECLARED_TAG, {round_.size: message}, {}, "declared")
     except ConfigurationError:
         raise ConfigurationError(
-            "Star('hub') in a group without a hub that averages; train with --carrier secure, or choose Star(0), whose bits are the same."
+            "Star('hub') needs a hub that averages, and this group has none; train with --carrier secure, or choose Star(0), whose bits are the same."
         ) from None
     context.declared[key.fragment] = told, transfer

@@ -44,6 +44,9 @@ class TwoShot(Exchange):
     Args:
         feedback: keeps the error of the owners' second rounding; None: it is lost.
 
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
     >>> TwoShot()
     TwoShot(feedback=None)
     """

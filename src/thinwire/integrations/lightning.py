@@ -340,7 +340,7 @@ def _meet(rank: int, size: int) -> Group:
         return ThreadGroup.create(1)[0]
     if not dist.is_initialized():
         world = TorchElasticEnvironment()
-        start_torch(rank, size, world.main_address, world.main_port, _TIMEOUT, book="thinwire")
+        start_torch(rank, size, world.main_address, world.main_port, _TIMEOUT, prefix="thinwire")
     return TorchGroup.from_world(size, timeout=_TIMEOUT)
 
 

@@ -116,5 +116,5 @@ def _check_own_optimizer(run: Run) -> None:
         rival = f"strategy={run.method.label}, which has its own optimizer,"
     if rival:
         raise ConfigurationError(
-            f"{rival} with job={run.model.job!r}, whose file has optimizer(model): there can be one; leave one of them out."
+            f"{rival} with job={run.model.job!r}, whose file has optimizer(model): only one can make the optimizer; leave one of them out."
         )

@@ -115,10 +115,10 @@ def joined(replicas: int, timeout: float, uplink: Link | None = None) -> Iterato
         raise ConfigurationError(
             f"{world} processes for {replicas} replicas: a multiple is needed; set --replicas or torchrun's counts."
         )
-    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent keeps the address book
-    book = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent hosts the store
+    prefix = f"thinwire/attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}" if agent else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # nccl inside a replica; packets take gloo
-    start_torch(rank, world, address, port, timeout, backend, book)
+    start_torch(rank, world, address, port, timeout, backend, prefix)
     rate = uplink.bits_per_second * replicas / world if uplink else None  # the ranks of a replica share its uplink
     group = TorchGroup.from_world(replicas, timeout=timeout, uplink=rate)
     try:
@@ -209,7 +209,7 @@ def run_processes(
     stop, goes_on = (
         stop or Stop(),
         isinstance(run.make_method(), Composition),
-    )  # such a run goes on without lost replicas
+    )  # such a run continues without lost replicas
     open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
@@ -299,7 +299,7 @@ def raise_for_job(last_words: Iterable[str]) -> None:
 
 
 def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str:
-    """The last words of the replicas that failed by themselves, without those that only lost their peer."""
+    """The end of the output of the replicas that failed by themselves, without those that only lost their peer."""
     causes = [rank for rank in last if "LinkError" not in last[rank]] or list(last)
     lines = []
     for words in dict.fromkeys(last[rank] for rank in causes):  # equal messages of several replicas are shown once

@@ -54,8 +54,8 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
     needed = 1 + math.ceil(every / placement.checkpoint_every) if placement.checkpoint_every else 1
     if placement.keep < needed:
         raise ConfigurationError(
-            f"keep={placement.keep} with checkpoint_every={placement.checkpoint_every} and {label}: who is not sampled is up to {every} "
-            f"steps ahead of the others, and would have dropped the checkpoints that they still need; give --keep {needed}."
+            f"keep={placement.keep} with checkpoint_every={placement.checkpoint_every} and {label}: a replica that is not sampled is "
+            f"up to {every} steps ahead of the others, and would delete checkpoints that they still need; give --keep {needed}."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from thinwire.catalogue.parsing import nearest, parse, pieces_of
+from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.checked import fits
@@ -22,6 +22,7 @@ from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
+from thinwire.records.choices import listed, nearest
 from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Gradients, Strategy
 from thinwire.topology import read_edges
@@ -150,7 +151,7 @@ class Run:
         for name, value in settings.items():
             if name not in PART_OF:
                 raise ConfigurationError(
-                    f"{name} is no setting{nearest(name, PART_OF)}; a run has {', '.join(PART_OF)}."
+                    f"{name} is no setting{nearest(name, PART_OF)}; a run has {listed(PART_OF, 'thinwire train --help')}."
                 )
             by_part.setdefault(PART_OF[name], {})[name] = value
         own = by_part.pop("", {})
@@ -229,7 +230,7 @@ class Run:
         if not isinstance(made, Strategy):
             raise ConfigurationError(
                 f"strategy={self.method.label} has its own loop, which only `thinwire train` and `compare` run; here one of "
-                f"{', '.join(RECIPES)} is needed."
+                f"{listed(RECIPES, 'thinwire docs strategies')} is needed."
             )
         return dataclasses.replace(made, seed=self.seed)
 
@@ -334,7 +335,7 @@ class Run:
         if unknown:
             near = nearest(unknown[0], PART_OF)
             raise ConfigurationError(
-                f"{path}: {', '.join(unknown)} is no setting{near}; a run has {', '.join(sorted(PART_OF))}."
+                f"{path}: {', '.join(unknown)} is no setting{near}; a run has {listed(PART_OF, 'thinwire train --help')}."
             )
         tables = [table for table in table_of.values() if table and table not in PARTS]
         if tables:

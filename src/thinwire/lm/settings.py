@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from thinwire.catalogue.parsing import PIECES, nearest, parse, pieces_of
+from thinwire.catalogue.parsing import PIECES, parse, pieces_of
 from thinwire.comm import Link
 from thinwire.comm.emulated import check_link
 from thinwire.decoupled.method import DECOUPLED
@@ -24,6 +24,7 @@ from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
+from thinwire.records.choices import listed, nearest
 from thinwire.strategy import Strategy
 from thinwire.testing.attacks import Attack, attack_of
 from thinwire.testing.gossip_attacks import attacked
@@ -143,11 +144,12 @@ class MethodSpec(CheckedSettings):
             return made
         if name.isidentifier() and name not in PIECES:
             raise ConfigurationError(
-                f"strategy={self.strategy!r} is no recipe{nearest(name, NAMED)}; one of {', '.join(NAMED)}, or a whole Strategy(...), is needed."
+                f"strategy={self.strategy!r} is no recipe{nearest(name, NAMED)}; one of {listed(NAMED, 'thinwire docs strategies')}, "
+                "or a whole Strategy(...), is needed."
             )
         if given:
             raise ConfigurationError(
-                f"strategy={self.strategy!r} with {', '.join(given)}: these options are for a recipe's name ({', '.join(NAMED)}); "
+                f"strategy={self.strategy!r} with {', '.join(given)}: these options are for a recipe's name, such as --strategy diloco; "
                 "write them inside the parentheses."
             )
         strategy: object = parse(self.strategy, PIECES | NAMED, [*NAMED, "Strategy"], own_files=True)
@@ -367,7 +369,7 @@ def topology_of(text: str) -> Topology:
     made = parse(name, offered=sorted(known.values()), own_files=True)
     if not isinstance(made, Topology):
         raise ConfigurationError(
-            f"topology={text!r} is a {type(made).__name__}; one of {', '.join(sorted(known.values()))} is needed."
+            f"topology={text!r} is a {type(made).__name__}; one of {listed(sorted(known.values()), 'thinwire docs gossip')} is needed."
         )
     return made
 

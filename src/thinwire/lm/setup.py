@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from thinwire.catalogue.parsing import nearest
 from thinwire.errors import ConfigurationError
 from thinwire.lm.adapters import attach
 from thinwire.lm.export import stored_model
@@ -18,6 +17,7 @@ from thinwire.lm.huggingface import HuggingFace, hugging_face, outline
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.settings import ModelSpec
+from thinwire.records.choices import nearest
 from thinwire.rng import derive
 
 _MAKING = threading.Lock()  # transformers patches torch globally while it loads, so one thread at a time

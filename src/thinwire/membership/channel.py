@@ -110,13 +110,13 @@ class Seal:
     def open(self, tag: bytes, body: bytes) -> dict[str, Any]:
         """Raises `PacketError`."""
         if not same(tag, self._mac(body)):
-            raise PacketError("a message with a wrong MAC")
+            raise PacketError("a message has a wrong MAC; every replica needs the secret of this run")
         try:
             message = json.loads(body)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise PacketError("a message that is not a JSON object")
+            raise PacketError("a message is not a JSON object; run the same release of Thinwire everywhere")
         return message
 
     def _mac(self, body: bytes) -> bytes:
@@ -139,7 +139,7 @@ class Channel:
             self._line = socket.create_connection((host, port), timeout=seconds)
         except OSError as error:
             raise LinkError(
-                f"no lighthouse at {where}: {error.strerror or error}; check the address, and that `thinwire lighthouse` runs there."
+                f"no lighthouse answers at {where}: {error.strerror or error}; check the address, and that `thinwire lighthouse` runs there."
             ) from None
         try:
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -174,7 +174,7 @@ class Channel:
             self._line.sendall(self._says.pack({"do": do, "seconds": seconds, **fields}))
             length, tag = FRAME.unpack(self._receive(FRAME.size, until))
             if length > MOST_ANSWERED:
-                raise PacketError(f"a message of {length:,} bytes, at most {MOST_ANSWERED:,} are allowed")
+                raise PacketError(f"it announces a message of {length:,} bytes; at most {MOST_ANSWERED:,} are allowed")
             answer = self._hears.open(tag, self._receive(length, until))
         except (OSError, PacketError) as error:
             self.close()
@@ -194,7 +194,7 @@ class Channel:
         while len(parts) < nbytes:
             left = until - time.monotonic()
             if left <= 0:
-                raise OSError("no response in time")
+                raise OSError("it did not answer in time")
             self._line.settimeout(left)
             part = self._line.recv(min(nbytes - len(parts), 1 << 20))
             if not part:

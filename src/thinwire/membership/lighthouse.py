@@ -17,7 +17,7 @@ from thinwire.errors import ConfigurationError, LinkError
 from thinwire.membership.channel import PORT, Channel, at, family
 from thinwire.membership.remote_rendezvous import PROBE, RemoteRendezvous
 from thinwire.membership.server import Lighthouse as Lighthouse
-from thinwire.membership.store import AddressBook
+from thinwire.membership.store import EpochStore
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
@@ -71,13 +71,13 @@ class LighthouseRendezvous(RemoteRendezvous):
         """See `Rendezvous`."""
         seconds, timeout = self._timeouts.connect, self._timeouts.transfer
         self._unused_keys.extend(self._addresses)  # the addresses of the previous epoch
-        addresses = AddressBook(self._channel(), epoch, seconds)
+        addresses = EpochStore(self._channel(), epoch, seconds)
         self._addresses = addresses.own
         try:
             return TorchGroup(connected(addresses, rank, len(members), self._host, seconds), timeout)
         except LinkError as error:
             others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
-            raise LinkError(f"connecting to {others}: {error}") from error
+            raise LinkError(f"connecting to {others} failed: {error}") from error
         finally:
             addresses.close()
 

@@ -166,7 +166,7 @@ class Lighthouse:
             while True:
                 length, tag = FRAME.unpack(await reader.readexactly(FRAME.size))
                 if length > MOST_ASKED:
-                    raise PacketError(f"a message of {length:,} bytes, at most {MOST_ASKED:,} are allowed")
+                    raise PacketError(f"it announces a message of {length:,} bytes; at most {MOST_ASKED:,} are allowed")
                 said = line.hears.open(tag, await reader.readexactly(length))
                 await line.send(line.says.pack(await self._registry.answer(line, said)))
         except (_Refused, PacketError, TimeoutError) as error:

@@ -53,7 +53,7 @@ class SharedKeys:
     def put(self, writer: Writer, key: str, value: str, members: object) -> None:
         """Write a key, or a ballot of a view with these `members`. Raises `PacketError` if the writer must not write it; `TooMuchError`."""
         if key.startswith(NOTE) and not _NOTED.fullmatch(key):
-            raise PacketError("a note that cannot be read")
+            raise PacketError("the key of a note cannot be read; run the same release of Thinwire everywhere")
         if key.startswith((NOTE, GROUP)):
             owner = self._values[key][1] if key in self._values else writer.name
             if owner != writer.name and not key.startswith(NOTE):
@@ -62,7 +62,9 @@ class SharedKeys:
             return
         voted = ballot_of(key)
         if voted is None or voted.rank >= len(_electorate(key, members)):
-            raise PacketError("this is no ballot")
+            raise PacketError(
+                "the key is not one of a ballot of this view; run the same release of Thinwire everywhere"
+            )
         if _electorate(key, members)[voted.rank][:2] != (writer.name, writer.incarnation):
             raise PacketError(f"{writer.name} votes for another member")
         if key not in self._values:
@@ -74,7 +76,9 @@ class SharedKeys:
         view = _electorate(key, members)
         outcome, ballots = keys_of(key.rpartition("/")[0], len(view))
         if key != outcome or value.encode() not in (YES, NO):
-            raise PacketError("this is no outcome")
+            raise PacketError(
+                "the key and the value are not an outcome of this view; run the same release of Thinwire everywhere"
+            )
         if (writer.name, writer.incarnation) not in [who[:2] for who in view]:
             raise PacketError(f"{writer.name} is no member of the view that votes")
         if key not in self._values:
@@ -109,9 +113,11 @@ class SharedKeys:
         if key in self._values:
             more -= len(key) + len(self._values[key][0])
         if len(key) > _MOST_KEY or len(value) > _MOST_VALUE:
-            raise TooMuchError("what was to be written is too large")
+            raise TooMuchError(f"a key or a value is too large; {_MOST_KEY} and {_MOST_VALUE} characters are allowed")
         if self._nbytes[name] + more > _MOST_OF_ONE or self._nbytes.total() + more > _MOST_WRITTEN:
-            raise TooMuchError("all that was written is too large")
+            raise TooMuchError(
+                "the keys of this replica, or of all replicas, are too large together; vote again when old ones are deleted"
+            )
         self._values[key] = value, name
         self._nbytes[name] += more
 
@@ -126,14 +132,14 @@ class SharedKeys:
 def _electorate(key: str, members: object) -> list[tuple[str, str, int]]:
     """The members of the view of the vote `key`: name, incarnation and calls, in rank order. Raises `PacketError`."""
     if not isinstance(members, list) or len(members) > MOST_MEMBERS:
-        raise PacketError("a vote without the members of its view; run the same version of Thinwire everywhere")
+        raise PacketError("a vote does not name the members of its view; run the same release of Thinwire everywhere")
     view = []
     for one in members:
         match one:
             case [str(name), str(incarnation), int(calls)]:
                 view.append((name, incarnation, calls))
             case _:
-                raise PacketError("members that cannot be read")
+                raise PacketError("the members of a vote cannot be read; run the same release of Thinwire everywhere")
     if view_id(view) != key.partition("/")[0]:
         raise PacketError("the view of this vote has other members")
     return view

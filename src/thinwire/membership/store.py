@@ -59,7 +59,7 @@ class ChannelVoteStore:
         self._unused_keys.extend(keys)
 
 
-class AddressBook(Store):
+class EpochStore(Store):
     """A `torch.distributed.Store` with the addresses of gloo's pairs for one `epoch`. It has its own connection, and gloo calls it from
     its own thread."""
 

@@ -224,16 +224,14 @@ def _refuse(constant: str) -> None:
 class Member(NamedTuple):
     """A member of a view.
 
-    Args:
-        name: of the replica.
-        status: the status that it sent when it called for this view.
-
     >>> Member("replica-0", {"step": 30}).status["step"]
     30
     """
 
     name: str
+    """Name of the replica."""
     status: Mapping[str, Any]
+    """The status that it sent when it called for this view."""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,9 @@ class Attached(Participant):
         group, names: the replicas that exchange, and their names in rank order; None: their ranks.
         observer, clock: called with each event; seconds, monotonic.
 
+    Raises:
+        ModelError, ConfigurationError: the method does not work with this model, this optimizer or this group.
+
     >>> from thinwire import run_threads
     >>> from thinwire.methods import scaffold
     >>> def replica(group):

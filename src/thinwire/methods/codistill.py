@@ -93,7 +93,7 @@ class Codistill:
     def __post_init__(self) -> None:
         whole = (self.every, self.delay, self.probe, self.top, self.warmup)
         if any(type(number) is not int for number in whole) or min(self.every, self.probe, self.top) < 1:
-            raise ConfigurationError(f"{self}: whole numbers are needed, of every, probe and top above 0.")
+            raise ConfigurationError(f"{self}: whole numbers are needed, and every, probe and top must be above 0.")
         if not 0 <= self.delay < self.every or self.warmup < 0:
             raise ConfigurationError(f"{self}: 0 <= delay < every is needed, and a warmup of 0 or more.")
         positive = (self.temperature, 1.0 + self.weight, 1.0 + self.sharpness)

@@ -295,7 +295,7 @@ class Controlled(Attached):
         self.group, self.names = group, self._checked(names, group)
         if strangers := [name for name in self.names if name not in self.pipeline]:
             raise ConfigurationError(
-                f"{', '.join(strangers)} not among the {len(self.pipeline)} replicas of the start: {', '.join(self.pipeline)}."
+                f"{', '.join(strangers)} are not among the {len(self.pipeline)} replicas of the start: {', '.join(self.pipeline)}."
             )
         self.introduce({"names": list(self.names), "all names": list(self.pipeline)})
         told = self._told()

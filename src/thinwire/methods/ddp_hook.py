@@ -1,6 +1,6 @@
 """A communication hook for torch.nn.parallel.DistributedDataParallel: a strategy exchanges its buckets.
 
-Each bucket is exchanged as soon as DDP has filled it, on the exchange threads, while backward goes on.
+Each bucket is exchanged as soon as DDP has filled it, on the exchange threads, while backward continues.
 """
 
 # Annotations are evaluated here: DDP looks at those of a hook.

@@ -135,13 +135,13 @@ class Log:
             members = [tuple(map(str, names)) for names in facts["members"]]
             codes, samples, begin, entries = bytes(tensors["codes"].numpy().tobytes()), int(facts["samples"]), 0, []
             if min(tensors["members"].tolist(), default=0) < 0 or samples < 1:
-                raise ValueError("a number below 0")
+                raise ValueError("a number is below 0")
             for lr, index in zip(tensors["lrs"].tolist(), tensors["members"].tolist(), strict=True):
                 end = begin + samples * len(members[index])
                 entries.append(Entry(lr, members[index], codes[begin:end]))
                 begin = end
             if begin != len(codes) or any(not math.isfinite(entry.lr) for entry in entries):
-                raise ValueError(f"{len(codes)} bytes of values, {begin} are needed")
+                raise ValueError(f"it has {len(codes)} bytes of values; {begin} are needed, and finite learning rates")
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise CheckpointError(
                 f"the log of a zeroth-order run cannot be read ({error}); run the same version on every replica."
@@ -235,16 +235,16 @@ class JustOneByte:
 
 
 class ZerothOrder(Attached):
-    """`JustOneByte` attached to a model: `iterate(losses)` is one iteration.
-
-    The loss must depend on weights and batch only: without dropout (`model.eval()`), and the same data at both calls.
-    An iteration that ends in a `LinkError` has changed nothing here; see `meet`.
+    """`JustOneByte` attached to a model: `iterate(losses)` is one iteration. The loss must depend on weights and batch only: no dropout
+    (`model.eval()`), and the same data at both calls. An iteration that ends in a `LinkError` has changed nothing here; see `meet`.
 
     Args:
-        method: the settings.
-        model, optimizer: plain SGD over the trained parameters.
+        method, model, optimizer: the settings; the model; plain SGD over its trained parameters.
         group, names: the replicas that exchange, and their names in rank order; None: their ranks.
         observer, clock: called with each event; seconds, monotonic.
+
+    Raises:
+        ModelError, DisagreementError: the optimizer is not plain SGD; a replica began with other weights.
 
     >>> from thinwire import run_threads
     >>> def replica(group):

@@ -57,7 +57,7 @@ class Follower:
         for name, sink in list(self._sinks.items()):
             try:
                 tell(sink)
-            except Exception as error:  # whatever a tracker raises: training goes on
+            except Exception as error:  # whatever a tracker raises: training continues
                 del self._sinks[name]
                 self._say(f"log: {name} failed and is left out: {type(error).__name__}: {' '.join(str(error).split())}")
 

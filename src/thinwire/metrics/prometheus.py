@@ -1,4 +1,4 @@
-"""An endpoint for Prometheus to scrape while a run goes on (`pip install 'thinwire[prometheus]'`)."""
+"""An endpoint for Prometheus to scrape during a run (`pip install 'thinwire[prometheus]'`)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Row:
     module: str
     sink: str
     extra: str = ""
-    live: bool = False  # of use only while a run goes on
+    live: bool = False  # of use only during a run
 
 
 SINKS = {

@@ -15,7 +15,7 @@ from thinwire.metrics.sinks import Sink
 
 
 class Wandb(Sink):
-    """`replica-0/loss` and so on over `inner_step`; a run that is resumed goes on under its own id."""
+    """`replica-0/loss` and so on over `inner_step`; a resumed run keeps its id."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], given: str) -> None:
         self._run = wandb.init(

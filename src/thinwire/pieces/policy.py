@@ -95,6 +95,9 @@ class DenseUntil(Policy):
         rounds: number of rounds of a fragment that use `dense`.
         dense: the codec until then.
 
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
     >>> from thinwire.codecs import Sign
     >>> [DenseUntil(2).at(Sign(), 8, number, {}) for number in (0, 1, 2)]
     [Identity(), Identity(), Sign(scale='mean', block=None)]

@@ -75,6 +75,9 @@ class Every:
         every: H, inner steps.
         delay: τ, inner steps from departure to landing.
 
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
     >>> [t for t in range(1, 10) if Every(3).departs(t, fragments=2)]
     [3, 6, 9]
     """

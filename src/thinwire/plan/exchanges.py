@@ -79,12 +79,12 @@ def fitting(setting: Setting, links: Links) -> list[Route]:
     replicas, where each to all is the fastest."""
     if setting.replicas < 3:
         return []
-    nbytes = packet_nbytes(setting)
+    nbytes = largest_packet_nbytes(setting)
     found = ways(links.among(setting.places), nbytes)
     return [way for way in found if way.exchange is None or _accepts(setting, way.exchange)]
 
 
-def packet_nbytes(setting: Setting) -> int:
+def largest_packet_nbytes(setting: Setting) -> int:
     """Bytes of a packet of the largest fragment, with its headers."""
     return max(Direct().nbytes_sent(codec, numel, 2) for codec, numel in setting.candidate.coded)
 
@@ -107,7 +107,7 @@ def sentence(setting: Setting, links: Links) -> str:
         advice = f"{best.exchange} stays"
     else:
         advice = f'--exchange "{best.exchange}" is the fastest; its means are rounded once more'
-    nbytes = text_of_nbytes(packet_nbytes(setting))
+    nbytes = text_of_nbytes(largest_packet_nbytes(setting))
     return f"exchange (predicted): a round of the largest fragment, {nbytes} a packet, takes {told}. {advice}."
 
 

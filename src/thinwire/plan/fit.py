@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import DataError
+from thinwire.records.choices import listed
 from thinwire.records.files import contents, parsed
 
 Form = Literal["power", "constant", "mixed"]
@@ -60,7 +61,7 @@ class Ladder:
         rows = [row for row in range(len(self)) if any(texts[row] == label for texts in self.labels.values())]
         if not rows:
             known = sorted({text for texts in self.labels.values() for text in texts})
-            raise DataError(f"no run is called {label!r}; there are {', '.join(known[:20]) or 'no names at all'}.")
+            raise DataError(f"no run is called {label!r}; there are {listed(known) or 'no names at all'}.")
         return self.take(rows)
 
     @classmethod

@@ -64,6 +64,7 @@ from types import TracebackType
 from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
+from thinwire.records.choices import listed
 from thinwire.records.files import opened
 
 Event = dict[str, Any]
@@ -162,7 +163,7 @@ class EventLog:
         """Write one event. Raises `ValueError` for an unknown kind, and for fields that are not its kind's."""
         expected = EVENTS.get(event)
         if expected is None:
-            raise ValueError(f"No event is called {event!r}; there are {', '.join(EVENTS)}. Add it to EVENTS first.")
+            raise ValueError(f"No event is called {event!r}; there are {listed(EVENTS)}. Add it to EVENTS first.")
         if fields.keys() != set(expected):
             raise ValueError(
                 f"Event {event!r} was given the fields {sorted(fields)}, it needs exactly {sorted(expected)}. "

@@ -50,7 +50,7 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
     try:
         return parse(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:

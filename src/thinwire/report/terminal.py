@@ -32,7 +32,7 @@ class Terminal(Console):
 
 @contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
-    """Show `what`, and for how long it has gone on, while it goes on; only on a terminal."""
+    """Show `what`, and for how long it has taken, until it ends; only on a terminal."""
     if not console.is_terminal:
         yield
         return

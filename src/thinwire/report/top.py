@@ -89,7 +89,7 @@ class Top:
     def __init__(self, folder: Path) -> None:
         self.folder = _run_in(folder)
         self._watched: dict[str, _Watched] = {}
-        self._circle: Participation | None = None
+        self._participation: Participation | None = None
         self._diagnosis: Diagnosis | None = None
         self._clocks: dict[str, Offset] = {}
         self._diagnosed = -math.inf
@@ -99,10 +99,10 @@ class Top:
         rounds = []
         for path in sorted(self.folder.glob("events/*.jsonl")):
             rounds += self._watched.setdefault(path.stem, _Watched(Tail(path))).read()
-        if self._circle is None and self._start and self._start["carrier"] == CARRIER:
-            self._circle = Participation(len(fragments_of(self._start)))
-        for round in sorted(rounds, key=lambda round: round.place) if self._circle else ():
-            self._circle.take(round)  # type: ignore[union-attr]
+        if self._participation is None and self._start and self._start["carrier"] == CARRIER:
+            self._participation = Participation(len(fragments_of(self._start)))
+        for round in sorted(rounds, key=lambda round: round.place) if self._participation else ():
+            self._participation.take(round)  # type: ignore[union-attr]
         if now - self._diagnosed > DIAGNOSED_SECONDS:
             self._diagnosed = now
             try:
@@ -155,7 +155,7 @@ class Top:
     @property
     def _step(self) -> int:
         """The step of the slowest replica; in an elastic run, of the fastest."""
-        return (max if self._circle else min)((one.progress.step for one in self._all), default=0)
+        return (max if self._participation else min)((one.progress.step for one in self._all), default=0)
 
     def _seconds_left(self) -> float:
         speeds = [one.progress.steps_per_second for one in self._all if one.lives()]
@@ -172,9 +172,9 @@ class Top:
             return f"silent for {text_of_seconds(silent)}"
         if one.waits:
             return f"waits: {printable(one.waits, 60)}"
-        if self._circle and one.name not in self._circle.members:
+        if self._participation and one.name not in self._participation.members:
             return "trains, not in the view"
-        if self._circle and one.name in self._circle.idle:
+        if self._participation and one.name in self._participation.idle:
             return "trains, stale: not counted"
         return "trains" if one.progress.recent else "starts"
 
@@ -200,7 +200,11 @@ class Top:
         speed = sum(one.progress.tokens_per_second for one in living if one.progress.recent)
         evaluated = max((one.evaluated for one in self._all if one.evaluated), default=None)
         left = self._seconds_left()
-        part = f"{len(self._circle.taking_part)} take part, {self._circle.committed} rounds" if self._circle else ""
+        part = (
+            f"{len(self._participation.taking_part)} take part, {self._participation.committed} rounds"
+            if self._participation
+            else ""
+        )
         parts = (
             f"step {self._step}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
             f"{text_of_count(speed)} tokens/s" if living else "",

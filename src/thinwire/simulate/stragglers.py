@@ -24,7 +24,7 @@ from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 
 MOST = 4_000_000  # most delays: rounds times replicas
-PATIENCE = 0.1
+PATIENCE_SHARE = 0.1
 _LEVELS = 12  # number of values of λ, and of s, in a search
 _WINDOWS = 4  # largest W − 1 in a search
 
@@ -173,7 +173,7 @@ class CodedRun:
         return self.ends[-1] / self.jobs
 
 
-def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE) -> CodedRun:
+def simulate(scheme: Scheme, delays: Delays, patience: float = PATIENCE_SHARE) -> CodedRun:
     """Simulate a run with as many jobs as fit into these rounds, each of them decoded exactly.
 
     A round does not wait for a replica that takes more than (1 + `patience`) times as long as the first, if the scheme
@@ -294,7 +294,7 @@ def _shapes() -> list[tuple[int, int]]:
     return [(window, burst) for window in range(2, _WINDOWS + 2) for burst in range(1, window)]
 
 
-def search(family: str, probe: Delays, patience: float = PATIENCE) -> Scheme:
+def search(family: str, probe: Delays, patience: float = PATIENCE_SHARE) -> Scheme:
     """The scheme of a family that would have been fastest in the probed rounds; the one with the least load among equally fast ones.
 
     No code was used in the probed rounds.

@@ -27,6 +27,7 @@ from thinwire.exchange.round import Round
 from thinwire.exchange.stage import MOST_STAGES, Stage
 from thinwire.packet import payload
 from thinwire.pieces.feedback import Feedback
+from thinwire.records.choices import listed
 from thinwire.rng import Key, normals
 from thinwire.types import State
 
@@ -256,7 +257,7 @@ def attack_of(text: str) -> Attack:
     plain = by_lower.get(text.strip().replace("_", "").replace("-", "").lower())
     made = plain() if plain else parse(text, ATTACKS)
     if not isinstance(made, Attack):
-        raise ConfigurationError(f"attack={text!r}: one of {', '.join(ATTACKS)} is needed.")
+        raise ConfigurationError(f"attack={text!r}: one of {listed(ATTACKS, 'thinwire docs robust')} is needed.")
     return made
 
 

@@ -137,7 +137,7 @@ class RandomRegular(Topology):
             if edges is not None and reached(edges).all():
                 return edges
         raise ConfigurationError(
-            f"{self} among {size} replicas: no connected graph in {_TRIES} draws; choose a larger degree."
+            f"{self} among {size} replicas: no connected graph was found in {_TRIES} draws; choose a larger degree."
         )
 
 

@@ -49,19 +49,19 @@ class Options:
     machines: tyro.conf.Positional[tuple[Path, ...]]
     """machine.toml: one for all replicas, or one for each in the order of the links' names."""
     replicas: int | None = None
-    """Number of replicas, if LINKS is one link for all (default: 2)."""
+    """Number of replicas, if LINKS is one link for all. Default: 2."""
     run: Path | None = None
-    """A run file with the model, the text and all other settings that a plan does not choose."""
+    """A run file with the model, the text and all other settings that a plan does not choose. Default: the defaults of `thinwire train`."""
     model: str | None = None
-    """The model, if not the run file's."""
+    """The model. Default: the run file's."""
     job: str | None = None
-    """A job file of your own, if not the run file's; then tokens are its samples, or its batches if it collates none."""
+    """A job file of your own; then tokens are its samples, or its batches if it collates none. Default: the run file's."""
     sequence: int | None = None
-    """Tokens per sequence, if not the run file's."""
+    """Tokens per sequence. Default: the run file's."""
     text: tuple[str, ...] | None = None
-    """Files and folders of text, if not the run file's."""
+    """Files and folders of text. Default: the run file's."""
     tokenizer: str | None = None
-    """bytes or bpe:SIZE, if not the run file's."""
+    """bytes or bpe:SIZE. Default: the run file's."""
     tokens: str | None = None
     """Tokens to train on, such as 20B. Default: 20 per parameter; for a job, the run file's number."""
     batch_tokens: str | None = None
@@ -69,17 +69,17 @@ class Options:
     memory: str | None = None
     """Memory that a rank may use, such as 16GB. Default: 90 % of machine.toml's."""
     utilization: float | None = None
-    """Least share of the time in training, such as 0.95."""
+    """Least share of the time in training, such as 0.95. Default: any."""
     deadline: str | None = None
-    """Most time for all tokens, such as 3d or 12h."""
+    """Most time for all tokens, such as 3d or 12h. Default: any."""
     loss: float | None = None
-    """Largest expected evaluation loss, in nats per token of C4, the text of the laws."""
+    """Largest expected evaluation loss, in nats per token of C4, the text of the laws. Default: any."""
     methods: tuple[str, ...] = SEARCHED
     """Methods to try."""
     ranks: int = 1
     """Ranks of a site that form one replica, sharded by FSDP2."""
     degrees: str | None = None
-    """With --ranks: nested degrees s_w,s_g,s_o of weights, gradients and moments to compare with, such as 2,8,8."""
+    """With --ranks: nested degrees s_w,s_g,s_o of weights, gradients and moments to compare with, such as 2,8,8. Default: none are compared."""
     levels: tuple[int, ...] = ()
     """With --ranks: number of ranks that each faster level joins, such as 2 for pairs; the last level joins all."""
     top: int = 8
@@ -87,9 +87,9 @@ class Options:
     out: Path = Path("plan.toml")
     """The run file of the best setting."""
     frontier: Path | None = None
-    """Draw expected loss against bytes for all settings: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw expected loss against bytes for all settings: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     rates: Path | None = None
-    """Draw training's share of the time against the rate of the links, one curve per row: FILE.svg, .html or .png."""
+    """Draw training's share of the time against the rate of the links, one curve per row: FILE.svg, .html or .png. Default: no picture."""
     json: bool = False
     """Tables go to stderr; stdout ends with one JSON object."""
 

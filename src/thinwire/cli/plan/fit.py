@@ -31,7 +31,7 @@ class Options:
     variables: tuple[str, ...] | None = None
     """Variables of the law. Default: those of parameters, replicas, every and tokens that vary independently."""
     reference: str | None = None
-    """The name of the data-parallel runs in the file (such as data_parallel); gives the training density of all others."""
+    """The name of the data-parallel runs in the file (such as data_parallel); gives the training density of all others. Default: no densities."""
     draws: int = 400
     """Number of bootstrap draws."""
     level: float = 0.9

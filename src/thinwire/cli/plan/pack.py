@@ -31,7 +31,7 @@ class Options:
     model: str = "1b"
     """The model size; its width gives the cost of a token in a long sequence compared with a short one."""
     out: Path | None = None
-    """Write the packing here: JSON, for each rank its micro-batches in order, each the numbers of its sequences (from 0)."""
+    """Write the packing here: JSON, for each rank its micro-batches in order, each the numbers of its sequences (from 0). Default: no file."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

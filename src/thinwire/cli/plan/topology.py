@@ -38,11 +38,12 @@ class Options:
     replicas: int | None = None
     """Number of replicas. Default: that of LINKS, or 8."""
     links: str | None = None
-    """links.toml (from `thinwire probe`), or one link for all, such as 50mbit,30ms: also shows the time until the distance has halved."""
+    """links.toml (from `thinwire probe`), or one link for all, such as 50mbit,30ms: also shows the time until the distance has halved. Default:
+    no time is shown."""
     degree: int | None = None
-    """With --links: also search the best graph in which each replica has at most this number of neighbours."""
+    """With --links: also search the best graph in which each replica has at most this number of neighbours. Default: no search."""
     out: Path | None = None
-    """With --degree: write the edges of that graph here, for --topology FILE.json."""
+    """With --degree: write the edges of that graph here, for --topology FILE.json. Default: no file."""
     rates: bool = False
     """Also show the number of meetings that suffice without rounds (DADAO), with one rate for all edges and with the best rates."""
     strategy: str = "d_psgd"
@@ -52,7 +53,7 @@ class Options:
     explain: bool = False
     """Also print the neighbours of each replica, round by round if they change; with --rates also the rates of their meetings."""
     plot: Path | None = None
-    """Draw the first graph, or that of --degree: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw the first graph, or that of --degree: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

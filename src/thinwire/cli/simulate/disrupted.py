@@ -41,7 +41,7 @@ class Options:
     runs: int = 3
     """Number of these graphs on which a model is trained. Accuracies are means over them."""
     plot: Path | None = None
-    """Draw accuracy against the share of failed replicas: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw accuracy against the share of failed replicas: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

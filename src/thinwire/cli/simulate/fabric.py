@@ -49,7 +49,7 @@ class Options:
     seed: int = 0
     """Seed of these draws."""
     plot: Path | None = None
-    """Draw the busiest link against the number of flows: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw the busiest link against the number of flows: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

@@ -44,7 +44,7 @@ class Options:
     contention: float = 0.0
     """While a rank sends, computing takes 1 + this times as long."""
     plot: Path | None = None
-    """Draw the gain against sending over computing: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw the gain against sending over computing: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

@@ -55,7 +55,7 @@ class Options:
     step_variation: float = 0.0
     """Coefficient of variation of the replicas' speeds, in addition (drawn by the seed)."""
     links: tuple[str, ...] = ()
-    """Uplinks, if they differ, such as 50mbit,30ms 10mbit; the list is repeated."""
+    """Uplinks, if they differ, such as 50mbit,30ms 10mbit; the list is repeated. Default: --link for all."""
     link_variation: float = 0.0
     """Coefficient of variation of the uplinks' rates, in addition (drawn by the seed)."""
     sharing: int = 1
@@ -65,19 +65,19 @@ class Options:
     jitter: float = 0.0
     """Coefficient of variation of the steps of one replica."""
     stragglers: str | None = None
-    """Random pauses of a replica, as LENGTH/EVERY: 10s/1h."""
+    """Random pauses of a replica, as LENGTH/EVERY: 10s/1h. Default: none."""
     outages: str | None = None
-    """Random outages of an uplink, as LENGTH/EVERY: 20s/2h."""
+    """Random outages of an uplink, as LENGTH/EVERY: 20s/2h. Default: none."""
     failures: str | None = None
-    """Random deaths of replicas in an elastic run, as REPAIR/EVERY or REPAIR/EVERY/NOTICED: 10min/7d/30s."""
+    """Random deaths of replicas in an elastic run, as REPAIR/EVERY or REPAIR/EVERY/NOTICED: 10min/7d/30s. Default: none."""
     encode_seconds: float = 0.0
     """Seconds per parameter that the exchange thread needs to encode: 2e-9 is half a billion per second."""
     decode_seconds: float = 0.0
     """Seconds per parameter of each replica's packet that the exchange thread needs to decode."""
     out: Path | None = None
-    """Also write a run folder with event logs, run file and report page."""
+    """Also write a run folder with event logs, run file and report page. Default: no folder."""
     run: Path | None = None
-    """A run file with settings."""
+    """A run file with settings. Default: the defaults of the options below."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

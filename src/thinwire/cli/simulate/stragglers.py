@@ -21,7 +21,7 @@ from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import stragglers_chart
 from thinwire.simulate.stragglers import (
     FAMILIES,
-    PATIENCE,
+    PATIENCE_SHARE,
     CodedRun,
     Delays,
     gilbert_elliott,
@@ -53,10 +53,10 @@ class Options:
     burst_steps: float = 2.0
     """Steps of a burst, on average."""
     recorded: Path | None = None
-    """Instead of these: a run folder with the compute times of each step."""
+    """Instead of these: a run folder with the compute times of each step. Default: delays that are drawn."""
     stragglers: int | None = None
     """Number of replicas without which gradient coding, and ignoring, continue. Default: that of the fastest gradient code in the probed steps."""
-    patience: float = PATIENCE
+    patience: float = PATIENCE_SHARE
     """With sequential codes: a replica that takes more than 1 + this times as long as the first is late."""
     probe: int = 50
     """Steps for the search of parameters; all figures are of the steps after them."""
@@ -65,7 +65,7 @@ class Options:
     seed: int = 0
     """Seed of the delays."""
     plot: Path | None = None
-    """Draw steps against time: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw steps against time: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

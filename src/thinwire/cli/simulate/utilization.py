@@ -50,7 +50,7 @@ class Options:
     grid: Literal["fine", "paper"] = "fine"
     """fine: exact thresholds of a long run. paper: the first of 50 rates between 0.1 and 1000 Gbit/s, in about 300 steps."""
     plot: Path | None = None
-    """Draw utilisation against rate: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png])."""
+    """Draw utilisation against rate: FILE.svg, FILE.html, or FILE.png (which needs thinwire[png]). Default: no picture."""
     json: bool = False
     """The table goes to stderr; stdout ends with one JSON object."""
 

@@ -12,6 +12,7 @@ import grpc.aio
 
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.channels import JOIN_NBYTES, check_tls
+from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import Authorities, check_name, key_digest, member_dns, opened_request
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.state import HubState
@@ -74,11 +75,13 @@ class Admission:
 def opened_join(raw: bytes) -> tuple[bytes, bytes, str, bytes]:
     """Invitation, secret, name and request. Raises `PacketError`, `ConfigurationError`."""
     if not JOIN_HEAD.size < len(raw) <= JOIN_NBYTES:
-        raise PacketError(f"a request to join of {len(raw)} bytes")
+        raise PacketError(
+            f"the request to join has {len(raw)} bytes; {JOIN_HEAD.size + 1} to {JOIN_NBYTES} are needed; {SAME_RELEASE}"
+        )
     invitation, secret, name, request = JOIN_HEAD.unpack_from(raw)
     if len(raw) != JOIN_HEAD.size + name + request:
         raise PacketError(
-            f"a request to join of {len(raw)} bytes, whose header declares {JOIN_HEAD.size + name + request}"
+            f"the request to join has {len(raw)} bytes, and its header declares {JOIN_HEAD.size + name + request}; {SAME_RELEASE}"
         )
     begin = JOIN_HEAD.size + name
     return invitation, secret, check_name(raw[JOIN_HEAD.size : begin].decode("ascii", "replace")), raw[begin:]

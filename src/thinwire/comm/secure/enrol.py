@@ -22,6 +22,7 @@ from cryptography import x509
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
 from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
+from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import (
     Credentials,
     check_name,
@@ -129,10 +130,10 @@ class Enrolment:
 
     def _opened(self, raw: bytes) -> Admitted:
         if len(raw) < ADMITTED.size:
-            raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
+            raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}")
         certificate, authorities, run, elastic = ADMITTED.unpack_from(raw)
         if len(raw) != ADMITTED.size + certificate + authorities + run:
-            raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere")
+            raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}")
         rest = raw[ADMITTED.size :]
         both = certificate + authorities
         own = Credentials(self._key, rest[:certificate], rest[certificate:both])
@@ -140,7 +141,7 @@ class Enrolment:
             end = x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
             told = rest[both:].decode()
         except ValueError:
-            raise LinkError("the hub's answer cannot be read; run the same Thinwire everywhere") from None
+            raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}") from None
         return Admitted(own, told, elastic, (time.time() + end) / 2)
 
     async def _authority(self) -> bytes:
@@ -182,5 +183,5 @@ async def _shown(host: str, port: int) -> bytes:
     finally:
         writer.close()
     if not shown or len(shown) > _LONGEST:
-        raise LinkError(f"{host}:{port} shows no certificate")
+        raise LinkError(f"{host}:{port} shows no certificate, and a hub shows one; check that the hub listens there")
     return ssl.DER_cert_to_PEM_cert(shown).encode()

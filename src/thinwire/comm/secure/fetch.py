@@ -19,6 +19,7 @@ import grpc.aio
 from thinwire.comm.secure.calls import explained
 from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
+from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.token import Token
 from thinwire.comm.secure.versions import FOLLOWING, agreed_with_hub, stated
@@ -50,12 +51,14 @@ async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
     elif question[:1] == OBJECT and len(question) == 1 + _OBJECT.size:
         digest, offset = _OBJECT.unpack(question[1:])
         if offset >= 1 << 62:
-            raise PacketError(f"an object from byte {offset} on")
+            raise PacketError(
+                f"a follower asks for an object from byte {offset} on; less than 2^62 is needed; {SAME_RELEASE}"
+            )
         chunks = published.read(digest.hex(), offset)
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
     else:
-        raise PacketError(f"a follower's question of {len(question)} bytes, which is none")
+        raise PacketError(f"the request of a follower has {len(question)} bytes and cannot be read; {SAME_RELEASE}")
 
 
 class PublishedAtHub:
@@ -105,7 +108,9 @@ class PublishedAtHub:
             while (chunk := self._thread.run(_next(call))) is not None:
                 nbytes += len(chunk)
                 if nbytes > most:
-                    raise PacketError(f"the hub's list has more than {most} bytes")
+                    raise PacketError(
+                        f"the hub sent more than {most} bytes, which are the most for this request; {SAME_RELEASE}"
+                    )
                 yield chunk
         finally:
             self._thread.loop.call_soon_threadsafe(call.cancel)
@@ -134,7 +139,9 @@ async def _next(call: Any) -> bytes | None:
     try:
         chunk = await asyncio.wait_for(call.read(), ANSWER_SECONDS)
     except TimeoutError:
-        raise DataError(f"the hub sent nothing for {ANSWER_SECONDS:g} s") from None
+        raise DataError(
+            f"the hub sent nothing for {ANSWER_SECONDS:g} s; check that it runs, and the link to it"
+        ) from None
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.NOT_FOUND:
             raise DataError(f"the hub reports: {error.details()}") from None

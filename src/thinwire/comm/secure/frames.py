@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 from thinwire.errors import PacketError
 
+SAME_RELEASE = "run the same release of Thinwire everywhere"
+
 CHUNK_NBYTES = 1 << 17
 SMALL_NBYTES = 1 << 13  # a message up to this size is sent on the control stream
 MEMBERS = 64  # most members of one group
@@ -124,19 +126,23 @@ def head(kind: int, rank: int, sequence: int, version: int) -> bytes:
 def opened(raw: bytes, sequence: int, kinds: Sequence[int], version: int) -> Frame:
     """Check and parse `raw`: a frame of this `version` with this `sequence`, of one of these `kinds`. Raises `PacketError`."""
     if len(raw) < HEADER.size:
-        raise PacketError(f"a frame of {len(raw)} bytes; at least {HEADER.size} are needed")
+        raise PacketError(f"a frame has {len(raw)} bytes; at least {HEADER.size} are needed; {SAME_RELEASE}")
     kind, stated, rank, number = HEADER.unpack_from(raw)
     if stated != version:
-        raise PacketError(f"a frame of version {stated} on a connection with frames of version {version}")
+        raise PacketError(f"a frame has version {stated}, and this connection uses version {version}; {SAME_RELEASE}")
     if number != sequence:
-        raise PacketError(f"frame {number} where {sequence} was expected: repeated, lost or out of order")
+        raise PacketError(
+            f"frame {number} came where frame {sequence} was expected: a frame was repeated, lost or reordered; connect again"
+        )
     if kind not in kinds:
-        raise PacketError(f"a frame of kind {kind}, which is not allowed here")
+        raise PacketError(f"a frame of kind {kind} came, which is not allowed here; {SAME_RELEASE}")
     rest = raw[HEADER.size :]
     if kind in (DATA, WELCOME, ASK, ANSWER):
         return Frame(kind, rank, (), rest)
     if len(rest) != _FIELDS[kind].size:
-        raise PacketError(f"a frame of kind {kind} with {len(rest)} bytes; {_FIELDS[kind].size} are needed")
+        raise PacketError(
+            f"a frame of kind {kind} has {len(rest)} bytes; {_FIELDS[kind].size} are needed; {SAME_RELEASE}"
+        )
     return Frame(kind, rank, _FIELDS[kind].unpack(rest))
 
 
@@ -176,7 +182,7 @@ def opened_welcome(body: bytes) -> Welcome:
             raise ValueError
         present = tuple(_RECEIVER.unpack_from(body, place + 2 + at * _RECEIVER.size) for at in range(count))
     except (struct.error, ValueError, IndexError):
-        raise PacketError("a welcome that cannot be read; run the same Thinwire everywhere") from None
+        raise PacketError(f"the hub's welcome cannot be read; {SAME_RELEASE}") from None
     return Welcome(connection, group, rank, tuple(names), present)
 
 
@@ -189,11 +195,16 @@ def packed_data(offset: int, receivers: Sequence[tuple[int, int]], chunk: bytes 
 def opened_data(body: bytes) -> tuple[int, list[tuple[int, int]], memoryview]:
     """Parse a chunk sent to the hub: offset, receivers, chunk. Raises `PacketError`."""
     if len(body) < _DATA_UP.size:
-        raise PacketError(f"a chunk of {len(body)} bytes with its header")
+        raise PacketError(
+            f"a chunk with its header has {len(body)} bytes; at least {_DATA_UP.size} are needed; {SAME_RELEASE}"
+        )
     offset, count = _DATA_UP.unpack_from(body)
     begin = _DATA_UP.size + count * _RECEIVER.size
     if not 0 < count < MEMBERS or not 0 < len(body) - begin <= CHUNK_NBYTES:
-        raise PacketError(f"a chunk of {len(body)} bytes for {count} receivers")
+        raise PacketError(
+            f"a chunk with its header has {len(body)} bytes and {count} receivers; 1 to {MEMBERS - 1} receivers, and 1 to {CHUNK_NBYTES} bytes "
+            "after the header, are needed"
+        )
     receivers = [_RECEIVER.unpack_from(body, _DATA_UP.size + at * _RECEIVER.size) for at in range(count)]
     return offset, receivers, memoryview(body)[begin:]
 
@@ -206,6 +217,9 @@ def packed_passed(receive: int, offset: int, chunk: memoryview) -> bytes:
 def opened_passed(body: bytes) -> tuple[int, int, memoryview]:
     """Parse a chunk sent by the hub: receive, offset, chunk. Raises `PacketError`."""
     if not _DATA_DOWN.size < len(body) <= _DATA_DOWN.size + CHUNK_NBYTES:
-        raise PacketError(f"a chunk of {len(body)} bytes with its header")
+        most = _DATA_DOWN.size + CHUNK_NBYTES
+        raise PacketError(
+            f"a chunk with its header has {len(body)} bytes; {_DATA_DOWN.size + 1} to {most} are needed; {SAME_RELEASE}"
+        )
     receive, offset = _DATA_DOWN.unpack_from(body)
     return receive, offset, memoryview(body)[_DATA_DOWN.size :]

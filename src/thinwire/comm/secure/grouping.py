@@ -26,7 +26,7 @@ class GroupRequest(NamedTuple):
         """The request in a HELLO. Raises `PacketError`."""
         protocols = Protocols.parse(frame.data(4).rstrip(b"\0").decode("ascii", "replace"))
         if protocols is None:
-            raise PacketError("protocols that cannot be read")
+            raise PacketError(f"the list of protocols cannot be read; {frames.SAME_RELEASE}")
         return cls(frame.data(1), frame.number(2), frame.number(3), protocols)
 
 
@@ -49,13 +49,15 @@ class HubGroups:
     def join(self, connection: Connection, request: GroupRequest) -> None:
         """Add a process to its group, or let it wait until all members have joined. Raises `LinkError`."""
         if not 1 <= request.size <= frames.MEMBERS:
-            raise LinkError(f"a group of {request.size}; 1 to {frames.MEMBERS} members are possible")
+            raise LinkError(f"a group of {request.size} members was asked for; 1 to {frames.MEMBERS} are possible")
         if self._reconnects(connection, request.label):
             return
         name, waiting = connection.name, self._waiting.get(request.label, {})
         for other, (_, theirs) in waiting.items():
             if theirs.size != request.size:
-                raise LinkError(f"{name} expects a group of {request.size}, others of this run one of {theirs.size}")
+                raise LinkError(
+                    f"{name} expects a group of {request.size}, others of this run expect one of {theirs.size}; give all the same number of replicas"
+                )
             if not common([theirs.protocols, request.protocols]):
                 raise LinkError(
                     f"{name} speaks protocols {request.protocols}, {other} speaks {theirs.protocols}. Install one release on both, or one "

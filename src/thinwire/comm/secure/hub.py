@@ -280,7 +280,7 @@ class Hub:
         """Like `_identify`, for requests that followers must not make."""
         name, expires = self._identify(context)
         if name.startswith(FOLLOWER):
-            raise LinkError(f"{name} is a follower, which receives only")
+            raise LinkError(f"{name} is a follower, which receives only; join with a token for another name")
         return name, expires
 
     def _check_bound(self, name: str, asked: Callable[[str], bool]) -> None:
@@ -319,7 +319,7 @@ class Hub:
             if connection is None or connection.name != name or connection.relay is None:
                 return  # the control stream has ended meanwhile
             if connection.streams >= STREAMS:
-                raise PacketError(f"more than {STREAMS} bulk streams of one connection")
+                raise PacketError(f"one connection opened more than {STREAMS} bulk streams; {frames.SAME_RELEASE}")
             connection.streams += 1
             relay = connection.relay
             try:
@@ -331,7 +331,7 @@ class Hub:
     def _said(self, connection: Connection) -> dict[int, Handle]:
         def handle(frame: frames.Frame) -> None:
             if connection.relay is None:
-                raise PacketError("a frame before the group was formed")
+                raise PacketError(f"a frame came before the group was formed; {frames.SAME_RELEASE}")
             if not connection.end.is_set():
                 connection.relay.control(connection.rank, frame)
 

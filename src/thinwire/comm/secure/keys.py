@@ -88,10 +88,10 @@ def member_name(certificate: x509.Certificate) -> str:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         (dns,) = names.get_values_for_type(x509.DNSName)
     except (x509.ExtensionNotFound, ValueError):
-        raise LinkError("a certificate without a member's name was presented") from None
+        raise LinkError("the certificate that was presented has no name of a member") from None
     name, _, rest = dns.partition(".")
     if rest != "member.thinwire" or not _NAME.fullmatch(name):
-        raise LinkError("a certificate was presented that is no member's")
+        raise LinkError("the certificate that was presented is not a member's")
     return name
 
 
@@ -113,11 +113,11 @@ def opened_request(der: bytes) -> x509.CertificateSigningRequest:
         found = x509.load_der_x509_csr(der)
         key = found.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise LinkError("a request with a key of another kind than P-256")
+            raise LinkError("the request for a certificate has a key of another kind; a P-256 key is needed")
         if not found.is_signature_valid:
-            raise LinkError("a request that its key has not signed")
+            raise LinkError("the request for a certificate is not signed by its own key")
     except (ValueError, InvalidSignature, TypeError):
-        raise LinkError("a request that cannot be read") from None
+        raise LinkError("the request for a certificate cannot be read") from None
     return found
 
 

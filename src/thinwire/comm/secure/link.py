@@ -110,7 +110,7 @@ class HubLink:
             return self._placed.result(seconds)
         except TimeoutError:
             raise LinkError(
-                f"{self._enrolment.name} {self.state}; not all joined within {seconds:g} s. Start all {self._size} replicas, "
+                f"{self._enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size} replicas, "
                 "with the same run and number of replicas."
             ) from None
 
@@ -227,7 +227,9 @@ class HubLink:
         self.state = f"waits for the group: {self._size} members are needed"
         welcome = frames.opened_welcome(frames.opened(await read(control), 0, [frames.WELCOME], self._version).body)
         if len(welcome.names) != self._size:
-            raise Refused(f"the hub has a group of {len(welcome.names)}; {self._size} were expected")
+            raise Refused(
+                f"the hub has a group of {len(welcome.names)} members; {self._size} were expected; give all the same number of replicas"
+            )
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
             raise Refused("the hub has given this member's rank to another; start all replicas again")
         self._place, self.state = welcome, "is connected to the hub"
@@ -268,7 +270,9 @@ class HubLink:
         while True:
             frame = frames.opened(await read(stream), sequence, kinds, self._version)
             if not 0 <= frame.rank < self._size:
-                raise PacketError(f"a frame from member {frame.rank} of {self._size}")
+                raise PacketError(
+                    f"a frame came from member {frame.rank}, and the group has members 0 to {self._size - 1}; {frames.SAME_RELEASE}"
+                )
             self._heard(frame)
             self._changed.set()
             sequence += 1

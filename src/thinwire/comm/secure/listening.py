@@ -144,7 +144,7 @@ class MemberServer:
             frame = frames.opened(await first(context), 0, [frames.GREET], version)
             if (frame.rank, frame.number(0)) != (peer, group):
                 raise PacketError(
-                    f"a greeting of member {frame.rank} of group {frame.number(0)}, not of {peer} of {group}"
+                    f"the greeting names member {frame.rank} of group {frame.number(0)}; member {peer} of group {group} was expected"
                 )
             await context.write(frames.head(frames.GREET, rank, 0, version) + frames.packed(frames.GREET, group))
 

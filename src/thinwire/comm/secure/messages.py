@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from thinwire.comm.secure.frames import CHUNK_NBYTES, SMALL_NBYTES
+from thinwire.comm.secure.frames import CHUNK_NBYTES, SAME_RELEASE, SMALL_NBYTES
 from thinwire.comm.secure.posted import Chunk, Cursor, Posted, Pull, Receive
 from thinwire.errors import LinkError, PacketError, ThinwireError
 
@@ -172,7 +172,7 @@ class InFlight:
             open_one.take(offset, data)
         except PacketError as error:
             del self.receives[receive]
-            open_one.settled(PacketError(f"replica {peer} sent {error}; run the same Thinwire everywhere"))
+            open_one.settled(PacketError(f"a message of replica {peer} cannot be used: {error}; {SAME_RELEASE}"))
             return
         done = open_one.offset
         if done == open_one.nbytes:

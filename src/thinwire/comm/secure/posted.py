@@ -74,7 +74,9 @@ class Receive:
         """Write a chunk into the buffer, unless it has arrived before. Raises `PacketError`."""
         due = min(CHUNK_NBYTES, self.nbytes - offset)
         if offset % CHUNK_NBYTES or not (0 < len(data) <= due if self.sized else len(data) == due):
-            raise PacketError(f"{len(data)} bytes at {offset} of a message of {self.nbytes}")
+            raise PacketError(
+                f"{len(data)} bytes came at byte {offset} of a message of {self.nbytes} bytes; {due} are due there"
+            )
         place = offset // CHUNK_NBYTES
         if self.here[place]:
             return
@@ -90,7 +92,9 @@ class Receive:
     def _end_at(self, nbytes: int, first: int) -> None:
         """Set the message's length of `nbytes`, which its first chunk of `first` bytes declares. Raises `PacketError`."""
         if first != min(CHUNK_NBYTES, nbytes):
-            raise PacketError(f"{first} bytes at the beginning of a message of {nbytes}")
+            raise PacketError(
+                f"{first} bytes came first of a message of {nbytes} bytes; {min(CHUNK_NBYTES, nbytes)} are due first"
+            )
         self.nbytes = nbytes
         del self.here[-(-nbytes // CHUNK_NBYTES) :]
 

@@ -156,7 +156,9 @@ class Relay:
         """Forward a chunk of `rank` to each of its receivers. Raises `PacketError`."""
         offset, receivers, chunk = frames.opened_data(frame.body)
         if small and len(chunk) > frames.SMALL_NBYTES:
-            raise PacketError(f"a chunk of {len(chunk)} bytes on the control stream")
+            raise PacketError(
+                f"a chunk of {len(chunk)} bytes came on the control stream; at most {frames.SMALL_NBYTES} are allowed there; {frames.SAME_RELEASE}"
+            )
         for other, receive in receivers:
             self._check(rank, other)
             if there := self.connections.get(other):
@@ -165,7 +167,9 @@ class Relay:
 
     def _check(self, rank: int, other: int) -> None:
         if other == rank or not 0 <= other < self.size:
-            raise PacketError(f"a frame of member {rank} for member {other} of {self.size}")
+            raise PacketError(
+                f"a frame of member {rank} is for member {other}; another member from 0 to {self.size - 1} is needed; {frames.SAME_RELEASE}"
+            )
 
     def _break_off(self, rank: int) -> None:
         """Drop the frames from and to `rank`; both sides send them again when it is back."""

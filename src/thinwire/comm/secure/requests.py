@@ -77,7 +77,9 @@ def opened_meet(frame: frames.Frame) -> tuple[bytes, str]:
         run = frame.data(1).rstrip(b"\0").decode("ascii")
         return frame.data(0), check_name(run) if run else ""
     except (UnicodeDecodeError, ConfigurationError):
-        raise PacketError("a run whose name is not allowed") from None
+        raise PacketError(
+            "the name of the run is not allowed; 1 to 63 small letters, digits and hyphens are needed"
+        ) from None
 
 
 class HubChannel:
@@ -167,5 +169,5 @@ def _opened(frame: frames.Frame) -> dict[str, Any]:
     except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
-        raise PacketError("a request or response that is no JSON object")
+        raise PacketError(f"a request or an answer is not a JSON object; {frames.SAME_RELEASE}")
     return said

@@ -57,7 +57,9 @@ def checked(fields: Iterable[int]) -> Measured:
     """The numbers of another member. Raises `PacketError` if one is not possible."""
     found = Measured(*fields)
     if not all(0 < one <= _MOST for one in found):
-        raise PacketError(f"a measurement of {tuple(found)}; numbers from 1 to {_MOST} are possible")
+        raise PacketError(
+            f"another member measured {tuple(found)}; numbers from 1 to {_MOST} are possible; run the same release of Thinwire everywhere"
+        )
     return found
 
 

@@ -184,7 +184,7 @@ class HubState:
             "select secret, uses, expires, name from invitation where id = ?", (invitation,)
         ).fetchone()
         if row is None or not compare_digest(row[0], hashlib.sha256(secret).digest()):
-            raise LinkError("no such invitation")
+            raise LinkError("the hub has no such invitation")
         if row[2] < time.time():
             raise LinkError("the invitation has expired")
         if row[1] < 1:
@@ -193,7 +193,7 @@ class HubState:
             raise LinkError("the invitation is for another name")
         (count,) = self._base.execute("select count(*) from member").fetchone()
         if count >= MEMBERS:
-            raise LinkError(f"the hub has {count} members already")
+            raise LinkError(f"the hub has {count} members already, which are the most")
         self._base.execute("update invitation set uses = uses - 1 where id = ?", (invitation,))
         self._base.execute("insert into member values (?, ?, 0, ?)", (name, key, time.time()))
         self._base.execute("insert into bound select ?, run from invited_to where invitation = ?", (name, invitation))
@@ -226,7 +226,9 @@ class HubState:
     def revoke(self, name: str) -> None:
         """Refuse the member `name` from now on. Raises `ConfigurationError` if there is none."""
         if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
-            known = ", ".join(member.name for member in self.members()) or "none yet"
+            names = [member.name for member in self.members()]
+            more = f" and {len(names) - 12} more (`thinwire hub list`)" if len(names) > 12 else ""
+            known = ", ".join(names[:12]) + more or "none yet"
             raise ConfigurationError(f"{name}: no member has this name; the members are: {known}.")
 
     # Elastic runs.

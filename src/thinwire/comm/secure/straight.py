@@ -211,7 +211,7 @@ class Straight:
     def _listens(self, peer: int, padded: bytes, port: int) -> None:
         host = padded.rstrip(b"\0").decode("ascii", "replace")
         if not dialable(host, port):
-            raise PacketError("it sent an address that cannot be dialled")
+            raise PacketError("it sent an address that cannot be dialled; give it a public host with --address")
         if task := self._dials.pop(peer, None):
             task.cancel()
         if self._link.present(peer):
@@ -261,7 +261,7 @@ class Straight:
             async with asyncio.timeout(ANSWER_SECONDS):
                 frame = frames.opened(await read(stream), 0, [frames.GREET], version)
             if (frame.rank, frame.number(0)) != (peer, welcome.group):
-                raise PacketError("it is another member, or in another group")
+                raise PacketError("another member answers there, or one of another group")
             yield Greeted(peer, version, lambda: read(stream), lambda raw: written(stream, raw))
         except grpc.aio.AioRpcError as error:
             raise explained(error) from None
@@ -322,7 +322,9 @@ class Straight:
         while True:
             frame = frames.opened(await path.read(), sequence, (frames.DATA, frames.PING, frames.PONG), path.version)
             if frame.rank != path.peer:
-                raise PacketError(f"a frame of member {frame.rank} on the stream of member {path.peer}")
+                raise PacketError(
+                    f"a frame of member {frame.rank} came on the stream of member {path.peer}; {frames.SAME_RELEASE}"
+                )
             path.kept.heard.set()
             if frame.kind == frames.DATA:
                 receive, offset, chunk = frames.opened_passed(frame.body)

@@ -93,7 +93,7 @@ def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHan
 async def first(context: Any) -> bytes:
     raw = await asyncio.wait_for(context.read(), HELLO_SECONDS)
     if raw is grpc.aio.EOF:
-        raise PacketError("a stream that ended before its first frame")
+        raise PacketError("the stream ended before its first frame")
     return bytes(raw)
 
 

@@ -324,7 +324,7 @@ class ThreadRendezvous:
             self._cluster.passing(self._name, "called")
             assert self._vote_store is not None
             return present, self._vote_store
-        raise LinkError("nobody else, or no lighthouse; start the others, or the lighthouse.")
+        raise LinkError("no other replica, or no lighthouse, is there; start the others, or the lighthouse.")
 
     def connect(self, epoch: str, members: Sequence[Presence], rank: int) -> Group:
         self._cluster.passing(self._name, "connect")

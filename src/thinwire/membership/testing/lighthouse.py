@@ -60,7 +60,7 @@ class SimulatedLighthouse:
         self._silent.pop(incarnation, None)
 
     def incarnation_of(self, name: str) -> str:
-        """The present life of `name`; "" if it has left."""
+        """The present incarnation of `name`; "" if it has left."""
         return self._names.get(name, "")
 
     def hear_again(self) -> None:

@@ -1,0 +1,59 @@
+"""Options of the verbs: an option that does not exist is refused in one line; the help says what happens without an option."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+
+import pytest
+
+from thinwire.cli import main, options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hub", "--lisen", "x"], "thinwire hub: --lisen is no option (did you mean --listen?); `thinwire hub --help`"),
+        (["train", "--stepz=3"], "--stepz is no option (did you mean --steps?); `thinwire train --help` lists"),
+        (["train", "-steps", "3"], "-steps is no option (did you mean --steps?)"),
+        (["plan", "fit", "runs.csv", "--zzz"], "--zzz is no option; `thinwire plan fit --help` lists the options."),
+        (["hub", "run", "oslo", "lyon"], "'lyon' is one argument too many; `thinwire hub --help` lists what it takes."),
+        (["probe", "--no-jsn"], "--no-jsn is no option (did you mean --no-json?)"),
+    ],
+)
+def test_an_unknown_option_is_refused_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_a_value_may_begin_with_a_hyphen_and_words_after_two_hyphens_are_no_options() -> None:
+    from thinwire.cli.sample import Options
+
+    asked = options.ask(Options, "thinwire sample", ["runs/first", "--temperature", "-1", "--", "--x"], "")
+    assert (asked.temperature, asked.prompt) == (-1.0, "--x")
+
+
+@pytest.mark.parametrize("verb", ["hub", "join", "doctor", "probe", "lighthouse", "train"])
+def test_the_help_says_what_happens_without_an_option(verb: str) -> None:
+    """The text of each option without a default value names what is used in its place, or says when it is needed."""
+    kind = import_module(f"thinwire.cli.{verb}").Options
+    helps = options._helps(kind)
+    silent = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default in (None, "", ())
+        and not any(word in helps[field.name] for word in ("Default: ", "ithout it", "Needed with", "Only for"))
+    ]
+    assert not silent
+
+
+def test_the_help_shows_no_unset_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("hub", "join", "doctor", "probe"):
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        shown = capsys.readouterr().out
+        assert "unset" not in shown and "(default: )" not in shown and "(default: '')" not in shown
+        assert "--json" in shown and "(default: False)" in shown
