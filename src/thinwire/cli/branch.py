@@ -83,7 +83,10 @@ def main(arguments: Sequence[str]) -> int:
         with launch.stopping(stop):
             train.train_to_the_end(run, folder, console, stop)
             code = train.finish(folder, console, False, stop)
-        if code or not train.complete(run, folder):
+        whole = train.complete(run, folder)
+        if code and whole:  # it ended without a model that can be used
+            return code
+        if not whole:
             console.print(
                 "then repeat this command: the expert is entered when its training has ended", highlight=False
             )

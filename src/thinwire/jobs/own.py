@@ -24,7 +24,7 @@ from thinwire.jobs.blame import blaming, where
 from thinwire.jobs.several import routed
 from thinwire.pieces.own_files import file_of, taken_apart
 from thinwire.records.files import save_file
-from thinwire.records.run_record import MOST_LOSSES
+from thinwire.records.losses import MOST_LOSSES
 from thinwire.rng import derive
 
 NEEDED = {"model": (), "batches": ("share",), "loss": ("model", "batch")}

@@ -364,7 +364,7 @@ class Trainer(ABC):
             "seed": run.seed,
             "tokens": self._tokens(),
             "parameters": self.parameters,
-            "eval_loss": next(iter(self.losses.values()), math.nan),
+            "eval_loss": next(iter(self.losses.values()), None),
             "eval_of": evaluated(self.replica),
             "losses": self.losses,
             "wire_bytes_sent": self.ledger.sent(),
