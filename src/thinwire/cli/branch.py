@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         run, parent = Run.load(folder / "run.toml"), ""
     else:
         run, parent = _paid_for(asked).absolute(), sha256_of(source)
-        doctor.ready(run, check(run), run.placement.replicas, console)
+        doctor.ready(run, check(run), run.placement.replicas, folder, console)
         with launch.stopping(stop):
             train.train_to_the_end(run, folder, console, stop)
             code = train.finish(folder, console, False, stop)

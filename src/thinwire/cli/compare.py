@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         for strategy, run in settings.items():  # all, before any trains
             model, run, weights = check_and_weigh(run)
             settings[strategy] = run
-            doctor.ready(run, model, run.placement.replicas, console)
+            doctor.ready(run, model, run.placement.replicas, out, console)
             if weights:
                 console.print(f"{strategy}: {weights}", soft_wrap=True, highlight=False)
             if follows_link(run):

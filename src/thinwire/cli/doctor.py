@@ -19,6 +19,7 @@ from torch import nn
 from thinwire.cli import checks as machine
 from thinwire.cli import options
 from thinwire.cli.checks import CheckResult, warn_unless
+from thinwire.cli.disk import room_on_disk
 from thinwire.cli.firewall import rules
 from thinwire.codecs import Shapes
 from thinwire.comm import Link, parse_link
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     link = parse_link(asked.link) if asked.link else None
     console = options.console(asked.json)
-    findings = list(examine(asked, link))
+    findings = list(examine(asked, link, lambda what: step(console, what)))
     console.print(_table(findings))
     counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
     console.print(f"{counts['problem']} problem(s), {counts['warning']} warning(s)", highlight=False)
@@ -197,8 +198,10 @@ def available_nbytes(strategy: Strategy) -> int:
     return available + (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
 
 
-def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
-    """Print warnings about useless settings. Raise `ConfigurationError` if `here` replicas do not fit into this machine's memory."""
+def ready(run: Run, model: nn.Module, here: int, folder: Path, console: Console) -> None:
+    """Print warnings about useless settings, and about too small a disk. Raise `ConfigurationError` if `here` replicas do not fit into this
+    machine's memory, or the trained model not on the disk of `folder`.
+    """
     if run.make_method():
         strategy, total, parts = Strategy(), sum(4 * p.numel() for p in model.parameters()), " for its weights"
     else:
@@ -216,6 +219,7 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
             f"{text_of_nbytes(available)} of memory are free; choose a smaller model or --batch, fewer replicas on this machine, or shards "
             f"(thinwire docs machines).{_advice(run, model, strategy, available // here)}"
         )
+    room_on_disk(run, model, here, folder, console)
 
 
 def _advice(run: Run, model: nn.Module, strategy: Strategy, available: int) -> str:

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     delay = ""
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
-        doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
+        doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         if follows_link(run) and not (
             asked.resume or asked.joining or place
         ):  # one process decides, and writes the file that all replicas read

@@ -191,9 +191,7 @@ class OwnJob(Job):
             save_file(weights, draft, {"job": self._path.name})
             draft.replace(path)
         except OSError as error:
-            raise CheckpointError(
-                f"the trained model cannot be written to {path}: {error}. Free some space, then resume from the last checkpoint with --resume."
-            ) from error
+            raise CheckpointError(f"the trained model cannot be written to {path}: {error}.") from error
 
     def _micro_batch(self, source: Batches, samples: int | None) -> Any:
         if samples is None:

@@ -27,6 +27,7 @@ from thinwire.decoupled.composition import Composition
 from thinwire.errors import ConfigurationError, JobError, LinkError, ThinwireError
 from thinwire.jobs.own import blaming_job
 from thinwire.lm.elastic_trainer import ElasticTrainer
+from thinwire.lm.final import of_full_disk
 from thinwire.lm.fixed_trainer import FixedTrainer
 from thinwire.lm.job import open_job
 from thinwire.lm.place import ElasticPlace, Place
@@ -308,8 +309,11 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
         ends = dict.fromkeys(_end_of_process(codes[rank]) for rank in alike)
         lines.append(f"{who} ({', '.join(ends)}): {words}")
     whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
-    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole else ""
-    return "\n".join([*lines, f"All that the replicas printed is in {folder / 'logs'}.{advice}"])
+    full, kept = of_full_disk(folder)
+    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole and not kept else ""
+    return "\n".join(
+        [*lines, *([full] if full else []), f"All that the replicas printed is in {folder / 'logs'}.{advice}"]
+    )
 
 
 def _end_of_process(code: int) -> str:
