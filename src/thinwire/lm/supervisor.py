@@ -90,7 +90,7 @@ def train_elastic(
         for replica in replicas:
             replica.begin(resume)
         if joining and (away := meeting.away()):  # its process takes seconds to start, and then asks for as long
-            say(f"{joining.name} waits for {away} It is asked again for {run.placement.timeout:g} s.")
+            say(f"{joining.name} waits: {away}")
         try:
             _watch(replicas, needed, None if joining else run.placement.timeout, tick, say, stop or Stop())
         except BaseException:
