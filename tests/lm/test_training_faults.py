@@ -130,7 +130,7 @@ def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) -> None:
-    with pytest.raises(CheckpointError, match="no replica has a checkpoint in .*/checkpoints, so .* --from-start"):
+    with pytest.raises(CheckpointError, match=r"no replica has a checkpoint in .*/checkpoints, so .* --from-start"):
         launch.train_processes(small_run(text), tmp_path, True, lambda: None)
     assert not list(tmp_path.iterdir())
 
