@@ -221,8 +221,7 @@ class RoundLoop:
                 self._observe("alone", reason=str(error))
             self._on(Event.ALONE)
             return
-        names = [member.name for member in view.members]
-        self._alone = 0
+        names, self._alone = [member.name for member in view.members], 0
         self._met.update(names)
         plan, moved, committed = self._hold(view, plan, statuses)
         self._observe(
