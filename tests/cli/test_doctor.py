@@ -44,7 +44,10 @@ def patient(monkeypatch):
 def findings_of(capsys, *arguments: str) -> tuple[int, dict[str, dict]]:
     """The exit code, and the findings by their subject."""
     code = doctor.main([*arguments, "--json"])
-    answer = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    steps, timed = said.err.splitlines(), any(finding["what"] == "inner step" for finding in answer["findings"])
+    assert steps[0].startswith("looking at processors") and ("timing an inner step" in steps) >= timed
     assert answer["problems"] == sum(f["level"] == "problem" for f in answer["findings"])
     return code, {finding["what"]: finding for finding in answer["findings"]}
 

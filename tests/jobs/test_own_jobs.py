@@ -26,7 +26,7 @@ from thinwire.jobs.own import functions
 from thinwire.jobs.portable import decoded, encoded
 from thinwire.lm.run import Run
 from thinwire.plan.machine import Machine
-from thinwire.records.run_record import RunRecord
+from thinwire.records.run_record import RunRecord, best_loss
 
 
 def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +112,40 @@ def test_methods_are_compared_on_a_job(here: Path, capsys: pytest.CaptureFixture
     rows = json.loads(capsys.readouterr().out)["strategies"]
     assert [row["strategy"] for row in rows] == ["data_parallel", "diloco(every=4)", "just_one_byte"]
     assert all(0 < row["eval_loss"] < 2 for row in rows) and len({row["eval_loss"] for row in rows}) == 3
+
+
+def test_an_evaluation_that_is_nan_fails_the_run_and_its_comparison(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was never made is None everywhere; NaN in JSON is null with a status that says so."""
+    (here / "nan.py").write_text(
+        JOB + "\nfine = evaluate\ndef evaluate(model):\n    return {'a': fine(model) * 0 / 0.0, 'b': 1.0}"
+    )
+    assert train("good", "--steps", "6") == 0
+    capsys.readouterr()
+    assert train("bad", "--steps", "6", "--eval-every", "3", "--json", job="nan.py") == 1
+    said = capsys.readouterr()
+    told = "the evaluation loss is NaN since step 3"
+    assert f"thinwire train: bad: {told}, so there is no model that can be used. Check evaluate(model)," in said.err
+    summary = json.loads(said.out, parse_constant=pytest.fail)
+    assert summary["status"] == f"no result: {told}"
+    assert (summary["eval_loss"], summary["losses"]) == (None, {"a": None, "b": 1.0})
+    records = [RunRecord.load(name) for name in ("good", "bad")]
+    best = best_loss(records)
+    assert [record.score(best).parts["quality"] for record in records] == [1.0, 0.0]
+    assert told in Path("bad/report.html").read_text()
+    (here / "good/events/replica-1.jsonl").unlink()
+    (here / "good/summary.json").unlink()
+    killed = Path("good/events/replica-0.jsonl")  # before its first evaluation
+    lines = [line for line in killed.read_text().splitlines() if not re.search('"event":"(eval|end)"', line)]
+    killed.write_text("\n".join([*lines, ""]))
+    record = RunRecord.load("good")
+    assert record.summary.eval_loss is None and record.score(best).parts["quality"] is None
+    command = ["compare", "--job", "nan.py", "--steps", "2", "--carrier", "threads", "--out", "runs", "--json"]
+    assert main([*command, "--strategies", "data_parallel"]) == 1
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out, parse_constant=pytest.fail)["strategies"]
+    assert row["status"].startswith("no result") and row["eval_loss"] is None and "NaN" in said.err
 
 
 def test_probe_plan_and_doctor_accept_a_job_and_the_plan_trains(

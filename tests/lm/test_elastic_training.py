@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError
 from thinwire.jobs.base import Share
-from thinwire.lm import launch, membership, trainer
+from thinwire.lm import launch, membership, supervisor, trainer
 from thinwire.lm.job import check
+from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.membership import AdaptiveTimeouts, MemberSpec, RetryReporter, join
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
@@ -184,6 +186,20 @@ def test_a_lasting_failure_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> 
     hear("retry", {"reason": "2 are late", "seconds": 0.1})
     hear("retry", {"reason": "the lighthouse has gone", "seconds": 0.0})
     assert [reason for _, reason in told[2:]] == ["the lighthouse has gone"]
+
+
+def test_a_replica_says_at_once_that_its_lighthouse_does_not_answer(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:  # bound, but not listening
+        closed.bind(("127.0.0.1", 0))
+        address, told = f"127.0.0.1:{closed.getsockname()[1]}", list[object]()
+        monkeypatch.setattr(supervisor._Replica, "begin", lambda replica, resume: None)
+        monkeypatch.setattr(supervisor, "_watch", lambda *given: None)
+        joining = supervisor.JoiningReplica(AtLighthouse(address), "oslo")
+        supervisor.train_elastic(run, tmp_path, False, lambda: None, told.append, joining)
+    (line,) = told
+    assert str(line).startswith(f"oslo waits: the lighthouse at {address} does not answer (")
 
 
 def test_timeouts_follow_the_step_time(run: Run) -> None:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import os
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from rich.console import Console
 from safetensors import SafetensorError
 from small_runs import cut_back, events_of, model_of, run_in, small_run
 
 from thinwire.checkpoint import read
+from thinwire.cli import disk, main
 from thinwire.comm import ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError
 from thinwire.lm import export as stored
-from thinwire.lm import job, launch, watch
+from thinwire.lm import final, job, launch, watch
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
+from thinwire.lm.text_job import TextJob
 from thinwire.records.events import EventLog
 
 
@@ -122,6 +129,12 @@ def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str
     launch.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
 
 
+def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no replica has a checkpoint in .*/checkpoints, so .* --from-start"):
+        launch.train_processes(small_run(text), tmp_path, True, lambda: None)
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
     with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is active in"):
         launch.new_folder(small_run(text), whole, resume=True)
@@ -147,15 +160,62 @@ def test_invalid_settings_are_refused_before_a_replica_starts(
         job.check(small_run(text, **change))
 
 
-def test_a_final_model_that_cannot_be_saved_is_named(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_the_run_folder_cannot_hold_is_saved_elsewhere(
+    tmp_path: Path, whole: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise SafetensorError("No space left on device (os error 28)")
+    """The message names the folder; if there is none, the checkpoint to resume from; it advises no resume that cannot work."""
+    folder, save_file = tmp_path / "full", stored.save_file
 
-    monkeypatch.setattr(stored, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*No space left .*Free some space"):
-        run_in(tmp_path / "full", small_run(text))
+    def save(tensors: object, path: Path, *more: object) -> None:
+        if folder in path.parents:
+            raise SafetensorError("No space left on device (os error 28)")
+        save_file(tensors, path, *more)
+
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(stored, "save_file", save)
+    monkeypatch.setattr(final.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(final.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(
+        CheckpointError, match=r"cannot be written to .*No space left .*It is in .* instead: free .*not resume"
+    ) as said:
+        run_in(folder, small_run(text))
+    (spare,) = (tmp_path / "tmp").iterdir()
+    assert model_of(spare) == model_of(whole) and f"It is in {spare} instead" in str(said.value)
+    assert final.of_full_disk(folder) == (
+        f"The disk of {folder} is full. The trained model is in {spare}: {final._move(folder)}.",
+        True,
+    )
+    shutil.rmtree(spare)
+    assert final.of_full_disk(folder) == (f"The disk of {folder} is full. Free some space.", False)
+    for says in (rf"then `thinwire resume {folder}` .* step 24", "no checkpoint either, so the training is lost"):
+        with pytest.raises(CheckpointError, match=says):
+            final.store(small_run(text), _Unwritten(), torch.nn.Linear(1, 1), {}, folder, "replica-0", "")
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    assert "there is no checkpoint" in final.of_full_disk(folder)[0] and not list((tmp_path / "tmp").iterdir())
+
+
+class _Unwritten(TextJob):
+    """A job whose model can be written nowhere."""
+
+    def __init__(self) -> None: ...
+    def keep(self, folder: Path, writer: str) -> None: ...
+
+    def store(self, *arguments: object) -> None:
+        raise CheckpointError("the disk is full.")
+
+
+def test_a_disk_that_is_too_small_is_told_before_training(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = [700_000]
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    assert main(["train", "--text", text, "--model", "nano", "--out", str(tmp_path / "run")]) == 2
+    assert "700 kB of the disk are free, and the trained model needs 723 kB" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    run, free[0], out = small_run(text, keep=2), 12_000_000, io.StringIO()
+    disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
+    assert "needs 27.4 MB (predicted): 723 kB for the model" in out.getvalue()
+    assert "for a checkpoint, of which 6 are there at once" in out.getvalue()
 
 
 def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:

@@ -79,11 +79,14 @@ def main(arguments: Sequence[str]) -> int:
         run, parent = Run.load(folder / "run.toml"), ""
     else:
         run, parent = _paid_for(asked).absolute(), sha256_of(source)
-        doctor.ready(run, check(run), run.placement.replicas, console)
+        doctor.ready(run, check(run), run.placement.replicas, folder, console)
         with launch.stopping(stop):
             train.train_to_the_end(run, folder, console, stop)
             code = train.finish(folder, console, False, stop)
-        if code or not train.complete(run, folder):
+        whole = train.complete(run, folder)
+        if code and whole:  # it ended without a model that can be used
+            return code
+        if not whole:
             console.print(
                 "then repeat this command: the expert is entered when its training has ended", highlight=False
             )

@@ -25,6 +25,7 @@ from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.run import Run
 from thinwire.plan.delay import follows_link
+from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.run_record import RunRecord, Summary
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.terminal import waiting
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         for strategy, run in settings.items():  # all, before any trains
             model, run, weights = check_and_weigh(run)
             settings[strategy] = run
-            doctor.ready(run, model, run.placement.replicas, console)
+            doctor.ready(run, model, run.placement.replicas, out, console)
             if weights:
                 console.print(f"{strategy}: {weights}", soft_wrap=True, highlight=False)
             if follows_link(run):
@@ -91,10 +92,11 @@ def main(arguments: Sequence[str]) -> int:
                     failed.setdefault(strategy, f"{type(error).__name__}: {error}")
                     traceback.print_exc()
         rows = _told(folders, failed, out, console, asked)
+    no_result = any(row["status"].startswith(NO_RESULT) for row in rows)
     whole = sum(row["seeds"] for row in rows if row["status"] == "finished") == len(folders) * asked.seeds
     if stop.is_set() and not whole:
         return stop.exit_code
-    return 1 if failed else 0
+    return 1 if failed or no_result else 0
 
 
 def _told(
@@ -108,14 +110,16 @@ def _told(
     first = [records[0].folder for records in begun.values() if records]
     page = write_report(first, out / "report.html") if first else None
     out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.json").write_text(json.dumps(rows + failures, indent=1) + "\n")
+    (out / "comparison.json").write_text(json.dumps(for_json(rows + failures), indent=1) + "\n")
     console.print(_table(rows, failed))
+    if told := train.without_result([record for records in begun.values() for record in records]):
+        options.advise(f"thinwire compare: {told}")
     if left:
         console.print(f"not begun: {', '.join(left)}", soft_wrap=True, highlight=False)
     if page:
         console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
-        print(json.dumps({"strategies": rows + failures, "not_begun": left, "report": page and str(page)}))
+        print(json.dumps({"strategies": for_json(rows + failures), "not_begun": left, "report": page and str(page)}))
     return rows
 
 
@@ -135,7 +139,7 @@ def _record(folder: Path) -> RunRecord | None:
 def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
     """One strategy over its seeds: the mean, and for the loss the standard deviation if there are several."""
     summaries = [record.summary for record in records]
-    losses = [s.eval_loss for s in summaries if s.eval_loss is not None and math.isfinite(s.eval_loss)]
+    losses = [s.eval_loss for s in summaries if s.eval_loss is not None]
     if len(losses) < len(summaries):  # one was stopped before it evaluated
         losses = []
 
@@ -146,7 +150,7 @@ def _row(strategy: str, records: list[RunRecord]) -> dict[str, Any]:
         "strategy": strategy,
         "seeds": len(records),
         "eval_loss": statistics.fmean(losses) if losses else None,
-        "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
+        "eval_loss_spread": statistics.stdev(losses) if len(losses) > 1 and math.isfinite(sum(losses)) else None,
         "eval_losses": losses,
         "losses": {name: statistics.fmean(s.losses[name] for s in summaries) for name in _named(summaries)},
         **{

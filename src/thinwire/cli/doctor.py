@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import nn
 from thinwire.cli import checks as machine
 from thinwire.cli import options
 from thinwire.cli.checks import CheckResult, warn_unless
+from thinwire.cli.disk import room_on_disk
 from thinwire.cli.firewall import rules
 from thinwire.codecs import Shapes
 from thinwire.comm import Link, parse_link
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     link = parse_link(asked.link) if asked.link else None
     console = options.console(asked.json)
-    findings = list(examine(asked, link))
+    findings = list(examine(asked, link, options.teller(console)))
     console.print(_table(findings))
     counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
     console.print(f"{counts['problem']} problem(s), {counts['warning']} warning(s)", highlight=False)
@@ -86,19 +87,26 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if counts["problem"] else 0
 
 
-def examine(asked: Options, link: Link | None) -> Iterator[CheckResult]:
-    """All checks, those of the machine first."""
+def examine(asked: Options, link: Link | None, tell: Callable[[str], object]) -> Iterator[CheckResult]:
+    """All checks, those of the machine first. `tell` gets a line about each step, because some take many seconds."""
+    tell("looking at processors, memory and extras")
     yield from machine.offers()
+    tell("testing the network of this machine")
     yield from machine.network()
+    tell(f"looking at the disk of {asked.runs}")
     yield machine.disk(asked.runs)
     if asked.master_addr is not None:
+        tell(f"dialling {asked.master_addr}:{asked.master_port}")
         yield from machine.meeting_point(asked.master_addr, asked.master_port)
     if asked.run is not None:
-        yield from set_up(asked.run, link, asked.step_seconds)
+        yield from set_up(asked.run, link, asked.step_seconds, tell)
 
 
-def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterator[CheckResult]:
+def set_up(
+    file: Path, link: Link | None, step_seconds: float | None, tell: Callable[[str], object]
+) -> Iterator[CheckResult]:
     """Check a run file on this machine: file, text, model, memory, cores, link."""
+    tell(f"reading {file}")
     try:
         run = Run.load(file, options.advise)
     except ConfigurationError as error:
@@ -116,6 +124,7 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
         "if they all run here they take turns: fewer replicas, or more machines (thinwire docs machines)",
     )
     what, vocabulary = "job" if run.model.job else "text", 0
+    tell(f"reading the {what}, making the model")
     try:
         if run.model.job:
             run = run.counted_in_samples()
@@ -129,8 +138,10 @@ def set_up(file: Path, link: Link | None, step_seconds: float | None) -> Iterato
     except ThinwireError as error:
         yield CheckResult(what, "problem", str(error))
         return
+    tell("predicting the memory of a replica")
     fits = yield from room(run, model, strategy, [fragment.numel for fragment in fragments])
     if step_seconds is None and fits:
+        tell("timing an inner step")
         step_seconds = measured_step(run, vocabulary)
         yield CheckResult("inner step", "ok", f"{text_of_seconds(step_seconds)} (measured)")
     if step_seconds is not None:
@@ -198,8 +209,10 @@ def available_nbytes(strategy: Strategy) -> int:
     return available + (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
 
 
-def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
-    """Print warnings about useless settings. Raise `ConfigurationError` if `here` replicas do not fit into this machine's memory."""
+def ready(run: Run, model: nn.Module, here: int, folder: Path, console: Console) -> None:
+    """Print warnings about useless settings, and about too small a disk. Raise `ConfigurationError` if `here` replicas do not fit into this
+    machine's memory, or the trained model not on the disk of `folder`.
+    """
     if run.make_method():
         strategy, total, parts = Strategy(), sum(4 * p.numel() for p in model.parameters()), " for its weights"
     else:
@@ -217,6 +230,7 @@ def ready(run: Run, model: nn.Module, here: int, console: Console) -> None:
             f"{text_of_nbytes(available)} of memory are free; choose a smaller model or --batch, fewer replicas on this machine, or shards "
             f"(thinwire docs machines).{_advice(run, model, strategy, available // here)}"
         )
+    room_on_disk(run, model, here, folder, console)
 
 
 def _advice(run: Run, model: nn.Module, strategy: Strategy, available: int) -> str:

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         run = run.changed(listen=asked.listen)
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, folder if asked.resume else None)
-        doctor.ready(run, model, 1, console)
+        doctor.ready(run, model, 1, folder, console)
         del model
     if weights:
         console.print(weights, soft_wrap=True, highlight=False)

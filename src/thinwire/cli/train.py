@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +31,7 @@ from thinwire.membership.view import Presence
 from thinwire.metrics.follow import following
 from thinwire.metrics.sinks import named
 from thinwire.plan.delay import follows_link
+from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     delay = ""
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
-        doctor.ready(run, model, here, Console(quiet=True) if place and place[0] else console)
+        doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         if follows_link(run) and not (
             asked.resume or asked.joining or place
         ):  # one process decides, and writes the file that all replicas read
@@ -312,7 +313,20 @@ def finish(
         console.print(f"to resume: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
+    if told := without_result([record]):
+        print(f"thinwire {verb.split()[0]}: {told}", file=sys.stderr)
+        return 1
     return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0
+
+
+def without_result(records: Sequence[RunRecord]) -> str:
+    """What is wrong with finished runs of one model whose evaluation loss is not finite, and what to do; empty for none."""
+    lost = {str(record.folder): record for record in records if record.status.startswith(NO_RESULT)}
+    if not lost:
+        return ""
+    each = "; ".join(f"{folder}: {record.status.removeprefix(f'{NO_RESULT}: ')}" for folder, record in lost.items())
+    look = "evaluate(model), the data and the loss" if records[0].settings.get("job") else "the data"
+    return f"{each}, so there is no model that can be used. Check {look}, or train with a lower --lr."
 
 
 def of_stalls(record: RunRecord, folder: Path) -> str:
@@ -340,9 +354,7 @@ def summary_of(record: RunRecord) -> dict[str, Any]:
     fields |= {
         "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
     }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
-    }
+    return {name: for_json(value) for name, value in fields.items()}
 
 
 def _label(run: Run) -> str:

@@ -219,7 +219,8 @@ class RoundLoop:
                 self._on(Event.RUN_ENDED)
                 return
             self._alone, self._reason = self._alone + 1, str(error)
-            self._observe("alone", reason=str(error))
+            if not self.membership.closed:  # a replica that was asked to leave waits for nobody
+                self._observe("alone", reason=str(error))
             self._on(Event.ALONE)
             return
         self._alone, names = 0, [member.name for member in view.members]

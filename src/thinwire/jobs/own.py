@@ -24,7 +24,7 @@ from thinwire.jobs.blame import blaming, where
 from thinwire.jobs.several import routed
 from thinwire.pieces.own_files import file_of, taken_apart
 from thinwire.records.files import save_file
-from thinwire.records.run_record import MOST_LOSSES
+from thinwire.records.losses import MOST_LOSSES
 from thinwire.rng import derive
 
 NEEDED = {"model": (), "batches": ("share",), "loss": ("model", "batch")}
@@ -191,9 +191,7 @@ class OwnJob(Job):
             save_file(weights, draft, {"job": self._path.name})
             draft.replace(path)
         except OSError as error:
-            raise CheckpointError(
-                f"the trained model cannot be written to {path}: {error}. Free some space, then resume from the last checkpoint with --resume."
-            ) from error
+            raise CheckpointError(f"the trained model cannot be written to {path}: {error}.") from error
 
     def _micro_batch(self, source: Batches, samples: int | None) -> Any:
         if samples is None:

@@ -111,9 +111,7 @@ def store(
         if spec.lora:
             save_adapters(folder / f"adapter{mark}", model, weights, spec.model.removeprefix("hf:"))
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"the trained model cannot be written to {path}: {error}. Free some space, then resume from the last checkpoint with --resume."
-        ) from error
+        raise CheckpointError(f"the trained model cannot be written to {path}: {error}.") from error
 
 
 def store_as_dcp(folder: Path, spec: ModelSpec, model: nn.Module) -> None:

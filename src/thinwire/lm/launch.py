@@ -22,11 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire import checkpoint
 from thinwire.comm import Link, TorchGroup, parse_link, run_threads, start_torch
 from thinwire.decoupled.composition import Composition
-from thinwire.errors import ConfigurationError, JobError, LinkError, ThinwireError
+from thinwire.errors import CheckpointError, ConfigurationError, JobError, LinkError, ThinwireError
 from thinwire.jobs.own import blaming_job
 from thinwire.lm.elastic_trainer import ElasticTrainer
+from thinwire.lm.final import of_full_disk
 from thinwire.lm.fixed_trainer import FixedTrainer
 from thinwire.lm.job import open_job
 from thinwire.lm.place import ElasticPlace, Place
@@ -192,6 +194,11 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
 
 def train_processes(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | None = None) -> None:
     """Run one process for each replica on this machine, in the environment that torchrun would set. Their output goes to RUN/logs."""
+    if resume and not any(checkpoint.found_in(own) for own in folder.glob("checkpoints/*")):  # before processes start
+        raise CheckpointError(
+            f"--resume: no replica has a checkpoint in {folder / 'checkpoints'}, so there is nothing to resume from. Begin again at the first "
+            "step by --resume --from-start."
+        )
     replicas, port = run.placement.replicas, _free_port()
     command = [sys.executable, "-m", "thinwire.lm.launch", str(folder), *(["--resume"] if resume else [])]
     own = [
@@ -308,8 +315,11 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
         ends = dict.fromkeys(_end_of_process(codes[rank]) for rank in alike)
         lines.append(f"{who} ({', '.join(ends)}): {words}")
     whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
-    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole else ""
-    return "\n".join([*lines, f"All that the replicas printed is in {folder / 'logs'}.{advice}"])
+    full, kept = of_full_disk(folder)
+    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole and not kept else ""
+    return "\n".join(
+        [*lines, *([full] if full else []), f"All that the replicas printed is in {folder / 'logs'}.{advice}"]
+    )
 
 
 def _end_of_process(code: int) -> str:

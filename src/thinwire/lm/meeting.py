@@ -28,6 +28,9 @@ class Meeting(Protocol):
     def member(self, run: Run, name: str) -> MemberSpec:
         """The member called `name`. Raises `ConfigurationError` if it cannot be one."""
 
+    def away(self) -> str:
+        """Why nobody answers at its address, and which that is; empty if somebody does, or if it was asked just now."""
+
 
 @dataclass(frozen=True)
 class AtLighthouse:
@@ -43,6 +46,10 @@ class AtLighthouse:
     def member(self, run: Run, name: str) -> MemberSpec:
         """See `Meeting`."""
         return MemberSpec(LighthouseRendezvous(self.address), name, secret_in(self.secret) if self.secret else b"")
+
+    def away(self) -> str:
+        """See `Meeting`."""
+        return LighthouseRendezvous(self.address).away()
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,10 @@ class AtHub:
         enrolment = Enrolment(Token.read(self.token.read_text()), name, self.keys)
         at = Listen.parse(listen, self.address) if listen != "none" else None
         return MemberSpec(HubRendezvous(enrolment, self.run, rate, at), name)
+
+    def away(self) -> str:
+        """See `Meeting`: `thinwire join` has reached it."""
+        return ""
 
 
 def meeting_of(words: Sequence[str]) -> Meeting:

@@ -26,6 +26,7 @@ import torch
 
 from thinwire.checkpoint import newest
 from thinwire.errors import CheckpointError, LinkError, ThinwireError
+from thinwire.lm.final import of_full_disk
 from thinwire.lm.job import open_job
 from thinwire.lm.launch import (
     Stop,
@@ -88,6 +89,8 @@ def train_elastic(
         needed = 1 if joining else run.placement.least
         for replica in replicas:
             replica.begin(resume)
+        if joining and (away := meeting.away()):  # its process takes seconds to start, and then asks for as long
+            say(f"{joining.name} waits: {away}")
         try:
             _watch(replicas, needed, None if joining else run.placement.timeout, tick, say, stop or Stop())
         except BaseException:
@@ -97,7 +100,7 @@ def train_elastic(
     if given_up and not any(replica.finished for replica in replicas):
         raise_for_job(replica.given_up for replica in replicas)
         ended = all("EndedError" in words for words in given_up)
-        whole = not ended and any(folder.glob("checkpoints/*/step-*"))
+        whole = not ended and any(folder.glob("checkpoints/*/step-*")) and not of_full_disk(folder)[1]
         advice = " Resume from the last checkpoints with --resume." if whole else ""
         raise LinkError(
             "\n".join([f"All that the replicas printed is in {folder / 'logs'}.{advice}", *dict.fromkeys(given_up)])
@@ -171,8 +174,8 @@ class _Replica:
         words = self.said()
         why = f"{how}: {words}" if words else how
         if code == FINAL:
-            self.given_up = words
-            return f"{self.name} has ended at step {self.step} and is not started again"
+            self.given_up = words or of_full_disk(self.folder)[0] or "it ended without a message"
+            return f"{self.name} has ended at step {self.step} and is not started again: {self.given_up}"
         self.deaths = 1 if time.monotonic() - self.began > SETTLED else self.deaths + 1
         if self.deaths >= TRIES:
             self.given_up = f"died {self.deaths} times in a row, last by {why}"

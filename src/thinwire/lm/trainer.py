@@ -23,6 +23,7 @@ from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.jobs.base import Summed, mean_of
+from thinwire.lm import final
 from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches, model_folder
 from thinwire.lm.place import ElasticPlace, Place, shard
@@ -303,14 +304,8 @@ class Trainer(ABC):
         of = evaluated(self.replica)
         loss = next(iter(losses.values()))
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
-        self.log.emit(
-            "eval",
-            self.replica.step,
-            loss=loss,
-            tokens=self._tokens(),
-            seconds_spent=time.monotonic() - began,
-            of=of,
-        )
+        spent = time.monotonic() - began
+        self.log.emit("eval", self.replica.step, loss=loss, tokens=self._tokens(), seconds_spent=spent, of=of)
 
     def _save(self) -> CheckpointError | None:
         """Write a checkpoint. If it cannot be written, this is reported and training continues, because the previous one still exists."""
@@ -364,7 +359,7 @@ class Trainer(ABC):
             "seed": run.seed,
             "tokens": self._tokens(),
             "parameters": self.parameters,
-            "eval_loss": next(iter(self.losses.values()), math.nan),
+            "eval_loss": next(iter(self.losses.values()), None),
             "eval_of": evaluated(self.replica),
             "losses": self.losses,
             "wire_bytes_sent": self.ledger.sent(),
@@ -386,7 +381,7 @@ class Trainer(ABC):
         folder = model_folder(self.run, self.job, self.place, self.replica)
         weights, path = self.replica.export(), folder / f"model{mark}.safetensors"
         if self.place.writes_the_model or folder != self.place.folder:
-            self.job.store(folder, self.model, weights, self.place.name, mark)
+            final.store(self.run, self.job, self.model, weights, folder, self.place.name, mark)
         if not mark:
             path.with_name("model.stale.safetensors").unlink(missing_ok=True)
         return path

@@ -50,6 +50,14 @@ class LighthouseRendezvous(RemoteRendezvous):
         self._addresses: list[str] = []  # keys of the last group's addresses
         self._listener: socket.socket | None = None
 
+    def away(self) -> str:
+        """Why nothing answers at its address within 2 s, with what to do; empty if something does."""
+        try:
+            socket.create_connection((self._lighthouse, self._port), timeout=2.0).close()
+        except OSError as error:
+            return f"{self.where} does not answer ({error.strerror or error}). {self.advice}"
+        return ""
+
     @property
     def address(self) -> str:
         """See `Rendezvous`."""

@@ -14,8 +14,8 @@ import numpy as np
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
+from thinwire.records.losses import named_losses, outcome
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
-from thinwire.records.printable import printable
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import named, samples_of
@@ -32,7 +32,6 @@ from thinwire.records.units import (
 )
 from thinwire.records.unlike import losses_of_each, unlike
 
-MOST_LOSSES = 32  # most losses of an evaluation
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")
 
 
@@ -105,7 +104,7 @@ class RunRecord:
     settings: Mapping[str, Any]
     replicas: tuple[ReplicaRecord, ...]
     summary: Summary
-    status: str  # "finished", "stopped: why" or "still running or killed"
+    status: str  # "finished", "no result: why", "stopped: why" or "still running or killed"
     remarks: tuple[str, ...]
 
     @classmethod
@@ -124,7 +123,9 @@ class RunRecord:
         replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
         settings, remarks = _settings(folder, replicas[0].start)
         summary, more = _summary(folder, replicas)
-        return cls(folder, settings, replicas, summary, _status(replicas), (*remarks, *more, *_remarks(replicas)))
+        evaluations = next((r.evaluations for r in replicas if len(r.evaluations.step)), replicas[0].evaluations)
+        status = outcome(_status(replicas), summary.eval_loss, evaluations)
+        return cls(folder, settings, replicas, summary, status, (*remarks, *more, *_remarks(replicas)))
 
     @property
     def made_of(self) -> Mapping[str, Any]:
@@ -194,9 +195,8 @@ class RunRecord:
 
 def best_loss(records: Sequence[RunRecord]) -> float | None:
     """The least evaluation loss of several runs side by side; None for one alone."""
-    losses = [record.summary.eval_loss for record in records]
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return min(known) if len(known) > 1 else None
+    evaluated = [record.summary.eval_loss for record in records if record.summary.eval_loss is not None]
+    return min(filter(math.isfinite, evaluated), default=None) if len(evaluated) > 1 else None
 
 
 def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
@@ -302,19 +302,13 @@ def _overlaid(summary: Summary, said: Mapping[str, object]) -> Summary:
         ):
             continue  # nobody can tell them alone
         if item.name == "losses":
-            changed[item.name] = _named_losses(value)
+            changed[item.name] = named_losses(value)
         elif item.name == "provenance":
             changed |= {item.name: value} if value in PROVENANCES else {}
         elif item.name != "strategy" and not math.isnan(number(value)):
             whole = isinstance(getattr(summary, item.name), int) and math.isfinite(number(value))
             changed[item.name] = int(number(value)) if whole else number(value)
     return replace(summary, **changed)
-
-
-def _named_losses(said: object) -> dict[str, float]:
-    """The losses that an end names: at most so many as a job may, under short names."""
-    named = list(said.items())[:MOST_LOSSES] if isinstance(said, dict) else []
-    return {printable(name, 40): number(loss) for name, loss in named if not math.isnan(number(loss))}
 
 
 def _summary_file(folder: Path) -> Mapping[str, object]:

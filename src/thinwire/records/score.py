@@ -2,7 +2,8 @@
 
     deadline      rounds that landed in time, of all: those for which training waited 10 ms or less. Where replicas come and go:
                   rounds that were committed, of all that were held
-    quality       exp(L* − L), the perplexity beside the best one: L is the evaluation loss, L* the least of the runs side by side
+    quality       exp(L* − L), the perplexity beside the best one: L is the evaluation loss, L* the least of the runs side by side;
+                  0 where L is NaN or infinite
     bytes         1 − b / (64 (M − 1)/M): bits per parameter and step beside those of data-parallel fp32 by a ring, not below 0
     availability  inner steps that count, of all that were computed. Where replicas come and go: replicas that take part, of those
                   that were asked for, in the mean
@@ -54,15 +55,18 @@ def score_of(
     least of the runs side by side, None for a run alone.
     """
     asked = number(replicas[0].start["replicas"])
-    compared = loss is not None and best is not None and math.isfinite(loss) and math.isfinite(best)
     return Score(
         {
             "deadline": _deadline(replicas, taking_part is not None),
-            "quality": min(1.0, math.exp(best - loss)) if compared and loss is not None and best is not None else None,
+            "quality": None if loss is None or best is None else _quality(loss, best),
             "bytes": max(0.0, 1 - bits / (64 * (asked - 1) / asked)) if asked > 1 and math.isfinite(bits) else None,
             "availability": _availability(replicas, None if taking_part is None else taking_part / max(1.0, asked)),
         }
     )
+
+
+def _quality(loss: float, best: float) -> float:
+    return min(1.0, math.exp(best - loss)) if math.isfinite(loss) else 0.0
 
 
 def _deadline(replicas: Sequence[ReplicaRecord], elastic: bool) -> float | None:

@@ -141,7 +141,11 @@ def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
     Over the whole run a bin is at least a cycle long, so that the mean load shows; over the window, the single
     packets do.
     """
-    whole = max((float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)), default=1.0)
+    ends = [float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)]
+    ends += [
+        flight.link_end for replica in record.replicas for flight in replica.flights
+    ]  # the last ones follow the last step
+    whole = max(filter(math.isfinite, ends), default=1.0)
     cycle = _cycle(record.replicas[0])
     bins = max(1, min(BINS, int(whole / cycle))) if cycle else BINS
     capacity = record.bits_per_second
@@ -176,7 +180,10 @@ def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | N
                 **({"fill": "tozeroy", "fillcolor": colour(index) + "22"} if len(record.replicas) <= 2 else {}),
             }
         )
-    y: Json = {"title": {"text": "share of the link" if capacity else "on the link"}, "range": [0, top * 1.08 or 1.0]}
+    y: Json = {
+        "title": {"text": "share of the link" if capacity else "on the link"},
+        "range": [0, max(top * 1.08, 0.0 if capacity else 100.0)],
+    }
     y |= {"tickformat": ".0%"} if capacity else {"tickformat": "~s", "ticksuffix": "bit/s"}
     title = f"time (bins of {text_of_seconds(width)})"
     x: Json = {"meta": "seconds", "range": [float(edges[0]), float(edges[-1])], "title": {"text": title}}
