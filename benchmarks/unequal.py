@@ -1,6 +1,6 @@
 """The cost of unequal machines: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
 
-    python benchmarks/unequal.py [--steps 120] [--seeds 0 1] [--into FILE] [--emulated | --simulated | --sites] [--quick]
+    python benchmarks/unequal.py [--steps 120] [--seeds 0 1] [--into FILE] [--emulated | --simulated | --sites | --time] [--quick]
 
 *Simulated*: replicas are threads in virtual time: an inner step of replica m takes slow[m], messages take none. Every run trains
 on the same number of tokens, `steps` inner steps in the mean over its replicas. A step of a fixed group takes as long as on its
@@ -14,6 +14,10 @@ torchft's DiLoCo in fp32 (unequal_replica.py), which is named as absent if it is
 
 *Two sites* (--sites, simulated): machines of 1:2:4 at each of two sites, and a link between them that takes 10 inner steps from a
 departure to the landing. Rows have the bytes that crossed this link. --quick: 20 steps of one cell, in a separate file.
+
+*The same time* (--time, simulated): the loss at the end of runs that take equally long, by a learning rate schedule that ends then. All
+replicas train with decoupled_diloco, or those of the fastest kind alone: one with AdamW and no method, several as a fixed group. Beside
+them the fixed group on equal machines, which trains on as many tokens as all replicas. H is 7 for all. Saved after each cell of TIMED.
 """
 
 from __future__ import annotations
@@ -42,19 +46,34 @@ from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 
-EVERY, LR, MOMENTUM, LINK = 15, 0.7, 0.5, 10
-SETTINGS = {"model": "nano", "batch": 4, "sequence": 64, "lr": 6e-3}
-FIXED = f"diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM}, codec=E3M0())"
+EVERY, OFTEN, LR, MOMENTUM, LINK = 15, 7, 0.7, 0.5, 10
+SETTINGS = {"model": "nano", "batch": 4, "sequence": 64, "lr": 1e-2}
+
+
+def fixed(every: int) -> str:
+    return f"diloco(every={every}, outer_lr={LR}, outer_momentum={MOMENTUM}, codec=E3M0())"
+
+
+FIXED = fixed(EVERY)
 SPEEDS: dict[str, tuple[float, ...]] = {
     "1:1:1": (1, 1, 1),
     "1:2:4": (1, 2, 4),
     "1:1:10": (1, 1, 10),
     "1:2:4, 8 replicas": (1, 1, 1, 2, 2, 2, 4, 4),
 }
+SEVERAL: dict[str, tuple[float, ...]] = SPEEDS | {
+    "1:2": (1, 2),
+    "1:2:4, 16 replicas": (*(1,) * 6, *(2,) * 5, *(4,) * 5),
+    "1:2:4, 64 replicas": (*(1,) * 22, *(2,) * 21, *(4,) * 21),
+}
+TIMED: tuple[tuple[str, int, int], ...] = (  # speeds, inner steps in the mean, number of seeds
+    ("1:2:4", 120, 2), ("1:2:4", 300, 2), ("1:1:10", 120, 2), ("1:2", 120, 2), ("1:2:4, 8 replicas", 120, 2),
+    ("1:2:4, 16 replicas", 120, 1), ("1:2:4, 64 replicas", 60, 1),
+)  # fmt: skip
 
 
-def decoupled(slow: tuple[float, ...]) -> str:
-    return f"decoupled_diloco(every={EVERY}, outer_lr={LR}, outer_momentum={MOMENTUM}, slow={slow})"
+def decoupled(slow: tuple[float, ...], every: int = EVERY) -> str:
+    return f"decoupled_diloco(every={every}, outer_lr={LR}, outer_momentum={MOMENTUM}, slow={slow})"
 
 
 def asynchronous(slow: tuple[float, ...]) -> str:
@@ -148,6 +167,34 @@ def simulated(steps: int, seeds: list[int], every: int, only: tuple[str, ...]) -
             rows.append(row)
             print(json.dumps(row), flush=True)
     return rows
+
+
+def same_time(seeds: list[int], cells: Sequence[tuple[str, int, int]], keep: Callable[[Any], Path]) -> None:
+    """The loss of decoupled_diloco, of the fast alone after the same time, and of equal machines after the same tokens."""
+    rows: list[dict[str, Any]] = []
+    for speeds, steps, several in cells:
+        slow, apart = SEVERAL[speeds], max(1, steps // 15)
+        fast = slow.count(min(slow))
+        alone = fixed(OFTEN) if fast > 1 else f"local_sgd(every={OFTEN})"  # of one replica: AdamW alone
+        losses: dict[str, list[float]] = {"control": [], "decoupled_diloco": [], "the fast alone": []}
+        times, reached = [], []
+        for seed in seeds[:several]:
+            told = curve(decoupled(slow, OFTEN), slow, steps, seed, apart)
+            time = round(told[-1][0])
+            ends = [told[-1][1]]
+            for strategy, count, taken in ((alone, fast, time), (fixed(OFTEN), len(slow), steps)):
+                ends.append(curve(strategy, (1.0,) * count, taken, seed, taken)[-1][1])
+            for kind, loss in zip(("decoupled_diloco", "the fast alone", "control"), ends):
+                losses[kind].append(loss)
+            times, reached = [*times, time], [*reached, when(told, ends[1])]
+        ours = losses["decoupled_diloco"]
+        row = {"word": "simulated", "speeds": speeds, "replicas": len(slow), "steps": steps, "losses": losses}
+        row |= {"seeds": seeds[:several], "time": statistics.fmean(times)}
+        for name, kind in (("of_control", "control"), ("of_fast", "the fast alone")):
+            row[name] = statistics.fmean(a / b for a, b in zip(ours, losses[kind])) - 1
+        row["time_to_fast"] = statistics.fmean(reached) if all(map(math.isfinite, reached)) else None
+        rows.append(row)
+        print(json.dumps(row), keep(rows), flush=True)
 
 
 def two_sites(steps: int, seeds: list[int], every: int) -> list[dict[str, Any]]:
@@ -257,6 +304,7 @@ def main() -> None:
     parser.add_argument("--emulated", action="store_true")
     parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--sites", action="store_true")
+    parser.add_argument("--time", action="store_true")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     result = provenance() | {"benchmark": "unequal", "word": "simulated and emulated"}
@@ -264,6 +312,13 @@ def main() -> None:
     result |= {"setting": SETTINGS | {"steps": steps, "seeds": asked.seeds, "fixed": FIXED}}
     result["setting"] |= {} if asked.sites else {"steps_emulated": asked.emulated_steps}
     rows: list[dict[str, Any]] = []
+    if asked.time:
+        result |= {"benchmark": "same_time", "word": "simulated"}
+        result["setting"] = SETTINGS | {"fixed": fixed(OFTEN), "decoupled": decoupled((), OFTEN)}
+        cells = (("1:2:4", 20, 1),) if asked.quick else TIMED
+        name = "unequal-time-quick" if asked.quick else "unequal-time"
+        same_time(asked.seeds, cells, lambda rows: save(name, result | {"rows": rows}, asked.into))
+        return
     if asked.sites:
         result |= {"benchmark": "sites", "word": "simulated"}
         rows = two_sites(steps, asked.seeds, max(1, steps // 15))

@@ -538,6 +538,30 @@ def unequal(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def same_time(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/unequal.py --time: a cell a row; times are steps of the fastest machine."""
+    heads = ["speeds", "steps", "seeds", "time", "equal machines", "`decoupled_diloco`", "the fast alone"]
+    heads += ["against equal machines", "against the fast", "time to the fast's loss"]
+    rows = []
+    for row in result["rows"]:
+        losses = row["losses"]
+        means = [sum(losses[kind]) / len(losses[kind]) for kind in ("control", "decoupled_diloco", "the fast alone")]
+        reached = row["time_to_fast"]
+        rows.append(
+            [
+                row["speeds"],
+                f"{row['steps']}",
+                f"{len(row['seeds'])}",
+                f"{row['time']:.0f}",
+                *(f"{mean:.4f}" for mean in means),
+                f"{row['of_control']:+.2%}",
+                f"{row['of_fast']:+.2%}",
+                "–" if reached is None else f"{reached:.0f}",
+            ]
+        )
+    return heads, rows
+
+
 def sites(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/unequal.py --sites: times are steps of the fastest machine, bytes those that all replicas sent."""
     heads = ["method", "number is", "loss", "against the control", "time", "MB between sites", "MB within sites"]
@@ -751,6 +775,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "codistill": codistill,
     "unequal": unequal,
     "sites": sites,
+    "same_time": same_time,
     "coding": coding,
     "deadlines": deadlines,
     "decentralised": decentralised,

@@ -41,8 +41,8 @@ from thinwire.elastic.messages import (
     Ready,
     Report,
 )
+from thinwire.elastic.past_deltas import PastDeltas
 from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, reconcile
-from thinwire.elastic.resumed import Resumed
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
@@ -57,9 +57,8 @@ from thinwire.types import State as Tensors
 class RoundLoop:
     """Holds the rounds of this replica over `membership`, one after another. Fragments take turns in `order`.
 
-    Only one thread may use it (`RoundThread` in round_thread.py runs it). `agreed` is the replica's state at the start; the loop owns it
-    from then on. No delta may weigh more than `most_weight`. `observer(event, step, **fields)` is called with round, wire,
-    evicted, caught_up, given, alone, doubt, keeps, data.
+    One thread may use it (`RoundThread`). It owns `agreed`, the replica's state at the start. No delta may weigh more than `most_weight`.
+    `observer(event, step, **fields)` is called with round, wire, evicted, caught_up, given, alone, doubt, keeps, data.
     """
 
     def __init__(
@@ -80,11 +79,10 @@ class RoundLoop:
         self._step = self._done = 0
         self._alone, self._reason, self._keep_seconds = 0, "", 0.0
         self._failure: BaseException | None = None
-        self._resumed = Resumed()
-        self._met, self._late = set[str](), set[str]()  # names of members; those for which it keeps the final state
+        self._past, self._met = PastDeltas(), set[str]()  # names of members that it has met
+        self._late = set[str]()  # names of those for which it keeps the final state
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: tuple[int, Ready, Tensors] | None = None  # round, delta and feedback; the decision is not known
-        self._dropped: dict[int, int] = {}  # the last round whose doubt was dropped, by fragment
         self._believed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
         self._renewals = [0] * len(codecs)  # outcomes that drop own progress, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
@@ -146,7 +144,7 @@ class RoundLoop:
 
     def _adopt(self, load: Load) -> None:
         load.agreed.keep(self.agreed)
-        self.agreed, self._resumed = load.agreed, Resumed(self.order, load.agreed.round)
+        self.agreed, self._past = load.agreed, PastDeltas(self.order, load.agreed.round)
         self.membership.enter(load.agreed.run)
 
     def _give_final(self, _: Load | None = None, dropped: bool = False) -> None:
@@ -284,7 +282,7 @@ class RoundLoop:
 
     def _drop(self) -> None:
         """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
-        self._void, self._resumed = self._generation, Resumed()
+        self._void, self._past = self._generation, PastDeltas()
         self._give_back()
         self._give_final(dropped=True)
 
@@ -293,7 +291,7 @@ class RoundLoop:
         donor = level(view, plan, statuses, self.agreed, self._observe)
         self._on(*((Event.CAUGHT_UP, donor) if donor else (Event.LEVEL,)))
         if self._believed is not None:  # all have this round now
-            self._resumed.forget(self._believed[1].fragment)
+            self._past.forget(self._believed[1].fragment)
         self.agreed.round, self._believed = plan.round, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
@@ -304,18 +302,14 @@ class RoundLoop:
     def _take_over(self, donor: str, anew: bool = False) -> None:
         name, agreed, returned = self.membership.name, self.agreed, None
         own = [self._doubt[0]] if self._doubt else []
-        if self._believed is not None:
+        if self._believed is not None:  # the lighthouse died before the others learned of this commit
             number, ready, mark = self._believed
-            if agreed.counts(number, name, ready.fragment, mark):
-                own.append(number)
-            else:  # the lighthouse died before the others learned of this commit
-                returned = ready
+            returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
+            own += [] if returned else [number]
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
             back = returned if returned and returned.fragment == index else None
-            # A round whose doubt was dropped may come back with members that were away.
-            unlike = agreed.counted_unlike(self._known, self._dropped.get(index, -1), name, index)
-            if new := anew or unlike or self._resumed.counted_in(agreed, name, index, own):
-                self._resumed.forget(index)
+            if new := anew or self._past.counted_in(agreed, self._known, name, index, own):
+                self._past.forget(index)
             stale = self._waiting.pop(index, None) if new and agreed.ledger is None else None
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
         self._believed = None
@@ -331,14 +325,14 @@ class RoundLoop:
             self._drop_doubt()
             return
         self._doubt = None
-        self._resumed.forget(ready.fragment)
+        self._past.forget(ready.fragment)
         anchor, state = self.agreed.anchors[ready.fragment], self.agreed.states[ready.fragment]
         self._put(Outcome(ready.fragment, number, anchor, state, ready, feedback, ready))
 
     def _drop_doubt(self) -> None:
         assert self._doubt is not None
         (number, ready, _), self._doubt = self._doubt, None
-        self._dropped[ready.fragment] = number
+        self._past.doubted(ready.fragment, number)
         self._put(Outcome(ready.fragment, number, ready=ready))
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
@@ -382,13 +376,11 @@ class RoundLoop:
             self.agreed.commit(plan.fragment, moved.anchor, moved.outer, names)
         if self.agreed.ledger and (moved is not None or granted):
             self._observe("data", round=plan.round, **commit(self.agreed, view, plan))
-        if moved is not None:
-            self._believed = None if own is None else (plan.round, own, self.agreed.mark)
-        if self.agreed.round == plan.round and (
-            plan.fragment >= 0 or granted
-        ):  # false if it could not take over the state that it lacks
+        # The round is another one if it could not take over the state that it lacks.
+        if self.agreed.round == plan.round and (plan.fragment >= 0 or granted):
             self.agreed.round += 1
         if moved is not None:
+            self._believed = None if own is None else (plan.round, own, self.agreed.mark)
             feedback = moved.feedback if own else {}
             self._put(Outcome(plan.fragment, plan.round, moved.anchor, moved.outer, own, feedback, own))
         if moved is None or own is None:
