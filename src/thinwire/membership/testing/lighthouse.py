@@ -176,10 +176,10 @@ class SimulatedVoteStore:
             def over() -> bool:
                 if self._gone() or key in self._lighthouse.written:
                     return True
-                return not missing() or self._lighthouse.will_not_vote(missing())
+                return bool(self._members) and (not missing() or self._lighthouse.will_not_vote(missing()))
 
             self._cluster.wait(self._name, over, seconds)
-            voted = not self._gone() and key not in self._lighthouse.written and not missing()
+            voted = self._members and not self._gone() and key not in self._lighthouse.written and not missing()
             return self.settle(key, YES) if voted else self._written().get(key)
 
     def forget(self, keys: Sequence[str]) -> None:
