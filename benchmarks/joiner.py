@@ -218,14 +218,15 @@ def rows(space: Namespaces, bridge: Bridge, rate: float, away: Sequence[int], fo
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--member"]:
-        return member(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=20.0, help="Mbit/s (default: %(default)s)")
     parser.add_argument("--away", type=int, nargs="*", default=[0, 1, 3, 10, 1000], help="rounds")
     parser.add_argument("--quick", action="store_true", help="0 and 1 rounds at 200 Mbit/s")
     parser.add_argument("--into", type=Path, help="where the JSON goes (default: benchmarks/results/joiner.json)")
+    parser.add_argument("--member", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.member:
+        return member(*options.member)
     if reason := missing():
         raise SystemExit(f"joiner.py cannot run here: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the namespaces, as Ctrl-C does

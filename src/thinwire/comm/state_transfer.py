@@ -16,7 +16,7 @@ A transfer may take long: a model's state is some hundred times a round's packet
 
 A receiver that has a part of the state already asks for the rest (`give_parts`; `take_facts`, `take_parts`): it gets the facts, which say
 what there is, answers with one byte for each part (1: send it), and gets each of these parts in a frame of its own. So a transfer that was cut off
-goes on with the next part, and the memory beside the state is that of one part.
+resumes with the next part, and the memory beside the state is that of one part.
 """
 
 from __future__ import annotations

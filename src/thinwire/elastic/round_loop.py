@@ -75,8 +75,7 @@ class RoundLoop:
     ) -> None:
         self.strategy, self.membership, self.codecs, self.order = strategy, membership, codecs, order
         self._mail, self._observer, self._most_weight, self._clock = mail, observer, most_weight, clock
-        self.agreed, self._state = agreed, State.JOINING
-        self._step = self._done = 0
+        self.agreed, self._state, self._step, self._done = agreed, State.JOINING, 0, 0
         self._alone, self._reason, self._keep_seconds = 0, "", 0.0
         self._failure: BaseException | None = None
         self._past, self._met = PastDeltas(), set[str]()  # names of members that it has met

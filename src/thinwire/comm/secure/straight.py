@@ -61,7 +61,7 @@ class HubConnection(Says, Protocol):
     async def paced(self, nbytes: int) -> None: ...
 
 
-class Kept:
+class PeerStreams:
     """Streams that were dialled together: they end with `end`, and each frame of the peer sets `heard`."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Kept:
 class Path:
     """One straight stream, whichever side has dialled."""
 
-    def __init__(self, greeted: Greeted, kept: Kept) -> None:
+    def __init__(self, greeted: Greeted, kept: PeerStreams) -> None:
         self.peer, self.version, self.read, self.write = greeted.peer, greeted.version, greeted.read, greeted.write
         self.said: deque[tuple[int, int]] = deque(maxlen=16)  # PING or PONG, and its number
         self.kept = kept
@@ -94,7 +94,7 @@ class Straight:
         self._server = MemberServer(listen, self.audit, self._admit, carry) if listen else None
         self._paths: dict[int, list[Path]] = {}
         self._dials: dict[int, asyncio.Task[None]] = {}
-        self._kept: dict[int, Kept] = {}  # by peer: the streams that it has dialled
+        self._kept: dict[int, PeerStreams] = {}  # by peer: the streams that it has dialled
         self._measuring = Measuring(link, self._chosen)
         self._found: tuple[Measured, int] | None = None  # as announced, and the number of measured pairs
         self._largest = 0, 0  # bytes and receivers of the largest message so far
@@ -221,7 +221,7 @@ class Straight:
         """Keep streams to `peer`."""
         failures = 0
         while True:
-            kept, stood = Kept(), asyncio.Event()
+            kept, stood = PeerStreams(), asyncio.Event()
             try:
                 async with self._dialled(peer, host, port, LIVE) as greeted:
                     beats = live(greeted, self._link.rank, self._silent, kept.heard)
@@ -234,7 +234,7 @@ class Straight:
             await asyncio.sleep(_PAUSES[min(failures, len(_PAUSES) - 1)])
             failures += 1
 
-    async def _bulk(self, peer: int, host: str, port: int, kept: Kept, stood: asyncio.Event) -> None:
+    async def _bulk(self, peer: int, host: str, port: int, kept: PeerStreams, stood: asyncio.Event) -> None:
         """One stream that carries chunks, dialled when the peer is heard, to its end. Raises `LinkError`, `PacketError`."""
         await kept.heard.wait()
         before = connections(port) if self._link.rate else set()
@@ -272,7 +272,7 @@ class Straight:
 
     async def _keep(self, greeted: Greeted) -> None:
         """Serve the stream without chunks of a peer that dials. Its other streams end with it. Raises `LinkError`, `PacketError`."""
-        peer, kept = greeted.peer, Kept()
+        peer, kept = greeted.peer, PeerStreams()
         if not self._link.present(peer):
             return
         if former := self._kept.get(peer):
