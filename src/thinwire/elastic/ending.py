@@ -55,8 +55,8 @@ def note_end(
     there: Collection[str] | None, known: bool,
 ) -> tuple[set[str], bool]:  # fmt: skip
     """Note the final state of the run, for members that did not hear the result of the vote on it. Returns the members for which this
-    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that were put `out`; and whether
-    nobody can go on without knowing of the end.
+    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that are `out`; and whether all
+    members will hear of the end before they train further.
 
     These are the members that were not `there` at the vote, if this replica `keeps` the state. If the note cannot be written, they are all:
     the hub or lighthouse has gone, perhaps before others had the result. None, if late members need not be told (`known` is false), or
@@ -75,7 +75,7 @@ def note_end(
 
 
 def _ends(agreed: GlobalState) -> list[tuple[str, ...]]:
-    """The notes, the state first: who finds that the run has ended also finds with which state."""
+    """The notes. The state comes first, so that a member that reads the end also reads its state."""
     return [(agreed.run, agreed.state_digest), (agreed.run,), ()]
 
 
