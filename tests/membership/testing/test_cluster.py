@@ -218,7 +218,7 @@ def test_a_call_ends_in_its_last_second_or_with_the_lighthouse():
         one = rendezvous(cluster, name, told)
         for other in "bc":
             lighthouse.hear(other, f"{other}-1")
-        with pytest.raises(LinkError, match="nobody else, or no lighthouse") as caught:
+        with pytest.raises(LinkError, match="no other replica, or no lighthouse") as caught:
             one.call(presence(name), 3.0)
         assert type(caught.value) is LinkError
         assert told == [("retry", {"reason": "no view within 1 s: too few others called", "seconds": 0.0})]
