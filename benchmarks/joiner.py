@@ -155,12 +155,12 @@ def joining(space: Namespaces, first: Process, folder: Path, errors: Any) -> Pro
 
 
 def together(first: Process, second: Process) -> None:
-    """Trains both for some rounds."""
-    target = max(first.rounds, second.rounds) + 12
-    for one in (first, second):
-        one.go(target, 0.02)
-    for one in (first, second):
-        one.until("rests")
+    """Trains both for some rounds. The first stops last, because the second could hold no round without it."""
+    first.go(float("inf"), 0.02)
+    second.go(max(first.rounds, second.rounds) + 12, 0.02)
+    second.until("rests")
+    first.go(0, 0.02)
+    first.until("rests")
 
 
 def row(case: str, rounds: int | None, nbytes: int, second: Process) -> Line:
@@ -197,10 +197,10 @@ def rows(space: Namespaces, bridge: Bridge, rate: float, away: Sequence[int], fo
         second.running.send_signal(signal.SIGSTOP)
         there = first.rounds
         if number:
-            first.go(float("inf"), 0.05 if number < 100 else 0.002)
+            first.go(float("inf"), 0.5 if number < 10 else 0.05 if number < 100 else 0.002)
             first.alone()
             there = first.rounds - 1
-            first.go(there + number, 0.05 if number < 100 else 0.002)
+            first.go(there + number, 0.5 if number < 10 else 0.05 if number < 100 else 0.002)
             first.until("rests")
         missed, first.nbytes = first.rounds - there, 0
         second.running.send_signal(signal.SIGCONT)
