@@ -18,6 +18,7 @@ from pages import ROOT
 from pieces import over
 
 from thinwire.cli import options
+from thinwire.errors import ConfigurationError
 
 SITES = ROOT / "examples/sites"
 FILES = sorted(SITES.iterdir())
@@ -86,7 +87,7 @@ def test_wrong_commands_are_found():
     """A continued line, a comment, a list of arguments."""
     for wrong in ("thinwire join T \\\n  --nam a", "#  thinwire hub --uzes 3", "  args: [hub, --elastik]"):
         ((verb, *rest),) = commands(wrong)
-        with pytest.raises(SystemExit):
+        with pytest.raises(ConfigurationError):
             options.read(importlib.import_module(f"thinwire.cli.{verb}").Options, verb, rest, "")
 
 

@@ -145,7 +145,9 @@ class Toy:
         self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
         self.sent: list[list[Tensor]] = [[], []]  # its deltas that were counted
-        self.renounced = set[int]()  # fragments whose progress it gave up, because a round that it doubted had counted a part
+        self.renounced = set[
+            int
+        ]()  # fragments whose progress it gave up, because a round that it doubted had counted a part
         loop = self.elastic.rounds.loop
         fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 
