@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -89,8 +88,7 @@ class Router:
     def close(self) -> None:
         """End the process; with it its devices go."""
         if self.process is not None:
-            self.process.terminate()
-            told, _ = self.process.communicate(timeout=10)
+            told, _ = self.process.communicate(timeout=10)  # its input ends, and it says what it saw
             self.said = json.loads(told) if told.strip() else None
             self.process = None
 
@@ -150,7 +148,7 @@ class Books:
         late = sorted(self._late) or [0.0]
         ranks = {"median": 0.5, "p99": 0.99, "worst": 1.0}
         return {
-            "link": str(self.uplinks[0].link), "packets": self.packets, "nbytes": self.nbytes, "dropped": self.dropped,
+            "packets": self.packets, "nbytes": self.nbytes, "dropped": self.dropped,
             "late_seconds": {name: late[int(share * (len(late) - 1))] for name, share in ranks.items()},
             "cpu_seconds": time.process_time() - self._cpu, "queue_seconds": QUEUE_SECONDS, "mtu": MTU,
         }  # fmt: skip
@@ -187,19 +185,14 @@ def main() -> None:
     places = zip(asked["namespaces"], asked["interfaces"], asked["addresses"], strict=True)
     devices = [_device(*place, asked["congestion"]) for place in places]
     orders, over = sys.stdin.fileno(), False
-
-    def end(*_: object) -> None:
-        nonlocal over
-        over = True
-
-    signal.signal(signal.SIGTERM, end)
     print("ready", flush=True)
     while not over:
         readable, _, _ = select.select([*devices, orders], [], [], books.wait_seconds(time.monotonic()))
         for file in readable:
             if file == orders:
                 if not (order := sys.stdin.readline()):
-                    return  # who started it is gone
+                    over = True  # who started it ends it, or is gone
+                    break
                 print(json.dumps(books.shape([Link(*pair) for pair in json.loads(order)])), flush=True)
                 continue
             sender = devices.index(file)
@@ -212,7 +205,8 @@ def main() -> None:
         for receiver, packet in books.due(time.monotonic()):
             with suppress(OSError):  # a namespace that is going takes nothing
                 os.write(devices[receiver], packet)
-    print(json.dumps(books.report()), flush=True)
+    with suppress(BrokenPipeError):
+        print(json.dumps(books.report()), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from router import QUEUE_SECONDS, Books, wire_nbytes
+from router import QUEUE_SECONDS, Books, Router, wire_nbytes
 
 from thinwire.comm import Link
 
@@ -51,3 +51,11 @@ def test_packets_for_unknown_addresses_are_skipped(strange):
     books = Books(Link(8e6), 2)
     books.take(0.0, 0, packet(100, **strange))
     assert books.due(1.0) == [] and books.packets == 0
+
+
+def test_a_router_that_is_closed_says_what_it_saw():
+    router = Router(Link(8e6))
+    router.connect([], [], [])  # no namespaces, so no root
+    assert router.shape([])["packets"] == 0
+    router.close()
+    assert router.said is not None and router.said["packets"] == 0
