@@ -19,7 +19,6 @@ _ORDER = """
 errors version types rng data_ledger
 packet kernels comm diagnosis
 codecs membership records topology
-metrics
 pieces report
 exchange checkpoint
 strategy catalogue
