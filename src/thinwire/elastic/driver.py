@@ -88,14 +88,14 @@ class ElasticDriver(Driver):
         )
         self._stop_requested = False
 
-    def join(self, resume: Callable[[ElasticDriver], object] = lambda driver: None) -> None:
+    def join(self, resume: Callable[[], object] = lambda: None) -> None:
         """Meet the others, take over their state, and continue at their step. Blocks. `resume` may `load_state` before that: then only
         the fragments that have moved since are taken over, and the progress of the checkpoint is kept.
 
         Raises `LinkError` if too few members are there; the membership stays open for another try.
         """
         try:
-            resume(self)
+            resume()
             self.rounds.join(self.training.step)
         except BaseException as error:
             self.rounds.close(leave=not isinstance(error, LinkError))
@@ -327,12 +327,11 @@ class ElasticDriver(Driver):
             part.copy_(part.to(values) + values)
 
 
-def join(
-    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None,
-    resume: Callable[[ElasticDriver], object] = lambda driver: None,
-) -> ElasticDriver:  # fmt: skip
-    """Make a driver, and join the members that are there; see `ElasticDriver.join`. Blocks. Raises `ConfigurationError`,
-    `DisagreementError`, `ModelError`, `LinkError`, and what `resume` raises.
+def elastic_driver(
+    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
+) -> ElasticDriver:
+    """The driver of a replica whose membership requires the same strategy and model of all members. Raises `ConfigurationError`,
+    `ModelError`.
     """
     if site is not None:
         raise ConfigurationError(
@@ -344,9 +343,7 @@ def join(
     check_start(fragments, [fragment.anchor for fragment in training.fragments])
     weights = "by tokens" if counts_tokens(training) else "alike"
     membership.require(introduction(strategy, fragments) | {"weights": weights})
-    driver = ElasticDriver(training, membership)
-    driver.join(resume)
-    return driver
+    return ElasticDriver(training, membership)
 
 
 def in_turn(schedule: Schedule, fragments: int) -> list[int]:

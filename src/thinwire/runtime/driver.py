@@ -150,12 +150,20 @@ class Training:
 class Driver(Protocol):
     """The interface of a driver. `Replica` calls it on the main thread.
 
-    When a driver has been made, it has met the others, and the model holds the first weights of the training. The driver owns the
+    When `join` returns, the driver has met the others, and the model holds the first weights of the training. The driver owns the
     threads and buffers of its rounds, and reads and changes `training`. It is called for an inner step after `training.step` has
     counted it.
     """
 
     training: Training
+
+    def join(self, resume: Callable[[], object]) -> None:
+        """Called once, before the first inner step. `resume` may load a checkpoint.
+
+        A driver of a fixed group meets the others when it is made, so this only calls `resume`. In an elastic run `resume` comes first:
+        then only what has changed since the checkpoint is fetched from the others. Raises `LinkError`, and what `resume` raises.
+        """
+        resume()
 
     def before_inner_step(self, closure: bool) -> None:
         """Called when the gradients are computed and the optimizer has not stepped, perhaps twice for one step. `closure`: whether the

@@ -21,7 +21,7 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
-from thinwire.runtime.driver import Training
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
@@ -115,7 +115,7 @@ class GossipFlights(Flights):
             self.training.stopping |= self.pipeline.stop_requested and update.number == self.window[1] - 1
 
 
-class GossipDriver:
+class GossipDriver(Driver):
     """Every replica takes the same inner steps, and exchanges only with its neighbours. See `Driver`, `GossipFlights`."""
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
