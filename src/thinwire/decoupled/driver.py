@@ -13,7 +13,6 @@ delta in flight.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,27 +23,25 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.decoupled.composition import Composition
-from thinwire.decoupled.host import Heard, Host
+from thinwire.decoupled.host import Host
 from thinwire.decoupled.messages import (
     COUNTED,
     DELTA,
-    DOWN,
     END,
     LAST,
     MOVE,
     REST,
-    UP,
     Down,
     ReplicaReport,
     SyncerMessages,
     Up,
 )
-from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, checked, load_syncer, resume, state_of, state_of_syncer
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, hold, said_by
+from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.decoupled.timeline import Timeline
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
+from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.methods.base import Attached
 from thinwire.rng import Key
 from thinwire.runtime.handshake import agree_on_start, check_start
@@ -102,17 +99,10 @@ class Unequal(Attached):
         self._marks = [(0.0, 0)] * len(numels)  # time and step of each fragment's last departure
         self._seconds = 0.0  # seconds of an inner step here; 0: not known
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
-        self._inbox: queue.Queue[Heard] = queue.Queue()
         self._host: Host | None = None
-        self._sender: PeerSender | None = None
         if group.rank == HOST:
             self._host = self._make_host(Syncer.of(method, self._states, self._messages))
-            self._inbox = self._host.inbox
-            self._host.start()
-        else:
-            # A receiver reports a loss, after all messages.
-            self._sender = PeerSender(group, HOST, UP, lambda *_: None)
-            PeerReceiver(group, HOST, DOWN, lambda: self._messages.buffer(DOWN), self._hear)
+        self._syncer = SyncerChannel(group, self._messages, self._host, self._lost)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
@@ -127,14 +117,6 @@ class Unequal(Attached):
 
     def _lost(self) -> str:
         return f"the syncer on replica {self.server} is lost"
-
-    def _hear(self, _: int, heard: Heard) -> bool:
-        self._inbox.put(heard)
-        try:
-            down = None if isinstance(heard, PeerError) else self._messages.read_down(heard)
-        except PeerError:
-            down = None
-        return down is None or (down.kind == END and not down.stop)
 
     # ---- progress
 
@@ -191,7 +173,7 @@ class Unequal(Attached):
 
     def _go_on(self) -> None:
         """After an inner step in real time: send due deltas, and apply rounds that have arrived."""
-        while not self.stopping and not self._inbox.empty():  # after a stop the syncer may have ended
+        while not self.stopping and not self._syncer.empty:  # after a stop the syncer may have ended
             self._next()
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
             self._depart(fragment)
@@ -207,8 +189,8 @@ class Unequal(Attached):
         self._marks[index], before, tokens = (began, self.step), one.feedback, self._tokens_since[index]
         if self._up(DELTA, index, delta):
             self._flying[index] = Departed(number, delta, self.step, since, began, before, tokens)
-        nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
-        self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=self._clock() - began)
+        nbytes, spent = self._syncer.nbytes(index), self._clock() - began
+        self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=spent)
 
     def _up(self, kind: int, index: int, delta: Tensor) -> bool:
         """Send a delta; a delta that is not finite is refused, and this replica restarts from the anchors."""
@@ -225,17 +207,10 @@ class Unequal(Attached):
         up = up if sound else replace(up, refused=True)
         self._numbers[index] += 1
         one.since, self._tokens_since[index] = self.step, 0.0
-        self._send(up)
+        self._syncer.send(up)
         if not sound:
             self._start_again()
         return sound
-
-    def _send(self, up: Up) -> None:
-        packet = self._messages.write_up(up)
-        if self._host:
-            self._host.give(packet)
-        elif self._sender:
-            self._sender.send(packet)
 
     def _start_again(self) -> None:
         self._say("warning", message="this replica's weights were not finite; it restarts from the anchors")
@@ -248,11 +223,7 @@ class Unequal(Attached):
 
     def _next(self) -> Down:
         """Wait for the syncer's next message and apply it. Raises `LinkError` if the syncer is lost."""
-        heard = self._inbox.get()
-        if isinstance(heard, PeerError):
-            self._inbox.put(heard)  # the next call raises it again
-            raise LinkError(f"{self._lost()}: {heard}") from heard
-        down = self._messages.read_down(heard)
+        down = self._syncer.receive()
         if down.kind == END:
             self._over = not down.stop
             self._noticed |= down.stop
@@ -292,7 +263,7 @@ class Unequal(Attached):
 
     def _report(self, index: int, flight: Departed, began: float) -> None:
         fields = {"fragment": index, "round": flight.number}
-        nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
+        nbytes = self._syncer.nbytes(index)
         spent = {"begin": flight.begin, "end": began, "queued_seconds": 0.0, "transfer_seconds": 0.0}
         self._say("flight", **fields, nbytes=nbytes, **spent)
         self._say("land", **fields, begin=began, stall_seconds=0.0, seconds_spent=self._clock() - began)
@@ -324,7 +295,7 @@ class Unequal(Attached):
                 if flight := self._flying.get(one.index):
                     delta.sub_(flight.delta)
                 self._up(REST, one.index, delta)
-        self._send(Up(END, self._team.rank, number=progress, taken=self.step))
+        self._syncer.send(Up(END, self._team.rank, number=progress, taken=self.step))
         while not self._over:
             self._next()
         self._load_anchors()
@@ -332,12 +303,7 @@ class Unequal(Attached):
 
     def close(self) -> None:
         self._hook.remove()
-        if self._host:
-            self._host.close()
-        elif self._sender:
-            self._sender.end()
-            if self._over:
-                self._sender.wait(60.0)
+        self._syncer.close(ended=self._over)
 
     # ---- the agreed weights
 
