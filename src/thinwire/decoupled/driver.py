@@ -38,7 +38,7 @@ from thinwire.decoupled.messages import (
 )
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, checked, load_syncer, resume, state_of, state_of_syncer
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, hold, said_by
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded, hold
 from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError
@@ -94,8 +94,11 @@ class Unequal(Attached):
         self._tokens_since = [0.0] * len(numels)
         self._pace, self._began_at, self._begun_total = ReportPace(method.every, len(numels)), 0, 0
         self._every, self._known = method.every, False
-        self._each: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
-        self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
+        self._reports: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
+        self._heard_at = clock()  # when the newest reports came
+        self._finish_announced = False  # the syncer said that a replica has taken all its steps, or that all must stop
+        self._final_progress = 0  # the progress then; 0: not known
+        self._finished = self._over = False
         self._marks = [(0.0, 0)] * len(numels)  # time and step of each fragment's last departure
         self._seconds = 0.0  # seconds of an inner step here; 0: not known
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
@@ -128,10 +131,10 @@ class Unequal(Attached):
             done = self._begun_total + self._line.done(self._team.rank, own)
         else:
             passed = self._clock() - self._heard_at
-            most, others = float(self._method.every * size), [*self._each]
+            most, others = float(self._method.every * size), [*self._reports]
             del others[self._team.rank]
-            done = int(self.step + sum(of.taken + min(of.speed * passed, most) for of in others))
-        return max(self._told, done // size)
+            done = int(self.step + sum(other.taken + min(other.speed * passed, most) for other in others))
+        return max(self._final_progress, done // size)
 
     # ---- around an inner step
 
@@ -142,7 +145,7 @@ class Unequal(Attached):
         if not self._marks[0][1]:  # leave out the compilation in the first step
             self._marks = [(began, self.step)] * len(self._marks)
         self._tokens_since = [tokens + self.tokens for tokens in self._tokens_since]
-        if self._line and not self._noticed:
+        if self._line and not self._finish_announced:
             self._follow(self._line)
         elif not self._line:
             self._go_on()
@@ -161,7 +164,7 @@ class Unequal(Attached):
     def _await(self, held: HeldRound) -> None:
         """Wait for a round that lands now, and apply it; return without it if the run has ended."""
         began = self._clock()
-        while not self._noticed:
+        while not self._finish_announced:
             down = self._next()
             if down.kind != END:
                 if down.fragment != held.fragment:
@@ -226,19 +229,19 @@ class Unequal(Attached):
         down = self._syncer.receive()
         if down.kind == END:
             self._over = not down.stop
-            self._noticed |= down.stop
-            self._told = max(self._told, down.version)
+            self._finish_announced |= down.stop
+            self._final_progress = max(self._final_progress, down.version)
             self.stopping |= down.stop and not down.version
             return down
-        self._heard_at, self._each = self._clock(), down.each
+        self._heard_at, self._reports = self._clock(), down.reports
         self._land(down)
         self._learn(down)
         return down
 
     def _land(self, down: Down) -> None:
         """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta."""
-        one, began, of = self._states[down.fragment], self._clock(), down.each[self._team.rank]
-        flight = self._flying.pop(one.index, None) if of.outcome and down.kind != LAST else None
+        one, began, report = self._states[down.fragment], self._clock(), down.reports[self._team.rank]
+        flight = self._flying.pop(one.index, None) if report.outcome and down.kind != LAST else None
         if down.body is not None:
             known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
@@ -248,8 +251,8 @@ class Unequal(Attached):
                 )
             outer = self._method.outer if down.kind == MOVE else self._method.outer.last
             key = Key(self._method.seed, one.index, down.version, HOST, down.kind)
-            known.step(outer, said_by(self._messages.down[one.index], down.body, one.anchor.numel(), key))
-            counted = flight is not None and of.outcome == COUNTED
+            known.step(outer, decoded(self._messages.down[one.index], down.body, one.anchor.numel(), key))
+            counted = flight is not None and report.outcome == COUNTED
             departed = one.anchor - flight.delta if flight and counted else one.anchor
             fresh = not counted or flight is None or flight.step < self.step
             one.anchor, one.state, one.rounds = known.anchor, known.state, known.version
@@ -272,8 +275,8 @@ class Unequal(Attached):
         """In real time: set the number of inner steps between two reports, and how much later to report so that all arrive together."""
         if self._line or down.kind != MOVE:
             return
-        own, seconds = down.each[self._team.rank], self._seconds
-        speeds = [of.speed for of in down.each[: self._team.size] if of.speed]
+        own, seconds = down.reports[self._team.rank], self._seconds
+        speeds = [other.speed for other in down.reports[: self._team.size] if other.speed]
         if own.speed and seconds:
             self._every, self._known = own_every(self._method.every, own.speed, speeds), True
         if own.outcome and seconds:
@@ -361,6 +364,6 @@ class Unequal(Attached):
 
     def _begin_at(self, steps: list[int]) -> None:
         """Take the inner steps at which all replicas resume, in rank order."""
-        self._begun_total, self._each = sum(steps), tuple(ReplicaReport(taken=taken) for taken in steps)
+        self._begun_total, self._reports = sum(steps), tuple(ReplicaReport(taken=taken) for taken in steps)
         if self._host:
             self._host.taken = steps
