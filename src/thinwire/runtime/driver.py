@@ -114,13 +114,13 @@ class Training:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:
             fragment.load_into_parameters(fragment.anchor)
-            fragment.rest()
+            fragment.release()
 
     def at_anchors(self) -> bool:
         """Whether every parameter has the bits of its anchor."""
         at = all(_same_bits(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
         for fragment in self.fragments:
-            fragment.rest()
+            fragment.release()
         return at
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -194,7 +194,7 @@ class Driver(Protocol):
         copies = []
         for fragment in self.training.fragments:
             copies.append(fragment.anchor.clone())
-            fragment.rest()
+            fragment.release()
         return copies
 
     def load_anchors(self) -> None:
