@@ -54,7 +54,7 @@ class SyncerChannel:
         return self._messages.read_down(heard)
 
     def close(self, ended: bool) -> None:
-        """Send what is queued, and end the threads. If the run has `ended`, wait until all is sent, for a minute at most."""
+        """Send what is queued, and end the threads. If the run has `ended`, wait up to a minute until all is sent."""
         if self._host:
             self._host.close()
         elif self._sender:
