@@ -83,7 +83,7 @@ def trained(levels: Levels, seed: int) -> float:
     """Returns the held-out loss of a run whose rounds have these levels."""
 
     def set_level(self: RoundPipeline, update: RoundUpdate, now: float, seconds: float) -> None:
-        update.codec = replace(LEVELS, level=levels.get((update.of.index, update.number), 0))
+        update.codec = replace(LEVELS, level=levels.get((update.fragment.index, update.number), 0))
 
     run = RUN.changed(seed=seed)
     corpus = open_corpus(run.data, run.model.model)

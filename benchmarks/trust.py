@@ -26,9 +26,9 @@ from provenance import HERE, provenance, save
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.catalogue.attacks import attack_of
+from thinwire.exchange.attacked import attacked, lies
 from thinwire.rng import derive
-from thinwire.testing.attacks import attack_of, lies
-from thinwire.testing.gossip_attacks import attacked
 
 REPLICAS, LIARS, STEPS, CLASSES, NUMBERS, BATCH = 12, 3, 150, 10, 32, 16
 METHODS = {

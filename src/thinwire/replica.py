@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
-from thinwire.elastic.driver import join
+from thinwire.elastic.driver import elastic_driver
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
@@ -30,19 +29,10 @@ from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
 
-def choose(
-    training: Training, fragments: list[Fragment], group: Group | Membership, site: Group | None,
-    resume: Callable[[Driver], None],
-) -> Driver:  # fmt: skip
-    """The driver that this group and this strategy need, having met the others; `resume` is called with it. Raises as `Replica`."""
+def choose(training: Training, fragments: list[Fragment], group: Group | Membership, site: Group | None) -> Driver:
+    """The driver that this group and this strategy need; then call its `join`. Raises as `Replica`."""
     if isinstance(group, Membership):
-        return join(training, fragments, group, site, resume)
-    driver = _of_fixed_group(training, fragments, group, site)
-    resume(driver)
-    return driver
-
-
-def _of_fixed_group(training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> Driver:
+        return elastic_driver(training, fragments, group, site)
     if training.reader is not None:
         raise ConfigurationError(
             "reader= with a fixed group: it follows what members agree on; give a Membership, or read a share by rank."
@@ -51,12 +41,6 @@ def _of_fixed_group(training: Training, fragments: list[Fragment], group: Group,
         return GossipDriver(training, fragments, group, site)
     kind = GradientDriver if isinstance(training.strategy.signal, Gradients) else DeltaDriver
     return kind(training, fragments, group, site)
-
-
-def _resumed(replica: Replica, resume: Callable[[Replica], object] | None, driver: Driver) -> None:
-    replica._driver = driver
-    if resume is not None:
-        resume(replica)
 
 
 class Replica:
@@ -120,13 +104,13 @@ class Replica:
         resume: Callable[[Replica], object] | None = None, validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        optimizers, self._buffers = listed(optimizer), SharedBuffers(buffers, model, group)
-        self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers), group
-        self._finished, self._site, sharded = False, site, site is not None
-        self._training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, sharded)
-        self._training.reader, self._training.validation = reader, validation
-        self._driver = choose(self._training, fragments, group, site, partial(_resumed, self, resume))
-        self._inner_steps = InnerSteps(optimizers, self._training, self._driver)
+        self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(listed(optimizer)), group
+        self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
+        training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
+        training.reader, training.validation, self._training = reader, validation, training
+        self._driver = choose(training, fragments, group, site)
+        self._driver.join(lambda: resume(self) if resume else None)
+        self._inner_steps = InnerSteps(listed(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
 
     @property

@@ -14,11 +14,12 @@ import pytest
 import torch
 from aggregating import aggregated
 
+from thinwire.catalogue.attacks import attack_of
 from thinwire.catalogue.parsing import parse
+from thinwire.pieces.attacks import Scene
 from thinwire.pieces.by_products import krum_scores
 from thinwire.pieces.products import squared_distances
 from thinwire.rng import Key
-from thinwire.testing.attacks import Scene, attack_of
 
 CASES = json.loads(Path(__file__).with_name("byzfl.json").read_text())["cases"]
 DIFFERENT = ("Krum(2)", "MultiKrum(2)", "MDA(2)")

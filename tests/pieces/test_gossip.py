@@ -19,10 +19,8 @@ from thinwire.pieces.gossip import (
     NoLoCo,
     PushSum,
     Tracking,
-    largest_pull,
-    radius_of_pairs,
-    radius_of_rounds,
 )
+from thinwire.pieces.gossip_stability import largest_pull, radius_of_pairs, radius_of_rounds
 from thinwire.pieces.mgs import MGS
 from thinwire.pieces.outer import Nesterov
 from thinwire.topology import (

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.catalogue.attacks import attack_of
 from thinwire.codecs import E3M0, Identity
+from thinwire.exchange.attacked import Attacked
+from thinwire.pieces.attacks import Attack, Scene, hidden
 from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
-from thinwire.testing.attacks import Attack, Attacked, attack_of, hidden
 from thinwire.testing.toy import journey, same_bits
 
 parse = tw.catalogue.parsing.parse
@@ -312,8 +314,6 @@ def test_a_delta_that_is_not_finite_counts_as_a_liar_and_no_round_is_refused(exc
 
 def test_attacks_match_values_by_hand():
     honest = torch.tensor([[1.0, 2.0], [3.0, 2.0], [2.0, 5.0]])
-    from thinwire.testing.attacks import Scene
-
     scene = Scene(torch.tensor([1.0, -1.0]), honest, torch.tensor([7.0, 7.0]), Key(), 5, 2)
     due = {
         "sign_flip": [-1.0, 1.0],

@@ -12,9 +12,10 @@ import torch
 from aggregating import aggregated
 from torch import Tensor
 
+from thinwire.catalogue.attacks import attack_of
 from thinwire.catalogue.parsing import parse
+from thinwire.pieces.attacks import Scene
 from thinwire.rng import Key
-from thinwire.testing.attacks import Scene, attack_of
 
 RULES = (
     "Mean()",

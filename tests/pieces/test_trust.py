@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.catalogue.attacks import attack_of
 from thinwire.codecs import Identity
 from thinwire.errors import ConfigurationError
+from thinwire.exchange.attacked import AttackedGossip, attacked
+from thinwire.pieces.attacks import LabelFlip, Replay, Sybils
 from thinwire.pieces.gossip import CombineThenAdapt
 from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
 from thinwire.rng import Key
-from thinwire.testing.attacks import LabelFlip, Replay, Sybils, attack_of
-from thinwire.testing.gossip_attacks import AttackedGossip, attacked
 from thinwire.testing.toy import journey, same_bits, toy, weights
 from thinwire.topology import Complete, RandomPairs, Ring
 

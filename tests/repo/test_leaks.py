@@ -48,6 +48,16 @@ LEAVES = """
         pass
 """
 
+INTERRUPTED = """
+    import os, signal, threading
+
+    def test_that_is_interrupted():
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()
+"""
+
 CLEAN = """
     import os, socket, subprocess, sys, threading
     import pytest
@@ -95,8 +105,9 @@ CLEAN = """
 """
 
 
-def _pytest(folder: Path, text: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text(textwrap.dedent(text))
+def _pytest(folder: Path, *files: str) -> tuple[int, str]:
+    for number, text in enumerate(files):
+        (folder / f"test_{number}.py").write_text(textwrap.dedent(text))
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    leaves\n")
     command = [
         sys.executable,
@@ -118,9 +129,9 @@ def _pytest(folder: Path, text: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_leaks_of_every_kind_are_reported(tmp_path):
-    code, said = _pytest(tmp_path, LEAVES)
-    assert code == 1 and "7 passed, 7 errors" in said, said
+def test_leaks_of_every_kind_are_reported_also_after_an_interrupt(tmp_path):
+    code, said = _pytest(tmp_path, LEAVES, INTERRUPTED)
+    assert code == 2 and "7 passed, 7 errors" in said and "! KeyboardInterrupt !" in said, said
     for kind in ("thread", "process", "grandchild", "file", "socket", "pipe", "module"):
         assert f"ERROR at teardown of test_{kind} " in said, said
     for words in ("the thread Tabitha is still running", "in wait", "time.sleep(3600)"):

@@ -134,8 +134,8 @@ def test_verbs_equal_those_on_the_pages():
 def test_examples_in_docstrings_run():
     bridges = {
         "thinwire.integrations.torchtitan": "torchtitan",
-        "thinwire.metrics.mlflow": "mlflow",
-        "thinwire.metrics.wandb": "wandb",
+        "thinwire.report.trackers.mlflow": "mlflow",
+        "thinwire.report.trackers.wandb": "wandb",
     }
     # the dev extra does not install every bridge's library
     here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]

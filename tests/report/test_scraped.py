@@ -11,8 +11,8 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.metrics.follow import following
 from thinwire.report.scraped import MISSED, ScrapedTop, is_address
+from thinwire.report.trackers.follow import following
 
 pytest.importorskip("prometheus_client")
 

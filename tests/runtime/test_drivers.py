@@ -72,7 +72,7 @@ def test_a_membership_selects_the_elastic_driver():
     assert cluster.play({"a": play}) == {"a": ElasticDriver}
 
 
-class Alone:
+class Alone(Driver):
     """A driver for one replica: every third step its anchors become its parameters."""
 
     def __init__(self, training: Training, fragments: list[tw.pieces.partition.Fragment]) -> None:
@@ -115,7 +115,7 @@ class Alone:
 
 def test_a_new_driver_needs_no_change_in_replica(monkeypatch, tmp_path):
     def choose(
-        training: Training, fragments: list[tw.pieces.partition.Fragment], group: object, site: object, resume: object
+        training: Training, fragments: list[tw.pieces.partition.Fragment], group: object, site: object
     ) -> Driver:
         return Alone(training, fragments)
 

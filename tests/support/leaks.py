@@ -195,16 +195,16 @@ def _excuse_marked(node: pytest.Item, before: Snapshot) -> None:
 def watch(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Snapshot()
     yield
-    if request.node.stash.get(FAILED, False):  # the traceback of a failed test refers to its objects
+    # After Ctrl-C an error would take the place of the reports.
+    interrupted = request.session.exitstatus == pytest.ExitCode.INTERRUPTED
+    if interrupted or request.node.stash.get(FAILED, False):  # the traceback of a failed test refers to its objects
         end_processes(before)
         return
     for turn in range(TURNS):
         if not (left := left_behind(before)):
             return
         if turn == COLLECT:
-            (
-                getattr(request.node, "funcargs", None) or {}
-            ).clear()  # pytest keeps the values of fixtures; None after Ctrl-C
+            getattr(request.node, "funcargs", {}).clear()  # pytest keeps the values of fixtures
             gc.collect()
             _excuse_marked(request.node, before)
         threading.Event().wait(turn / 1000)

@@ -56,7 +56,7 @@ def all_counted(replica: tw.Replica, books: Books) -> None:
     """Take part in rounds until all that this process trained counts: it brings what is left."""
     driver = cast(ElasticDriver, replica._driver)
     while books.counted < books.seen:
-        left = [index for index, travelled in enumerate(driver._travelled) if travelled < driver._trained]
+        left = [index for index, travelled in enumerate(driver._in_anchors) if travelled < driver._trained]
         brought = [driver._bring(index, replica.step) for index in left if index not in driver._waiting]
         driver.rounds.depart(*brought, own_steps=driver._own_steps)
         driver.rounds.wait(lambda: driver.rounds.idle)

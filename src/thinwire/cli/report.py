@@ -14,11 +14,11 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
-from thinwire.metrics.follow import following
-from thinwire.metrics.sinks import SINKS, named
 from thinwire.records.run_record import RunRecord, best_loss
 from thinwire.report.diagnosis import delay_table, diagnose
 from thinwire.report.progress import compare_table
+from thinwire.report.trackers.follow import following
+from thinwire.report.trackers.sinks import SINKS, named
 
 
 @dataclass(frozen=True)

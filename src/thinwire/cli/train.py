@@ -28,13 +28,13 @@ from thinwire.lm.settings import NAMED, recipe_name
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
-from thinwire.metrics.follow import following
-from thinwire.metrics.sinks import named
 from thinwire.plan.delay import follows_link
 from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
+from thinwire.report.trackers.follow import following
+from thinwire.report.trackers.sinks import named
 
 DEMO = Run.of(link="5mbit,30ms")
 

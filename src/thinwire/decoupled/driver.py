@@ -13,7 +13,6 @@ delta in flight.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,27 +23,25 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.decoupled.composition import Composition
-from thinwire.decoupled.host import Heard, Host
+from thinwire.decoupled.host import Host
 from thinwire.decoupled.messages import (
     COUNTED,
     DELTA,
-    DOWN,
     END,
     LAST,
     MOVE,
     REST,
-    UP,
     Down,
     ReplicaReport,
     SyncerMessages,
     Up,
 )
-from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, checked, load_syncer, resume, state_of, state_of_syncer
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, hold, said_by
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded, hold
+from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.decoupled.timeline import Timeline
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError, PeerError
+from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.methods.base import Attached
 from thinwire.rng import Key
 from thinwire.runtime.handshake import agree_on_start, check_start
@@ -97,22 +94,18 @@ class Unequal(Attached):
         self._tokens_since = [0.0] * len(numels)
         self._pace, self._began_at, self._begun_total = ReportPace(method.every, len(numels)), 0, 0
         self._every, self._known = method.every, False
-        self._each: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
-        self._heard_at, self._told, self._noticed, self._finished, self._over = clock(), 0, False, False, False
+        self._reports: tuple[ReplicaReport, ...] = (ReplicaReport(),) * group.size
+        self._heard_at = clock()  # when the newest reports came
+        self._finish_announced = False  # the syncer said that a replica has taken all its steps, or that all must stop
+        self._final_progress = 0  # the progress then; 0: not known
+        self._finished = self._over = False
         self._marks = [(0.0, 0)] * len(numels)  # time and step of each fragment's last departure
         self._seconds = 0.0  # seconds of an inner step here; 0: not known
         self._line = method.timeline(len(numels), group.rank) if method.slow else None
-        self._inbox: queue.Queue[Heard] = queue.Queue()
         self._host: Host | None = None
-        self._sender: PeerSender | None = None
         if group.rank == HOST:
             self._host = self._make_host(Syncer.of(method, self._states, self._messages))
-            self._inbox = self._host.inbox
-            self._host.start()
-        else:
-            # A receiver reports a loss, after all messages.
-            self._sender = PeerSender(group, HOST, UP, lambda *_: None)
-            PeerReceiver(group, HOST, DOWN, lambda: self._messages.buffer(DOWN), self._hear)
+        self._syncer = SyncerChannel(group, self._messages, self._host, self._lost)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
@@ -128,14 +121,6 @@ class Unequal(Attached):
     def _lost(self) -> str:
         return f"the syncer on replica {self.server} is lost"
 
-    def _hear(self, _: int, heard: Heard) -> bool:
-        self._inbox.put(heard)
-        try:
-            down = None if isinstance(heard, PeerError) else self._messages.read_down(heard)
-        except PeerError:
-            down = None
-        return down is None or (down.kind == END and not down.stop)
-
     # ---- progress
 
     @property
@@ -146,10 +131,10 @@ class Unequal(Attached):
             done = self._begun_total + self._line.done(self._team.rank, own)
         else:
             passed = self._clock() - self._heard_at
-            most, others = float(self._method.every * size), [*self._each]
+            most, others = float(self._method.every * size), [*self._reports]
             del others[self._team.rank]
-            done = int(self.step + sum(of.taken + min(of.speed * passed, most) for of in others))
-        return max(self._told, done // size)
+            done = int(self.step + sum(other.taken + min(other.speed * passed, most) for other in others))
+        return max(self._final_progress, done // size)
 
     # ---- around an inner step
 
@@ -160,7 +145,7 @@ class Unequal(Attached):
         if not self._marks[0][1]:  # leave out the compilation in the first step
             self._marks = [(began, self.step)] * len(self._marks)
         self._tokens_since = [tokens + self.tokens for tokens in self._tokens_since]
-        if self._line and not self._noticed:
+        if self._line and not self._finish_announced:
             self._follow(self._line)
         elif not self._line:
             self._go_on()
@@ -179,7 +164,7 @@ class Unequal(Attached):
     def _await(self, held: HeldRound) -> None:
         """Wait for a round that lands now, and apply it; return without it if the run has ended."""
         began = self._clock()
-        while not self._noticed:
+        while not self._finish_announced:
             down = self._next()
             if down.kind != END:
                 if down.fragment != held.fragment:
@@ -191,7 +176,7 @@ class Unequal(Attached):
 
     def _go_on(self) -> None:
         """After an inner step in real time: send due deltas, and apply rounds that have arrived."""
-        while not self.stopping and not self._inbox.empty():  # after a stop the syncer may have ended
+        while not self.stopping and not self._syncer.empty:  # after a stop the syncer may have ended
             self._next()
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
             self._depart(fragment)
@@ -207,8 +192,8 @@ class Unequal(Attached):
         self._marks[index], before, tokens = (began, self.step), one.feedback, self._tokens_since[index]
         if self._up(DELTA, index, delta):
             self._flying[index] = Departed(number, delta, self.step, since, began, before, tokens)
-        nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
-        self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=self._clock() - began)
+        nbytes, spent = self._syncer.nbytes(index), self._clock() - began
+        self._say("depart", fragment=index, round=number, nbytes=nbytes, seconds_spent=spent)
 
     def _up(self, kind: int, index: int, delta: Tensor) -> bool:
         """Send a delta; a delta that is not finite is refused, and this replica restarts from the anchors."""
@@ -225,17 +210,10 @@ class Unequal(Attached):
         up = up if sound else replace(up, refused=True)
         self._numbers[index] += 1
         one.since, self._tokens_since[index] = self.step, 0.0
-        self._send(up)
+        self._syncer.send(up)
         if not sound:
             self._start_again()
         return sound
-
-    def _send(self, up: Up) -> None:
-        packet = self._messages.write_up(up)
-        if self._host:
-            self._host.give(packet)
-        elif self._sender:
-            self._sender.send(packet)
 
     def _start_again(self) -> None:
         self._say("warning", message="this replica's weights were not finite; it restarts from the anchors")
@@ -248,26 +226,22 @@ class Unequal(Attached):
 
     def _next(self) -> Down:
         """Wait for the syncer's next message and apply it. Raises `LinkError` if the syncer is lost."""
-        heard = self._inbox.get()
-        if isinstance(heard, PeerError):
-            self._inbox.put(heard)  # the next call raises it again
-            raise LinkError(f"{self._lost()}: {heard}") from heard
-        down = self._messages.read_down(heard)
+        down = self._syncer.receive()
         if down.kind == END:
             self._over = not down.stop
-            self._noticed |= down.stop
-            self._told = max(self._told, down.version)
+            self._finish_announced |= down.stop
+            self._final_progress = max(self._final_progress, down.version)
             self.stopping |= down.stop and not down.version
             return down
-        self._heard_at, self._each = self._clock(), down.each
+        self._heard_at, self._reports = self._clock(), down.reports
         self._land(down)
         self._learn(down)
         return down
 
     def _land(self, down: Down) -> None:
         """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta."""
-        one, began, of = self._states[down.fragment], self._clock(), down.each[self._team.rank]
-        flight = self._flying.pop(one.index, None) if of.outcome and down.kind != LAST else None
+        one, began, report = self._states[down.fragment], self._clock(), down.reports[self._team.rank]
+        flight = self._flying.pop(one.index, None) if report.outcome and down.kind != LAST else None
         if down.body is not None:
             known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
@@ -277,8 +251,8 @@ class Unequal(Attached):
                 )
             outer = self._method.outer if down.kind == MOVE else self._method.outer.last
             key = Key(self._method.seed, one.index, down.version, HOST, down.kind)
-            known.step(outer, said_by(self._messages.down[one.index], down.body, one.anchor.numel(), key))
-            counted = flight is not None and of.outcome == COUNTED
+            known.step(outer, decoded(self._messages.down[one.index], down.body, one.anchor.numel(), key))
+            counted = flight is not None and report.outcome == COUNTED
             departed = one.anchor - flight.delta if flight and counted else one.anchor
             fresh = not counted or flight is None or flight.step < self.step
             one.anchor, one.state, one.rounds = known.anchor, known.state, known.version
@@ -292,7 +266,7 @@ class Unequal(Attached):
 
     def _report(self, index: int, flight: Departed, began: float) -> None:
         fields = {"fragment": index, "round": flight.number}
-        nbytes = self._messages.nbytes(UP, index) if self._host is None else 0
+        nbytes = self._syncer.nbytes(index)
         spent = {"begin": flight.begin, "end": began, "queued_seconds": 0.0, "transfer_seconds": 0.0}
         self._say("flight", **fields, nbytes=nbytes, **spent)
         self._say("land", **fields, begin=began, stall_seconds=0.0, seconds_spent=self._clock() - began)
@@ -301,8 +275,8 @@ class Unequal(Attached):
         """In real time: set the number of inner steps between two reports, and how much later to report so that all arrive together."""
         if self._line or down.kind != MOVE:
             return
-        own, seconds = down.each[self._team.rank], self._seconds
-        speeds = [of.speed for of in down.each[: self._team.size] if of.speed]
+        own, seconds = down.reports[self._team.rank], self._seconds
+        speeds = [other.speed for other in down.reports[: self._team.size] if other.speed]
         if own.speed and seconds:
             self._every, self._known = own_every(self._method.every, own.speed, speeds), True
         if own.outcome and seconds:
@@ -324,7 +298,7 @@ class Unequal(Attached):
                 if flight := self._flying.get(one.index):
                     delta.sub_(flight.delta)
                 self._up(REST, one.index, delta)
-        self._send(Up(END, self._team.rank, number=progress, taken=self.step))
+        self._syncer.send(Up(END, self._team.rank, number=progress, taken=self.step))
         while not self._over:
             self._next()
         self._load_anchors()
@@ -332,12 +306,7 @@ class Unequal(Attached):
 
     def close(self) -> None:
         self._hook.remove()
-        if self._host:
-            self._host.close()
-        elif self._sender:
-            self._sender.end()
-            if self._over:
-                self._sender.wait(60.0)
+        self._syncer.close(ended=self._over)
 
     # ---- the agreed weights
 
@@ -395,6 +364,6 @@ class Unequal(Attached):
 
     def _begin_at(self, steps: list[int]) -> None:
         """Take the inner steps at which all replicas resume, in rank order."""
-        self._begun_total, self._each = sum(steps), tuple(ReplicaReport(taken=taken) for taken in steps)
+        self._begun_total, self._reports = sum(steps), tuple(ReplicaReport(taken=taken) for taken in steps)
         if self._host:
             self._host.taken = steps

@@ -18,10 +18,10 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import DELTA, END, LEFT_OUT, MERGE, MOVE, REST, Down, SyncerMessages, Up
-from thinwire.decoupled.saved import Elsewhere, load_syncer, state_of_syncer, under
+from thinwire.decoupled.saved import SiteRecord, load_syncer, state_of_syncer, under
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import Arrivals
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, encoded, said_by
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
 
@@ -102,9 +102,9 @@ class GlobalHost(Host):
             agreed, known = self.syncer.agreed[fragment], self._known[site][fragment]
             key = Key(self.syncer.method.seed, fragment, agreed.version, site, MERGE)
             body, _ = encoded(codec, None, {}, known - agreed.anchor, key)
-            self._known[site][fragment] = known - said_by(codec, body, known.numel(), key)
-        each = self._each(outcomes, {})
-        packet = self.messages.write_down(Down(MOVE, fragment, agreed.version, digest([known])[:8], each, body=body))
+            self._known[site][fragment] = known - decoded(codec, body, known.numel(), key)
+        reports = self._reports(outcomes, {})
+        packet = self.messages.write_down(Down(MOVE, fragment, agreed.version, digest([known])[:8], reports, body=body))
         if site == 0:
             self._near(packet)
         else:
@@ -136,7 +136,7 @@ class GlobalHost(Host):
         load_syncer(self.syncer, 0, own, facts)
         self._known = [[own[f"known.{site}.{i}"] for i in range(len(known))] for site, known in enumerate(self._known)]
 
-    def of_site(self, site: int) -> Elsewhere:
+    def of_site(self, site: int) -> SiteRecord:
         """What a site needs to resume."""
         counted = [self.syncer.counted.get((site, index), 0) for index in range(len(self.syncer.agreed))]
-        return Elsewhere(self._known[site], [one.version for one in self.syncer.agreed], counted)
+        return SiteRecord(self._known[site], [one.version for one in self.syncer.agreed], counted)

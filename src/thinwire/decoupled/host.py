@@ -52,8 +52,9 @@ class Host:
         self._heard: queue.Queue[tuple[int, Heard] | None] = queue.Queue()
         self._mail: list[deque[Up]] = [deque() for _ in range(group.size)]
         self._ended: set[int] = set()
-        self._told = 0  # the progress at which it finished
-        self._noticed: float | None = None  # the time at which the others were told that one replica has finished
+        # Replicas were told that one of them has taken all its steps: when, and the progress then.
+        self._finish_announced_at: float | None = None
+        self._final_progress = 0
         self._stopped = False
         self._senders: dict[int, PeerSender] = {}
         self._thread = threading.Thread(target=self._run, name="thinwire-syncer", daemon=True)
@@ -132,7 +133,7 @@ class Host:
             self._send(Down(END, stop=True))
         if up.kind == END:
             self._ended.add(up.sender)
-            self._notice(up.number)
+            self._announce_finish(up.number)
             return False
         try:
             with self.lock:
@@ -144,9 +145,9 @@ class Host:
             self._refuse(up.fragment, [up.sender])
         return waits and up.kind == DELTA
 
-    def _notice(self, progress: int) -> None:
-        if self._noticed is None:
-            self._noticed, self._told = self.clock(), progress
+    def _announce_finish(self, progress: int) -> None:
+        if self._finish_announced_at is None:
+            self._finish_announced_at, self._final_progress = self.clock(), progress
             self._send(Down(END, version=max(1, progress), stop=True))
 
     # ---- sending
@@ -155,11 +156,11 @@ class Host:
         there = self.rounds.there
         with self.lock:
             down, outcomes = self.syncer.hold(held.fragment, there, kind)
-            self._send(replace(down, each=self._each(outcomes, dict(held.waited))))
+            self._send(replace(down, reports=self._reports(outcomes, dict(held.waited))))
         if left_out := [rank for rank, outcome in outcomes.items() if outcome == LEFT_OUT]:
             self._refuse(held.fragment, left_out)
 
-    def _each(self, outcomes: Mapping[int, int], waited: Mapping[int, float]) -> tuple[ReplicaReport, ...]:
+    def _reports(self, outcomes: Mapping[int, int], waited: Mapping[int, float]) -> tuple[ReplicaReport, ...]:
         there = self.rounds.there
         speeds = [1 / s if s and rank in there else 0.0 for rank, s in enumerate(self.seconds)]
         return tuple(
@@ -215,16 +216,18 @@ class Host:
 
     def _last_call(self) -> float | None:
         """The time until which the syncer waits for replicas that have not finished, once one has."""
-        if self._noticed is None:
+        if self._finish_announced_at is None:
             return None
         late = self.rounds.there - self._ended
-        return max((self.rounds.overdue(rank, self._noticed) for rank in late), default=self._noticed)
+        return max(
+            (self.rounds.overdue(rank, self._finish_announced_at) for rank in late), default=self._finish_announced_at
+        )
 
     def _finished(self) -> bool:
         """Whether all replicas have ended, or are too late."""
-        if self._noticed is not None:
+        if self._finish_announced_at is not None:
             for rank in sorted(self.rounds.there - self._ended):
-                if self.rounds.overdue(rank, self._noticed) <= self.clock():
+                if self.rounds.overdue(rank, self._finish_announced_at) <= self.clock():
                     self._miss(rank, "it did not finish within twice the time of one of its deltas after the others")
         return self.rounds.there <= self._ended
 

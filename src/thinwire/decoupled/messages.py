@@ -91,7 +91,7 @@ class Down:
     fragment: int = 0
     version: int = 0
     digest: bytes = bytes(8)
-    each: tuple[ReplicaReport, ...] = ()
+    reports: tuple[ReplicaReport, ...] = ()
     stop: bool = False
     body: Tensor | None = None
 
@@ -119,9 +119,8 @@ class SyncerMessages:
         return self._write(UP, up.kind, up.sender, up.fragment, up.number, flags, notes, up.body)
 
     def write_down(self, down: Down) -> Tensor:
-        each = (
-            _EACH.pack(of.outcome, of.waited, of.taken, of.speed) for of in down.each or (ReplicaReport(),) * self.size
-        )
+        reports = down.reports or (ReplicaReport(),) * self.size
+        each = (_EACH.pack(one.outcome, one.waited, one.taken, one.speed) for one in reports)
         notes = _DOWN.pack(down.digest) + b"".join(each)
         return self._write(DOWN, down.kind, self.host, down.fragment, down.version, STOP * down.stop, notes, down.body)
 
@@ -142,12 +141,12 @@ class SyncerMessages:
         """Parse a message from the syncer. Raises `PacketError`."""
         header, notes, body = self._read(DOWN, packet, self.host, (MOVE, LAST, END, MERGE))
         (digest,) = _DOWN.unpack_from(notes)
-        each = tuple(
+        reports = tuple(
             ReplicaReport(*_EACH.unpack_from(notes, _DOWN.size + place * _EACH.size)) for place in range(self.size)
         )
-        if not all(math.isfinite(of.waited) and 0 <= of.speed < math.inf for of in each):
+        if not all(math.isfinite(one.waited) and 0 <= one.speed < math.inf for one in reports):
             raise PacketError("the syncer sent times that are not finite; check the replica that hosts it.")
-        return Down(header.part, header.fragment, header.round, digest, each, bool(header.flags & STOP), body)
+        return Down(header.part, header.fragment, header.round, digest, reports, bool(header.flags & STOP), body)
 
     def _notes(self, tag: int) -> int:
         return _UP.size if tag == UP else _DOWN.size + self.size * _EACH.size

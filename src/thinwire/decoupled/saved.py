@@ -106,7 +106,7 @@ def load_syncer(syncer: Syncer, host: int, tensors: Mapping[str, Tensor], facts:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class SiteRecord:
     """What the global server's checkpoint says of a site, by fragment: the model as the site knows it, its version, the next update."""
 
     known: list[Tensor]

@@ -17,7 +17,7 @@ from thinwire.decoupled.driver import Unequal
 from thinwire.decoupled.global_host import GlobalHost
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import ReplicaReport, SyncerMessages
-from thinwire.decoupled.saved import Elsewhere
+from thinwire.decoupled.saved import SiteRecord
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_host import SiteHost
 from thinwire.decoupled.syncer import Syncer
@@ -60,11 +60,11 @@ class SiteReplica(Unequal):
     def progress(self) -> int:
         """Mean number of inner steps of all replicas; in real time by the newest reports of the others."""
         if self._finished:
-            return self._told
+            return self._final_progress
         if not self._line:
             return super().progress
         own = done(self.strategy.slow, self.group.rank, self.step - self._began_at)
-        return max(self._told, (self._begun_total + own) // self.group.size)
+        return max(self._final_progress, (self._begun_total + own) // self.group.size)
 
     def _lost(self) -> str:
         if self.server == 0:
@@ -78,7 +78,7 @@ class SiteReplica(Unequal):
         """Send the training since the last deltas to the servers, and leave the global model in all replicas."""
         if self._finished:
             return
-        self._told = self.progress
+        self._final_progress = self.progress
         super().finish()
         if self.group.rank == self.server:
             final = self._final()
@@ -148,17 +148,17 @@ class SiteReplica(Unequal):
             )
         return anew
 
-    def _above(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Elsewhere:
+    def _above(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> SiteRecord:
         """What the global server's checkpoint says of this site. Collective among the servers."""
         top = self._servers.top
         if top is None:
             known, said = take(self.group, 0, sum(4 * one.anchor.numel() + 256 for one in self._states) + (1 << 16))
-            return Elsewhere([known[str(one.index)] for one in self._states], said["versions"], said["counted"])
+            return SiteRecord([known[str(one.index)] for one in self._states], said["versions"], said["counted"])
         top.load(tensors, facts["global"])
         for site, ranks in enumerate(self._sites[1:], 1):
-            of = top.of_site(site)
-            known = {str(index): one for index, one in enumerate(of.known)}
-            give(self.group, [ranks[0]], known, {"versions": of.versions, "counted": of.counted})
+            record = top.of_site(site)
+            known = {str(index): one for index, one in enumerate(record.known)}
+            give(self.group, [ranks[0]], known, {"versions": record.versions, "counted": record.counted})
         return top.of_site(0)
 
     def _begin_at(self, steps: list[int]) -> None:
@@ -166,7 +166,7 @@ class SiteReplica(Unequal):
         here = [steps[rank] for rank in mine]
         super()._begin_at(here)
         self._begun_total, elsewhere = sum(steps), sum(steps) - sum(here)
-        self._each = (*self._each, ReplicaReport(taken=elsewhere))
+        self._reports = (*self._reports, ReplicaReport(taken=elsewhere))
         if self._host:
             self._servers.begin_at(here, elsewhere)
             if self._servers.top:

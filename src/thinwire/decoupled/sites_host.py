@@ -28,10 +28,10 @@ from thinwire.decoupled.host import Closed, Heard, Host
 from thinwire.decoupled.messages import DELTA, DOWN, END, MERGE, REST, UP, Down, ReplicaReport, SyncerMessages, Up
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound
-from thinwire.decoupled.saved import Elsewhere, under
+from thinwire.decoupled.saved import SiteRecord, under
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import HeldMerge
-from thinwire.decoupled.syncer import Syncer, encoded, said_by
+from thinwire.decoupled.syncer import Syncer, decoded, encoded
 from thinwire.errors import DisagreementError, PacketError, PeerError
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
@@ -171,7 +171,7 @@ class SiteHost(Host):
         if down.stop and not down.version:
             self._halt()
         elif down.version and self.timeline is None:  # in virtual time replicas know how far the others are
-            self._notice(down.version)
+            self._announce_finish(down.version)
         return False
 
     def _halt(self) -> None:
@@ -193,11 +193,11 @@ class SiteHost(Host):
             )
         key = Key(self._upper.seed, down.fragment, down.version, self._method.site, MERGE)
         with self.lock:
-            known = one.known - said_by(self._wire.down[down.fragment], down.body, one.known.numel(), key)
+            known = one.known - decoded(self._wire.down[down.fragment], down.body, one.known.numel(), key)
             said = self._move(down.fragment, known, down.version)
-        others = [of for site, of in enumerate(down.each) if site != self._method.site]
-        self._others = sum(of.taken for of in others), sum(of.speed for of in others), self.clock()
-        self._send(Down(MERGE, said.fragment, said.version, said.digest, self._each({}, {}), body=said.body))
+        others = [report for site, report in enumerate(down.reports) if site != self._method.site]
+        self._others = sum(one.taken for one in others), sum(one.speed for one in others), self.clock()
+        self._send(Down(MERGE, said.fragment, said.version, said.digest, self._reports({}, {}), body=said.body))
 
     def _move(self, fragment: int, known: Tensor, version: int) -> Down:
         """Merge the global model `known` of `version` into the site's. Returns the message to its replicas."""
@@ -208,16 +208,16 @@ class SiteHost(Host):
 
     # ---- what a syncer does, and more
 
-    def _each(self, outcomes: Mapping[int, int], waited: Mapping[int, float]) -> tuple[ReplicaReport, ...]:
+    def _reports(self, outcomes: Mapping[int, int], waited: Mapping[int, float]) -> tuple[ReplicaReport, ...]:
         """The reports of a site's replicas, and one of all replicas elsewhere. Before the first reply these are taken to be as fast."""
-        own = super()._each(outcomes, waited)
+        own = super()._reports(outcomes, waited)
         if self._others:
             taken, speed, at = self._others
             ahead = min(speed * (self.clock() - at), float(self._elsewhere * self._method.every * self._method.apart))
             return *own, ReplicaReport(taken=int(taken + ahead), speed=speed)
         share, (here, elsewhere) = self._elsewhere / self.group.size, self._begun
-        speed = share * sum(of.speed for of in own)
-        return *own, ReplicaReport(taken=int(elsewhere + share * (sum(of.taken for of in own) - here)), speed=speed)
+        speed = share * sum(one.speed for one in own)
+        return *own, ReplicaReport(taken=int(elsewhere + share * (sum(one.taken for one in own) - here)), speed=speed)
 
     def _read(self, up: Up) -> bool:
         one = self._exchanged[up.fragment]
@@ -260,7 +260,7 @@ class SiteHost(Host):
         super()._end()
         for fragment in range(len(self._exchanged)):
             self._push(fragment, REST)
-        self._raise(Up(END, self._method.site, number=max(1, self._told), taken=sum(self.taken)))
+        self._raise(Up(END, self._method.site, number=max(1, self._final_progress), taken=sum(self.taken)))
         if self._sender:
             self._sender.end()
 
@@ -281,7 +281,7 @@ class SiteHost(Host):
             facts.append([one.version, one.number, one.rounds, one.tokens - tokens, one.steps - steps, sent])
         return tensors, facts
 
-    def load(self, tensors: Mapping[str, Tensor], facts: Sequence[Any], above: Elsewhere) -> tuple[list[int], int]:
+    def load(self, tensors: Mapping[str, Tensor], facts: Sequence[Any], above: SiteRecord) -> tuple[list[int], int]:
         """Resume from `state()` and from what the global server's checkpoint says of this site, after the syncer is loaded.
 
         Returns the fragments that begin at the global model, because the site's checkpoint is older, and the number of lost updates.

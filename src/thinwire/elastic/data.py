@@ -12,7 +12,7 @@ from thinwire.elastic.plan import MemberStatus, RoundPlan
 from thinwire.membership.view import View
 
 
-def says(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[str, Any]:
+def status_fields(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[str, Any]:
     """Fields of the status: how far this replica has read, if that is `sound`, and the samples of the deltas that it has ready."""
     claims = {index: ready.claim for index, ready in waiting.items() if ready.claim and ready.weight > 0}
     return {
@@ -59,7 +59,7 @@ def is_void(ledger: DataLedger | None, name: str, status: MemberStatus, refused:
     return refused or (reads.serial >= 0 and (lease is None or not lease.reads_alike(reads, reads.count)))
 
 
-def note(reader: LeasedReader, outcome: Outcome) -> None:
+def tell_reader(reader: LeasedReader, outcome: Outcome) -> None:
     """Tell the reader which samples are in the anchor now, and which are no longer in the parameters."""
     if outcome.counted is not None and outcome.counted.claim is not None:
         reader.landed(outcome.fragment, outcome.counted.claim)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.data_ledger import DataLedger, layout
-from thinwire.elastic.data import note
+from thinwire.elastic.data import tell_reader
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
@@ -62,7 +62,7 @@ class ElasticDriver(Driver):
         self._observe = training.observe
         self._waiting: dict[int, Ready] = {}  # by fragment
         self._trained = 0.0  # tokens or steps of this replica
-        self._travelled = [0.0] * len(self.pieces)  # the part of `_trained` that is in the anchors, by fragment
+        self._in_anchors = [0.0] * len(self.pieces)  # the part of `_trained` that is in the anchors, by fragment
         self._renewals = [0] * len(self.pieces)  # outcomes after which older deltas must not be counted, by fragment
         self._owed: set[int] = set()  # fragments whose departure was due but not possible
         self._seen: int | None = None  # the last step at which departures were checked
@@ -88,14 +88,14 @@ class ElasticDriver(Driver):
         )
         self._stop_requested = False
 
-    def join(self, resume: Callable[[ElasticDriver], object] = lambda driver: None) -> None:
+    def join(self, resume: Callable[[], object] = lambda: None) -> None:
         """Meet the others, take over their state, and continue at their step. Blocks. `resume` may `load_state` before that: then only
         the fragments that have moved since are taken over, and the progress of the checkpoint is kept.
 
         Raises `LinkError` if too few members are there; the membership stays open for another try.
         """
         try:
-            resume(self)
+            resume()
             self.rounds.join(self.training.step)
         except BaseException as error:
             self.rounds.close(leave=not isinstance(error, LinkError))
@@ -189,7 +189,7 @@ class ElasticDriver(Driver):
             if report.state in (State.TRAINING, State.IN_DOUBT):
                 self.rounds.finish(keep_seconds)
             else:
-                left = [i for i, travelled in enumerate(self._travelled) if travelled < self._trained]
+                left = [i for i, travelled in enumerate(self._in_anchors) if travelled < self._trained]
                 self.rounds.meet(*(self._bring(index, step) for index in left if index not in self._waiting))
         self._pick_up(late)
         return self.rounds.report.state is not State.KEEPING
@@ -222,7 +222,7 @@ class ElasticDriver(Driver):
             "counted": {str(number): who for number, who in self._at.counted.items()},
             "by_tokens": self.by_tokens,
             "trained": self._trained,
-            "travelled": self._travelled,
+            "travelled": self._in_anchors,
             "ledger": layout.encoded(self._at.ledger).hex() if self._at.ledger else "",
             "reader": self._reader.state() if self._reader else {},
         }
@@ -239,10 +239,10 @@ class ElasticDriver(Driver):
         agreed = GlobalState([piece.anchor for piece in self.pieces], states, ledger=self._template())
         agreed.load(facts)
         self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
-        self._trained, self._travelled = facts["trained"], list(facts["travelled"])
+        self._trained, self._in_anchors = facts["trained"], list(facts["travelled"])
         if self._reader and not self._reader.load(facts["reader"], agreed.ledger, self.rounds.report.ledger):
             self.training.load_anchors()  # other replicas train the samples that were in the parameters
-            self._travelled = [self._trained] * len(self.pieces)
+            self._in_anchors = [self._trained] * len(self.pieces)
         self.rounds.load(agreed)
         if self._reader:  # its status says from now on where it reads
             self.rounds.trained(self.training.step, self._reader.generation, self._reader.read_count)
@@ -254,7 +254,7 @@ class ElasticDriver(Driver):
     @torch.no_grad()
     def _bring(self, index: int, step: int) -> Ready:
         piece = self.pieces[index]
-        behind = self._trained - self._travelled[index]
+        behind = self._trained - self._in_anchors[index]
         weight = behind if self.by_tokens else min(1.0, behind)
         delta = piece.delta(torch.empty_like(piece.anchor))
         if self.strategy.guards:
@@ -298,10 +298,10 @@ class ElasticDriver(Driver):
         before, piece.anchor, piece.state = piece.anchor, anchor, outcome.state
         piece.rounds += 1
         if counted is not None:
-            piece.feedback, self._travelled[outcome.fragment] = outcome.feedback, counted.trained
+            piece.feedback, self._in_anchors[outcome.fragment] = outcome.feedback, counted.trained
             self._renewals[outcome.fragment] += outcome.recalled
         if self._reader:
-            note(self._reader, outcome)
+            tell_reader(self._reader, outcome)
         if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight and merge.keeps_flight:
@@ -316,23 +316,22 @@ class ElasticDriver(Driver):
         if outcome.anew:
             self._renewals[outcome.fragment] += 1
             piece.load_into_parameters(anchor)
-            self._travelled[outcome.fragment] = self._trained
+            self._in_anchors[outcome.fragment] = self._trained
             return
         moved = anchor - before
         if outcome.returned is not None:
             moved -= outcome.returned.delta
             piece.feedback = outcome.returned.feedback
-            self._travelled[outcome.fragment] -= outcome.returned.weight
+            self._in_anchors[outcome.fragment] -= outcome.returned.weight
         for part, values in piece.slices(moved):
             part.copy_(part.to(values) + values)
 
 
-def join(
-    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None,
-    resume: Callable[[ElasticDriver], object] = lambda driver: None,
-) -> ElasticDriver:  # fmt: skip
-    """Make a driver, and join the members that are there; see `ElasticDriver.join`. Blocks. Raises `ConfigurationError`,
-    `DisagreementError`, `ModelError`, `LinkError`, and what `resume` raises.
+def elastic_driver(
+    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
+) -> ElasticDriver:
+    """The driver of a replica whose membership requires the same strategy and model of all members. Raises `ConfigurationError`,
+    `ModelError`.
     """
     if site is not None:
         raise ConfigurationError(
@@ -344,9 +343,7 @@ def join(
     check_start(fragments, [fragment.anchor for fragment in training.fragments])
     weights = "by tokens" if counts_tokens(training) else "alike"
     membership.require(introduction(strategy, fragments) | {"weights": weights})
-    driver = ElasticDriver(training, membership)
-    driver.join(resume)
-    return driver
+    return ElasticDriver(training, membership)
 
 
 def in_turn(schedule: Schedule, fragments: int) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
-from thinwire.elastic.data import admitted, commit, grants, is_void, says
+from thinwire.elastic.data import admitted, commit, grants, is_void, status_fields
 from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.flying import fly
@@ -74,7 +74,7 @@ class RoundLoop:
         self._late = set[str]()  # names of those for which it keeps the final state
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: Doubt | None = None
-        self._believed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
+        self._unconfirmed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
@@ -234,7 +234,7 @@ class RoundLoop:
         agreed, finishing = self.agreed, self._state is State.FINISHING
         brings = {str(index): ready.weight for index, ready in self._waiting.items()}
         self._generation, reads = self._mail.reads
-        data = says(self._generation > self._void, reads, self._waiting) | self._voter.says()
+        data = status_fields(self._generation > self._void, reads, self._waiting) | self._voter.says()
         return MemberStatus(
             agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
             **data,
@@ -284,9 +284,9 @@ class RoundLoop:
         """Members that are behind take over the state of a sound member. Then all are at the same round."""
         donor = level(view, plan, statuses, self.agreed, self._observe, self.membership.clock)
         self._on(*((Event.CAUGHT_UP, donor) if donor else (Event.LEVEL,)))
-        if self._believed is not None:  # all have this round now
-            self._past.forget(self._believed[1].fragment)
-        self.agreed.round, self._believed = plan.round, None
+        if self._unconfirmed is not None:  # all have this round now
+            self._past.forget(self._unconfirmed[1].fragment)
+        self.agreed.round, self._unconfirmed = plan.round, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
         self.membership.enter(self.agreed.run)
@@ -296,8 +296,8 @@ class RoundLoop:
     def _take_over(self, donor: str, anew: bool = False) -> None:
         name, agreed, returned = self.membership.name, self.agreed, None
         own = list[int]()
-        if self._believed is not None:  # the lighthouse died before the others learned of this commit
-            number, ready, mark = self._believed
+        if self._unconfirmed is not None:  # the lighthouse died before the others learned of this commit
+            number, ready, mark = self._unconfirmed
             returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
             own += [] if returned else [number]
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
@@ -310,7 +310,7 @@ class RoundLoop:
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
             if isinstance(past, Doubt):  # later deltas hold it, too, and were not counted
                 self._put(Outcome(index, past.round, anchor, state, past.ready, True, past.feedback))
-        self._believed = None
+        self._unconfirmed = None
         self._observe("caught_up", round=agreed.round, donor=donor)
 
     def _remember(self, number: int, ready: Ready, feedback: Tensors) -> None:
@@ -378,7 +378,7 @@ class RoundLoop:
         if self.agreed.round == plan.round and (plan.fragment >= 0 or granted):
             self.agreed.round += 1
         if moved is not None:
-            self._believed = None if own is None else (plan.round, own, self.agreed.mark)
+            self._unconfirmed = None if own is None else (plan.round, own, self.agreed.mark)
             feedback = moved.feedback if own else {}
             self._put(Outcome(plan.fragment, plan.round, moved.anchor, moved.outer, own, False, feedback, own))
         if moved is None or own is None:

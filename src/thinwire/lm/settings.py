@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from thinwire.catalogue.attacks import attack_of
 from thinwire.catalogue.parsing import PIECES, parse, pieces_of
 from thinwire.comm import Link
 from thinwire.comm.emulated import check_link
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
+from thinwire.exchange.attacked import attacked
 from thinwire.lm.checked import CheckedSettings
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import CODISTILL, METHODS, Method
+from thinwire.pieces.attacks import Attack
 from thinwire.pieces.own_files import shortened, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
 from thinwire.strategy import Strategy
-from thinwire.testing.attacks import Attack, attack_of
-from thinwire.testing.gossip_attacks import attacked
 from thinwire.topology import Topology, read_edges
 
 OF_THE_RECIPE = (

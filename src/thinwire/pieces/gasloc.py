@@ -11,7 +11,8 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.gossip import GossipRule, check_drawn, check_whole, stable
+from thinwire.pieces.gossip import GossipRule, check_whole
+from thinwire.pieces.gossip_stability import check_drawn, stable
 from thinwire.topology import Topology
 from thinwire.topology.base import Weights
 from thinwire.types import State

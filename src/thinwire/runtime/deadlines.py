@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Hashable
 
 _PAIRS = 8  # last pairs of rounds of different sizes, which give the time that does not depend on bytes
-_UNLIKE = 1.5  # sizes differ if one is so many times the other
-_PROBE = 5  # until such a pair is known, one round at a time may have so many times the bytes of the last
-_ROUNDS = 4  # last rounds, of which the slowest counts
-_MOST, _LEAST = 0.9, 0.3  # bounds of the share of the remaining time that is used
-_DOWN, _UP = 0.7, 0.003  # that share is multiplied by the one after a late round, and grows by the other after another
+_UNLIKE = 1.5  # two sizes differ if one is at least this many times the other
+_PROBE = 5  # until such a pair is known, one round at a time may have this many times the bytes of the last
+_ROUNDS = 4  # number of last rounds; the slowest of them counts
+_MOST_MARGIN, _LEAST_MARGIN = 0.9, 0.3  # bounds of the margin, the share of the remaining time that is used
+_LATE_FACTOR = 0.7  # multiplies the margin after a late round
+_ON_TIME_GROWTH = 0.003  # is added to the margin after a round that was not late
 
 
 class Deadlines:
@@ -35,7 +36,7 @@ class Deadlines:
         self._fixed: deque[float] = deque(maxlen=_PAIRS)
         self._flying: dict[Hashable, tuple[float, int]] = {}  # times of departure and bytes, in order
         self._arrived_at = float("-inf")
-        self._margin = _MOST
+        self._margin = _MOST_MARGIN
 
     def share(self, now: float, nbytes: int, deadline: float) -> float:
         """The share of `nbytes` that can depart `now` and arrive before `deadline`; 0 or more, and 1 if nothing is known."""
@@ -77,4 +78,7 @@ class Deadlines:
 
     def landed(self, late: bool) -> None:
         """Record whether training waited for a round."""
-        self._margin = max(_LEAST, self._margin * _DOWN) if late else min(_MOST, self._margin + _UP)
+        if late:
+            self._margin = max(_LEAST_MARGIN, self._margin * _LATE_FACTOR)
+        else:
+            self._margin = min(_MOST_MARGIN, self._margin + _ON_TIME_GROWTH)

@@ -128,7 +128,7 @@ class DeltaDriver(Driver):
             training.guard(fragment, delta, training.step - fragment.since)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
-            self._turn_over(fragment, delta)
+            self._begin_next_period(fragment, delta)
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
         update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given)
@@ -166,9 +166,9 @@ class DeltaDriver(Driver):
     def _land_last(self, fragment: FragmentState) -> None:
         assert fragment.flight is not None
         self._land(fragment, fragment.flight)
-        fragment.rest()
+        fragment.release()
 
-    def _turn_over(self, fragment: FragmentState, delta: Tensor) -> None:
+    def _begin_next_period(self, fragment: FragmentState, delta: Tensor) -> None:
         """If a round takes a whole period: land the previous one, and let the parameters begin the next (see `Eager`, `Reset`)."""
         if fragment.flight:
             self._land(fragment, fragment.flight)

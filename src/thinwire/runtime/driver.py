@@ -114,13 +114,13 @@ class Training:
         """Overwrite the model's parameters with the anchors."""
         for fragment in self.fragments:
             fragment.load_into_parameters(fragment.anchor)
-            fragment.rest()
+            fragment.release()
 
     def at_anchors(self) -> bool:
         """Whether every parameter has the bits of its anchor."""
         at = all(_same_bits(part, values) for one in self.fragments for part, values in one.slices(one.anchor))
         for fragment in self.fragments:
-            fragment.rest()
+            fragment.release()
         return at
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -150,12 +150,20 @@ class Training:
 class Driver(Protocol):
     """The interface of a driver. `Replica` calls it on the main thread.
 
-    When a driver has been made, it has met the others, and the model holds the first weights of the training. The driver owns the
+    When `join` returns, the driver has met the others, and the model holds the first weights of the training. The driver owns the
     threads and buffers of its rounds, and reads and changes `training`. It is called for an inner step after `training.step` has
     counted it.
     """
 
     training: Training
+
+    def join(self, resume: Callable[[], object]) -> None:
+        """Called once, before the first inner step. `resume` may load a checkpoint.
+
+        A driver of a fixed group meets the others when it is made, so this only calls `resume`. In an elastic run `resume` comes first:
+        then only what has changed since the checkpoint is fetched from the others. Raises `LinkError`, and what `resume` raises.
+        """
+        resume()
 
     def before_inner_step(self, closure: bool) -> None:
         """Called when the gradients are computed and the optimizer has not stepped, perhaps twice for one step. `closure`: whether the
@@ -186,7 +194,7 @@ class Driver(Protocol):
         copies = []
         for fragment in self.training.fragments:
             copies.append(fragment.anchor.clone())
-            fragment.rest()
+            fragment.release()
         return copies
 
     def load_anchors(self) -> None:

@@ -42,7 +42,7 @@ class Flights:
         `RoundPipeline.launch`."""
         training = self.training
         self.pipeline.launch(update, training.stall_seconds, scheduled)
-        fields = {"fragment": update.of.index, "round": update.number, "nbytes": update.nbytes}
+        fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
 
     def land(self, update: RoundUpdate) -> Callable[[], None]:
@@ -54,7 +54,7 @@ class Flights:
         training.stall_seconds += stall
         self.heard(update)
         self.pipeline.landed(update, began)
-        fields = {"fragment": update.of.index, "round": update.number}
+        fields = {"fragment": update.fragment.index, "round": update.number}
         training.observe(
             "flight", training.step, **fields, nbytes=update.nbytes_sent, begin=update.begin, end=update.end,
             queued_seconds=update.queued_seconds, transfer_seconds=update.transfer_seconds,

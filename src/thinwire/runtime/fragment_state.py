@@ -157,9 +157,9 @@ class FragmentState:
         self.anchor, *others = self.disk.tensors
         self.state = dict(zip(self.state, others))
         self.feedback = dict(zip(self.feedback, others[len(self.state) :]))
-        self.rest()
+        self.release()
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Release the memory of what is on disk, unless it is in flight."""
         if self.disk and not self.flight:
             self.disk.release()
@@ -167,13 +167,13 @@ class FragmentState:
     def begin_next(self, delta: Tensor, strategy: Strategy, share: float, buffers: Buffers) -> None:
         """If a round takes a whole period: set the parameters at which the next inner steps start, before `delta` departs."""
         if strategy.merge.eager:
-            self._step_aside(delta, strategy.outer, share, buffers)
+            self._apply_own_share(delta, strategy.outer, share, buffers)
         else:
             buffers.give(*([] if self.own is None else [self.own]))
             self.own = delta
         self.load_into_parameters(self.base)
 
-    def _step_aside(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
+    def _apply_own_share(self, delta: Tensor, outer: Outer, share: float, buffers: Buffers) -> None:
         """Eager updates: apply the change of `delta` since the last one at once, as this replica's share of the mean."""
         if self.deviation is None or self.own is None:
             self.deviation = torch.zeros_like(self.anchor)
@@ -213,7 +213,7 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
 
 
 class RoundUpdate:
-    """A round of the fragment `of`. It does not change the fragment before `commit`; `commit` or `discard` ends the round.
+    """A round of `fragment`. It does not change the fragment before `commit`; `commit` or `discard` ends the round.
 
     Departure: `delta` departs after inner step `departed` as round `number`, encoded by `codec`, and must land after step `lands`.
 
@@ -229,7 +229,7 @@ class RoundUpdate:
 
     def __init__(
         self,
-        of: FragmentState,
+        fragment: FragmentState,
         delta: Tensor,
         outer: Outer | None,
         feedback: Feedback | None,
@@ -241,21 +241,21 @@ class RoundUpdate:
         codec: Codec | None = None,
         given: Tensor | None = None,
     ) -> None:
-        self.of, self.delta = of, delta
-        self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or of.codec
+        self.fragment, self.delta = fragment, delta
+        self.number, self.departed, self.lands, self.codec = number, departed, lands, codec or fragment.codec
         self.trained, self.share = 0.0, 1.0  # tokens at the departure, if they are counted; the factor of the delta
         self.anchor = given
         self.outer: State = {}
         self.feedback: State = {}
         self.filtered: tuple[State, ...] = ()
-        self.exchange, self.aggregate, self.policy = of.exchange, of.aggregate, of.policy
+        self.exchange, self.aggregate, self.policy = fragment.exchange, fragment.aggregate, fragment.policy
         self.good = self.stop = False
         self.refused_by: tuple[int, ...] = ()
         self.nbytes = self.nbytes_sent = 0
         self.begin = self.end = self.queued_seconds = self.transfer_seconds = 0.0
         self.arrival: Future[None] = Future()  # done when all results are known
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
-        remembers = feedback is not None or bool(of.filters)  # these keep state in host memory
+        remembers = feedback is not None or bool(fragment.filters)  # these keep state in host memory
         self._inputs = [delta.cpu() if remembers else delta]  # the input of each filter, and last that of the codec
         self._signal: Tensor | None = None
         self._whole: Tensor | None = None  # the whole estimate, for filters or an outer step that need it
@@ -270,22 +270,22 @@ class RoundUpdate:
         if self._signal is None or self._signal.numel() < end - begin:
             self._buffers.give(*self._tensors(self._signal))
             self._signal = self._buffers.floats(end - begin)
-        return self._feedback.signal(coded, _range(self.of.feedback, begin, end), self._signal[: end - begin])
+        return self._feedback.signal(coded, _range(self.fragment.feedback, begin, end), self._signal[: end - begin])
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
         """Take the mean of a range, and compute its results."""
-        end, filters = begin + mean.numel(), self.of.filters
+        end, filters = begin + mean.numel(), self.fragment.filters
         if filters:
             self._sent = self._room(self._sent)
             self._sent[begin:end] = sent()
         if self._feedback:
             if not self.feedback:
-                self.feedback = self._like(self.of.feedback)
-            before, after = _range(self.of.feedback, begin, end), _range(self.feedback, begin, end)
+                self.feedback = self._like(self.fragment.feedback)
+            before, after = _range(self.fragment.feedback, begin, end), _range(self.feedback, begin, end)
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
-        on_cpu = self.of.anchor.device.type == "cpu"
+        on_cpu = self.fragment.anchor.device.type == "cpu"
         if self._step is not None and self._step.elementwise and on_cpu and not filters:
             self._stepped(self._step, begin, end, mean)
         else:
@@ -295,16 +295,16 @@ class RoundUpdate:
     def finish(self) -> bool:
         """Called after the last range. Returns whether the anchor is finite."""
         if self._whole is not None:
-            estimate, of = self._whole, self.of
+            estimate, fragment = self._whole, self.fragment
             if self._sent is not None:
-                states, inputs = of.filtered, self._inputs
-                estimate, self.filtered = settled(of.filters, states, inputs, self._sent, estimate, self.feedback)
+                states, inputs = fragment.filtered, self._inputs
+                estimate, self.filtered = settled(fragment.filters, states, inputs, self._sent, estimate, self.feedback)
             if self._step is None:
                 self.anchor = estimate
                 self._whole = None if estimate is self._whole else self._whole
             else:
-                here = estimate.to(of.anchor.device)
-                self.anchor, self.outer = self._step.step(of.anchor, here, of.state)
+                here = estimate.to(fragment.anchor.device)
+                self.anchor, self.outer = self._step.step(fragment.anchor, here, fragment.state)
             self._check(self.anchor)
         return self._finite and self.anchor is not None
 
@@ -320,24 +320,24 @@ class RoundUpdate:
 
     def commit(self) -> None:
         """Replace the fragment's state by the round's results. Without an outer step the anchor stays, and the estimate is released."""
-        of, swap = self.of, self._buffers.swap
+        fragment, swap = self.fragment, self._buffers.swap
         assert self.anchor is not None
         if self._step is None:
             self._buffers.give(self.anchor)
-        elif of.disk is None:
-            swap([of.anchor, *of.state.values()], [self.anchor, *self.outer.values()])
-            of.anchor, of.state = self.anchor, self.outer
+        elif fragment.disk is None:
+            swap([fragment.anchor, *fragment.state.values()], [self.anchor, *self.outer.values()])
+            fragment.anchor, fragment.state = self.anchor, self.outer
         else:
-            self._overwrite({**of.state, "": of.anchor}, {**self.outer, "": self.anchor})
-        if of.disk is None:
-            swap(of.feedback.values(), self.feedback.values())
-            of.feedback = self.feedback
+            self._overwrite({**fragment.state, "": fragment.anchor}, {**self.outer, "": self.anchor})
+        if fragment.disk is None:
+            swap(fragment.feedback.values(), self.feedback.values())
+            fragment.feedback = self.feedback
         else:
-            self._overwrite(of.feedback, self.feedback)
-        swap(of.exchange.values(), self.exchange.values())
-        swap(of.aggregate.values(), self.aggregate.values())
-        of.exchange, of.aggregate = self.exchange, self.aggregate
-        of.policy, of.filtered = self.policy, self.filtered
+            self._overwrite(fragment.feedback, self.feedback)
+        swap(fragment.exchange.values(), self.exchange.values())
+        swap(fragment.aggregate.values(), self.aggregate.values())
+        fragment.exchange, fragment.aggregate = self.exchange, self.aggregate
+        fragment.policy, fragment.filtered = self.policy, self.filtered
         self._over()
 
     def discard(self) -> None:
@@ -348,8 +348,8 @@ class RoundUpdate:
                 *(*self.exchange.values(), *self.aggregate.values()),
             ],
             [
-                *(*self.of.state.values(), *self.of.feedback.values()),
-                *(*self.of.exchange.values(), *self.of.aggregate.values()),
+                *(*self.fragment.state.values(), *self.fragment.feedback.values()),
+                *(*self.fragment.exchange.values(), *self.fragment.aggregate.values()),
             ],
         )
         self._over()
@@ -361,14 +361,14 @@ class RoundUpdate:
         self._buffers.give(*by.values())
 
     def _over(self) -> None:
-        if self.delta is not self.of.own:  # if a round takes a whole period, the delta is needed longer
+        if self.delta is not self.fragment.own:  # if a round takes a whole period, the delta is needed longer
             self._buffers.give(self.delta)
-        self.of.flight = None
+        self.fragment.flight = None
 
     def _coded(self) -> Tensor:
         """The values to encode, before feedback: the delta, or the output of the filters, which run once."""
-        if len(self._inputs) == 1 and self.of.filters:
-            self._inputs = said(self.of.filters, self.of.filtered, self._inputs[0])
+        if len(self._inputs) == 1 and self.fragment.filters:
+            self._inputs = said(self.fragment.filters, self.fragment.filtered, self._inputs[0])
         return self._inputs[-1]
 
     def _room(self, room: Tensor | None) -> Tensor:
@@ -376,10 +376,10 @@ class RoundUpdate:
 
     def _stepped(self, outer: Outer, begin: int, end: int, mean: Tensor) -> None:
         if self.anchor is None:
-            self.anchor, self.outer = self._buffers.like(self.of.anchor), self._like(self.of.state)
+            self.anchor, self.outer = self._buffers.like(self.fragment.anchor), self._like(self.fragment.state)
         moved = self.anchor[begin:end]
-        before, after = _range(self.of.state, begin, end), _range(self.outer, begin, end)
-        outer.step_into(self.of.anchor[begin:end], mean, before, moved, after)
+        before, after = _range(self.fragment.state, begin, end), _range(self.outer, begin, end)
+        outer.step_into(self.fragment.anchor[begin:end], mean, before, moved, after)
         self._check(moved)
 
     def _check(self, moved: Tensor) -> None:

@@ -21,7 +21,7 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
-from thinwire.runtime.driver import Training
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
@@ -37,7 +37,7 @@ class GossipUpdate(RoundUpdate):
 
     def __init__(
         self,
-        of: FragmentState,
+        fragment: FragmentState,
         theta: Tensor,
         rule: GossipRule,
         buffers: Buffers,
@@ -46,17 +46,17 @@ class GossipUpdate(RoundUpdate):
         departed: int,
         lands: int,
     ) -> None:
-        super().__init__(of, theta, None, None, buffers, number=number, departed=departed, lands=lands)
+        super().__init__(fragment, theta, None, None, buffers, number=number, departed=departed, lands=lands)
         self._rule = rule
         self._says: Tensor | None = None  # all vectors, one after another
-        numels = [numel for _, numel in rule.vectors(of.codec, theta.numel())]
+        numels = [numel for _, numel in rule.vectors(fragment.codec, theta.numel())]
         self._spans = [(sum(numels[:place]), sum(numels[: place + 1])) for place in range(len(numels))]
         self._heard, self._sent_own = (buffers.floats(sum(numels)) for _ in range(2))
         self._after: State = {}
 
     def signal(self, begin: int, end: int) -> Tensor:
         if self._says is None:
-            self._says = torch.cat(self._rule.says(self.of.anchor, self.delta, self.of.exchange))
+            self._says = torch.cat(self._rule.says(self.fragment.anchor, self.delta, self.fragment.exchange))
         return self._says[begin:end]
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
@@ -66,10 +66,12 @@ class GossipUpdate(RoundUpdate):
     def finish(self) -> bool:
         """Raises `NonFiniteError`, because the others continue with this replica's packet."""
         heard, said = ([flat[begin:end] for begin, end in self._spans] for flat in (self._heard, self._sent_own))
-        self.anchor, self._after = self._rule.hears(self.of.anchor, self.delta, self.of.exchange, heard, said)
+        self.anchor, self._after = self._rule.hears(
+            self.fragment.anchor, self.delta, self.fragment.exchange, heard, said
+        )
         if not all(bool(torch.isfinite(one).all()) for one in (self.anchor, *self._after.values())):
             raise NonFiniteError(
-                f"round {self.number} of fragment {self.of.fragment.name!r} gives NaN or infinity in {self._rule}: training diverges. "
+                f"round {self.number} of fragment {self.fragment.fragment.name!r} gives NaN or infinity in {self._rule}: training diverges. "
                 "Resume from the last checkpoint with a smaller learning rate, or a smaller momentum or step of the rule."
             )
         return True
@@ -80,7 +82,7 @@ class GossipUpdate(RoundUpdate):
 
     def commit(self) -> None:
         assert self.anchor is not None
-        self.of.anchor, self.of.exchange = self.anchor, self._after
+        self.fragment.anchor, self.fragment.exchange = self.anchor, self._after
         self._over()
 
 
@@ -110,12 +112,12 @@ class GossipFlights(Flights):
             self.pipeline.stop_requested = True
 
     def heard(self, update: RoundUpdate) -> None:
-        if update.of.index == 0:
+        if update.fragment.index == 0:
             self.pipeline.stop_requested |= update.stop
             self.training.stopping |= self.pipeline.stop_requested and update.number == self.window[1] - 1
 
 
-class GossipDriver:
+class GossipDriver(Driver):
     """Every replica takes the same inner steps, and exchanges only with its neighbours. See `Driver`, `GossipFlights`."""
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:

@@ -64,8 +64,8 @@ class GradientDriver(Driver):
 
     def _take(self, update: RoundUpdate, refused: bool) -> None:
         """Write the mean into the gradients, or None if a round of this step was `refused`."""
-        mean = update.of.anchor if update.anchor is None else update.anchor
-        for (_, parameter), (_, values) in zip(update.of.fragment.parameters, update.of.slices(mean)):
+        mean = update.fragment.anchor if update.anchor is None else update.anchor
+        for (_, parameter), (_, values) in zip(update.fragment.fragment.parameters, update.fragment.slices(mean)):
             # Parameters without a gradient send zeros; if the mean is exactly zero, all replicas skip them.
             if refused or not bool(values.any()):
                 parameter.grad = None

@@ -122,10 +122,10 @@ def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> t
     return digests[0], True
 
 
-def agree_on_resume(group: Group, step: int, alike: bytes) -> None:
-    """Raises `DisagreementError` on every replica, unless all resume at the same step and have the same digest `alike` of their shared
-    state. 24 bytes each."""
-    told = gather(group, step.to_bytes(8, "little") + alike, 24, "resume")
+def agree_on_resume(group: Group, step: int, state_digest: bytes) -> None:
+    """Raises `DisagreementError` on every replica, unless all resume at the same step and with the same 16 bytes `state_digest` of their
+    shared state. 24 bytes each."""
+    told = gather(group, step.to_bytes(8, "little") + state_digest, 24, "resume")
     for rank, text in enumerate(told):
         if text != told[0]:
             other = int.from_bytes(text[:8], "little")

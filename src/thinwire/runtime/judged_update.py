@@ -18,12 +18,12 @@ class JudgedUpdate(RoundUpdate):
     """A round among this replica and its neighbours `sources`. `theta` are the parameters at its departure. Call `judge` before `commit`."""
 
     def __init__(
-        self, of: FragmentState, theta: Tensor, rule: Judging, buffers: Buffers, sources: Sequence[int], size: int,
+        self, fragment: FragmentState, theta: Tensor, rule: Judging, buffers: Buffers, sources: Sequence[int], size: int,
         *, key: Key, departed: int, lands: int,
     ) -> None:  # fmt: skip
-        super().__init__(of, theta, None, None, buffers, number=key.round, departed=departed, lands=lands)
+        super().__init__(fragment, theta, None, None, buffers, number=key.round, departed=departed, lands=lands)
         self._rule, self._key, self._size, self._sources = rule, key, size, sources
-        numels = [numel for _, numel in rule.vectors(of.codec, theta.numel())]
+        numels = [numel for _, numel in rule.vectors(fragment.codec, theta.numel())]
         self._heard = buffers.floats(sum(numels) * len(sources)).fill_(torch.nan)  # NaN: not sent
         self._numels = numels
         self._after: State = {}
@@ -51,13 +51,15 @@ class JudgedUpdate(RoundUpdate):
         finite = {rank: row for rank, row in vectors[0].items() if bool(torch.isfinite(row).all())}
         records = vectors[1] if len(vectors) > 1 else {}
         heard = Heard(self._key, self._size, self.delta, finite, records, losses)
-        weights, self._after = self._rule.judges(heard, self.of.exchange)
+        weights, self._after = self._rule.judges(heard, self.fragment.exchange)
         mean = weighed(self.delta, finite, weights)
-        self.anchor, _ = self._rule.hears(self.of.anchor, self.delta, self.of.exchange, [mean], [self.delta])
+        self.anchor, _ = self._rule.hears(
+            self.fragment.anchor, self.delta, self.fragment.exchange, [mean], [self.delta]
+        )
         return weights
 
     def commit(self) -> None:
         assert self.anchor is not None, "judge comes first"
-        self.of.anchor, self.of.exchange = self.anchor, self._after
+        self.fragment.anchor, self.fragment.exchange = self.anchor, self._after
         self._buffers.give(self._heard)
         self._over()

@@ -105,8 +105,8 @@ class RoundPipeline:
         update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
         counts = None
         if update.trained and group.size > 1:
-            key = Key(self.seed, update.of.index, update.number, group.rank)
-            counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.of.counted)
+            key = Key(self.seed, update.fragment.index, update.number, group.rank)
+            counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.fragment.counted)
         order = (update.lands, self._launched)
         own = self._step_timer.departs(update.departed, begin - stalled)
         self._launched += 1
@@ -117,7 +117,7 @@ class RoundPipeline:
     def _set_level(self, update: RoundUpdate, now: float, seconds: float) -> None:
         """If the codec has levels, choose the finest one with which `update` arrives within `seconds`, which are infinite if there is no
         deadline. The first round of a fragment gets the coarsest one: it probes the link."""
-        codec, numel, fragment = update.codec, update.delta.numel(), update.of.index
+        codec, numel, fragment = update.codec, update.delta.numel(), update.fragment.index
         if not numel or codec.within(0.0, numel) is codec:
             return
         self._hear()
@@ -163,7 +163,7 @@ class RoundPipeline:
             except LinkError as error:
                 raise self.finished.explained(error, update.departed) from error
         signal, _ = weighed(update, update.share)
-        key = Key(self.seed, update.of.index, update.number, self.context.group.rank)
+        key = Key(self.seed, update.fragment.index, update.number, self.context.group.rank)
         flags = STOP if self.stop_requested else 0
         numel = update.delta.numel()
         round_ = Round(
@@ -176,18 +176,18 @@ class RoundPipeline:
             order,
             update.departed,
             self._aggregate,
-            update.of.aggregate,
-            anchor=update.of.anchor,
+            update.fragment.aggregate,
+            anchor=update.fragment.anchor,
         )
-        return round_, self.exchange.depart(round_, update.of.exchange), self._notice(update, round_)
+        return round_, self.exchange.depart(round_, update.fragment.exchange), self._policy_message(update, round_)
 
-    def _notice(self, update: RoundUpdate, of: Round) -> PolicyMessage | None:
-        policy, codec = self._deciding, update.of.codec
+    def _policy_message(self, update: RoundUpdate, round_: Round) -> PolicyMessage | None:
+        policy, codec = self._deciding, update.fragment.codec
         count = 0 if policy is None else policy.tells(codec, update.number)
         if policy is None or not count:
             return None
-        round_ = Round(self.context, Identity(), count, of.key, of.signal, 0, of.order, of.step)
-        return PolicyMessage(round_, lambda: policy.decide(codec, update.signal, of.numel, of.key))
+        own = Round(self.context, Identity(), count, round_.key, round_.signal, 0, round_.order, round_.step)
+        return PolicyMessage(own, lambda: policy.decide(codec, update.signal, round_.numel, round_.key))
 
     @torch.no_grad()
     def _arrive(
@@ -203,7 +203,7 @@ class RoundPipeline:
             _, settle = weighed(update, update.share)
             arrival = self.exchange.arrive(departure, settle)
             if notice and self._deciding is not None:
-                update.policy = self._deciding.told(update.of.codec, notice.arrive())
+                update.policy = self._deciding.told(update.fragment.codec, notice.arrive())
             over = True
         except PeerError as error:
             own = round_.own_failure()
@@ -222,7 +222,7 @@ class RoundPipeline:
         verdict = 0 if not void and update.finish() else REFUSED
         update.close()
         flags = or_flags(self.site, (*arrival.flags, verdict), ROUNDS)
-        update.exchange, update.aggregate = arrival.state, round_.after or update.of.aggregate
+        update.exchange, update.aggregate = arrival.state, round_.after or update.fragment.aggregate
         update.good = not flags[-1] & REFUSED and sum(bool(f & REFUSED) for f in flags) <= tolerated
         update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
         update.stop = any(f & STOP for f in flags)

@@ -42,11 +42,11 @@ class Row:
 
 
 SINKS = {
-    "wandb": Row("thinwire.metrics.wandb", "Wandb", "wandb"),
-    "mlflow": Row("thinwire.metrics.mlflow", "Mlflow", "mlflow"),
-    "tensorboard": Row("thinwire.metrics.tensorboard", "TensorBoard", "tensorboard"),
-    "prometheus": Row("thinwire.metrics.prometheus", "Prometheus", "prometheus", live=True),
-    "jsonl": Row("thinwire.metrics.jsonl", "JsonLines"),
+    "wandb": Row("thinwire.report.trackers.wandb", "Wandb", "wandb"),
+    "mlflow": Row("thinwire.report.trackers.mlflow", "Mlflow", "mlflow"),
+    "tensorboard": Row("thinwire.report.trackers.tensorboard", "TensorBoard", "tensorboard"),
+    "prometheus": Row("thinwire.report.trackers.prometheus", "Prometheus", "prometheus", live=True),
+    "jsonl": Row("thinwire.report.trackers.jsonl", "JsonLines"),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.metrics.sinks import Sink
+from thinwire.report.trackers.sinks import Sink
 
 
 class JsonLines(Sink):

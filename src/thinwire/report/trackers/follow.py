@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from thinwire.metrics.sinks import Sink, named, open_sinks
-from thinwire.metrics.table import MetricValues
 from thinwire.records.events import Event, Tail
 from thinwire.records.sessions import whole
+from thinwire.report.trackers.sinks import Sink, named, open_sinks
+from thinwire.report.trackers.table import MetricValues
 
 Say = Callable[[str], object]
 

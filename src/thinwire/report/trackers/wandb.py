@@ -10,8 +10,8 @@ from typing import Any
 
 import wandb
 
-from thinwire.metrics.remembered import remembered
-from thinwire.metrics.sinks import Sink
+from thinwire.report.trackers.remembered import remembered
+from thinwire.report.trackers.sinks import Sink
 
 
 class Wandb(Sink):

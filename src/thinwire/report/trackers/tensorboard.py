@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from thinwire.metrics.sinks import Sink
+from thinwire.report.trackers.sinks import Sink
 
 
 class TensorBoard(Sink):

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from thinwire.errors import ConfigurationError
-from thinwire.metrics.sinks import Sink
-from thinwire.metrics.table import METRICS
+from thinwire.report.trackers.sinks import Sink
+from thinwire.report.trackers.table import METRICS
 
 HOST, PORT = "127.0.0.1", 29540
 

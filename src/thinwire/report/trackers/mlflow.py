@@ -11,8 +11,8 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from thinwire.metrics.remembered import remembered
-from thinwire.metrics.sinks import Sink
+from thinwire.report.trackers.remembered import remembered
+from thinwire.report.trackers.sinks import Sink
 
 MOST = 1000  # most metrics that a store takes at once
 LONGEST = 500  # most characters of a setting
