@@ -37,6 +37,11 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
         tmp_path / "attached", ThinwireCallback(AVERAGE), resume=str(tmp_path / "attached/checkpoint-4"), **options
     )
     assert same_bits(weights(again), due) and not same_bits(weights(again), torch.zeros_like(due))
+    elsewhere = str(tmp_path / "attached/checkpoint-4")
+    said = refused(tmp_path / "other", ThinwireCallback(AVERAGE), resume=elsewhere, **options)
+    assert (
+        said.startswith("CheckpointError: the trainer resumes at step 4, and ") and "copy all of checkpoint-4" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 
 Under a launcher accelerate wraps the model in DistributedDataParallel, and averages gradients, losses and metrics over all processes at
 every step. The callback tells accelerate, before anything is wrapped, that each process is alone, so that only Thinwire exchanges between
-the processes. Training data are still divided among them. Needs the extra: pip install thinwire[hf].
+the processes. Training data are still divided among them. Needs the extra: pip install thinwire[trainer].
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.state import PartialState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.optimization import GreedyLR
-from transformers.trainer_callback import DefaultFlowCallback, ExportableState
+
+from thinwire.integrations.extras import needs
+
+with needs("trainer"):
+    from accelerate.state import PartialState
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.optimization import GreedyLR
+    from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from thinwire import checkpoint
 from thinwire.comm import Group
@@ -327,7 +331,13 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 f"the trainer resumes at step {step} from a checkpoint of {whose}: one of replica {own} is needed. "
                 f"Call trainer.train(resume_from_checkpoint=True), which takes the newest in {args.output_dir}."
             )
-        return checkpoint.read(Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}")
+        path = Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}"
+        if not path.is_dir():  # a trainer does not tell its callbacks the path from which it resumes
+            raise CheckpointError(
+                f"the trainer resumes at step {step}, and {path} does not exist: the state of replica {own} is needed there. Set output_dir to "
+                f"the folder of that checkpoint, or copy all of checkpoint-{step} into {args.output_dir}."
+            )
+        return checkpoint.read(path)
 
 
 def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:

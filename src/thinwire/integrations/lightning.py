@@ -19,13 +19,17 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import Dataset, DistributedSampler, Sampler
+
+from thinwire.integrations.extras import needs
+
+with needs("lightning"):
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.utilities import rank_zero_info
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config.override import override
+
+from thinwire.integrations.extras import needs
+
+with needs("torchtitan"):
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config.override import override
 
 from thinwire.comm import Group
 from thinwire.errors import ConfigurationError
