@@ -38,6 +38,8 @@ def test_unsupported_settings_are_refused(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     with pytest.raises(tw.ConfigurationError, match="one of the two is needed"):
         LocalSGD(accelerator, model)
+    with pytest.raises(tw.ConfigurationError, match="every=0"):
+        LocalSGD(accelerator, model, 0)
     with pytest.raises(tw.ConfigurationError, match=r"a Membership: .*replica\.step < steps"):
         LocalSGD(accelerator, model, 2, group=SimulatedCluster().membership("a"))
     with pytest.raises(tw.ConfigurationError, match="prepared no optimizer"), LocalSGD(accelerator, model, 2):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from member_loop import beside, membership
+from member_loop import LIMIT, beside, membership
 
 import thinwire as tw
 from thinwire.integrations.attached import too_short
@@ -18,7 +18,7 @@ from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
-    from hf_trainer import SAVED, STEPS, STREAMING, Then, Tokens, arguments, model, refused, train, weights
+    from hf_trainer import SAVED, STEPS, STREAMING, PowerCut, Then, Tokens, arguments, model, refused, train, weights
     from transformers import Trainer
 
     from thinwire.integrations.huggingface import ThinwireCallback
@@ -37,6 +37,11 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
         tmp_path / "attached", ThinwireCallback(AVERAGE), resume=str(tmp_path / "attached/checkpoint-4"), **options
     )
     assert same_bits(weights(again), due) and not same_bits(weights(again), torch.zeros_like(due))
+    elsewhere = str(tmp_path / "attached/checkpoint-4")
+    said = refused(tmp_path / "other", ThinwireCallback(AVERAGE), resume=elsewhere, **options)
+    assert (
+        said.startswith("CheckpointError: the trainer resumes at step 4, and ") and "copy all of checkpoint-4" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,6 +163,31 @@ def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):
     assert logged and all(2.5 < loss < 5 for loss in logged)  # the loss is not divided by steps that others trained
     saved = sorted(path.name for path in (tmp_path / "trainer").glob("checkpoint-*/thinwire"))
     assert saved and not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_trainer_that_returns_takes_only_what_has_moved(tmp_path):
+    """It resumes from the trainer's own checkpoint before it meets the others: two of three fragments have moved since."""
+
+    def begin(*callbacks: object, resume: bool = False) -> Trainer:
+        callback = ThinwireCallback(STREAMING, membership(other.address, "trainer"))
+        data, given = callback.share(Tokens(512)), arguments(tmp_path, save_steps=7)
+        trainer = Trainer(model(), given, train_dataset=data, callbacks=[callback, *callbacks])
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            callback.close()
+        return trainer
+
+    facts = {"the trainer's max_steps": str(STEPS)}
+    with beside(STREAMING, model(), facts=facts, steps=STEPS, alone=6, away=9, samples=512) as (other, trained):
+        with pytest.raises(OSError, match="the power is cut"):
+            begin(PowerCut())
+        other.go.set()
+        assert other.moved.wait(LIMIT)
+        trainer = begin(Then(other.back), resume=True)
+        whole = torch.cat([parameter.detach().reshape(-1) for parameter in trained.result(LIMIT).parameters()])
+    assert trainer.state.global_step == STEPS and same_bits(weights(trainer), whole)
+    assert 0 < sum(other.given[1:]) < other.given[0]
 
 
 def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):

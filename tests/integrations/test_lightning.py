@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from member_loop import beside, membership
+from member_loop import LIMIT, beside, membership
 from pages import ROOT
 from torch.utils.data import DistributedSampler
 
@@ -18,6 +18,8 @@ from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.precision import MixedPrecision
@@ -173,6 +175,34 @@ def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):
     assert saved["global_step"] == saved["lr_schedulers"][0]["last_epoch"] == due and 0 < trains <= due - 6
     assert same_bits(weights(module), whole)
     assert not set(module.seen[: 2 * trains]) & set(other.seen)
+
+
+def test_a_trainer_that_returns_takes_only_what_has_moved(tmp_path):
+    """It resumes from Lightning's checkpoint before it meets the others: one of two fragments has moved since."""
+    due, kept = 12, tmp_path / "kept"
+
+    class Cut(BySteps):
+        def on_train_batch_start(self, batch, index):
+            if self.trainer.global_step == 7:
+                raise OSError("the power is cut")
+
+    def begin(module: Module, resume: Path | None = None) -> Module:
+        callback = ThinwireCallback(STREAMING, membership(other.address, "trainer"))
+        keep = ModelCheckpoint(kept, every_n_train_steps=1, filename="{step}", save_top_k=-1)
+        return fit(tmp_path, callback, count=512, module=module, keep=keep, max_steps=due, max_epochs=-1, resume=resume)
+
+    facts = {"max_steps": str(due)}
+    with beside(STREAMING, Module(), facts=facts, steps=due, alone=6, away=9, samples=512) as (other, trained):
+        with pytest.raises(OSError, match="the power is cut"):
+            begin(Cut())
+        other.go.set()
+        assert other.moved.wait(LIMIT)
+        module = BySteps()
+        module.event = other.back
+        begin(module, kept / "step=7.ckpt")
+        whole = weights(trained.result(LIMIT))
+    assert module.trainer.global_step == due and same_bits(weights(module), whole)
+    assert 0 < sum(other.given[1:]) < other.given[0]
 
 
 def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):

@@ -61,7 +61,7 @@ def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainers", ["hugging_face", "lightning"], indirect=True)
+@pytest.mark.parametrize("trainers", ["hugging_face", "lightning", "torchtitan"], indirect=True)
 def test_a_member_that_returns_after_the_end_gets_the_final_weights(trainers: Trainers) -> None:
     first, second = trainers.start("a", 9), trainers.start("b", 9)
     trainers.wait_for("a.at.9", first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 pytest.importorskip("torchtitan")
 
-from titan_trainer import STREAMING, Titan
+from member_loop import LIMIT, beside, membership
+from titan_trainer import STREAMING, Titan, ToyWithoutEmpty
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.configurable import Configurable
 from torchtitan.config.override import OverrideConfig, apply_overrides
@@ -19,7 +21,7 @@ from torchtitan.config.override import OverrideConfig, apply_overrides
 import thinwire as tw
 from thinwire.integrations.torchtitan import STATE, attach
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Membership
-from thinwire.testing.toy import Toy, same_bits, weights
+from thinwire.testing.toy import Toy, fill, same_bits, weights
 
 STEPS, SAVED = 12, 7
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -52,14 +54,60 @@ def test_a_resume_from_a_torchtitan_checkpoint_is_exact(tmp_path, capsys):
         trainer.train()
     through = weights(trainer.model_parts[0])
     assert (tmp_path / "checkpoint" / f"step-{SAVED}" / ".metadata").exists()
-    again = Titan(tmp_path)
+    again = Titan(tmp_path, load=SAVED)
     with attach(again, STREAMING, group) as replica:
         assert again.checkpointer.states[STATE] is replica
-        again.train(steps=SAVED, load=SAVED)
-        assert replica.step == SAVED and replica.in_flight
-        again.train(load=SAVED)
+        assert again.step == replica.step == SAVED and replica.in_flight
+        again.train()
     assert same_bits(through, weights(again.model_parts[0]))
     assert "where DistributedDataParallel sends" in capsys.readouterr().out
+
+
+def test_initial_weights_are_the_first_anchors(tmp_path):
+    """torchtitan's `train` loads them when Thinwire has been attached. They must be no training that is sent."""
+    first = Titan(tmp_path / "first")
+    first.train()
+    (group,), trainer = (
+        tw.ThreadGroup.create(1),
+        Titan(tmp_path / "next", initial=tmp_path / "first/checkpoint/step-7"),
+    )
+    (model,), seen = trainer.model_parts, []
+    with attach(trainer, STREAMING, group) as replica:
+
+        def before() -> None:
+            own = weights(model)
+            with replica.anchored():
+                seen.append((own, weights(model)))
+
+        trainer.train(before=before)
+    own, anchors = seen[0]
+    assert same_bits(own, anchors) and not same_bits(own, weights(Titan(tmp_path / "new").model_parts[0]))
+
+
+def test_a_trainer_that_returns_takes_only_what_has_moved(tmp_path):
+    """It resumes from torchtitan's checkpoint before it meets the others: one of two fragments has moved since. It loads it once."""
+
+    def begin(before: Callable[[Titan], None]) -> Titan:
+        trainer = Titan(tmp_path)
+        with attach(trainer, STREAMING, membership(other.address, "trainer")):
+            trainer.train(before=lambda: before(trainer))
+        return trainer
+
+    def cut(trainer: Titan) -> None:
+        if trainer.step == SAVED:
+            raise OSError("the power is cut")
+
+    facts = {"torchtitan's training.steps": str(STEPS)}
+    with beside(STREAMING, fill(ToyWithoutEmpty()), facts=facts, steps=STEPS, alone=6, away=9) as (other, trained):
+        with pytest.raises(OSError, match="the power is cut"):
+            begin(cut)
+        other.go.set()
+        assert other.moved.wait(LIMIT)
+        trainer = begin(lambda _: other.back.set())
+        whole = weights(trained.result(LIMIT))
+    assert trainer.step == trainer.lr_schedulers.schedulers[0].last_epoch == STEPS
+    assert same_bits(weights(trainer.model_parts[0]), whole)
+    assert 0 < sum(other.given[1:]) < other.given[0]
 
 
 def test_pipeline_parallel_models_are_refused():

@@ -1,4 +1,7 @@
-"""A member with its own loop beside the member of a trainer: it trains some steps alone, and continues when the trainer has joined."""
+"""A member with its own loop beside the member of a trainer: it trains some steps alone, and continues when the trainer has joined.
+
+It may stop a second time, while the trainer is away, until this has returned. `given` are the bytes of each state that it gave.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def membership(address: str, name: str) -> Membership:
 
 @dataclass
 class Other:
-    """Trains `module` on samples from a ledger of `samples`: `alone` steps, and the rest once `go` is set."""
+    """Trains `module` on samples from a ledger of `samples`, or without one: `alone` steps, more to the step `away` once `go` is set, and
+    the rest once `back` is set.
+    """
 
     address: str
     strategy: tw.Strategy
@@ -35,35 +40,58 @@ class Other:
     facts: dict[str, str]
     steps: int
     alone: int
-    samples: int
+    samples: int = 0
+    away: int = 0
     go: threading.Event = field(default_factory=threading.Event)
-    seen: list[int] = field(default_factory=list)
     ahead: threading.Event = field(default_factory=threading.Event)
+    back: threading.Event = field(default_factory=threading.Event)
+    moved: threading.Event = field(default_factory=threading.Event)
+    seen: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    departed: int = 0
+    counted: int = 0
+
+    def hear(self, event: str, step: int, **fields: Any) -> None:
+        if event == "given":
+            self.given.append(fields["nbytes"])
+        self.departed += event == "depart"
+        self.counted += event == "round" and bool(fields["committed"]) and "loop" in fields["counted"]
+
+    def pause(self, replica: tw.Replica, here: threading.Event, go: threading.Event) -> None:
+        """Hold rounds without a delta of this member, in which another may join, until `go` is set."""
+        rounds = replica._driver.rounds  # type: ignore[attr-defined]
+        while not go.is_set():
+            rounds.ask(replica.step)
+            rounds.wait(lambda: rounds.idle)
+            if self.counted == self.departed:  # its own deltas have travelled
+                here.set()
 
     def train(self) -> nn.Module:
         try:
             member = membership(self.address, "loop")
-            sampler = MemberSampler(self.samples, 0, member, lambda: None)
-            member.require(self.facts | sampler.facts(2))
+            sampler = MemberSampler(self.samples, 0, member, lambda: None) if self.samples else None
+            member.require(self.facts | (sampler.facts(2) if sampler else {}))
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
-            with tw.Replica(self.strategy, self.module, optimizer, member, reader=sampler.open(2)) as replica:
-                indices: Iterator[int] = iter(sampler)
+            reader = sampler.open(2) if sampler else None
+            with tw.Replica(
+                self.strategy, self.module, optimizer, member, reader=reader, observer=self.hear
+            ) as replica:
+                indices: Iterator[int] = iter(sampler or ())
                 while replica.step < self.steps:
-                    drawn = [next(indices), next(indices)]
-                    if sampler.trains(2):
+                    drawn = [next(indices), next(indices)] if sampler else []
+                    if sampler is None or sampler.trains(2):
                         self.seen += drawn
                         for parameter in self.module.parameters():
                             parameter.grad = torch.full_like(parameter, 0.01)
                     optimizer.step()
                     optimizer.zero_grad()
                     if replica.step == self.alone:
-                        self.ahead.set()
-                        rounds = replica._driver.rounds
-                        while not self.go.is_set():  # rounds without a delta of this member, in which another may join
-                            rounds.ask(replica.step)
-                            rounds.wait(lambda rounds=rounds: rounds.idle)
+                        self.pause(replica, self.ahead, self.go)
+                    if replica.step == self.away:
+                        self.pause(replica, self.moved, self.back)
         finally:
             self.ahead.set()
+            self.moved.set()
         return self.module
 
 
@@ -79,5 +107,5 @@ def beside(strategy: tw.Strategy, module: nn.Module, **about: Any) -> Iterator[t
             yield other, trained
         finally:
             other.go.set()
-            other.ahead.set()
+            other.back.set()
     lighthouse.close()

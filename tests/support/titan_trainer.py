@@ -28,8 +28,17 @@ class ToyWithoutEmpty(Toy):
 class Titan:
     """An object with the attributes of torchtitan's Trainer that the bridge uses."""
 
-    def __init__(self, folder: Path, groups: int = 2, steps: int = 12, saved: int = 7) -> None:
-        self.config, self.step = SimpleNamespace(training=SimpleNamespace(steps=steps)), 0
+    def __init__(
+        self,
+        folder: Path,
+        groups: int = 2,
+        steps: int = 12,
+        saved: int = 7,
+        load: int = -1,
+        initial: Path | None = None,
+    ) -> None:
+        self.config = SimpleNamespace(training=SimpleNamespace(steps=steps), checkpoint=SimpleNamespace(load_step=load))
+        self.step = 0
         self.model_parts = [fill(ToyWithoutEmpty())]
         options = {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 0.01, "weight_decay": 0.1}}
         slow = {"optimizer_name": "Adam", "optimizer_kwargs": {"lr": 0.001}}
@@ -40,7 +49,10 @@ class Titan:
         self.optimizers = config.build(model_parts=self.model_parts)
         rates = LRSchedulersContainer.Config(warmup_steps=2)
         self.lr_schedulers = rates.build(optimizers=self.optimizers, training_steps=steps)
-        keep = CheckpointManager.Config(enable=True, interval=saved, keep_latest_k=0, last_save_model_only=False)
+        keep = CheckpointManager.Config(
+            enable=True, interval=saved, keep_latest_k=0, last_save_model_only=False,
+            initial_load_path=str(initial) if initial else None,
+        )  # fmt: skip
         self.checkpointer = keep.build(
             dataloader=None,
             model_parts=self.model_parts,
@@ -58,11 +70,11 @@ class Titan:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
 
-    def train(self, steps: int | None = None, load: int = -1, before: Callable[[], object] = lambda: None) -> Toy:
+    def train(self, before: Callable[[], object] = lambda: None) -> Toy:
         """Trains in the order of `Trainer.train`."""
         (model,), last = self.model_parts, self.config.training.steps
-        self.checkpointer.load(step=load)
-        while self.step < (steps or last):
+        self.checkpointer.load(step=self.config.checkpoint.load_step)
+        while self.step < last:
             before()
             self.step += 1
             self.optimizers.zero_grad()

@@ -20,9 +20,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.integrations.extras import needs
+
+with needs("accelerate"):
+    from accelerate import Accelerator, DistributedType
 
 from thinwire import checkpoint
 from thinwire.comm import Group
@@ -89,7 +93,7 @@ class LocalSGD:
                 f"{accelerator.distributed_type}: each process needs the whole model. Leave it out, and give each replica one process."
             )
         self.accelerator, self.model, self.enabled = accelerator, model, enabled
-        self.strategy = strategy or local_sgd(every=local_sgd_steps or 1)
+        self.strategy = strategy or local_sgd(every=local_sgd_steps or 0)
         self._given, self._timeout, self._observer = group, timeout, observer
         self._within = ExitStack()
         self._folder = Path()

@@ -5,25 +5,30 @@
 
 Under a launcher accelerate wraps the model in DistributedDataParallel, and averages gradients, losses and metrics over all processes at
 every step. The callback tells accelerate, before anything is wrapped, that each process is alone, so that only Thinwire exchanges between
-the processes. Training data are still divided among them. Needs the extra: pip install thinwire[hf].
+the processes. Training data are still divided among them. Needs the extra: pip install thinwire[trainer].
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.state import PartialState
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.optimization import GreedyLR
-from transformers.trainer_callback import DefaultFlowCallback, ExportableState
+
+from thinwire.integrations.extras import needs
+
+with needs("trainer"):
+    from accelerate.state import PartialState
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.optimization import GreedyLR
+    from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from thinwire import checkpoint
 from thinwire.comm import Group
@@ -150,13 +155,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 "needed. Give bf16=True, or another strategy."
             )
         inner = getattr(optimizer, "optimizer", optimizer)
+        resume = partial(_load, found) if found else None
         self._ended, self._jumped, self._logged = False, 0, state.global_step
         if self._member:
-            self.replica = self._join(args, state, loader, model, inner)
-            joined = self.replica.step
-            if found:
-                checkpoint.load(found, TrainableState(self.replica))
-            self.replica.step = max(joined, self.replica.step)
+            self.replica = self._join(args, state, loader, model, inner, resume)
             self._catch_up(args, state, TrainerControl(), given["lr_scheduler"])
             if (
                 state.global_step >= state.max_steps
@@ -172,9 +174,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 with torch.no_grad():
                     for _name, parameter in trainable(model):
                         parameter.zero_()
-            self.replica = Replica(self.strategy, model, inner, group, observer=self._observer)
-            if found:
-                checkpoint.load(found, TrainableState(self.replica))
+            self.replica = Replica(self.strategy, model, inner, group, resume=resume, observer=self._observer)
         place.hide(shares=1)
         args.save_on_each_node = True  # each replica writes its own files
         model.should_save_on_this_rank = bool  # as the trainer decides, for any rank of torch.distributed
@@ -184,7 +184,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             if short := too_short(self.strategy, state.max_steps):
                 print(f"thinwire: {short}", file=sys.stderr, flush=True)
 
-    def _join(self, args: TrainingArguments, state: TrainerState, loader: Any, model: Any, optimizer: Any) -> Replica:
+    def _join(
+        self, args: TrainingArguments, state: TrainerState, loader: Any, model: Any, optimizer: Any,
+        resume: Callable[[Replica], object] | None,
+    ) -> Replica:  # fmt: skip
         """Attach the replica of a member, when enough others have joined; it waits for them for `ddp_timeout`."""
         member, sampler = self._member, self._sampler
         assert member is not None
@@ -202,7 +205,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         reader = sampler.open(batch) if sampler and drawn else None
         member.most_steps = member.most_steps or state.max_steps
         return meet(
-            lambda: Replica(self.strategy, model, optimizer, member, reader=reader, observer=self._observer),
+            lambda: Replica(
+                self.strategy, model, optimizer, member, reader=reader, resume=resume, observer=self._observer
+            ),
             args.ddp_timeout,
         )
 
@@ -326,7 +331,17 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 f"the trainer resumes at step {step} from a checkpoint of {whose}: one of replica {own} is needed. "
                 f"Call trainer.train(resume_from_checkpoint=True), which takes the newest in {args.output_dir}."
             )
-        return checkpoint.read(Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}")
+        path = Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}"
+        if not path.is_dir():  # a trainer does not tell its callbacks the path from which it resumes
+            raise CheckpointError(
+                f"the trainer resumes at step {step}, and {path} does not exist: the state of replica {own} is needed there. Set output_dir to "
+                f"the folder of that checkpoint, or copy all of checkpoint-{step} into {args.output_dir}."
+            )
+        return checkpoint.read(path)
+
+
+def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:
+    checkpoint.load(found, TrainableState(replica))
 
 
 class _Drawn(IterableDataset[Any]):

@@ -19,13 +19,17 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import Dataset, DistributedSampler, Sampler
+
+from thinwire.integrations.extras import needs
+
+with needs("lightning"):
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.utilities import rank_zero_info
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError
@@ -134,18 +138,11 @@ class ThinwireCallback(Callback):
         self._start = None
         found = self._found()
         own = {name: p.detach().clone() for name, p in trainable(pl_module)} | found.get("own", {}) if found else {}
-        self.replica = self._join(trainer, pl_module) if self._member else self._attach(trainer, pl_module, own)
-        joined, self._batches = self.replica.step, 0
-        if found:
-            with torch.no_grad():
-                for name, parameter in trainable(pl_module):
-                    parameter.copy_(own[name])
-            self.replica.load_state(found["tensors"], found["facts"])
-            if not found["epoch over"]:
-                torch.set_rng_state(found["random"].cpu())
+        resume = partial(_load, found, own) if found else None
+        attach = self._join if self._member else self._attach
+        self.replica, self._batches = attach(trainer, pl_module, resume), 0
         self._ended, self._loaded = False, {}
         if self._member:
-            self.replica.step = max(joined, self.replica.step)
             _catch_up(trainer, self.replica.step - trainer.global_step)
             if (
                 self.replica.step >= trainer.max_steps
@@ -155,22 +152,20 @@ class ThinwireCallback(Callback):
         if self.rank == 0:
             rank_zero_info(f"thinwire: {told(self.strategy, self.replica, self.replicas)}")
 
-    def _attach(self, trainer: Trainer, module: LightningModule, own: Mapping[str, Tensor]) -> Replica:
+    def _attach(self, trainer: Trainer, module: LightningModule, resume: Callable[[Replica], object] | None) -> Replica:
         """Attach a replica of a fixed group."""
         assert self._group is not None
         if not self.own_data:
             check_share(trainer, self.rank, self.replicas)
         facts = {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step}
         compare_settings(self._group, facts)
-        with torch.no_grad():
-            for name, parameter in trainable(module):
-                if (
-                    name in own
-                ):  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
+        if resume:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
+            with torch.no_grad():
+                for _name, parameter in trainable(module):
                     parameter.zero_()
-        return Replica(self.strategy, module, trainer.optimizers, self._group, observer=self._observer)
+        return Replica(self.strategy, module, trainer.optimizers, self._group, resume=resume, observer=self._observer)
 
-    def _join(self, trainer: Trainer, module: LightningModule) -> Replica:
+    def _join(self, trainer: Trainer, module: LightningModule, resume: Callable[[Replica], object] | None) -> Replica:
         """Attach a member of an elastic run, when enough others have joined."""
         member, sampler = self._member, self._sampler
         assert member is not None
@@ -185,7 +180,7 @@ class ThinwireCallback(Callback):
 
         def attach() -> Replica:
             return Replica(
-                self.strategy, module, trainer.optimizers, member, reader=reader, observer=self._observer
+                self.strategy, module, trainer.optimizers, member, reader=reader, resume=resume, observer=self._observer
             )  # fmt: skip
 
         return meet(attach, _TIMEOUT)
@@ -342,6 +337,16 @@ def _meet(rank: int, size: int) -> Group:
         world = TorchElasticEnvironment()
         start_torch(rank, size, world.main_address, world.main_port, _TIMEOUT, prefix="thinwire")
     return TorchGroup.from_world(size, timeout=_TIMEOUT)
+
+
+def _load(found: Mapping[str, Any], own: Mapping[str, Tensor], replica: Replica) -> None:
+    """Resume `replica` with its `own` weights from this callback's state."""
+    with torch.no_grad():
+        for name, parameter in trainable(replica.model):
+            parameter.copy_(own[name])
+    replica.load_state(found["tensors"], found["facts"])
+    if not found["epoch over"]:
+        torch.set_rng_state(found["random"].cpu())
 
 
 def _copy(value: Any) -> Any:

@@ -11,17 +11,21 @@ Needs the extra: pip install thinwire[torchtitan].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config.override import override
+
+from thinwire.integrations.extras import needs
+
+with needs("torchtitan"):
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config.override import override
 
 from thinwire.comm import Group
-from thinwire.errors import ConfigurationError, EndedError
+from thinwire.errors import ConfigurationError
 from thinwire.integrations.members import keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -70,81 +74,84 @@ def attach(
     Raises:
         ConfigurationError: several model parts (pipeline parallelism).
         ModelError, DisagreementError, LinkError: like `Replica`.
-        EndedError: all steps of the run are trained.
+        EndedError: the run has ended, and no member keeps its final state.
     """
     if len(trainer.model_parts) != 1:
         raise ConfigurationError(
             f"{len(trainer.model_parts)} model parts: one is needed, without pipeline parallelism. Set "
             "parallelism.pipeline_parallel_degree to 1."
         )
+    if isinstance(group, Membership):
+        group.require({"torchtitan's training.steps": str(trainer.config.training.steps)})
+        group.most_steps = group.most_steps or trainer.config.training.steps
+    with _loads(trainer) as resume:
 
-    def attached() -> Replica:
-        return Replica(
-            strategy, trainer.model_parts[0], list(trainer.optimizers), group, site=site, observer=observer
-        )  # fmt: skip
+        def attached() -> Replica:
+            return Replica(
+                strategy, trainer.model_parts[0], list(trainer.optimizers), group, site=site, resume=resume, observer=observer
+            )  # fmt: skip
 
-    states = getattr(trainer.checkpointer, "states", {})  # a checkpointer that is not enabled has none
-    if not isinstance(group, Membership):
-        with attached() as replica:
+        states = getattr(trainer.checkpointer, "states", {})  # a checkpointer that is not enabled has none
+        if not isinstance(group, Membership):
+            with attached() as replica:
+                states[STATE] = replica
+                if group.rank == 0:
+                    print(f"thinwire: {told(strategy, replica, group.size)}", flush=True)
+                yield replica
+            return
+        with meet(attached, _TIMEOUT) as replica:
             states[STATE] = replica
-            if group.rank == 0:
-                print(f"thinwire: {told(strategy, replica, group.size)}", flush=True)
-            yield replica
-        return
-    group.require({"torchtitan's training.steps": str(trainer.config.training.steps)})
-    group.most_steps = group.most_steps or trainer.config.training.steps
-    with meet(attached, _TIMEOUT) as replica:
-        with _followed(trainer, replica) as follower:
-            states[STATE] = follower
             print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
-            yield replica
-        replica.finish(keep_seconds)
-        keep_to_the_end(group, keep_seconds)
+            with _follows(trainer, replica):
+                yield replica
+            replica.finish(keep_seconds)
+            keep_to_the_end(group, keep_seconds)
 
 
 @contextmanager
-def _followed(trainer: Built, replica: Replica) -> Iterator[_Follower]:
-    """A context in which the trainer's step and learning rates follow the jumps of the replica's step. Raises `EndedError`."""
-    if replica.step >= trainer.config.training.steps:  # torchtitan would load its checkpoint over the final weights
-        raise EndedError(
-            f"the run has ended at step {replica.step}, before this replica joined. Copy the model from another."
-        )
-    follower = _Follower(trainer, replica)
-    before = trainer.optimizers.register_step_pre_hook(follower.before_step)
-    after = trainer.optimizers.register_step_post_hook(follower.after_step)
+def _loads(trainer: Built) -> Iterator[Callable[[Replica], None] | None]:
+    """A context in which torchtitan's checkpoint is loaded once, before a replica meets the others: by the result, as `Replica(resume=...)`.
+
+    Without a checkpoint the initial weights, if there are any, are loaded now, because they are the first anchors; then the result is None.
+    `trainer.train()` would load both after the others' weights were taken over, so it loads nothing in this context.
+    """
+    keeper, step = trainer.checkpointer, trainer.config.checkpoint.load_step
+    load = keeper.load
+
+    def resume(replica: Replica) -> None:
+        keeper.states[STATE] = replica
+        load(step=step)
+
+    found = keeper.enable and (step if step >= 0 else keeper._find_load_step()) > 0
+    if not found:
+        load(step=step)
+    keeper.load = lambda step=-1: keeper.enable
     try:
-        yield follower
+        yield resume if found else None
+    finally:
+        del keeper.load
+
+
+@contextmanager
+def _follows(trainer: Built, replica: Replica) -> Iterator[None]:
+    """A context in which torchtitan's step and learning rates follow those of a replica whose step jumps to that of the others."""
+
+    def move(step: int) -> None:
+        while trainer.step < step:
+            trainer.step += 1
+            trainer.lr_schedulers.step()
+
+    move(replica.step)
+    optimizers = trainer.optimizers
+    before = optimizers.register_step_pre_hook(
+        lambda *_: move(replica.step + 1)
+    )  # torchtitan has counted the next step
+    after = optimizers.register_step_post_hook(lambda *_: move(replica.step))
+    try:
+        yield
     finally:
         before.remove()
         after.remove()
-
-
-class _Follower:
-    """Keeps torchtitan's step and learning rates at those of a replica whose step jumps to that of the others; its `Stateful`."""
-
-    def __init__(self, trainer: Built, replica: Replica) -> None:
-        self.trainer, self.replica = trainer, replica
-        self._joined = replica.step
-        self._move(replica.step)  # before the first step; loading a checkpoint may set it back
-
-    def before_step(self, *_: object) -> None:
-        """Called when torchtitan has counted the next step."""
-        self._move(self.replica.step + 1)
-
-    def after_step(self, *_: object) -> None:
-        self._move(self.replica.step)
-
-    def _move(self, step: int) -> None:
-        while self.trainer.step < step:
-            self.trainer.step += 1
-            self.trainer.lr_schedulers.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.replica.state_dict()
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.replica.load_state_dict(saved)
-        self.replica.step = max(self._joined, self.replica.step)  # DCP has stepped the optimizer, to make its state
 
 
 class OwnShare(BaseDataLoader):
