@@ -26,7 +26,7 @@ sys.path[:0] = [
     str(TESTS.parent / "docs"),
     str(TESTS.parent / "benchmarks"),
 ]
-pytest_plugins = ("leaks", "run_folders", "inline", "late")  # in tests/support
+pytest_plugins = ("leaks", "run_folders", "inline", "late", "compiled_once")  # in tests/support
 
 # No Hypothesis example has a deadline, so a busy machine fails no test; no example is stored on disk.
 settings.register_profile("tests", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

@@ -51,8 +51,11 @@ def torchrun(processes: int, *arguments: str) -> dict[str, object]:
     return summary
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_bytes_of_a_run_in_threads(run_file: Path, tmp_path: Path) -> None:
-    """A codec and an exchange are of a user's own file, which each process finds by its full path in the run file."""
+    """A codec and an exchange are of a user's own file, which each process finds by its full path in the run file. Processes that the
+    command starts get the same environment: tests/lm/test_training_processes.py.
+    """
     own = {"codec": f"'{OWN}':Truncated(2)", "exchange": f"'{OWN}':DirectBelow(1000)"}
     Run.load(run_file).changed(**own).save(run_file)
     summary = torchrun(2, str(run_file), "--out", str(tmp_path / "torchrun"))

@@ -58,7 +58,7 @@ def weights(folder: str) -> bytes:
 
 
 def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
-    """The run file names the user's file by its full path and digest. tests/cli/test_torchrun.py trains in two processes with it."""
+    """The run file names the user's file by its full path and digest. test_training_processes.py trains in two processes with it."""
     assert train("run", *EVERY, *PIECES, "--steps", "8") == 0
     settings = tomllib.loads(Path("run/run.toml").read_text())
     assert (

@@ -23,6 +23,8 @@ from thinwire.errors import LinkError
 from thinwire.lm import launch
 from thinwire.lm.run import Run
 
+OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
+
 
 def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
@@ -158,14 +160,15 @@ def a_late_signal_is_harmless() -> Iterator[None]:
 
 @pytest.mark.usefixtures("a_late_signal_is_harmless")
 def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
-    whole: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The replicas have sessions of their own, so a terminal's SIGINT reaches the command alone, which forwards it. A service manager
     signals all processes, so a replica may get two signals; it stops as after one. Threads resume the run to the model of
-    uninterrupted threads.
+    uninterrupted threads. Each process finds the user's file, which holds a codec and an exchange, by its full path in the run file.
     """
     folder, listening = tmp_path / "stopped", set[str]()
-    small_run(text, carrier="processes").save(tmp_path / "run.toml")
+    run = small_run(text).changed(codec=f"'{OWN}':Truncated(2)", exchange=f"'{OWN}':DirectBelow(1000)")
+    run.changed(carrier="processes").save(tmp_path / "run.toml")
 
     def interrupt() -> None:
         wait_for_step(folder, 5)
@@ -191,7 +194,8 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
         assert events_of(folder, "stop") and (folder / f"checkpoints/replica-1/step-{summary['steps']:08d}").is_dir()
         run_in(folder, Run.load(folder / "run.toml").changed(carrier="threads"), resume=True)
         assert events_of(folder, "resume")[-1]["from_step"] == summary["steps"]
-    assert model_of(folder) == model_of(whole)
+    run_in(tmp_path / "whole", run)
+    assert model_of(folder) == model_of(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_example_01_own_loop_runs(here):
 
 @pytest.mark.slow
 def test_example_02_processes_runs():
-    """tests/cli/test_torchrun.py and tests/comm/test_carriers.py also hold that two processes over gloo agree."""
+    """tests/lm/test_training_processes.py and tests/comm/test_carriers.py also hold that two processes over gloo agree."""
     sent = re.findall(r"([\d,]+) bytes sent", run("02_processes.py", "--steps", "25"))
     assert len(sent) == 2 and sent[0] == sent[1] != "0"
 

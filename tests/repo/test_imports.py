@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("plotly", "rich", "tyro", "triton", "torch", "numba", "grpc", "cryptography")
+HEAVY = ("plotly", "rich", "tyro", "triton", "torch", "numba", "grpc", "cryptography", "pytest")
 
 
 def loaded(code: str) -> set[str]:
@@ -21,7 +21,10 @@ def loaded(code: str) -> set[str]:
     ("code", "may"),
     [
         ("import thinwire", set()),
-        ("import thinwire.comm, thinwire.codecs; thinwire.Replica; thinwire.streaming_diloco()", {"torch", "numba"}),
+        (  # `thinwire.testing` is for other people's test runners too
+            "import thinwire.comm, thinwire.codecs, thinwire.testing; thinwire.Replica; thinwire.streaming_diloco()",
+            {"torch", "numba"},
+        ),
         ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # the machine of a hub needs no more
         ("import thinwire.cli.hub, thinwire.cli.lighthouse", {"grpc", "cryptography", "rich", "tyro"}),
     ],

@@ -108,7 +108,7 @@ class Training:
 
     def weights(self) -> list[Tensor]:
         """This rank's part of each trained parameter, in the order of the fragments."""
-        return [part for fragment in self.fragments for part, _ in fragment.slices(fragment.anchor)]
+        return [part for fragment in self.fragments for part in fragment.parts()]
 
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the anchors."""

@@ -162,15 +162,15 @@ class Plan:
 
 def travel(plan: Plan, group: Group) -> Journey:
     """Train one replica, and return its journey."""
-    journey = Journey()
+    journey, has_state = Journey(), not plan.strategy.policy.constant
 
     def observer(event: str, step: int, **fields: Any) -> None:
         if event == "depart":
-            prefix = f"{fields['fragment']}.policy."
-            known = {name: t for name, t in replica.state()[0].items() if name.startswith(prefix)}
-            fields["known"] = {
-                name.removeprefix(prefix): t.clone() for name, t in known.items()
-            }  # the state of the policy
+            fields["known"] = {}  # the state of the policy
+            if has_state:
+                prefix = f"{fields['fragment']}.policy."
+                known = {name: t for name, t in replica.state()[0].items() if name.startswith(prefix)}
+                fields["known"] = {name.removeprefix(prefix): t.clone() for name, t in known.items()}
         journey.events.append({"event": event, "step": step, **fields})
 
     model = plan.model()
