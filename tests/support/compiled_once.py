@@ -23,12 +23,13 @@ def one_at_a_time(compiles: Callable[..., Any]) -> Callable[..., Any]:
     def alone(*given: Any) -> Any:
         with thread, Path(__file__).open() as file:
             if not calls:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+                fcntl.flock(file, fcntl.LOCK_EX)
             calls.append(1)
             try:
                 return compiles(*given)
             finally:
                 calls.pop()
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may have the file too; a nested call never locked its own
 
     return alone
 
