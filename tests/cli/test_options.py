@@ -30,6 +30,7 @@ from thinwire.cli import main, options
             ["hub", "rum"],
             "thinwire hub: 'rum' (did you mean run?): one of run, list, invite, revoke, rotate is needed.",
         ),
+        (["join", "tw1.x"], "thinwire join: --name is missing: This replica's own name: small letters, digits and"),
         (
             ["sample", "--temperature", "2"],
             "thinwire sample: PATH is missing: The run folder, or an ensemble's. `thinwire sample --help`",

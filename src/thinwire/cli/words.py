@@ -124,7 +124,8 @@ def _taken(kind: Any) -> Iterator[_Taken]:
         found = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(bare, set()))
         spec = found if isinstance(found, PrimitiveConstructorSpec) and bare is not bool else None
         helped = next((mark.help for mark in marks if isinstance(getattr(mark, "help", None), str)), "")
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        absent = dataclasses.MISSING, tyro.MISSING
+        required = field.default in absent and field.default_factory is dataclasses.MISSING
         if tyro.conf.Positional in marks:
             yield _Taken(spec.metavar if spec else field.name.upper(), helped, True, required, spec)
             continue
