@@ -31,6 +31,11 @@ class _Taken(NamedTuple):
     spec: PrimitiveConstructorSpec[Any] | None  # None: it takes no value, or tyro alone can read it
 
 
+def is_word(hint: Any) -> bool:
+    """Whether an argument of this type is any word; `--help` calls it by its own name, because STR would say nothing."""
+    return hint in (str, str | None)
+
+
 def check(kind: Any, prog: str, arguments: Sequence[str], registry: ConstructorRegistry) -> None:
     """Compare the words of a command line with the options of a dataclass.
 
@@ -127,7 +132,7 @@ def _taken(kind: Any) -> Iterator[_Taken]:
         absent = dataclasses.MISSING, tyro.MISSING
         required = field.default in absent and field.default_factory is dataclasses.MISSING
         if tyro.conf.Positional in marks:
-            yield _Taken(spec.metavar if spec else field.name.upper(), helped, True, required, spec)
+            yield _Taken(spec.metavar if spec and not is_word(bare) else field.name.upper(), helped, True, required, spec)
             continue
         name = "--" + field.name.replace("_", "-")
         yield _Taken(name, helped, False, required, spec)
