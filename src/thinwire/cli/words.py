@@ -132,7 +132,9 @@ def _taken(kind: Any) -> Iterator[_Taken]:
         absent = dataclasses.MISSING, tyro.MISSING
         required = field.default in absent and field.default_factory is dataclasses.MISSING
         if tyro.conf.Positional in marks:
-            yield _Taken(spec.metavar if spec and not is_word(bare) else field.name.upper(), helped, True, required, spec)
+            yield _Taken(
+                spec.metavar if spec and not is_word(bare) else field.name.upper(), helped, True, required, spec
+            )
             continue
         name = "--" + field.name.replace("_", "-")
         yield _Taken(name, helped, False, required, spec)
