@@ -30,6 +30,7 @@ from thinwire.cli import main, options
             ["hub", "rum"],
             "thinwire hub: 'rum' (did you mean run?): one of run, list, invite, revoke, rotate is needed.",
         ),
+        (["sample", "runs/x", "--tokens", "-5"], "thinwire sample: --tokens -5: at least 1 is needed."),
         (["join"], "thinwire join: TOKEN is missing: The join token that thinwire hub printed;"),
         (["join", "tw1.x"], "thinwire join: --name is missing: This replica's own name: small letters, digits and"),
         (
