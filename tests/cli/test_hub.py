@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from group_laws import free_port
 
-from thinwire.cli import main
+from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
 
 
@@ -85,3 +85,10 @@ def test_join_takes_its_token_from_a_file_or_standard_input(
     ):
         assert main(["join", given, "--name", "rome", *keys]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
+    """A hub without a run file refuses a replica that comes again without it."""
+    given = join.Options("TOKEN", Path("run.toml"), "oslo", listen="0.0.0.0:29540")
+    told = join.repeated(given)
+    assert told == (" --name oslo --keys .thinwire --listen 0.0.0.0:29540", "join TOKEN run.toml")

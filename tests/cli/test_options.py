@@ -30,6 +30,9 @@ from thinwire.cli import main, options
             ["hub", "rum"],
             "thinwire hub: 'rum' (did you mean run?): one of run, list, invite, revoke, rotate is needed.",
         ),
+        (["sample", "runs/x", "--tokens", "-5"], "thinwire sample: --tokens -5: at least 1 is needed."),
+        (["join"], "thinwire join: TOKEN is missing: The join token that thinwire hub printed;"),
+        (["join", "tw1.x"], "thinwire join: --name is missing: This replica's own name: small letters, digits and"),
         (
             ["sample", "--temperature", "2"],
             "thinwire sample: PATH is missing: The run folder, or an ensemble's. `thinwire sample --help`",
@@ -42,6 +45,12 @@ def test_words_that_do_not_fit_are_refused_in_one_line(
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("page", ["methods/diloco", "diloco", "docs/methods/diloco.md#equations"])
+def test_a_page_is_found_by_its_name_and_as_links_write_it(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", page]) == 0
+    assert capsys.readouterr().out.startswith("# diloco")
 
 
 def test_a_value_may_begin_with_a_hyphen_and_words_after_two_hyphens_are_no_options() -> None:

@@ -112,6 +112,7 @@ def test_methods_are_compared_on_a_job(here: Path, capsys: pytest.CaptureFixture
     rows = json.loads(capsys.readouterr().out)["strategies"]
     assert [row["strategy"] for row in rows] == ["data_parallel", "diloco(every=4)", "just_one_byte"]
     assert all(0 < row["eval_loss"] < 2 for row in rows) and len({row["eval_loss"] for row in rows}) == 3
+    assert main(["report", "runs", "--json"]) == 0 and len(json.loads(capsys.readouterr().out)["runs"]) == 3
 
 
 def test_an_evaluation_that_is_nan_fails_the_run_and_its_comparison(

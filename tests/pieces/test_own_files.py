@@ -32,6 +32,13 @@ def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkey
             taken_apart(text)
 
 
+def test_a_file_finds_the_data_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("1,2")
+    file = tmp_path / "job.py"
+    file.write_text("from pathlib import Path\nHERE = Path(__file__).with_name('data.csv').read_text()\n")
+    assert file_of(str(file)).HERE == "1,2"
+
+
 class Noticed:
     """A lock that says when somebody waits for it."""
 

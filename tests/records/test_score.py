@@ -45,7 +45,7 @@ def test_parts_are_computed_from_runs(
     assert main(["report", "short", "long", "--json", "--out", "page.html"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [run["score"]["parts"]["quality"] for run in runs] == pytest.approx(quality)
-    assert "Short, score " in Path("page.html").read_text()
+    assert "short: score " in Path("page.html").read_text()
 
     # repeated work lowers the score, and so does a round that came too late
     log = Path("long/events/replica-0.jsonl")

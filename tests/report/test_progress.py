@@ -13,6 +13,7 @@ from rich.console import Console
 from thinwire.records.run_record import RunRecord
 from thinwire.report import progress as module
 from thinwire.report.progress import Progress, compare_table, final_table
+from thinwire.report.top import Top
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]
@@ -213,3 +214,15 @@ def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_e
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["passed over: step-00000095 is damaged", "resume: from step 90"]
     assert lines[2].startswith("step 92/100") and "old" not in out.getvalue()
+
+
+def test_top_dates_events_from_the_opening_of_their_log(tmp_path: Path, write_events: Write, start: Start) -> None:
+    """The start is written some seconds after the log was opened, and `seconds` count from the opening."""
+    begun = start(0, 1) | {"seconds": 8.0, "wall_time": 1008.0}
+    saved = {"event": "checkpoint", "seconds": 9.0, "step": 2, "path": "p", "nbytes": 1, "seconds_spent": 0.1}
+    write_events(tmp_path / "events" / "replica-0.jsonl", [begun, *steps(1, 2), saved])
+    shown, out = console()
+    top = Top(tmp_path)
+    top.read(1010.0)
+    shown.print(top.picture(1010.0))
+    assert "step 2, 1.0 s ago" in out.getvalue()

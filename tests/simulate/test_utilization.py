@@ -249,7 +249,7 @@ def test_the_figure_is_written_as_svg_and_as_page(capsys, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["utilisation"], "'utilisation' is no study; there are utilization"),
+        (["utilisation"], "'utilisation' is no study (did you mean utilization?); there are"),
         (["utilization", "--parameters", "0"], "parameters=0.0: a positive number"),
         (["utilization", "--parameters", "nan"], "parameters=nan: a positive number"),
         (["utilization", "--parameters", "5"], "parameters=5 for 24 layers"),

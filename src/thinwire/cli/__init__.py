@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import fill
 
 from thinwire.errors import JobError, ThinwireError
 from thinwire.records.choices import listed, nearest
@@ -44,9 +45,9 @@ _USAGE = "\n".join(
         "",
         "usage: thinwire VERB [options]      (thinwire VERB --help shows the options)",
         "",
-        *(f"  {verb:<13}{text}" for verb, text in VERBS.items()),
+        *(fill(text, 79, initial_indent=f"  {verb:<13}", subsequent_indent=" " * 15) for verb, text in VERBS.items()),
         "",
-        "Every verb takes --json: progress goes to stderr, and stdout ends with one JSON object.",
+        "Every verb takes --json: progress goes to stderr, stdout ends with one JSON.",
     ]
 )
 

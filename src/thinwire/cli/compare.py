@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli import doctor, options, train
-from thinwire.cli.pages import write_report
+from thinwire.cli.pages import COMPARISON, write_report
 from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
@@ -110,14 +110,15 @@ def _told(
     first = [records[0].folder for records in begun.values() if records]
     page = write_report(first, out / "report.html") if first else None
     out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.json").write_text(json.dumps(for_json(rows + failures), indent=1) + "\n")
+    (out / COMPARISON).write_text(json.dumps(for_json(rows + failures), indent=1) + "\n")
     console.print(_table(rows, failed))
     if told := train.without_result([record for records in begun.values() for record in records]):
         options.advise(f"thinwire compare: {told}")
     if left:
         console.print(f"not begun: {', '.join(left)}", soft_wrap=True, highlight=False)
     if page:
-        console.print(f"report: {page}", soft_wrap=True, highlight=False)
+        which = " (the first seed of each strategy)" if asked.seeds > 1 else ""
+        console.print(f"report: {page}{which}", soft_wrap=True, highlight=False)
     if asked.json:
         print(json.dumps({"strategies": for_json(rows + failures), "not_begun": left, "report": page and str(page)}))
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +33,23 @@ def main(arguments: Sequence[str]) -> int:
         if asked.json:
             print(json.dumps({"pages": list(found)}))
         return 0
-    if asked.page not in found:
+    name = _named(asked.page, found)
+    if name not in found:
         raise ConfigurationError(
             f"{asked.page!r} is no page{nearest(asked.page, found)}; there are {listed(found, 'thinwire docs')}."
         )
-    text = found[asked.page].read_text(encoding="utf-8")
+    text = found[name].read_text(encoding="utf-8")
     console.print(text, highlight=False, soft_wrap=True)
     if asked.json:
-        print(json.dumps({"page": asked.page, "text": text}))
+        print(json.dumps({"page": name, "text": text}))
     return 0
+
+
+def _named(given: str, found: Collection[str]) -> str:
+    """The name of the page that `given` means: as pages and messages write it in links (docs/secure.md#the-hub), or without its folder."""
+    name = given.removeprefix("docs/").partition("#")[0].removesuffix(".md")
+    ends = [one for one in found if one.endswith(f"/{name}")]
+    return ends[0] if name not in found and len(ends) == 1 else name
 
 
 def pages() -> dict[str, Path]:

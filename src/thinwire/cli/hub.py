@@ -86,7 +86,10 @@ def main(arguments: Sequence[str]) -> int:
             f"--uses {asked.uses} --hours {asked.hours}: at least one use and a positive time are needed."
         )
     if (asked.do == "revoke") != (asked.who is not None):
-        raise ConfigurationError("a name is for revoke only: thinwire hub revoke NAME --out FOLDER.")
+        given = "revoke without a name" if asked.who is None else f"{asked.who!r} with {asked.do}"
+        raise ConfigurationError(
+            f"{given}: revoke, and only that, needs a member's name; write thinwire hub revoke NAME --out FOLDER."
+        )
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)

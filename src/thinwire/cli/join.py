@@ -86,8 +86,14 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
     with launch.stopping(stop):
         (_train_elastic if told.elastic else _train)(asked, run, folder, console, stop)
-        again = f" --name {asked.name} --keys {asked.keys}" + (f" --group {asked.group}" if asked.group else "")
-        return finish(folder, console, asked.json, stop, again, "join TOKEN")
+        return finish(folder, console, asked.json, stop, *repeated(asked))
+
+
+def repeated(asked: Options) -> tuple[str, str]:
+    """The options and the verb that join the same run again."""
+    given = {"keys": asked.keys, "group": asked.group, "listen": asked.listen, "address": asked.address}
+    more = "".join(f" --{option} {value}" for option, value in given.items() if value)
+    return f" --name {asked.name}{more}", f"join TOKEN{f' {asked.run}' if asked.run else ''}"
 
 
 def _of_hub(asked: Options, told: str) -> Run:

@@ -70,7 +70,11 @@ def ask(kind: type[T], prog: str, arguments: Sequence[str], description: str) ->
     options: Any = kind
     helps, hints, members = _helps(options), get_type_hints(kind, include_extras=True), []
     for field in dataclasses.fields(options):
-        hint = _annotated(hints[field.name], tyro.conf.arg(help=helps.get(field.name), help_behavior_hint=_default))
+        bare, *marks = get_args(hints[field.name]) or [None]
+        shown = field.name.upper() if field.default is dataclasses.MISSING else f"[{field.name.upper()}]"
+        metavar = shown if tyro.conf.Positional in marks and words.is_word(bare) else None
+        about = tyro.conf.arg(help=helps.get(field.name), help_behavior_hint=_default, metavar=metavar)
+        hint = _annotated(hints[field.name], about)
         default: Any = dataclasses.field(default=field.default, default_factory=field.default_factory)
         members.append((field.name, hint, default))
     return kind(**vars(_parsed(dataclasses.make_dataclass("Everything", members), prog, arguments, description)))

@@ -10,6 +10,7 @@ from thinwire.records.run_record import RunRecord
 from thinwire.report.report import Section
 from thinwire.report.report import write_report as write
 
+COMPARISON = "comparison.json"  # the file that `thinwire compare` writes beside its runs
 _TEXT = (
     "The share of the time in inner steps against the rate of the uplink, from each run's strategy, fragments and median inner step. It "
     "shows where a faster link would help, and how slow a link may be."

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import options
-from thinwire.cli.pages import write_report
+from thinwire.cli.pages import COMPARISON, write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.records.run_record import RunRecord, best_loss
@@ -26,7 +26,7 @@ class Options:
     """The options of `thinwire report`."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders. Several are drawn side by side."""
+    """Run folders, or the folder of a comparison, which stands for all its runs. Several are drawn side by side."""
     diagnose: bool = False
     """Name the replica or link that hangs or is slow in one run. Writes no page. Works during the run, too."""
     out: Path | None = None
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"log={asked.log!r}: {live[0]} reads metrics during a run; give it to thinwire train.")
     if asked.diagnose:
         return _diagnose(asked, console)
-    page = write_report(asked.runs, asked.out or asked.runs[0] / "report.html")
-    records = [RunRecord.load(folder) for folder in asked.runs]
+    folders = [one for folder in asked.runs for one in _runs_of(folder)]
+    page = write_report(folders, asked.out or asked.runs[0] / "report.html")
+    records = [RunRecord.load(folder) for folder in folders]
     console.print(compare_table(records))
     for record in records if asked.log else ():
         with following(asked.log, record.folder, record.settings, options.teller(console)):
@@ -58,6 +59,13 @@ def main(arguments: Sequence[str]) -> int:
         runs = [summary_of(record) | {"score": record.score(best).facts()} for record in records]
         print(json.dumps({"report": str(page), "runs": runs}))
     return 0
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The run folders of a comparison; any other folder is a run itself."""
+    if not (folder / COMPARISON).exists():
+        return [folder]
+    return sorted(events.parent for events in folder.glob("*/events") if any(events.glob("*.jsonl"))) or [folder]
 
 
 def _diagnose(asked: Options, console: Console) -> int:

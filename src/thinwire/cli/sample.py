@@ -40,6 +40,8 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "sample", arguments, "Continue a text with a run's model, or an ensemble.")
+    if asked.tokens < 1:
+        raise ConfigurationError(f"--tokens {asked.tokens}: at least 1 is needed.")
     ensemble = Ensemble.read(asked.run) if Ensemble.is_one(asked.run) else None
     language_model: Any
     if ensemble:

@@ -101,13 +101,17 @@ class Options:
         )
 
 
-DESCRIPTION = """Train one language model on several replicas.
+DESCRIPTION = """Train one model on several replicas: a language model, or a job of your own.
 
-thinwire train                                                  the demo: two processes, an emulated link
+thinwire train                          the demo: two processes, an emulated link
 
-thinwire train --elastic --replicas 3                           three that may die and return, all on this machine
+thinwire train --text FOLDER            a language model on your own text
 
-thinwire train RUN.toml --lighthouse 10.0.0.1:29510 --name oslo  one of them, on its own machine (thinwire docs elastic)"""
+thinwire train --job my_job.py          your own model and data (thinwire docs jobs)
+
+thinwire train --elastic --replicas 3   replicas that may die and return, here
+
+Replicas on several machines: thinwire docs machines, elastic or secure."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -31,6 +31,11 @@ class _Taken(NamedTuple):
     spec: PrimitiveConstructorSpec[Any] | None  # None: it takes no value, or tyro alone can read it
 
 
+def is_word(hint: Any) -> bool:
+    """Whether an argument of this type is any word; `--help` calls it by its own name, because STR would say nothing."""
+    return hint in (str, str | None)
+
+
 def check(kind: Any, prog: str, arguments: Sequence[str], registry: ConstructorRegistry) -> None:
     """Compare the words of a command line with the options of a dataclass.
 
@@ -124,9 +129,12 @@ def _taken(kind: Any) -> Iterator[_Taken]:
         found = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(bare, set()))
         spec = found if isinstance(found, PrimitiveConstructorSpec) and bare is not bool else None
         helped = next((mark.help for mark in marks if isinstance(getattr(mark, "help", None), str)), "")
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        absent = dataclasses.MISSING, tyro.MISSING
+        required = field.default in absent and field.default_factory is dataclasses.MISSING
         if tyro.conf.Positional in marks:
-            yield _Taken(spec.metavar if spec else field.name.upper(), helped, True, required, spec)
+            yield _Taken(
+                spec.metavar if spec and not is_word(bare) else field.name.upper(), helped, True, required, spec
+            )
             continue
         name = "--" + field.name.replace("_", "-")
         yield _Taken(name, helped, False, required, spec)

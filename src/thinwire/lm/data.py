@@ -249,7 +249,9 @@ class Corpus:
         name = ", ".join(map(str, paths)) or f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
         sources = list(dict.fromkeys(find(paths) if paths else standard_library()))
         if not sum(source.nbytes for source in sources):
-            raise DataError(f"{name}: no text in {len(sources)} files; text in {', '.join(SUFFIXES)} is needed.")
+            raise DataError(
+                f"{name}: no text (files found: {len(sources)}); files that are not empty are needed, in {', '.join(SUFFIXES)}."
+            )
         recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
         key = hashlib.blake2b(repr(recipe).encode(), digest_size=12).hexdigest()
         folder = Path(cache or default_cache()) / f"tokens-{key}"

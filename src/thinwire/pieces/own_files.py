@@ -149,6 +149,7 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, _Source(path, source), origin=str(path))
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path)  # a file finds the data beside it by this name
     setattr(module, _DIGEST, _digest(source))
     sys.modules[name] = module  # dataclasses look their module up
     try:

@@ -44,7 +44,7 @@ th, td { text-align: left; padding: 6px 14px 6px 0; border-top: 1px solid var(--
 thead th { border-top: 0; color: var(--soft); font-weight: 500; font-size: 13px; white-space: nowrap; }
 th.n, td.n { text-align: right; white-space: nowrap; } td.n .word { margin-left: 6px; }
 td.t { white-space: nowrap; }
-#headline tbody th { min-width: 250px; } #headline thead th { white-space: normal; }
+#headline tbody th { min-width: 170px; } #headline thead th { white-space: normal; }
 tbody th { font-weight: 500; overflow-wrap: anywhere; min-width: 110px; }
 tr.differs td, tr.differs th { background: var(--mark); }
 .bar { display: inline-block; height: 9px; border-radius: 2px; margin-right: 8px; vertical-align: 0; min-width: 2px; }

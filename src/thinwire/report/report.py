@@ -200,8 +200,8 @@ def _samples(record: RunRecord, named: bool = False) -> str:
 
 
 def _score(record: RunRecord, best: float | None, named: bool = False) -> str:
-    told = f"{record.name + ', ' if named else ''}score {record.score(best).text()}."
-    return f'<p class="remark">{escape(told[0].upper() + told[1:])} {word(record.summary.provenance)}</p>'
+    told = f"{f'{record.name}: score' if named else 'Score'} {record.score(best).text()}."
+    return f'<p class="remark">{escape(told)} {word(record.summary.provenance)}</p>'
 
 
 def _privacy(record: RunRecord, named: bool = False) -> str:

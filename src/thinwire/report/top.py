@@ -56,7 +56,8 @@ class _Watched:
         for event in self.tail.read():
             kind = event["event"]
             if kind == "start":
-                self.start, self.opened, self.waits = event, number(event["wall_time"]), ""
+                self.start, self.waits = event, ""
+                self.opened = number(event["wall_time"]) - number(event["seconds"])  # `seconds` count from the opening
                 self.progress = ReplicaProgress.of(event, self.progress.step)
             self.progress.take(event)
             self.heard = self.opened + number(event["seconds"])

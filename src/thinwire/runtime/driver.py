@@ -98,7 +98,7 @@ class Training:
         if not self.clipped:
             message = (
                 f"a delta of this replica had the norm {norm:.3g}, where {judged.limit:.3g} was the most to expect from earlier ones: it is "
-                "clipped, and so are later ones (events `clipped`). Check batch, learning rate and machine; guard=None does not clip"
+                "clipped, and so are later ones (events `clipped`). Check batch, learning rate and machine; guard=None (--guard off) does not clip"
             )
             (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
         self.clipped += 1

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from thinwire.errors import ConfigurationError
+from thinwire.records.choices import nearest
 
 STUDIES = {
     "utilization": "the rate that a link needs for a given compute utilisation, layer by layer (the paper's table)",
@@ -35,5 +36,5 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     study, *rest = arguments
     if study not in STUDIES:
-        raise ConfigurationError(f"{study!r} is no study; there are {', '.join(STUDIES)}.")
+        raise ConfigurationError(f"{study!r} is no study{nearest(study, STUDIES)}; there are {', '.join(STUDIES)}.")
     return int(importlib.import_module(f"thinwire.cli.simulate.{study}").main(rest))

@@ -38,6 +38,9 @@ from thinwire.errors import ConfigurationError, LinkError
 
 ANSWER_SECONDS = 30.0  # most seconds of a hub's response
 _LONGEST = 1 << 14  # most bytes of a certificate, or of the authorities
+_ADVICE = (
+    "Ask the hub's owner for a new token; a name that is revoked, or that another key has, also needs another --name."
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Enrolment:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                     served = states_range(error.initial_metadata(), JOINING)
-                    advice = " Ask the hub's owner for a new token." if served else ""
+                    advice = f" {_ADVICE}" if served else ""
                     raise Refused(f"{error.details()}.{advice}") from None
                 raise LinkError(
                     f"the hub at {token.host}:{token.join_port} does not answer ({str(error.details()).rpartition(': ')[2]}). Check that it "
