@@ -181,8 +181,9 @@ def main(address: str, name: str, folder: str, size: str = str(PLACES), listen: 
             optimizer.step()
             worst, own = max(worst, time.monotonic() - before), own + 1
             if own % SAVE_EVERY == 0 or full:
-                save(Path(folder, "saved", name), replica, log, bool(full))
-                full.clear()
+                told = len(full)
+                save(Path(folder, "saved", name), replica, log, bool(told))
+                del full[:told]  # a signal that came meanwhile is for the next save
         log.write("finish", seconds=time.monotonic() - began, spent=replica.seconds, worst=worst, steps=own)
     assert isinstance(replica._driver, ElasticDriver)
     anchors = [[float(v) for v in anchor[:4]] for anchor in replica.anchors()]

@@ -274,9 +274,11 @@ class Stage:
                 self.nobody_is_away()
                 self.signal(name, signal.SIGSTOP)
                 self.leave(name, self.elapsed(fault), lambda: self.signal(name, signal.SIGCONT))
-            case "damaged bytes" | "disk full":
+            case "damaged bytes":
                 self.until(lambda: self.has_started(name), f"{name} does not start")
-                self.signal(name, signal.SIGUSR1 if fault.kind == "damaged bytes" else signal.SIGUSR2)
+                self.signal(name, signal.SIGUSR1)
+            case "disk full":
+                self.until(self.fills_disk(name), f"{name} never says that it could not save")
             case "server killed":
                 self.somebody_trains(fault)
                 self.kill_server()
@@ -307,6 +309,20 @@ class Stage:
         rounds = 0 if self.away else fault.rounds  # a round needs two replicas
         self.leave(name, self.elapsed(replace(fault, rounds=rounds)), lambda: self.restart(name))
         self.kill(name)
+
+    def fills_disk(self, name: str) -> Callable[[], bool]:
+        """Returns a function that fills the disk of each process of a replica, and says whether one could not save for that."""
+        before, told = len(self.lines(name, "not saved")), set[float]()
+
+        def said() -> bool:
+            if len(self.lines(name, "not saved")) > before:
+                return True
+            if self.started[name] not in told and self.has_started(name):
+                told.add(self.started[name])
+                self.signal(name, signal.SIGUSR2)
+            return False
+
+        return said
 
     def has_started(self, name: str) -> bool:
         return any(line["at"] > self.started[name] for line in self.lines(name, "start"))
