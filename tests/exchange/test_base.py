@@ -28,6 +28,7 @@ class Least(Exchange):
 
 
 BOTH = tw.exchange.Direct(), tw.exchange.TwoShot()
+GOSSIP = tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())
 DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may come and go
     (Least(), (False, True, False, True, False)),
     (tw.exchange.Direct(), (True, True, True, True, True)),
@@ -37,6 +38,11 @@ DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may
     (tw.exchange.Hierarchy((2, 1)), (False, True, False, False, False)),
     (tw.exchange.Fastest("1mbit"), (False, True, False, True, False)),
     (tw.exchange.Fastest("1mbit", BOTH), (True, True, True, True, False)),
+    (
+        tw.exchange.Fastest("1mbit", (tw.exchange.Direct(), tw.exchange.Hierarchy((2, 1)))),
+        (False, True, False, False, False),
+    ),
+    (tw.exchange.Fastest("1mbit", (tw.exchange.Direct(), GOSSIP)), (False, False, False, True, False)),
 ]
 
 
@@ -50,6 +56,16 @@ def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
+
+
+def test_a_choice_declares_the_feedback_of_its_owners():
+    """So a policy that would cut its shards differently is refused, as with `TwoShot` alone."""
+    feedback = tw.pieces.feedback.Feedback()
+    fastest = tw.exchange.Fastest("1mbit", (tw.exchange.Direct(), tw.exchange.TwoShot(feedback)))
+    assert fastest.feedback == feedback and tw.exchange.Fastest("1mbit").feedback is None
+    policy = tw.pieces.policy.DenseUntil(4)
+    with pytest.raises(tw.ConfigurationError, match="all codecs need the same grain"):
+        tw.Strategy(codec=tw.codecs.E3M0(), policy=policy, exchange=fastest)
 
 
 @pytest.mark.parametrize("among", [(), (tw.exchange.Direct,), (tw.exchange.Direct(), "TwoShot()")], ids=str)

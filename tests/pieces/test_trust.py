@@ -17,7 +17,7 @@ from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, 
 from thinwire.rng import Key
 from thinwire.testing.attacks import LabelFlip, Replay, Sybils, attack_of
 from thinwire.testing.gossip_attacks import AttackedGossip, attacked
-from thinwire.testing.toy import journey, same_bits, toy, weights
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 from thinwire.topology import Complete, RandomPairs, Ring
 
 WIDTH = 64
@@ -236,6 +236,26 @@ def test_sybils_that_send_the_same_lose_their_weight():
 def test_invalid_attacks_on_gossip_are_refused(made, said):
     with pytest.raises(ConfigurationError, match=said):
         made()
+
+
+def test_bristle_compares_losses_in_evaluation_mode_and_leaves_frozen_modules_in_it():
+    """The losses of neighbours are taken in evaluation mode; then the model is as the loop left it: its weights, and each module's mode."""
+
+    def replica(group):
+        model, modes = toy(group.rank), []
+        model.head.eval()
+
+        def losses():
+            modes.append([one.training for one in model.modules()])
+            return [float((model.head.weight - group.rank).square().sum())]
+
+        optimizer = sgd(model)
+        with tw.Replica(tw.recipes.bristle(every=1, topology=Complete()), model, optimizer, group, validation=losses):
+            inner_step(model, optimizer, *batch(0, group.rank, 1))
+        assert len(modes) == 2 and not any(map(any, modes)), "once for the own weights, once for the neighbour's"
+        return [name for name, one in model.named_modules() if not one.training]
+
+    assert tw.run_threads(2, replica) == [["head"], ["head"]]
 
 
 def test_bristle_needs_validation_losses():
