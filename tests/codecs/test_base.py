@@ -7,6 +7,7 @@ import torch
 from pieces import CODECS
 
 import thinwire as tw
+from thinwire.codecs import warm_up
 from thinwire.codecs.base import Places, chance, check_fit, nested
 from thinwire.errors import ConfigurationError
 
@@ -82,3 +83,39 @@ def test_payload_sizes_match_values_by_hand():
     sign, codebook = tw.codecs.Sign(block=16), tw.codecs.Codebook()
     assert [sign.nbytes(numel) for numel in (1, 16, 17)] == [1 + 4, 2 + 4, 3 + 8]
     assert [codebook.nbytes(numel) for numel in (0, 1, 64)] == [0, 1 + 16, 16 + 16]
+
+
+class Noted:
+    """A codec whose form within half of its bytes, and within all of them, is itself. It notes what it codes."""
+
+    def __init__(self, share=None, heard=None):
+        self.share, self.heard = share, [] if heard is None else heard
+
+    def fitted(self, shapes):
+        self.heard.append(shapes)
+        return self
+
+    def within(self, share, numel):
+        assert numel == 1 << 16
+        return self if share in (0.5, 1.0) else Noted(share, self.heard)
+
+    def nbytes(self, numel):
+        return numel
+
+    def encode(self, values, payload, key):
+        assert values.numel() == payload.numel() == 1 << 16
+        self.heard.append(self.share)
+
+    def decode_add(self, payload, into, key):
+        self.heard.append((self.share, into.numel()))
+
+
+def test_each_form_of_a_codec_is_warmed_up_once():
+    """All branches need 65,536 values to be compiled, of a fragment with a matrix of 256 by 256; forms within an eighth of its bytes, and so on."""
+    codec = Noted()
+    warm_up(codec)
+    forms = [share for share in (*(eighth / 8 for eighth in range(8) if eighth != 4), None)]
+    assert codec.heard == [((256, 256),), *(one for share in forms for one in (share, (share, 1 << 16)))]
+    heard = len(codec.heard)
+    warm_up(codec)
+    assert len(codec.heard) == heard
