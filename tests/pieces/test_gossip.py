@@ -144,6 +144,7 @@ def test_the_mean_of_gasloc_takes_the_steps_of_diloco_on_any_graph():
 )
 def test_gasloc_is_refused_outside_its_range(wrong):
     ((name, value),) = wrong.items()
+    assert GASLoC() == GASLoC(lr=0.7, momentum=0.5, pull=1.0)
     if 0 <= value < 1 if name == "momentum" else 0 < value < math.inf:
         assert getattr(GASLoC(**wrong), name) == value
     else:
