@@ -8,7 +8,7 @@ from pieces import CODECS
 
 import thinwire as tw
 from thinwire.codecs import warm_up
-from thinwire.codecs.base import Places, chance, check_fit, nested
+from thinwire.codecs.base import Codec, Places, chance, check_fit, check_inner, nested
 from thinwire.errors import ConfigurationError
 
 UNBIASED = tw.codecs.E3M0(rounding="stochastic")
@@ -119,3 +119,33 @@ def test_each_form_of_a_codec_is_warmed_up_once():
     heard = len(codec.heard)
     warm_up(codec)
     assert len(codec.heard) == heard
+
+
+class Least(Codec):
+    """A codec that defines only what it must."""
+
+    def nbytes(self, numel):
+        return numel
+
+    def encode(self, x, payload, key):
+        raise NotImplementedError
+
+    def decode_add(self, payload, out, key, weight=1.0):
+        raise NotImplementedError
+
+
+def test_undeclared_properties_of_a_codec_have_defaults():
+    least, last = Least(), torch.zeros(1)
+    assert (least.claims, least.grain, least.biased, least.needs_fixed_group) == (frozenset(), None, True, "")
+    declared = (least.any_device, least.samples, least.varies, least.needs_shapes, least.sparse, least.joint)
+    assert (*declared, least.linear, least.all_reduced) == (False,) * 8
+    assert least.fitted(()) is least.denser(0.5) is least.within(0.0, 8) is least.warmed(last) is least
+    assert (least.spans_of_rest(8), least.forms(), least.remembered(8)) == ((), (), None)
+
+
+def test_a_joint_codec_is_found_inside_another_and_refused_there():
+    joint = tw.codecs.OverSenders(tw.codecs.TopK(0.1))
+    assert [*nested(joint)] == [joint, tw.codecs.TopK(0.1), tw.codecs.TopK(0.1).values]
+    check_inner(joint, "codec", joint, joint=True)
+    with pytest.raises(ConfigurationError, match="`joint` would never be called inside this codec"):
+        check_inner(joint, "codec", joint)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import thinwire as tw
-from thinwire.exchange import Exchange
+from thinwire.exchange import Arrival, Exchange
 
 
 class Least(Exchange):
@@ -66,6 +69,41 @@ def test_a_choice_declares_the_feedback_of_its_owners():
     policy = tw.pieces.policy.DenseUntil(4)
     with pytest.raises(tw.ConfigurationError, match="all codecs need the same grain"):
         tw.Strategy(codec=tw.codecs.E3M0(), policy=policy, exchange=fastest)
+
+
+def test_a_choice_is_refused_where_one_of_its_exchanges_is():
+    """By the number of replicas, by the other pieces, and by the strategy's own feedback."""
+    direct, feedback = tw.exchange.Direct(), tw.pieces.feedback.Feedback()
+    with pytest.raises(tw.ConfigurationError, match=r"a center in 0\.\.2 is needed"):
+        tw.exchange.Fastest("1mbit", (direct, tw.exchange.Star(3))).check_size(3)
+    with pytest.raises(tw.ConfigurationError, match="a hub takes the mean of packets in one codec"):
+        policy = tw.pieces.policy.DenseUntil(4)
+        tw.Strategy(policy=policy, exchange=tw.exchange.Fastest("1mbit", (direct, tw.exchange.Star("hub"))))
+    with pytest.raises(tw.ConfigurationError, match="so nothing is held back"):
+        tw.Strategy(feedback=feedback, exchange=tw.exchange.Fastest("1mbit", (direct, tw.exchange.Hierarchy((1, 1)))))
+
+
+class Remembering(Least):
+    """An exchange with a state. It departs with what it was given, and keeps no next state."""
+
+    def init(self, codec, numel, rank, size):
+        return {"last": torch.zeros(numel)}
+
+    def depart(self, round_, state):
+        return state
+
+    def arrive(self, departure, settle):
+        return Arrival((), {})
+
+
+def test_a_choice_gives_its_exchange_no_state_of_another():
+    """A state that the exchange of this round does not know stays, for the rounds with another codec."""
+    fastest = tw.exchange.Fastest("1mbit", (Remembering(),))
+    round_ = SimpleNamespace(codec=tw.codecs.Identity(), numel=2, rank=0, size=2)
+    for state, given in (({"last": torch.ones(2)}, True), ({"other": torch.ones(2)}, False)):
+        departure = fastest.depart(round_, state)
+        assert departure.departure == (state if given else {})
+        assert fastest.arrive(departure, None).state is state
 
 
 @pytest.mark.parametrize("among", [(), (tw.exchange.Direct,), (tw.exchange.Direct(), "TwoShot()")], ids=str)
