@@ -7,7 +7,8 @@ import torch
 from pieces import CODECS
 
 import thinwire as tw
-from thinwire.codecs.base import Places, chance, check_fit, nested
+from thinwire.codecs import warm_up
+from thinwire.codecs.base import Codec, Places, chance, check_fit, check_inner, nested
 from thinwire.errors import ConfigurationError
 
 UNBIASED = tw.codecs.E3M0(rounding="stochastic")
@@ -82,3 +83,69 @@ def test_payload_sizes_match_values_by_hand():
     sign, codebook = tw.codecs.Sign(block=16), tw.codecs.Codebook()
     assert [sign.nbytes(numel) for numel in (1, 16, 17)] == [1 + 4, 2 + 4, 3 + 8]
     assert [codebook.nbytes(numel) for numel in (0, 1, 64)] == [0, 1 + 16, 16 + 16]
+
+
+class Noted:
+    """A codec whose form within half of its bytes, and within all of them, is itself. It notes what it codes."""
+
+    def __init__(self, share=None, heard=None):
+        self.share, self.heard = share, [] if heard is None else heard
+
+    def fitted(self, shapes):
+        self.heard.append(shapes)
+        return self
+
+    def within(self, share, numel):
+        assert numel == 1 << 16
+        return self if share in (0.5, 1.0) else Noted(share, self.heard)
+
+    def nbytes(self, numel):
+        return numel
+
+    def encode(self, values, payload, key):
+        assert values.numel() == payload.numel() == 1 << 16
+        self.heard.append(self.share)
+
+    def decode_add(self, payload, into, key):
+        self.heard.append((self.share, into.numel()))
+
+
+def test_each_form_of_a_codec_is_warmed_up_once():
+    """All branches need 65,536 values to be compiled, of a fragment with a matrix of 256 by 256; forms within an eighth of its bytes, and so on."""
+    codec = Noted()
+    warm_up(codec)
+    forms = [share for share in (*(eighth / 8 for eighth in range(8) if eighth != 4), None)]
+    assert codec.heard == [((256, 256),), *(one for share in forms for one in (share, (share, 1 << 16)))]
+    heard = len(codec.heard)
+    warm_up(codec)
+    assert len(codec.heard) == heard
+
+
+class Least(Codec):
+    """A codec that defines only what it must."""
+
+    def nbytes(self, numel):
+        return numel
+
+    def encode(self, x, payload, key):
+        raise NotImplementedError
+
+    def decode_add(self, payload, out, key, weight=1.0):
+        raise NotImplementedError
+
+
+def test_undeclared_properties_of_a_codec_have_defaults():
+    least, last = Least(), torch.zeros(1)
+    assert (least.claims, least.grain, least.biased, least.needs_fixed_group) == (frozenset(), None, True, "")
+    declared = (least.any_device, least.samples, least.varies, least.needs_shapes, least.sparse, least.joint)
+    assert (*declared, least.linear, least.all_reduced) == (False,) * 8
+    assert least.fitted(()) is least.denser(0.5) is least.within(0.0, 8) is least.warmed(last) is least
+    assert (least.spans_of_rest(8), least.forms(), least.remembered(8)) == ((), (), None)
+
+
+def test_a_joint_codec_is_found_inside_another_and_refused_there():
+    joint = tw.codecs.OverSenders(tw.codecs.TopK(0.1))
+    assert [*nested(joint)] == [joint, tw.codecs.TopK(0.1), tw.codecs.TopK(0.1).values]
+    check_inner(joint, "codec", joint, joint=True)
+    with pytest.raises(ConfigurationError, match="`joint` would never be called inside this codec"):
+        check_inner(joint, "codec", joint)

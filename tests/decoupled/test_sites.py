@@ -238,6 +238,7 @@ def test_predicted_bytes_cross_between_the_sites():
         ledgers[0].sent("packet", 2) - 4 * down
     )  # a site has ended; all have. One message if the first is heard as the last ends
     assert ends in (down - E3M0().nbytes(8), 2 * (down - E3M0().nbytes(8)))
+    assert method.nbytes_per_period(8, 4) == method.nbytes_per_period(8, 4, rank=1)
     assert ledgers[1].sent("packet", 0) == 8 * method.nbytes_per_period(8, 4, rank=1) + 80
     # A round to the other replica for each of two deltas, and for the reply that lands, once in two; and an update or its reply.
     near = 3 * (56 + 17 * 3 + E3M0().nbytes(8))
@@ -262,7 +263,15 @@ def test_processes_over_gloo_take_the_steps_of_threads(tmp_path):
     assert all(torch.equal(real, found[0][1][0]) for _, (real, _) in found)
 
 
-# ---- refused
+# ---- settings
+
+
+def test_the_defaults_are_those_of_the_measured_runs():
+    assert halos() == halos(
+        sites=2, every=30, apart=4, updates=2, outer_lr=0.7, outer_momentum=0.5, global_lr=0.7, global_momentum=0.5,
+        global_updates=2, merge=0.75, codec=E3M0(), slow=(), delay=0,
+    )  # fmt: skip
+    assert halos().optimizer(Quadratic(), 0.1).defaults["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_silent_peers_are_no_candidates_but_the_peer_itself_is():
     view = PeerView.of(range(4), active=10).with_entry(2, PeerEntry(60, 1, joined=True))
     assert set(view.order(60, 50)) == {0, 1, 2, 3}
     assert set(view.order(61, 50)) == {2} and set(view.order(61, 50, own=3)) == {2, 3}
+    heard = view.heard(1, 11)
+    assert set(heard.order(61, 50)) == {1, 2} and heard.heard(1, 5) == heard.heard(4, 70) == heard
 
 
 def test_peers_are_sampled_uniformly_and_few_unknown_peers_change_a_sample_little():
@@ -67,8 +69,20 @@ def test_peers_are_sampled_uniformly_and_few_unknown_peers_change_a_sample_littl
         assert abs(common / 4000 - share) < 0.06
 
 
+def test_a_view_is_read_within_its_limits_and_first_peers_joined_once():
+    """Numbers of peers below 2^16, and counters below 2^31; both are on the wire."""
+    assert PeerView.of([3]).entries == {3: PeerEntry(active=0, counter=1, joined=True)}
+    assert PeerView.read(PeerView.of([]).write()) == PeerView.of([])
+    last = PeerView({(1 << 16) - 1: PeerEntry(0, (1 << 31) - 1, joined=False)})
+    assert PeerView.read(last.write()) == last
+    for beyond in (PeerView.of([1 << 16]), PeerView({0: PeerEntry(0, 1 << 31, joined=True)})):
+        with pytest.raises(PacketError):
+            PeerView.read(beyond.write())
+
+
 def test_another_process_draws_the_same_sample():
     code = "from thinwire.membership.peer_view import PeerView; print(PeerView.of(range(30)).order(77, 500))"
+    assert PeerView.of(range(5)).order(7, 50) == (1, 2, 0, 3, 4)  # another release must draw the same, too
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert told.stdout.strip() == str(PeerView.of(range(30)).order(77, 500))
 
@@ -80,6 +94,7 @@ def test_another_process_draws_the_same_sample():
         lambda b: b + b"\0",
         lambda b: b"\xff\xff\xff\xff" + b[4:],
         lambda b: b[:4] + b[17:30] + b[4:17] + b[30:],  # not in order
+        lambda b: b[:17] + b[4:17] + b[30:],  # a peer twice
         lambda b: b[:16] + b"\2" + b[17:],  # an unknown status
         lambda b: b[:12] + bytes(4) + b[16:],  # never joined
         lambda b: b[:-13] + b"\5\0\0\0" + b[-9:],  # a peer that is not in this group

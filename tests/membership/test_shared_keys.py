@@ -43,6 +43,7 @@ def test_a_member_votes_for_itself_alone():
     refused("c is no member", keys.settle, C, OUTCOME, "no", VIEW)
     refused("not an outcome", keys.settle, A, BALLOTS[0], "no", VIEW)
     refused("not an outcome", keys.settle, A, OUTCOME, "maybe", VIEW)
+    refused("not an outcome", keys.settle, A, OUTCOME, "\ud800", VIEW)  # JSON can carry what no file can
     refused("the key of a note cannot be read", keys.put, A, "end/" + "a" * 99, "1", [])
     assert keys.read([OUTCOME]) is None and keys.read(BALLOTS) is None
 

@@ -135,6 +135,21 @@ def test_the_mean_of_gasloc_takes_the_steps_of_diloco_on_any_graph():
         GASLoC(0.7, 0.9, 0.7).check(RandomPairs(), Identity())
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{name: value} for name in ("momentum", "lr", "pull") for value in (-0.1, 0.0, 1.0, math.inf, math.nan)],
+    ids=str,
+)
+def test_gasloc_is_refused_outside_its_range(wrong):
+    ((name, value),) = wrong.items()
+    assert GASLoC() == GASLoC(lr=0.7, momentum=0.5, pull=1.0)
+    if 0 <= value < 1 if name == "momentum" else 0 < value < math.inf:
+        assert getattr(GASLoC(**wrong), name) == value
+    else:
+        with pytest.raises(ConfigurationError, match=r"momentum in \[0, 1\), lr and pull above 0"):
+            GASLoC(**wrong)
+
+
 # ---- CHOCO
 
 
@@ -275,6 +290,7 @@ def test_four_gossip_steps_contract_as_in_the_published_table(topology, size, pu
         (lambda: MGS(NoLoCo()), "whole weights is needed"),
         (lambda: MGS(Choco()), "whole weights is needed"),
         (lambda: MGS(MGS()), "whole weights is needed"),
+        (lambda: MGS(AdaptThenCombine), "whole weights is needed"),
         (lambda: MGS(steps=0), "1 to 8 gossip steps"),
         (lambda: MGS(steps=9), "1 to 8 gossip steps"),
         (lambda: MGS().check(MoshpitGrid(), Identity()), "take their mean at once"),
@@ -282,5 +298,6 @@ def test_four_gossip_steps_contract_as_in_the_published_table(topology, size, pu
     ],
 )
 def test_invalid_gossip_steps_are_refused(made, said):
+    assert [MGS(steps=steps).steps for steps in (1, 8)] == [1, 8] and MGS() == MGS(AdaptThenCombine(), 4)
     with pytest.raises(ConfigurationError, match=said):
         made()

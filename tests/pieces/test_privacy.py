@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import secrets
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +121,26 @@ def test_epsilon_lies_between_the_exact_value_and_the_closed_form():
         exact = get_epsilon_gaussian(noise / math.sqrt(rounds), delta)
         assert exact <= said <= closed_form(noise, rounds, delta) * 1.001
     assert tw.pieces.privacy.Privacy(1.0, 10.0).epsilon(100) == pytest.approx(4.73, abs=0.01)
+
+
+def test_the_accountant_gets_the_noise_that_each_observer_sees(monkeypatch):
+    """A peer sees one packet with its share of the noise, 1/√M of all. This runs without the extra."""
+
+    class Accountant:
+        def compose(self, noise, rounds):
+            self.told = noise, rounds
+
+        def get_epsilon(self, delta):
+            noise, rounds = self.told
+            return rounds / (noise * delta)
+
+    monkeypatch.setitem(sys.modules, "dp_accounting", SimpleNamespace(GaussianDpEvent=float))
+    monkeypatch.setitem(sys.modules, "dp_accounting.rdp", SimpleNamespace(RdpAccountant=Accountant))
+    privacy = tw.pieces.privacy.Privacy(2.0, 8.0, 0.25)
+    assert [privacy.epsilon(rounds) for rounds in (0, 1, 4)] == [0.0, 0.5, 2.0]
+    assert privacy.epsilon_of_packets(4, 16) == 8.0
+    said = {"epsilon": 2.0, "epsilon_of_packets": 8.0, "delta": 0.25, "rounds": 4, "clip": 2.0, "noise": 8.0}
+    assert privacy.spent(4, 16).items() >= said.items()
 
 
 @needs_accountant

@@ -18,7 +18,7 @@ from thinwire.pieces.attacks import LabelFlip, Replay, Sybils
 from thinwire.pieces.gossip import CombineThenAdapt
 from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
 from thinwire.rng import Key
-from thinwire.testing.toy import journey, same_bits, toy, weights
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 from thinwire.topology import Complete, RandomPairs, Ring
 
 WIDTH = 64
@@ -57,6 +57,8 @@ def test_trust_depends_on_all_classes_of_a_peer():
         [0.5] * 3,
         pytest.approx([0.25, 1.0, 0.0]),
     )
+    with pytest.raises(ValueError, match="zip"):  # another number of batches the second time
+        qualities([1.0], [1.0, 2.0])
 
 
 def test_the_weighted_mean_is_normalised():
@@ -121,6 +123,31 @@ def test_sybil_wall_has_the_limits_of_foolsgold():
     assert judged(SybilWall(), by_hand)[0] == {1: 1.0, 2: 0.0, 3: 0.0}
 
 
+def test_a_history_begins_at_the_common_start_and_a_record_has_its_length():
+    """With a reach of one hop no records are sent. Neither rule needs what only the other needs."""
+    rule, start, moved = SybilWall(WIDTH), torch.arange(8.0) + 1, torch.randn(8)
+    state = rule.begins(start, Key(), 2)
+    _, after = judged(rule, {1: start + moved}, state=state)
+    torch.testing.assert_close(after["histories"].view(2, 8)[1], moved)
+    for reach, vectors in ((1, [8]), (2, [8, 3 + 8])):
+        assert [numel for _, numel in SybilWall(WIDTH, reach).vectors(Identity(), 8)] == vectors
+    assert SybilWall(WIDTH).needs_losses is False and Bristle().needs_losses
+
+
+def test_records_of_far_replicas_arrive_in_a_run():
+    """On a ring of four, each replica learns of the one that is two hops away."""
+
+    def replica(group):
+        model = toy()
+        optimizer = sgd(model)
+        with tw.Replica(tw.recipes.sybil_wall(every=1, width=WIDTH), model, optimizer, group) as one:
+            for step in range(3):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+            return one.state()[0]["0.exchange.distance"].tolist()
+
+    assert tw.run_threads(4, replica) == [[0, 1, 2, 1], [1, 0, 1, 2], [2, 1, 0, 1], [1, 2, 1, 0]]
+
+
 def record_of(rank, number, distance, moved):
     return torch.cat([torch.tensor([float(rank), float(number), float(distance)]), moved])
 
@@ -150,11 +177,19 @@ def test_only_valid_and_newer_records_are_kept():
     _, newer = judged(rule, near, 6, state, 6, records={2: record_of(4, 4, 2, moved + 1)})
     assert known(newer)[4] == (4.0, 3.0, 2.0) and newer["histories"].view(6, 8)[4].tolist() == (moved + 1).tolist()
     refused = [
-        *(record_of(4, 3, 1, moved), record_of(4, 9, 1, moved), record_of(4, 5, 3, moved), record_of(4, 5, 0, moved)),
+        *(
+            record_of(4, 3, 1, moved),
+            record_of(4, 4, 1, moved),
+            record_of(4, 9, 1, moved),
+            record_of(4, 5, 3, moved),
+            record_of(4, 5, 0, moved),
+        ),
         *(record_of(0, 5, 1, moved), record_of(1, 5, 1, moved), record_of(2, 5, 1, moved), record_of(6, 5, 1, moved)),
         *(record_of(-1, 5, 1, moved), record_of(4.5, 5, 1, moved), record_of(4, 5, 1, moved * math.nan)),
     ]
-    for record in refused:  # old, future, too far, of itself, the sender, a neighbour or no replica, not finite
+    for (
+        record
+    ) in refused:  # old, not newer, future, too far, of itself, the sender, a neighbour or no replica, not finite
         _, same = judged(rule, near, 6, newer, 6, records={1: record})
         assert known(same) | {1: 0, 2: 0} == known(newer) | {1: 0, 2: 0}, record[:3]
     hidden, _ = judged(rule, near | {2: torch.full((8,), 3e38)}, 6)
@@ -202,6 +237,7 @@ def liars(recipe, attack, count=1, **settings):
 def test_bristle_gives_a_noisy_or_infinite_neighbour_no_weight():
     """The noise moves all replicas of d_psgd."""
     honest = journey(tw.recipes.bristle(every=2, topology=Complete()), 4, steps=8)
+    assert not any(one.heard("refused") for one in honest)
     for attack in ("notfinite", "Gaussian(100.0)"):
         runs = journey(liars("bristle", attack_of(attack)), 4, steps=8)
         for one in runs[:3]:
@@ -237,6 +273,26 @@ def test_sybils_that_send_the_same_lose_their_weight():
 def test_invalid_attacks_on_gossip_are_refused(made, said):
     with pytest.raises(ConfigurationError, match=said):
         made()
+
+
+def test_bristle_compares_losses_in_evaluation_mode_and_leaves_frozen_modules_in_it():
+    """The losses of neighbours are taken in evaluation mode; then the model is as the loop left it: its weights, and each module's mode."""
+
+    def replica(group):
+        model, modes = toy(group.rank), []
+        model.head.eval()
+
+        def losses():
+            modes.append([one.training for one in model.modules()])
+            return [float((model.head.weight - group.rank).square().sum())]
+
+        optimizer = sgd(model)
+        with tw.Replica(tw.recipes.bristle(every=1, topology=Complete()), model, optimizer, group, validation=losses):
+            inner_step(model, optimizer, *batch(0, group.rank, 1))
+        assert len(modes) == 2 and not any(map(any, modes)), "once for the own weights, once for the neighbour's"
+        return [name for name, one in model.named_modules() if not one.training]
+
+    assert tw.run_threads(2, replica) == [["head"], ["head"]]
 
 
 def test_bristle_needs_validation_losses():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +18,10 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.elastic.driver import check
 from thinwire.pieces.partition import BySize
+from thinwire.runtime import disk as disk_module
 from thinwire.runtime.disk import DiskTensors
 from thinwire.runtime.saved_state import restore, saved
+from thinwire.runtime.window import Window
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd
 
 
@@ -95,6 +102,103 @@ def test_waiting_for_the_disk_warns_once(monkeypatch: pytest.MonkeyPatch) -> Non
     one, *_ = journey(dataclasses.replace(tw.streaming_diloco(every=4, delay=1), anchors="disk"), 2)
     (told,) = one.heard("warning")
     assert "departure, which waits for the rest" in told["message"] and told["step"] >= 4
+
+
+def test_pages_in_memory_are_counted_by_their_lowest_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty tensor takes no room. Nothing is unread if the kernel does not say it."""
+    given = torch.arange(3.0 * mmap.PAGESIZE // 4)
+    disk = DiskTensors([given, torch.empty(0, 4)])
+    assert torch.equal(disk.tensors[0], given) and disk.tensors[0].data_ptr() != given.data_ptr()
+    assert disk.tensors[1].shape == (0, 4) and disk.nbytes == 3 * mmap.PAGESIZE and DiskTensors([]).nbytes == 1
+
+    def mincore(begin: ctypes.c_void_p, nbytes: ctypes.c_size_t, pages: ctypes.c_void_p) -> int:
+        assert begin.value == disk.tensors[0].data_ptr() and nbytes.value == disk.nbytes and pages.value
+        (ctypes.c_uint8 * 3).from_address(pages.value)[:] = [1, 2, 3]
+        return 0
+
+    monkeypatch.setattr(disk_module, "_LIBC", SimpleNamespace(mincore=mincore))
+    assert disk.unread_nbytes() == mmap.PAGESIZE
+    monkeypatch.setattr(disk_module, "_LIBC", SimpleNamespace(mincore=lambda *_: -1))
+    assert disk.unread_nbytes() == 0
+
+
+class Noted:
+    """State on disk that notes what is asked of it. `read` waits until it may go on."""
+
+    def __init__(self, index: int, heard: list[str], may_go_on: threading.Event | None = None) -> None:
+        self.index, self.heard, self.may_go_on, self.nbytes = index, heard, may_go_on, 100
+
+    def read(self) -> None:
+        self.heard.append(f"read {self.index}")
+        if self.may_go_on:
+            self.may_go_on.wait()
+
+    def release(self) -> None:
+        self.heard.append(f"release {self.index}")
+
+    def unread_nbytes(self) -> int:
+        return 40
+
+
+def window_of(every: int, disks: Sequence[Noted | None]) -> tuple[Window, Any, list[str]]:
+    """Returns a window over fragments of which one departs after every second step, their training, and its warnings."""
+    warnings: list[str] = []
+    fragments = [SimpleNamespace(index=index, disk=disk, flight=None) for index, disk in enumerate(disks)]
+    training = SimpleNamespace(
+        strategy=SimpleNamespace(schedule=SimpleNamespace(every=every)),
+        fragments=fragments,
+        calendar=SimpleNamespace(departs=lambda step: () if step % 2 else (step // 2 % len(fragments),)),
+        step=0,
+        warn=warnings.append,
+    )
+    return Window(training), training, warnings  # type: ignore[arg-type]
+
+
+def test_fragments_are_read_before_their_departure_and_released_after_their_flight() -> None:
+    """Of four fragments the last is in memory, and each flies for a step."""
+    heard: list[str] = []
+    window, training, _ = window_of(8, [*(Noted(index, heard) for index in range(3)), None])
+    window.close()
+    window._thread = SimpleNamespace(submit=lambda job: job())  # type: ignore[assignment]
+    asked = []
+    for step in range(6):
+        training.step = step
+        for fragment in training.fragments:
+            fragment.flight = fragment.index in training.calendar.departs(step) if step else None
+        window.slide()
+        asked.append(sorted(heard))
+        heard.clear()
+    released = [f"release {index}" for index in range(3)]
+    assert (
+        asked
+        == [
+            ["read 1", released[0], released[2]],
+            [released[0], released[2]],
+            ["read 2", released[0]],  # 1 is in flight
+            released[:2],
+            released[:2],  # 2 is in flight; 3 has no file
+            released,
+        ]
+    )
+
+
+def test_a_window_warns_once_of_what_is_unread_and_drops_its_reads_at_the_end() -> None:
+    heard: list[str] = []
+    for every, steps, count in ((8, 8, 1), (8, 4, 2), (2, 1, 4)):
+        window, _, warnings = window_of(every, [Noted(index, heard) for index in range(count)])
+        for _ in range(2):
+            window.departs(0)
+        (told,) = warnings
+        assert f"has read 60 of 100 bytes of the outer state of fragment 0 in the {steps} inner steps" in told
+        window.close()
+
+    may_go_on = threading.Event()
+    window, _, _ = window_of(16, [Noted(index, heard, may_go_on) for index in range(4)])
+    window.slide()  # two fragments depart within four steps
+    window.close()  # does not wait for the first
+    may_go_on.set()
+    window._thread.shutdown(wait=True)
+    assert "read 2" not in heard
 
 
 def test_state_on_disk_is_refused_where_all_fragments_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.runtime.module_state import clear, clip, gradient, has_sparse, put_gradient
+from thinwire.runtime.module_state import clear, clip, evaluating, gradient, has_sparse, put_gradient
 
 
 def with_gradients(sparse: bool) -> list[nn.Parameter]:
@@ -39,6 +39,18 @@ def test_a_mean_replaces_a_gradient_in_its_own_layout() -> None:
         assert not sparse or table.grad.coalesce().indices().tolist() == [[0, 2]]
         put_gradient(unused, torch.ones(2))
         assert unused.grad is not None and unused.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_module_is_in_its_own_mode_after_an_evaluation(training: bool) -> None:
+    """A frozen normalisation stays in evaluation mode, though the model is in training mode; and the other way round."""
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), nn.Dropout()).train(training)
+    model[0].train(not training)
+    model[0][1].train(training)
+    with pytest.raises(KeyError), evaluating(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError
+    assert [module.training for module in model.modules()] == [training, not training, not training, training, training]
 
 
 def test_nonfinite_state_becomes_zero_and_statistics_are_reset() -> None:

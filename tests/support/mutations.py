@@ -28,7 +28,7 @@ OPERATORS = [
 
 # Lines for readers, type checkers or memory, which change no result that a test can see.
 NOT_CHANGED = re.compile(
-    r"@(abstractmethod|runtime_checkable|override|lru_cache\(maxsize=\d+\)|dataclass\(frozen=True\))$"
+    r"@(abstractmethod|runtime_checkable|override|lru_cache\(maxsize=[\d <]+\)|dataclass\(frozen=True\))$"
 )
 
 

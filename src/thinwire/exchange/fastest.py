@@ -72,6 +72,18 @@ class Fastest(Exchange):
         return all(exchange.multiplies for exchange in self.among)
 
     @property
+    def agrees(self) -> bool:
+        return all(exchange.agrees for exchange in self.among)
+
+    @property
+    def sends_own(self) -> bool:
+        return all(exchange.sends_own for exchange in self.among)
+
+    @property
+    def feedback(self) -> Feedback | None:
+        return next((exchange.feedback for exchange in self.among if exchange.feedback), None)
+
+    @property
     def needs_hub(self) -> bool:
         return any(exchange.needs_hub for exchange in self.among)
 

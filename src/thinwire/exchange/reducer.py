@@ -123,7 +123,7 @@ class Reducer:
     def _hear(self, rank: int, body: bytes) -> None:
         try:
             fragment = int(json.loads(body)["fragment"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             raise PacketError(f"replica {rank} declared a fragment in a way that cannot be read.") from None
         with self._lock:
             of = self._declared.setdefault(fragment, {})

@@ -75,7 +75,7 @@ class SharedKeys:
         """The outcome, which is the first proposal. Raises `PacketError` if the writer must not propose it; `TooMuchError`."""
         view = _electorate(key, members)
         outcome, ballots = keys_of(key.rpartition("/")[0], len(view))
-        if key != outcome or value.encode() not in (YES, NO):
+        if key != outcome or value not in (YES.decode(), NO.decode()):
             raise PacketError(
                 "the key and the value are not an outcome of this view; run the same release of Thinwire everywhere"
             )

@@ -45,6 +45,7 @@ from thinwire.packet import (
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.own_files import digests
 from thinwire.runtime.handshake import agree_on_resume, compare_settings, digest
+from thinwire.runtime.module_state import evaluating
 from thinwire.types import Observer
 
 BYTES = 256  # size of the default tokenizer's vocabulary
@@ -274,13 +275,12 @@ class Talking(Attached):
         return own
 
     def _predicted(self, round_: int) -> Predictions:
-        method, training = self.strategy, self.model.training
-        self.model.eval()  # dropout would change the predictions
-        parts = [
-            most_probable(self.probe.logits(round_ * method.every + slot), method.top, method.temperature)
-            for slot in range(method.every)
-        ]
-        self.model.train(training)
+        method = self.strategy
+        with evaluating(self.model):  # dropout would change the predictions
+            parts = [
+                most_probable(self.probe.logits(round_ * method.every + slot), method.top, method.temperature)
+                for slot in range(method.every)
+            ]
         return Predictions(torch.cat([part.tokens for part in parts]), torch.cat([part.logs for part in parts]))
 
     def _depart(self, own: Tensor, round_: int, step: int) -> None:

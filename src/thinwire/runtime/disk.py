@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.errors import ConfigurationError
 
 _ALIGNED = 64  # bytes, as in torch's allocator
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None)
 
 
 class DiskTensors:

@@ -26,7 +26,7 @@ from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
 from thinwire.runtime.judged_update import JudgedUpdate
-from thinwire.runtime.module_state import gradient
+from thinwire.runtime.module_state import evaluating, gradient
 from thinwire.runtime.recovery import start_again
 from thinwire.topology import spread
 from thinwire.types import State
@@ -268,15 +268,14 @@ class GossipDriver(Driver):
 
     def _losses(self, fragment: FragmentState, theta: Tensor) -> list[float]:
         """The losses of the model on the validation batches with `theta` in place of the replica's own parameters of `fragment`."""
-        training, model = self.training, self.training.model
+        training = self.training
         assert training.validation is not None
-        own, training_mode = fragment.snapshot(torch.empty_like(theta)), model.training
+        own = fragment.snapshot(torch.empty_like(theta))
         fragment.load_into_parameters(theta)
-        model.eval()
         try:
-            return [float(loss) for loss in training.validation()]
+            with evaluating(training.model):
+                return [float(loss) for loss in training.validation()]
         finally:
-            model.train(training_mode)
             fragment.load_into_parameters(own)
 
     @torch.no_grad()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,19 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if fsdp and isinstance(module, fsdp.FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which `model` is in evaluation mode; afterwards each of its modules is in its own mode again, also a frozen one."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # a module comes before those inside it
+            if module.training != training:
+                module.train(training)
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
