@@ -1,6 +1,6 @@
 """The cost of unequal machines: time to a given loss and loss at equal tokens, for replicas 1, 2 and 4 times as slow as the fastest.
 
-    python benchmarks/unequal.py [--steps 120] [--seeds 0 1] [--into FILE] [--emulated | --simulated | --sites | --time] [--quick]
+    python benchmarks/unequal.py [--steps 120] [--seeds 0 1 2] [--into FILE] [--emulated | --simulated | --sites | --time] [--quick]
 
 *Simulated*: replicas are threads in virtual time: an inner step of replica m takes slow[m], messages take none. Every run trains
 on the same number of tokens, `steps` inner steps in the mean over its replicas. A step of a fixed group takes as long as on its
@@ -18,8 +18,10 @@ departure to the landing. Rows have the bytes that crossed this link. --quick: 2
 *The same time* (--time, simulated): the loss at the end of runs that take equally long, by a learning rate schedule that ends then. All
 replicas train with decoupled_diloco, or those of the fastest kind alone: one with AdamW and no method, several as a fixed group. Beside
 them the fixed group on equal machines, which trains on as many tokens as all replicas. H is 7 for all; decoupled_diloco and the fast alone
-average (outer 1 and 0), the equal machines have 0.7 and 0.5. The spread is the standard deviation of the fast alone's losses over seeds.
-Saved after each cell of TIMED; --cells 0 2 runs these alone. Losses that the file has already, by the same strategies, are not run again.
+average (outer 1 and 0), the equal machines have 0.7 and 0.5. The fast alone read the samples that they have beside the slow ones, so runs
+of a seed differ by the slow machines alone. Differences are paired by seed, and have the standard error of their mean.
+Saved after each cell of TIMED, with its number of seeds; --cells 0 2 runs these alone. Losses that the file has already, by the same
+strategies, are not run again.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ SEVERAL: dict[str, tuple[float, ...]] = SPEEDS | {
     "1:2:4, 64 replicas": (*(1,) * 22, *(2,) * 21, *(4,) * 21),
 }
 TIMED: tuple[tuple[str, int, int], ...] = (  # speeds, inner steps in the mean, number of seeds
-    ("1:2:4", 120, 3), ("1:1:10", 120, 3), ("1:2", 120, 3), ("1:2:4", 300, 3), ("1:2:4, 8 replicas", 120, 1),
+    ("1:2:4", 120, 6), ("1:1:10", 120, 6), ("1:2", 120, 3), ("1:2:4", 300, 3), ("1:2:4, 8 replicas", 120, 2),
     ("1:1:10", 300, 3), ("1:2", 300, 3), ("1:2:4, 16 replicas", 120, 1), ("1:2:4, 64 replicas", 60, 1),
 )  # fmt: skip
 
@@ -86,11 +88,12 @@ def asynchronous(slow: tuple[float, ...]) -> str:
 
 
 def curve(
-    strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int, ledgers: Sequence[Ledger] = ()
-) -> list[tuple[float, float]]:
+    strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int, ledgers: Sequence[Ledger] = (),
+    shares: int = 0,
+) -> list[tuple[float, float]]:  # fmt: skip
     """Returns the loss of the agreed weights over virtual time, as replica 0 knows them; the last entry is after the last round.
 
-    `ledgers` count what each replica sends.
+    `ledgers` count what each replica sends. The data have as many `shares` as replicas, or more, of which the last are not read.
     """
     run = Run.of(**SETTINGS, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
     method, cpu = run.make_method(), torch.device("cpu")
@@ -98,7 +101,7 @@ def curve(
     def replica(group: tw.Group) -> list[tuple[float, float]]:
         group = CountedGroup(group, ledgers[group.rank]) if ledgers else group
         job = TextJob(run, None)
-        job.begin(Share(run.seed, group.rank, group.size))
+        job.begin(Share(run.seed, group.rank, shares or group.size))
         model, told = job.make_model(), []
         optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
         attached: Any = (
@@ -185,35 +188,36 @@ def same_time(
     `before` are rows of an earlier run: their losses are taken over where the strategy is the same.
     """
     rows = {(row["speeds"], row["steps"]): row for row in before}
-    known: dict[tuple[str, int, int, int], float] = {}
+    known: dict[tuple[Any, ...], float] = {}
     for row in before:
         for kind, each in row["losses"].items():
-            strategy, count, taken = row["runs"][kind]
-            known |= {(strategy, count, taken, seed): loss for seed, loss in zip(row["seeds"], each)}
+            known |= {(*row["runs"][kind], seed): loss for seed, loss in zip(row["seeds"], each)}
     for speeds, steps, several in cells:
         slow, began = SEVERAL[speeds], time.monotonic()
-        fast, apart = slow.count(min(slow)), max(1, steps // 15)
+        all_, fast = len(slow), slow.count(min(slow))
         line, own = Timeline(slow, OFTEN, 1, 1, 0.5, 0), 0
         while line.done(0, own) // len(slow) < steps:
             own += 1
-        runs = {
-            "control": (fixed(OFTEN), len(slow), steps),
-            "decoupled_diloco": (decoupled(slow, OFTEN), len(slow), steps),
-            "the fast alone": (AVERAGED if fast > 1 else f"local_sgd(every={OFTEN})", fast, own),  # of one: AdamW alone
+        alone = AVERAGED if fast > 1 else f"local_sgd(every={OFTEN})"  # of one: AdamW alone
+        runs: dict[str, tuple[str, int, int, int]] = {  # strategy, replicas, inner steps, shares of the data
+            "control": (fixed(OFTEN), all_, steps, all_),
+            "decoupled_diloco": (decoupled(slow, OFTEN), all_, steps, all_),
+            "the fast alone": (alone, fast, own, all_),
         }
         losses: dict[str, list[float]] = {kind: [] for kind in runs}
         for seed in seeds[:several]:
-            for kind, (strategy, count, taken) in runs.items():
-                if (strategy, count, taken, seed) not in known:
+            for kind, one in runs.items():
+                strategy, count, taken, shares = one
+                if (*one, seed) not in known:
                     paces = slow if kind == "decoupled_diloco" else (1.0,) * count
-                    known[strategy, count, taken, seed] = curve(strategy, paces, taken, seed, apart)[-1][1]
-                losses[kind].append(known[strategy, count, taken, seed])
-        ours, alone = losses["decoupled_diloco"], losses["the fast alone"]
-        row = {"word": "simulated", "speeds": speeds, "replicas": len(slow), "steps": steps, "losses": losses}
+                    known[*one, seed] = curve(strategy, paces, taken, seed, taken + 1, shares=shares)[-1][1]
+                losses[kind].append(known[*one, seed])
+        row = {"word": "simulated", "speeds": speeds, "replicas": all_, "steps": steps, "losses": losses}
         row |= {"runs": runs, "seeds": seeds[:several], "time": own, "seconds": round(time.monotonic() - began)}
         for name, kind in (("of_control", "control"), ("of_fast", "the fast alone")):
-            row[name] = statistics.fmean(a / b for a, b in zip(ours, losses[kind])) - 1
-        row["spread"] = statistics.stdev(alone) / statistics.fmean(alone) if len(alone) > 1 else None
+            each = [a / b - 1 for a, b in zip(losses["decoupled_diloco"], losses[kind])]
+            row[name] = statistics.fmean(each)
+            row[f"error_{name}"] = statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None
         rows[speeds, steps] = row
         print(json.dumps(row), keep(list(rows.values())), flush=True)
 
@@ -320,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--emulated-steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--into", type=Path)
     parser.add_argument("--emulated", action="store_true")
     parser.add_argument("--simulated", action="store_true")
@@ -329,9 +333,10 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", choices=range(len(TIMED)))
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
+    seeds = asked.seeds or [0, 1, 2]
     result = provenance() | {"benchmark": "unequal", "word": "simulated and emulated"}
     steps = 20 if asked.quick else asked.steps
-    result |= {"setting": SETTINGS | {"steps": steps, "seeds": asked.seeds, "fixed": FIXED}}
+    result |= {"setting": SETTINGS | {"steps": steps, "seeds": seeds, "fixed": FIXED}}
     result["setting"] |= {} if asked.sites else {"steps_emulated": asked.emulated_steps}
     rows: list[dict[str, Any]] = []
     if asked.time:
@@ -341,18 +346,19 @@ def main() -> None:
         into = asked.into or HERE / "results" / f"{name}.json"
         earlier = json.loads(into.read_text()) if into.exists() else {}
         before = earlier["rows"] if earlier.get("setting") == SETTINGS else []
-        same_time(asked.seeds, cells, before, lambda rows: save(name, result | {"rows": rows}, into))
+        most = asked.seeds or list(range(max(several for _, _, several in TIMED)))
+        same_time(most, cells, before, lambda rows: save(name, result | {"rows": rows}, into))
         return
     if asked.sites:
         result |= {"benchmark": "sites", "word": "simulated"}
-        rows = two_sites(steps, asked.seeds, max(1, steps // 15))
+        rows = two_sites(steps, seeds, max(1, steps // 15))
         print(save("unequal-sites", result | {"rows": rows}, asked.into))
         return
     if not asked.emulated:
         only = ("1:2:4",) if asked.quick else tuple(SPEEDS)
-        rows += simulated(steps, asked.seeds[:1] if asked.quick else asked.seeds, max(1, steps // 15), only)
+        rows += simulated(steps, seeds[:1] if asked.quick else seeds, max(1, steps // 15), only)
     if not asked.simulated and not asked.quick:
-        rows += emulated(asked.emulated_steps, asked.seeds[0])
+        rows += emulated(asked.emulated_steps, seeds[0])
     into = asked.into or (HERE / "results" / "unequal-quick.json" if asked.quick else None)
     print(save("unequal", result | {"rows": rows}, into))
 

@@ -541,12 +541,11 @@ def unequal(result: Result) -> tuple[list[str], list[list[str]]]:
 def same_time(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/unequal.py --time: a cell a row; times are steps of the fastest machine."""
     heads = ["speeds", "steps", "seeds", "time", "equal machines", "`decoupled_diloco`", "the fast alone"]
-    heads += ["against equal machines", "against the fast", "spread of the fast"]
+    heads += ["against equal machines", "against the fast"]
     rows = []
     for row in result["rows"]:
         losses = row["losses"]
         means = [sum(losses[kind]) / len(losses[kind]) for kind in ("control", "decoupled_diloco", "the fast alone")]
-        spread = row["spread"]
         rows.append(
             [
                 row["speeds"],
@@ -554,9 +553,10 @@ def same_time(result: Result) -> tuple[list[str], list[list[str]]]:
                 f"{len(row['seeds'])}",
                 f"{row['time']:.0f}",
                 *(f"{mean:.4f}" for mean in means),
-                f"{row['of_control']:+.2%}",
-                f"{row['of_fast']:+.2%}",
-                "–" if spread is None else f"{spread:.2%}",
+                *(
+                    f"{row[of]:+.2%}" + ("" if row[f"error_{of}"] is None else f" ± {row[f'error_{of}']:.2%}")
+                    for of in ("of_control", "of_fast")
+                ),
             ]
         )
     return heads, rows
