@@ -1,4 +1,4 @@
-"""Benchmarks take minutes, so no test runs them. `make check` types them; here the options and strategies exist that they pass as text."""
+"""Benchmarks: the options and strategies exist that they pass as text. They take minutes, so only slow tests run them, with `--quick`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import dataclasses
 import importlib
 import inspect
 import re
+import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from thinwire.cli import VERBS
 from thinwire.lm.run import PARTS
@@ -65,3 +70,15 @@ def test_wrong_options_and_strategies_are_found():
     assert [*unknown('f("train", "--stepz=3", "--steps", f"diloco(evry={n})", "diloco(every=3)")')] == [
         "--stepz=3", "diloco(evry=0)",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [file.name for file in FILES if '"--quick"' in file.read_text()])
+def test_a_quick_benchmark_runs(name, tmp_path):
+    for folder in ("benchmarks", "examples"):  # copies, so the recorded results stay as they are
+        shutil.copytree(FILES[0].parents[1] / folder, tmp_path / folder)
+    program = [sys.executable, str(tmp_path / "benchmarks" / name), "--quick"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    if done.returncode and (" cannot run here: " in done.stderr or " needs torchft" in done.stderr):
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
