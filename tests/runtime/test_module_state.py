@@ -30,6 +30,15 @@ def test_dense_and_sparse_gradients_are_clipped(sparse: bool, alike: bool) -> No
     assert has_sparse(given) is sparse
 
 
+def test_tiny_gradients_are_clipped_as_in_torch() -> None:
+    """torch adds 1e-6 to the norm, which counts here."""
+    own, torchs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    own.grad, torchs.grad = torch.tensor([3e-6, 4e-6]), torch.tensor([3e-6, 4e-6])
+    torch.nn.utils.clip_grad_norm_([torchs], 1e-6)
+    assert clip([own], 1e-6, alike=True) == pytest.approx(5e-6)
+    torch.testing.assert_close(own.grad, torchs.grad, rtol=1e-5, atol=0)
+
+
 def test_a_mean_replaces_a_gradient_in_its_own_layout() -> None:
     mean = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 6.0])
     for sparse in (True, False):
@@ -60,6 +69,7 @@ def test_nonfinite_state_becomes_zero_and_statistics_are_reset() -> None:
     optimizer.step()
     state = optimizer.state[model[0].bias]["momentum_buffer"]
     state.copy_(torch.tensor([1.5, math.inf, -math.inf, math.nan]))
+    optimizer.state[model[0].bias]["steps"] = 3  # some optimizers count in a number, which is no tensor
     whole, broken = model[2].running_mean, model[1].running_mean
     broken[2] = math.nan
     before = whole.clone()
