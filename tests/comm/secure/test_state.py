@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from thinwire.comm.secure import Hub, invite
-from thinwire.comm.secure.keys import Authority, write_private
+from thinwire.comm.secure.keys import Authorities, Authority, write_private
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -94,6 +97,35 @@ def test_an_authority_is_created_once(tmp_path):
     """The same holds if the first attempt was killed before it wrote a certificate."""
     write_private(tmp_path / "authority.key", b"half")
     assert Authority(tmp_path).fingerprint == Authority(tmp_path).fingerprint
+
+
+def test_authorities_are_read_before_or_after_a_replacement_and_not_within(tmp_path, monkeypatch):
+    """A running hub reads them while its owner's command moves the key, and then the certificate."""
+    begun, found, reached = Authorities(tmp_path).begun(), [], queue.Queue()
+    move, lock = Path.replace, fcntl.flock
+
+    def locking(*given):
+        reached.put("waits")
+        lock(*given)
+
+    def read():
+        found.append(Authorities(tmp_path))
+        reached.put("has read")
+
+    reader = threading.Thread(target=read)
+
+    def moving(path, target):
+        moved = move(path, target)
+        if path.suffix == ".key":
+            monkeypatch.setattr(fcntl, "flock", locking)
+            reader.start()
+            reached.get()
+        return moved
+
+    monkeypatch.setattr(Path, "replace", moving)
+    own = begun.replaced().own
+    reader.join()
+    assert own.fingerprint == found[0].own.fingerprint == begun.issuer.fingerprint and found[0].next is None
 
 
 def test_invalid_hub_folders_invitations_and_ports_are_refused(tmp_path):

@@ -7,10 +7,12 @@ machine. The subject of a certificate is a member's name, or `hub`. The DNS name
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -179,11 +181,12 @@ class Authorities:
     """
 
     def __init__(self, folder: Path) -> None:
-        if (folder / f"{NEXT}.pem").exists() and not (folder / f"{NEXT}.key").exists():
-            (folder / f"{NEXT}.pem").replace(folder / f"{IN_FORCE}.pem")  # killed in the middle of `replaced`
         self._folder = folder
-        self.own = Authority(folder)
-        self.next = Authority(folder, NEXT) if (folder / f"{NEXT}.pem").exists() else None
+        with _locked(folder):
+            if (folder / f"{NEXT}.pem").exists() and not (folder / f"{NEXT}.key").exists():
+                (folder / f"{NEXT}.pem").replace(folder / f"{IN_FORCE}.pem")  # killed in the middle of `replaced`
+            self.own = Authority(folder)
+            self.next = Authority(folder, NEXT) if (folder / f"{NEXT}.pem").exists() else None
 
     @property
     def issuer(self) -> Authority:
@@ -197,14 +200,27 @@ class Authorities:
 
     def begun(self) -> Authorities:
         """The authorities with a new next one."""
-        Authority(self._folder, NEXT)
+        with _locked(self._folder):
+            Authority(self._folder, NEXT)
         return Authorities(self._folder)
 
     def replaced(self) -> Authorities:
         """The authorities with the next one in force, and without the previous one."""
-        for kind in ("key", "pem"):
-            (self._folder / f"{NEXT}.{kind}").replace(self._folder / f"{IN_FORCE}.{kind}")
+        with _locked(self._folder):
+            for kind in ("key", "pem"):
+                (self._folder / f"{NEXT}.{kind}").replace(self._folder / f"{IN_FORCE}.{kind}")
         return Authorities(self._folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """A context in which no other thread or process reads or changes the authorities of `folder`: a hub runs while its owner rotates them."""
+    lock = os.open(folder / "authority.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
