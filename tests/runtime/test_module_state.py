@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from thinwire.runtime.module_state import clear, clip, evaluating, gradient, has_sparse, put_gradient
+from thinwire.runtime.module_state import clear, clip, evaluating, exported, gradient, has_sparse, put_gradient, reshard
 
 
 def with_gradients(sparse: bool) -> list[nn.Parameter]:
@@ -24,10 +26,44 @@ def with_gradients(sparse: bool) -> list[nn.Parameter]:
 def test_dense_and_sparse_gradients_are_clipped(sparse: bool, alike: bool) -> None:
     given = with_gradients(sparse)
     assert has_sparse(given) is sparse and not has_sparse(given[:1])
-    assert clip(given, 5.0, alike) == 5.0 and gradient(given[1])[1].tolist() == pytest.approx([3.0, 4.0], rel=1e-6)
+    exact = 0.0 if alike or sparse else 1e-6  # torch multiplies by 5 / (5 + 1e-6)
+    assert clip(given, 5.0, alike) == 5.0 and gradient(given[1])[1].tolist() == pytest.approx(
+        [3.0, 4.0], rel=exact, abs=0
+    )
     assert clip(given, 1.0, alike) == pytest.approx(5.0, rel=1e-6)
     assert gradient(given[1])[1].tolist() == pytest.approx([0.6, 0.8], rel=1e-6) and given[0].grad is None
     assert has_sparse(given) is sparse
+
+
+def test_only_modules_that_fsdp_wraps_release_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapped(nn.Module):
+        released = 0
+
+        def reshard(self) -> None:
+            self.released += 1
+
+    model = nn.Sequential(Wrapped(), nn.Linear(2, 2))
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=Wrapped))
+    reshard(model)
+    assert model[0].released == 1
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
+    reshard(model)
+    assert model[0].released == 1
+
+
+def test_equal_gradients_are_not_clipped_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's bits depend on the processor."""
+    monkeypatch.delattr(torch.nn.utils, "clip_grad_norm_")
+    assert clip(with_gradients(False), 1.0, alike=True) == pytest.approx(5.0)
+    with pytest.raises(AttributeError):
+        clip(with_gradients(False), 1.0, alike=False)
+
+
+def test_a_state_dict_is_exported_as_copies() -> None:
+    model = nn.Linear(2, 1)
+    found = exported(model)
+    assert found.keys() == {"weight", "bias"} and found["weight"].equal(model.weight)
+    assert found["weight"].data_ptr() != model.weight.data_ptr() and not found["weight"].requires_grad
 
 
 def test_tiny_gradients_are_clipped_as_in_torch() -> None:
