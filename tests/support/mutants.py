@@ -8,7 +8,7 @@ tests of tests/codecs that reach its statement, in varied order, until one fails
 calls, a process that has collected the tests is forked, and the fork replaces the code of these functions; so a mutant costs only
 its tests. Any other mutant is imported in a fork that has loaded only torch. A mutant whose tests take far longer than without the
 change is `late`, which counts as killed. Results are kept in build/mutants and are not computed again (`--again` repeats survivors).
-tests/mutants.toml explains survivors that no test can kill. Out of scope: numba's kernels, and processes that tests start.
+The files of tests/mutants explain survivors that no test can kill. Out of scope: numba's kernels, and processes that tests start.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ALSO = {
         "test_checkpoint.py",
     ),
 }
-EXPLAINED = TESTS / "mutants.toml"
+EXPLAINED = TESTS / "mutants"
 TOLD = os.fdopen(os.dup(1), "w", buffering=1)  # the real output, also in forks whose output goes to a log
 # exit status of a fork; 5: no tests
 RESULT = defaultdict(lambda: "killed", {0: "survived", 5: "survived", None: "late"})
@@ -352,9 +352,11 @@ def examine(module: str, options: argparse.Namespace) -> tuple[int, dict[str, st
 
 
 def verdict(module: str, mutant: Mutant, result: str) -> str:
-    explained = tomllib.loads(EXPLAINED.read_text())["explained"]
-    why = [e for e in explained if (e["module"], e["was"], e["now"]) == (module, mutant.was, mutant.now)]
-    return "explained" if why and result == "survived" else result
+    file = EXPLAINED / f"{module.split('/')[0]}.toml"
+    explained = tomllib.loads(file.read_text())["explained"] if file.exists() else []
+    same = [e["now"] for e in explained if (e["module"], e["was"]) == (module, mutant.was)]
+    now = [one for given in same for one in ([given] if isinstance(given, str) else given)]
+    return "explained" if mutant.now in now and result == "survived" else result
 
 
 def modules() -> list[str]:
