@@ -282,3 +282,29 @@ def test_states_of_jobs_pass_through_json() -> None:
     ):
         with pytest.raises(tw.CheckpointError):
             decoded(bad)
+
+
+@pytest.mark.parametrize("frozen", ["model[0]", "model"])
+def test_an_evaluation_gives_each_layer_its_own_mode_back(here: Path, frozen: str) -> None:
+    """A layer that is in evaluation mode stays so. A whole model in evaluation mode, as a pretrained one comes, trains in training mode."""
+    text = PLAIN.replace(
+        "    return nn.Linear(4, 1)",
+        f"    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))\n    {frozen}.eval()\n    return model",
+    )
+    Path("norm.py").write_text(text)
+    command = [
+        "--job",
+        "norm.py",
+        "--carrier",
+        "threads",
+        "--replicas",
+        "1",
+        "--steps",
+        "6",
+        "--strategy",
+        "local_sgd(every=2)",
+    ]
+    assert main(["train", *command, "--batch", "3", "--eval-every", "2"]) == 0
+    (folder,) = Path("runs").iterdir()
+    batches = load_file(folder / "model.safetensors")["0.num_batches_tracked"].item()
+    assert batches == (0 if frozen == "model[0]" else 6)

@@ -91,6 +91,7 @@ def test_a_folder_without_weights_gives_fresh_ones(tmp_path: Path) -> None:
     made.model.save_pretrained(tmp_path / "whole")  # type: ignore[operator]
     made.model.config.save_pretrained(tmp_path / "bare")  # type: ignore[union-attr, operator]
     loaded, fresh = hugging_face(tmp_path / "whole", seed=6), hugging_face(str(tmp_path / "bare"), seed=6)
+    assert all(module.training for one in (loaded, fresh) for module in one.modules())
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), loaded.parameters()))
     assert not all(torch.equal(a, b) for a, b in zip(made.parameters(), fresh.parameters()))
 

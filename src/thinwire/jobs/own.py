@@ -115,7 +115,7 @@ class OwnJob(Job):
             model = self._call("model")
         if not isinstance(model, nn.Module):
             raise self._wrong("model", model, "a torch.nn.Module")
-        return model
+        return model if model.training else model.train()  # `from_pretrained` returns it in evaluation mode
 
     def make_optimizer(self, model: nn.Module) -> Sequence[torch.optim.Optimizer]:
         if "optimizer" in self._own:

@@ -100,7 +100,8 @@ def hugging_face(
     try:
         if stored:
             with _quiet(transformers):
-                return HuggingFace(kind.from_pretrained(str(source), **fp32).float(), config)
+                model = kind.from_pretrained(str(source), **fp32).float()
+            return HuggingFace(model.train(), config)  # it comes in evaluation mode
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return HuggingFace(kind.from_config(config).float(), config)

@@ -42,7 +42,7 @@ from thinwire.records.events import EventLog
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.inner_steps import as_one
-from thinwire.runtime.module_state import clip
+from thinwire.runtime.module_state import clip, evaluating
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -292,15 +292,14 @@ class Trainer(ABC):
     def _evaluate(self) -> None:
         """Evaluate the anchors on the held-out text. The loss is the same on every replica that has the anchors."""
         began = time.monotonic()
-        self.model.eval()
         with (
+            evaluating(self.model),
             self.replica.anchored(),
             self.replica.averaged_buffers(),
             torch.no_grad(),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
         ):
             losses = self.job.evaluation(self.model, self.device)
-        self.model.train()
         of = evaluated(self.replica)
         loss = next(iter(losses.values()))
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
