@@ -25,7 +25,7 @@ def unframed(coded: bytes) -> bytes:
 
 
 def packed(places: object, of: Places) -> np.ndarray:
-    return pack(torch.tensor(places), of.width).numpy()
+    return pack(torch.as_tensor(places), of.width).numpy()
 
 
 def read(coded: bytes) -> PayloadReader:
@@ -111,3 +111,47 @@ def test_a_frame_may_have_the_smallest_window_and_none_that_is_larger_than_its_c
         else:
             with pytest.raises(PacketError, match=f"declares {size} bytes"):
                 symbols_decoded(read(coded(size, window)), size)
+
+
+def framed(first: int, high: list[int], low: bytes = b"") -> bytes:
+    """Coded indices by hand: a frame of the high parts of their gaps, after the low bits."""
+    form = zstandard.ZstdCompressionParameters.from_level(1, format=zstandard.FORMAT_ZSTD1_MAGICLESS)
+    frame = zstandard.ZstdCompressor(compression_params=form).compress(bytes(high))
+    return bytes([first]) + low + struct.pack("<I", len(frame)) + frame
+
+
+def test_the_gaps_of_a_frame_are_read_up_to_the_end_of_each_chunk():
+    short, one, none = Places(35, 16, 3), Places(300, 300, 1), Places(0, 1, 1)
+    low, bits = Places(16, 16, 2), pack(torch.tensor([3, 4]), 4).numpy().tobytes()
+    for of, coded, due in (
+        (short, framed(0x80, [0, 0, 13, 13, 0, 0, 2]), [0, 1, 15, 13, 14, 15, 2]),
+        (one, framed(0x80, [5]), [5]),
+        (one, framed(0x80, [255, 44]), [299]),
+        (none, framed(0x80, []), []),
+        (none, b"\0", []),
+        (low, framed(0x84, [0, 0], bits), [3, 8]),
+    ):
+        assert places_decoded(read(coded), of).tolist() == packed(torch.tensor(due).long(), of).tolist()
+    for of, coded in (
+        (short, framed(0x80, [0, 0, 14, 5, 0, 0, 2])),
+        (short, framed(0x80, [0, 0, 13, 14, 0, 0, 2])),
+        (short, framed(0x80, [0, 0, 13, 5, 0, 0, 3])),
+        (one, framed(0x80, [255, 45])),
+        (one, framed(0x80, [5, 255])),
+        (one, framed(0x80, [5, 6])),
+        (one, framed(0x80, [255])),
+        (low, framed(0x85, [0, 0], bits + b"\0")),
+    ):
+        with pytest.raises(PacketError, match=f"coded indices are not {of.kept} ascending numbers below {of.numel}"):
+            places_decoded(read(coded), of)
+    many = Places(300 << 4, 300 << 4, 2)  # two high parts, and one more byte for gaps of 255 << 4
+    for high, said in (([0, 1, 2], "coded indices are not 2 ascending"), ([0] * 4, "declares 4 bytes, 2 to 3 were")):
+        with pytest.raises(PacketError, match=said):
+            places_decoded(read(framed(0x84, high, b"\0")), many)
+
+
+def test_small_gaps_have_no_low_bits_of_their_own():
+    """Where the Rice parameter is 5 or less. Here a bit of each gap is random."""
+    places = np.cumsum(33 + np.random.default_rng(4).integers(0, 2, 4000)) - 1
+    of = Places(int(places[-1]) + 1, int(places[-1]) + 1, 4000)
+    assert places_coded(packed(places, of), of)[0] == 0x80
