@@ -84,12 +84,12 @@ def test_gaps_that_repeat_are_a_frame_with_255_for_more(gap):
 def test_low_bits_of_gaps_stand_before_the_frame_of_their_high_parts():
     """The low 7 bits are random, and the high parts are equal. A Rice code has 13.5 bits for each gap, and these are 7."""
     low = np.random.default_rng(3).integers(0, 128, 1000)
-    places = np.cumsum(64 * 128 + low + 1) - 1
+    places = np.cumsum(65 * 128 + low + 1) - 1
     of = Places(int(places[-1]) + 1, int(places[-1]) + 1, 1000)
     plain = packed(places, of)
     coded = places_coded(plain, of).tobytes()
     assert coded[:1] == b"\x87" and coded[1:876] == pack(torch.from_numpy(low), 7).numpy().tobytes()
-    assert unframed(coded[876:]) == bytes([64]) * 1000
+    assert unframed(coded[876:]) == bytes([65]) * 1000
     assert np.array_equal(places_decoded(read(coded), of), plain)
     lower = Places(of.numel - 1, of.numel - 1, 1000)  # the last index is beyond
     with pytest.raises(PacketError) as told:
