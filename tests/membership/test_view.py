@@ -180,6 +180,14 @@ def test_presences_survive_serialisation():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e309"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    text = present("a", status={"x": 1.7e308}).to_json()
+    assert Presence.from_json(text).status == {"x": 1.7e308}
+    with pytest.raises(PacketError, match=f"a presence cannot be read \\({number} is "):
+        Presence.from_json(text.replace("1.7e+308", number))
+
+
 def test_a_presence_has_at_most_16384_bytes():
     room = 16_384 - len(present("a", status={"x": ""}).to_json())
     whole, more = (present("a", status={"x": "y" * length}) for length in (room, room + 1))
@@ -198,6 +206,8 @@ def test_the_text_of_a_view_leaves_out_its_connections():
         f"View(id='v', members=(Member(name='a', status={{}}),), group={group!r}, rebuilt=True, left_out=())"
     )
     assert view.written() == ["v/land/0"]
+    assert view.decide("land", False, 1.0) is True and view.decide("late", False, 1.0) is False
+    assert view.decide("late", True, 1.0) is False and view.written() == ["v/land/0", "v/late/0"]
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a/b", "a\n", None, 3])
