@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.codecs.base import Places
 from thinwire.codecs.bits import pack
 from thinwire.rng import Key
 
@@ -136,6 +137,10 @@ def test_random_k_draws_the_coordinates_of_a_round_and_scales_their_values():
             codec.encode(torch.full((16,), bad), payload, key)
         with pytest.raises(tw.NonFiniteError):
             codec.project(torch.full((16,), bad), (), key)
+    one, out = torch.full((3,), 5.0), torch.zeros(3)
+    codec.encode(one, payload[:4], key)
+    codec.decode_add(payload[:4], out, key)
+    assert sorted(out.tolist()) == [0.0, 0.0, 15.0] and torch.equal(codec.expand((one[:1],), 3, key), out)
     empty = torch.zeros(0)
     codec.encode(empty, payload[:0], key)
     codec.decode_add(payload[:0], empty, key)
@@ -195,3 +200,4 @@ def test_settings_that_cannot_work_are_refused(make, said):
 def test_the_limits_of_the_settings_are_allowed():
     assert tw.codecs.TopK(1).nbytes(8) == 16 + 3 and tw.codecs.RandomK(1).nbytes(8) == 16
     assert tw.codecs.ChunkedTopK(1, 1).nbytes(8) == 16 + 1
+    assert [tw.codecs.TopK(0.5).layout(numel)[1] for numel in (0, 1)] == [Places(0, 1, 0), Places(1, 1, 1)]
