@@ -36,6 +36,18 @@ def test_a_vector_is_cut_into_runs_and_its_rest(codec, numel, runs):
     assert list(codec.runs(numel)) == runs
 
 
+@pytest.mark.parametrize(
+    ("axes", "values", "due"),
+    [
+        (1, [1, 3, 5, 5, 7], [4 / math.sqrt(2), -2 / math.sqrt(2), 10 / math.sqrt(2), 0, 7]),
+        (2, [1, 3, 5, 11, 2, 4, 6], [10, -4, -6, 2, 6 / math.sqrt(2), -2 / math.sqrt(2), 6]),
+    ],
+)
+def test_the_cosines_of_two_are_a_sum_and_a_difference(axes, values, due):
+    got = sent(DCT(Identity(), 2, axes), torch.tensor(values, dtype=torch.float32)).view(torch.float32)
+    assert got.tolist() == pytest.approx(due, abs=1e-6)
+
+
 def test_hadamard_draws_the_signs_of_a_round():
     """All releases draw the same signs: - + + - for this key. A run of 4, one of 2 and one of 1."""
     codec, x = Hadamard(Identity(), 4), torch.arange(1.0, 8)
@@ -74,6 +86,7 @@ def test_packets_of_all_senders_are_decoded_together(make):
     packets = [(sent(codec, sign * x), Key(1, 2, 3, sender=k), 1.0 + k) for k, sign in enumerate((1, 5))]
     assert codec.joint and not make(Identity()).joint and not codec.biased
     torch.testing.assert_close(codec.decode_joint(packets, 11), x * (1 + 10) / 3, rtol=0, atol=1e-5)
+    torch.testing.assert_close(codec.decode_joint(packets[1:], 11), 5 * x, rtol=0, atol=1e-5)
 
 
 def test_values_beyond_the_range_of_fp32_become_its_largest():
@@ -154,6 +167,6 @@ def test_settings_that_cannot_work_are_refused(make, said):
 
 def test_squares_are_cut_out_of_each_matrix():
     """Two matrices, an edge to the right, an edge below, a vector, and what no shape covers."""
-    order = sent(Squares(Identity(), 2, ((3, 5), (3,), (2, 2, 2))), torch.arange(27.0)).view(torch.float32)
-    squares = [0, 1, 5, 6, 2, 3, 7, 8, 18, 19, 22, 23, 20, 21, 24, 25]
-    assert order.tolist() == [*squares, 4, 9, 10, 11, 12, 13, 14, 15, 16, 17, 26]
+    order = sent(Squares(Identity(), 2, ((3, 5), (3,), (2, 2, 3))), torch.arange(31.0)).view(torch.float32)
+    squares = [0, 1, 5, 6, 2, 3, 7, 8, 18, 19, 24, 25, 20, 21, 26, 27, 22, 23, 28, 29]
+    assert order.tolist() == [*squares, 4, 9, 10, 11, 12, 13, 14, 15, 16, 17, 30]
