@@ -48,6 +48,11 @@ def test_the_cosines_of_two_are_a_sum_and_a_difference(axes, values, due):
     assert got.tolist() == pytest.approx(due, abs=1e-6)
 
 
+def test_the_cosines_of_three():
+    got = sent(DCT(Identity(), 4), torch.tensor([1.0, 2, 4])).view(torch.float32)
+    assert got.tolist() == pytest.approx([7 / math.sqrt(3), -3 / math.sqrt(2), 1 / math.sqrt(6)], abs=1e-6)
+
+
 def test_hadamard_draws_the_signs_of_a_round():
     """All releases draw the same signs: - + + - for this key. A run of 4, one of 2 and one of 1."""
     codec, x = Hadamard(Identity(), 4), torch.arange(1.0, 8)
