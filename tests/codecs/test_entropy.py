@@ -94,6 +94,10 @@ def test_chunked_top_k_gets_a_quarter_smaller():
     assert len(coded(Entropy(codec), x)) < 0.75 * codec.nbytes(NUMEL)
     for of in (codec, tw.codecs.ChunkedTopK(4096, 64, E3M0())):  # two parts, and three
         assert same_bits(roundtrip(Entropy(of), x), roundtrip(of, x))
+        plain, places = torch.empty(of.nbytes(NUMEL), dtype=torch.uint8), of.layout(NUMEL)[-1]
+        of.encode(x, plain, Key())
+        found = places_decoded(PayloadReader(coded(Entropy(of), x)[1:].numpy()), places)  # indices come first
+        assert np.array_equal(found, plain[-places.nbytes :].numpy())
 
 
 @pytest.mark.parametrize("codec", [E3M0(), tw.codecs.Identity(), TopK(0.01), tw.codecs.Sign()], ids=str)
