@@ -15,7 +15,7 @@ from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
 from thinwire.codecs.base import Places
 from thinwire.codecs.bits import pack
-from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded
+from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_decoded
 from thinwire.exchange.chunks import cut
 from thinwire.kernels import rice
 from thinwire.rng import Key
@@ -92,7 +92,12 @@ def test_chunked_top_k_gets_a_quarter_smaller():
     codec = tw.codecs.ChunkedTopK(4096, 64, tw.codecs.Codebook())
     x = gaussian(NUMEL)
     assert len(coded(Entropy(codec), x)) < 0.75 * codec.nbytes(NUMEL)
-    assert same_bits(roundtrip(Entropy(codec), x), roundtrip(codec, x))
+    for of in (codec, tw.codecs.ChunkedTopK(4096, 64, E3M0())):  # two parts, and three
+        assert same_bits(roundtrip(Entropy(of), x), roundtrip(of, x))
+        plain, places = torch.empty(of.nbytes(NUMEL), dtype=torch.uint8), of.layout(NUMEL)[-1]
+        of.encode(x, plain, Key())
+        found = places_decoded(PayloadReader(coded(Entropy(of), x)[1:].numpy()), places)  # indices come first
+        assert np.array_equal(found, plain[-places.nbytes :].numpy())
 
 
 @pytest.mark.parametrize("codec", [E3M0(), tw.codecs.Identity(), TopK(0.01), tw.codecs.Sign()], ids=str)
@@ -106,6 +111,40 @@ def test_entropy_coding_adds_at_most_one_byte(codec):
     for numel in (0, 1, 3_000_000):
         ours, theirs = (tw.exchange.Direct().nbytes_sent(one, numel, 2) for one in (Entropy(codec), codec))
         assert 0 <= ours - theirs <= len(cut(codec, 0, numel))
+
+
+def test_a_payload_begins_with_its_form_and_ends_with_zeros():
+    """It is coded where that is shorter. No tensor has no byte."""
+    forms = set()
+    for numel in range(40):
+        codec, x = tw.codecs.Cast(), torch.ones(numel)
+        plain, payload = (torch.full((one.nbytes(numel),), 0xAA, dtype=torch.uint8) for one in (codec, Entropy(codec)))
+        codec.encode(x, plain, Key())
+        used = Entropy(codec).encode(x, payload, Key())
+        out = torch.full((numel,), 2.0)
+        Entropy(codec).decode_add(payload, out, Key())
+        assert out.tolist() == [3.0] * numel
+        if not numel:
+            assert used == len(payload) == Entropy(codec).nbytes(0) == 0
+            continue
+        forms.add(int(payload[0]))
+        assert len(payload) == len(plain) + 1 and payload[0] == (used < len(payload)) and not payload[used:].any()
+        assert payload[0] or torch.equal(payload[1:], plain)
+        if used < len(payload):  # a frame for the first bytes, and one for the second
+            reader = PayloadReader(payload[1:used].numpy())
+            for place in (0, 1):
+                assert np.array_equal(symbols_decoded(reader, numel), plain[place::2].numpy())
+            assert not len(reader.data)
+    assert forms == {0, 1}
+
+
+@pytest.mark.parametrize("codec", [3, None, E3M0])
+def test_only_a_codec_is_compressed(codec):
+    with pytest.raises(tw.ConfigurationError) as told:
+        Entropy(codec)
+    assert str(told.value) == (
+        f"Entropy(codec={codec!r}): a codec of known size is needed, such as E3M0() or ChunkedTopK()."
+    )
 
 
 def test_a_round_of_several_messages_decodes_to_the_codecs_values():
@@ -158,6 +197,8 @@ def test_a_frame_of_another_size_is_refused_before_it_is_unpacked():
     assert "more were expected" in refusal_of(codec, with_length(honest)[:-1], 4096)
     assert "more were expected" in refusal_of(codec, b"\1\1\xff\xff\xff\xff" + bytes(honest), 4096)
     assert "no encoder writes" in refusal_of(codec, b"\1\2" + bytes(honest), 4096)
+    assert "begins with the byte 2, which no" in refusal_of(codec, b"\2" + bytes(due), 4096)
+    assert "more were expected" in refusal_of(codec, b"\0" + bytes(due - 1), 4096)
     out = torch.zeros(4096)
     codec.decode_add(torch.frombuffer(bytearray(with_length(honest) + b"more"), dtype=torch.uint8), out, Key())
     assert not out.any()
@@ -203,6 +244,20 @@ def test_the_indices_of_several_matrices_are_decoded():
     each = tw.codecs.Each(TopK(0.3), rest=E3M0(8), shapes=((8, 8), (4, 16)))
     x = gaussian(140)
     assert same_bits(roundtrip(Entropy(each), x), roundtrip(each, x))
+    smooth = torch.arange(140) % 3 + 1.0  # its indices and its values are coded
+    assert len(coded(Entropy(each), smooth)) < each.nbytes(140)
+    assert same_bits(roundtrip(Entropy(each), smooth), roundtrip(each, smooth))
+    assert Entropy(each).spans_of_rest(140) == each.spans_of_rest(140) != Entropy(TopK()).spans_of_rest(140)
+
+
+def test_packets_of_all_senders_are_decoded_together():
+    codec, x = tw.codecs.OverSenders(E3M0()), (torch.ones(300), gaussian(300))
+    packets = {
+        one: [(coded(one, values), Key(), weight) for values, weight in zip(x, (1.0, 3.0))]
+        for one in (Entropy(codec), codec)
+    }
+    assert len(packets[Entropy(codec)][0][0]) < codec.nbytes(300)
+    assert same_bits(*(one.decode_joint(said, 300) for one, said in packets.items()))
 
 
 def test_entropy_must_be_the_outermost_codec():

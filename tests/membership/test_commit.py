@@ -7,7 +7,16 @@ from itertools import product
 import pytest
 
 from thinwire.errors import LinkError
-from thinwire.membership.commit import NO, YES, All, Put, Settle, Wait, ballot, carry_out, keys_of
+from thinwire.membership.commit import NO, YES, All, Put, Settle, Wait, ballot, ballot_of, carry_out, keys_of
+
+
+@pytest.mark.parametrize(
+    ("key", "due"),
+    [("v/land/0", ("v/land", 0)), ("land/12", ("land", 12)), ("land/99999", ("land", 99999)), ("land/100000", None)]
+    + [(key, None) for key in ("7", "land", "land/", "land/outcome", "land/02", "land/-1", "land/1 ")],
+)
+def test_the_key_of_a_ballot_ends_with_the_rank_of_its_member(key, due):
+    assert ballot_of(key) == due
 
 
 def steps_of(protocol, rank, votes, heard):

@@ -72,6 +72,11 @@ def test_peers_are_sampled_uniformly_and_few_unknown_peers_change_a_sample_littl
 def test_a_view_is_read_within_its_limits_and_first_peers_joined_once():
     """Numbers of peers below 2^16, and counters below 2^31; both are on the wire."""
     assert PeerView.of([3]).entries == {3: PeerEntry(active=0, counter=1, joined=True)}
+    two = PeerView({258: PeerEntry(3, 4, joined=True), 5: PeerEntry(1 << 24, 2, joined=False)})
+    assert two.write().hex(" ", 1) == (
+        "02 00 00 00 05 00 00 00 00 00 00 01 02 00 00 00 00 02 01 00 00 03 00 00 00 04 00 00 00 01"
+    )
+    assert PeerView.nbytes(2) == 30
     assert PeerView.read(PeerView.of([]).write()) == PeerView.of([])
     last = PeerView({(1 << 16) - 1: PeerEntry(0, (1 << 31) - 1, joined=False)})
     assert PeerView.read(last.write()) == last

@@ -45,7 +45,22 @@ def test_a_member_votes_for_itself_alone():
     refused("not an outcome", keys.settle, A, OUTCOME, "maybe", VIEW)
     refused("not an outcome", keys.settle, A, OUTCOME, "\ud800", VIEW)  # JSON can carry what no file can
     refused("the key of a note cannot be read", keys.put, A, "end/" + "a" * 99, "1", [])
+    for writer, key in ((C, OUTCOME), (Writer("b", "b-2"), OUTCOME), (Writer("c", "b-1"), OUTCOME), (A, BALLOTS[0])):
+        refused(f"{writer.name} is no member", keys.ballots, writer, key, VIEW)
+    assert keys.ballots(B, OUTCOME, VIEW) == dict(zip(BALLOTS, ("a-1", "b-1")))
     assert keys.read([OUTCOME]) is None and keys.read(BALLOTS) is None
+
+
+def test_a_view_has_at_most_128_members():
+    crowd = [[f"m{number}", f"i{number}", 1] for number in range(129)]
+    for view, allowed in ((crowd[:128], True), (crowd, False)):
+        outcome, ballots = keys_of(f"{view_id([tuple(one) for one in view])}/land", len(view))
+        member = Writer("m127", "i127")
+        if allowed:
+            SharedKeys().put(member, ballots[127], "1", view)
+            assert len(SharedKeys().ballots(member, outcome, view)) == 128
+        else:
+            refused("does not name the members of its view", SharedKeys().put, member, ballots[127], "1", view)
 
 
 def test_a_commit_needs_all_ballots_and_is_kept_while_members_may_ask():

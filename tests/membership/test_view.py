@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.comm import ThreadGroup
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.membership import view as presence
-from thinwire.membership.view import LIMIT, Presence
+from thinwire.membership.view import LIMIT, Member, Presence, View
 
 
 def present(name, incarnation="", **said):
@@ -81,10 +82,39 @@ def test_a_view_takes_the_protocol_of_the_groups_majority():
     assert [(out.presence.name, out.reason, out.foreign) for out in verdict.left_out] == [("c", said, True)]
     held = [old, of("b", 5, 6, "G"), of("c", 6, 7, "G"), of("e", 5, 5)]
     assert names(judge(held, between.facts)) == ["b", "c"], "more of one group speak 6"
+    held = [of("a", 5, 5), of("b", 5, 6), of("c", 6, 6, "G"), of("d", 5, 5)]
+    assert names(judge(held, held[1].facts)) == ["b", "c"], "one of a group counts more than many of none"
     unread = present("u", facts={"run": "x", "protocols": "5 to six"})
     assert names(judge([unread, old, between], old.facts)) == ["a", "b"] and names(
         judge([unread, old], unread.facts)
     ) == ["u"]
+
+
+@pytest.mark.parametrize(
+    ("members", "others", "trusted", "due"),
+    [
+        ("", "G", True, "x"), ("", "G", False, ""), ("", "GG", False, "x"), ("-", "H", True, "x"), ("-", "H", False, ""),
+        ("G", "G", True, "x"), ("G", "G", False, ""), ("G", "GG", False, "x"), ("G", "HH", True, ""), ("G", "HHHH", False, ""),
+        ("GG", "GG", False, ""), ("GG", "GGG", False, "x"), ("GH", "GGH", False, ""), ("GH", "GGH", True, "x"),
+        ("", "-", True, ""), ("", "--", True, "x"), ("-", "--", False, "x"), ("--", "--", True, ""), ("--", "---", True, "x"),
+    ],
+)  # fmt: skip
+def test_a_newcomer_yields_to_a_group_of_others_or_to_their_majority(members, others, trusted, due):
+    """One letter for each replica: the group that it holds, or - for none."""
+
+    def of(run, letters):
+        return [
+            present(f"{run}{place}", holds=letter.strip("-"), facts={"run": run})
+            for place, letter in enumerate(letters)
+        ]
+
+    other = judge([*of("own", members), *of("x", others)], {"run": "own"}).replica_of_others(trusted)
+    assert (other.name[:1] if other else "") == due
+
+
+def test_others_that_differ_from_each_other_are_no_majority():
+    here = [present(name, facts={"run": name}) for name in "abc"]
+    assert judge(here, {"run": "d"}).replica_of_others(trusted=True) is None
 
 
 def test_a_broken_link_excludes_one_member():
@@ -144,6 +174,40 @@ def test_presences_survive_serialisation():
     )
     for said in (there, replace(there, calls=0), replace(there, calls=(1 << 53) - 1, views=(1 << 53) - 1)):
         assert Presence.from_json(said.to_json()) == said
+    assert json.loads(there.to_json()) == {
+        "name": "a", "incarnation": "incarnation-of-a", "calls": 1, "views": 0, "holds": "", "facts": {"run": "x"},
+        "status": {"round": 3, "tokens": 1.5, "more": [None, "é"]}, "unreachable": ["l"], "expects": ["m"], "address": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e309"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    text = present("a", status={"x": 1.7e308}).to_json()
+    assert Presence.from_json(text).status == {"x": 1.7e308}
+    with pytest.raises(PacketError, match=f"a presence cannot be read \\({number} is "):
+        Presence.from_json(text.replace("1.7e+308", number))
+
+
+def test_a_presence_has_at_most_16384_bytes():
+    room = 16_384 - len(present("a", status={"x": ""}).to_json())
+    whole, more = (present("a", status={"x": "y" * length}) for length in (room, room + 1))
+    assert len(whole.to_json()) == LIMIT == 16_384
+    assert Presence.from_json(whole.to_json()).status == whole.status
+    with pytest.raises(ConfigurationError, match="facts and status are 16385 bytes; at most 16384 are allowed"):
+        more.to_json()
+    with pytest.raises(PacketError, match="16385 bytes, at most 16384 are allowed"):
+        Presence.from_json(json.dumps(vars(more)))
+
+
+def test_the_text_of_a_view_leaves_out_its_connections():
+    group = ThreadGroup.create(1)[0]
+    view = View("v", (Member("a", {}),), group, True, (), None, (), print, lambda: None, {"land": True})
+    assert repr(view) == (
+        f"View(id='v', members=(Member(name='a', status={{}}),), group={group!r}, rebuilt=True, left_out=())"
+    )
+    assert view.written() == ["v/land/0"]
+    assert view.decide("land", False, 1.0) is True and view.decide("late", False, 1.0) is False
+    assert view.decide("late", True, 1.0) is False and view.written() == ["v/land/0", "v/late/0"]
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "ä", "a/b", "a\n", None, 3])

@@ -7,6 +7,7 @@ JSON. Only its form is checked: sizes, types and finite numbers.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Presence:
         try:
             if len(text) > LIMIT:
                 raise ValueError(f"{len(text)} bytes, at most {LIMIT} are allowed")
-            said = json.loads(text, parse_constant=_refuse)
+            said = json.loads(text, parse_constant=_refuse, parse_float=_finite)
             presence = cls(**said)
             kinds: dict[str, Any] = {
                 "incarnation": str, "calls": int, "views": int, "holds": str, "facts": dict, "status": dict,
@@ -219,6 +220,13 @@ def _the_other(presence: Presence) -> str:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:60]} is too large a number")
+    return number
 
 
 class Member(NamedTuple):

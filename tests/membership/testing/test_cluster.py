@@ -233,3 +233,83 @@ def test_a_call_ends_in_its_last_second_or_with_the_lighthouse():
         return [names(late.call(presence(name), seconds)[0]) for seconds in (60.0, 1.0)]
 
     assert cluster.play({"a": run}) == {"a": [["a"], ["a"]]}
+
+
+def test_a_replica_reaches_the_present_incarnation_of_another_that_answers():
+    cluster, told = SimulatedCluster(), []
+    one = rendezvous(cluster, "a")
+    with cluster.time:
+        cluster.lighthouse.hear("b", "b-1")
+    assert one.relays is False and one.address == "thread:a"
+
+    def look():
+        told.append((one.reaches(presence("b")), one.reaches(presence("b", 2)), one.reaches(presence("c"))))
+
+    look()
+    cluster.cut("a", "b")
+    look()
+    cluster.heal("a", "b")
+    look()
+    cluster.freeze("b")
+    look()
+    cluster.thaw("b")
+    look()
+    rendezvous(cluster, "b").leave()
+    look()
+    yes, no = (True, False, False), (False, False, False)
+    assert told == [yes, no, yes, no, yes, no]
+
+
+def test_what_a_replica_raises_is_its_result():
+    """The first `put` of b kills it."""
+    cluster, error = SimulatedCluster(), KeyboardInterrupt("stop")
+    cluster.at("b", "put", lambda: cluster.kill("b"))
+
+    def run(name):
+        if name == "a":
+            raise error
+        cluster.passing(name, "put")
+
+    results = cluster.play({"a": run, "b": run})
+    assert results["a"] is error and isinstance(results["b"], Killed)
+
+
+def test_a_vote_waits_for_the_last_ballot_and_for_no_member_that_will_not_vote():
+    cluster = SimulatedCluster()
+    lighthouse, time = cluster.lighthouse, cluster.time
+    members = (("a", "a-1", 1), ("b", "b-1", 1))
+    store = SimulatedVoteStore(lighthouse, cluster, "a").of(members)
+    other = SimulatedVoteStore(lighthouse, cluster, "b").of(members)
+
+    def waits(question, *later):
+        """What the wait of a found, and how long it took."""
+        began = time.now
+        store.put(f"{question}/0")
+        with time:
+            lighthouse.hear("a", "a-1")
+            lighthouse.hear("b", "b-1")
+            for seconds, do in later:
+                time.after(seconds, do)
+        return store.wait(f"{question}/outcome", 9.0), time.now - began
+
+    assert waits("first", (3.0, lambda: other.put("first/1"))) == (b"yes", 3.0)
+    assert lighthouse.written["first/outcome"] == b"yes"
+    assert waits("second", (2.0, lambda: other.settle("second/outcome", b"no"))) == (b"no", 2.0)
+    assert waits("third") == (None, 9.0) and "third/outcome" not in lighthouse.written
+    assert waits("fourth", (1.0, lambda: lighthouse.silence("b"))) == (None, 6.0)
+    assert waits("fifth", (4.0, lambda: lighthouse._calls.update({"b-1": (0.0, None)}))) == (None, 4.0)
+    lighthouse._calls.clear()
+    with pytest.raises(LinkError, match="the lighthouse has gone"):
+        waits("sixth", (1.0, lighthouse.stop))
+    assert not lighthouse.written
+
+
+def test_who_connects_waits_in_vain_if_all_others_call_for_a_view():
+    lighthouse = SimulatedCluster().lighthouse
+    for name in "abc":
+        lighthouse.hear(name, f"{name}-1")
+    assert not lighthouse.nobody_comes(["a"])
+    lighthouse._calls |= {"b-1": (0.0, presence("b")), "c-1": (0.0, None)}  # c gave up its call
+    assert not lighthouse.nobody_comes(["a"]) and lighthouse.nobody_comes(["a", "c"])
+    lighthouse._calls["c-1"] = (0.0, presence("c"))
+    assert lighthouse.nobody_comes(["a"]) and not lighthouse.nobody_comes(["b", "c"])
