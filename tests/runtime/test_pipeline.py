@@ -110,3 +110,27 @@ def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
     tw.run_threads(2, replica, timeout=600.0)
     assert {("packet", 0), ("tokens", 30), ("policy", 31)} <= posted
     assert {purpose for purpose, stage in posted if stage >= 30} == {"tokens", "policy"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tokens", "rounds"),
+    [(tw.local_sgd(every=2), None, [True, False]), (tw.local_sgd(every=2), 5.0, [True]),
+     (tw.data_parallel(), None, [True, True, False])],
+)  # fmt: skip
+def test_a_round_without_a_replica_that_has_finished_names_it(strategy, tokens, rounds) -> None:
+    """The records say which rounds are over; a round that fails before its delta departs has none."""
+    over = []
+
+    def replica(group: tw.Group) -> None:
+        def observer(event: str, step: int, **fields: object) -> None:
+            if event == "wire" and group.rank == 0:
+                over.append(fields["over"])
+
+        model = toy()
+        with tw.Replica(strategy, model, adamw(model), group, tokens=tokens, observer=observer) as attached:
+            for step in range(1, 3 if group.rank else 5):
+                inner_step(model, attached.optimizer, *batch(0, group.rank, step))
+
+    with pytest.raises(tw.DisagreementError, match="replica 1 has finished after 2"):
+        tw.run_threads(2, replica, timeout=600.0)
+    assert over == rounds

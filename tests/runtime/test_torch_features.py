@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thinwire as tw
+from thinwire.runtime.inner_steps import as_one, listed
 from thinwire.testing.toy import Toy, adamw, batch, fill, inner_step, same_bits, sgd, toy, weights
 
 STEPS = 9
@@ -281,6 +282,20 @@ def test_several_optimizers_are_saved_and_loaded_as_one(tmp_path):
     through = tw.run_threads(2, lambda group: train(group, tmp_path, 1, 11), timeout=600.0)
     resumed = tw.run_threads(2, lambda group: train(group, tmp_path, 6, 11), timeout=600.0)
     assert all(same_bits(a, b) for a, b in zip(through, resumed))
+
+
+def test_several_optimizers_step_and_clear_gradients_as_one():
+    x, y = (nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0))
+    parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5)]
+    one = as_one(parts)
+    assert as_one(parts[:1]) is parts[0] and listed(one) == parts
+    x.grad, y.grad = torch.ones(2), torch.ones(2)
+    one.step()
+    assert x.tolist() == [0.0, 0.0] and y.tolist() == [1.5, 1.5]
+    one.zero_grad(set_to_none=False)
+    assert x.grad.tolist() == y.grad.tolist() == [0.0, 0.0]
+    one.zero_grad()
+    assert x.grad is None and y.grad is None
 
 
 # ---- refused features
