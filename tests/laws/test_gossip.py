@@ -284,21 +284,28 @@ def test_all_end_with_the_same_weights_and_train_apart_before(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "asks"),
+    ("name", "asks", "stops"),
     [
-        *(("d_psgd", 1), ("sgp", 2), ("dfedsam_mgs", 5), ("combined, then adapted, in the air", 9)),
-        *(
-            ("noloco in the air, 4 bits", asks) for asks in (1, 2, 5, 9)
-        ),  # the longest window: in it, before it, after it
+        ("complete", 3, 4),  # a request that comes in time for a round of all replicas stops all after it
+        ("complete", 5, 6),
+        ("d_psgd", 1, 2),
+        ("sgp", 2, 4),
+        ("dfedsam_mgs", 5, 13),
+        ("combined, then adapted, in the air", 9, 14),
+        # windows of three and of four rounds; in the first, and after it
+        *(("noloco in the air, 4 bits", asks, stops) for asks, stops in ((1, 20), (2, 20), (5, 20), (9, 44))),
     ],
 )
-def test_a_stop_spreads_and_all_stop_at_one_step(name, asks):
+def test_a_stop_spreads_and_all_stop_at_one_step(name, asks, stops):
+    """The request is sent from the beginning of a window of rounds, and all stop where its last round lands."""
+
     def ask(replica, step):
         if step == asks and replica.group.rank == 3:
             replica.request_stop()
 
-    journeys = journey(GOSSIP[name], 4, steps=60, before_step=ask)
-    assert len({one.stopped_at for one in journeys}) == 1 and asks <= journeys[0].stopped_at < 60
+    complete = gossip(Complete(), AdaptThenCombine(), schedule=tw.pieces.schedule.Every(2))
+    journeys = journey(GOSSIP.get(name, complete), 4, steps=60, before_step=ask)
+    assert [one.stopped_at for one in journeys] == [stops] * 4
 
 
 @named
