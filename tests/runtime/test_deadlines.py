@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -338,6 +339,25 @@ def test_deadlines_hear_when_rounds_depart_arrive_and_land(monkeypatch, beside, 
         due += [("departed", departed, nbytes), ("arrived", departed + beside, nbytes, seconds, nbytes != 49)]
         due += [("landed", beside > 0)]
     assert both == [due, due]
+
+
+def test_a_resumed_fragment_has_skipped_no_round(monkeypatch):
+    """A checkpoint does not hold the number of skips. Nothing fits into the time; the first departure does not know its speed."""
+    monkeypatch.setattr(Deadlines, "share", lambda *_: 0.0)
+    codec = Levelled((Int(8), Sign(block=64)), skips=1)
+
+    def resume(replica: tw.Replica, step: int) -> None:
+        for fragment in replica._driver.training.fragments if step == 1 else ():
+            fragment.rounds = 5
+
+    def replica(group: tw.Group) -> Journey:
+        ticks = itertools.count()
+        strategy = tw.streaming_sign(every=4, delay=1, fragments=2, codec=codec)
+        return travel(Plan(strategy, steps=8, before_step=resume, clock=lambda: float(next(ticks))), group)
+
+    for one in tw.run_threads(2, replica, timeout=600.0):
+        first, second, *_ = one.heard("flight")
+        assert first["nbytes"] > second["nbytes"] == 49 and first["fragment"] != second["fragment"]
 
 
 def test_a_skipped_delta_arrives_later_in_full():

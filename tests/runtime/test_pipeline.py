@@ -113,12 +113,12 @@ def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tokens", "rounds"),
-    [(tw.local_sgd(every=2), None, [True, False]), (tw.local_sgd(every=2), 5.0, [True]),
-     (tw.data_parallel(), None, [True, True, False])],
+    ("strategy", "tokens", "first", "rounds"),
+    [(tw.local_sgd(every=2), None, 0, [True, False]), (tw.local_sgd(every=2), None, 1025, [False]),
+     (tw.local_sgd(every=2), 5.0, 0, [True]), (tw.data_parallel(), None, 0, [True, True, False])],
 )  # fmt: skip
-def test_a_round_without_a_replica_that_has_finished_names_it(strategy, tokens, rounds) -> None:
-    """The records say which rounds are over; a round that fails before its delta departs has none."""
+def test_a_round_without_a_replica_that_has_finished_names_it(strategy, tokens, first, rounds) -> None:
+    """The records say which rounds are over. A round whose delta has not departed has none, nor has every later one that succeeds."""
     over = []
 
     def replica(group: tw.Group) -> None:
@@ -128,6 +128,7 @@ def test_a_round_without_a_replica_that_has_finished_names_it(strategy, tokens, 
 
         model = toy()
         with tw.Replica(strategy, model, adamw(model), group, tokens=tokens, observer=observer) as attached:
+            attached._driver.training.fragments[0].rounds = first
             for step in range(1, 3 if group.rank else 5):
                 inner_step(model, attached.optimizer, *batch(0, group.rank, step))
 
