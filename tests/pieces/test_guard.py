@@ -149,6 +149,8 @@ def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
                 with tw.Replica(strategy, model, adamw(model), group) as second:
                     second.load_state(kept, facts)
                     now = second.state()[0]["0.guard.norms"]
+                    told = second._driver.training
+                    assert not any([told.trained, *(one.counted for one in told.fragments)]), "no tokens"
                     assert same_bits(now, torch.zeros(3, dtype=torch.float64) if older else known)
         assert known[0] > SHORT.warm_up and known[1] > 0
 

@@ -217,6 +217,7 @@ def test_anchored_gives_the_anchors_and_restores_the_weights(name):
             for step in range(1, 11):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
                 own = weights(model)
+                assert len(attached.anchors()) == len(attached.fragments)
                 with attached.anchored():
                     for fragment, anchor in zip(attached.fragments, attached.anchors()):
                         assert same_bits(torch.cat([p.detach().reshape(-1) for _, p in fragment.parameters]), anchor)
