@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from dataclasses import replace
 
 import pytest
@@ -290,74 +288,6 @@ def test_a_replica_sends_the_finest_level_where_no_deadline_is_known(delay, step
     _, slow = tw.run_threads(2, replica, timeout=600.0)
     sent, foreseen = ([event["nbytes"] for event in slow.heard(name)] for name in ("flight", "depart"))
     assert [number for number in range(9) if sent[number] < foreseen[number]] == list(coarsest)
-
-
-@pytest.mark.parametrize(("beside", "taken"), [(0.0, [0.0, 0.0, 0.0, 0.0]), (10.0, [10.0, 2.0, 2.0, 0.0])])
-def test_deadlines_hear_when_rounds_depart_arrive_and_land(monkeypatch, beside, taken):
-    """Two seconds pass in four steps, and none during a flight. By the clock of the other threads a round arrives `beside` seconds after
-    its departure; then it has waited for the round before it."""
-    both: list[list[tuple]] = []
-
-    class Noting(Deadlines):
-        def __init__(self):
-            super().__init__()
-            both.append([])
-            self.told = both[-1]
-
-        def share(self, now, nbytes, deadline):
-            self.told.append(("share", deadline - now))
-            return 0.0
-
-        def departed(self, round_, now, nbytes):
-            self.told.append(("departed", now, nbytes))
-
-        def arrived(self, round_, now, nbytes, seconds, values=True):
-            self.told.append(("arrived", now, nbytes, seconds, values))
-
-        def landed(self, late):
-            self.told.append(("landed", late))
-
-    monkeypatch.setattr("thinwire.runtime.pipeline.Deadlines", Noting)
-    codec = Levelled((Identity(), Sign(block=64)), skips=1)
-    strategy = tw.streaming_sign(every=4, delay=1, fragments=1, codec=codec, partition=Whole())
-
-    def replica(group: tw.Group) -> None:
-        ticks, main = [0.0], threading.current_thread()
-
-        def tick(replica: tw.Replica, step: int) -> None:
-            ticks[0] += step % 4 in (2, 3)
-
-        def clock() -> float:
-            return ticks[0] + (0.0 if threading.current_thread() is main else beside)
-
-        travel(Plan(strategy, steps=13, before_step=tick, clock=clock), group)
-
-    tw.run_threads(2, replica, timeout=600.0)
-    due = list[tuple]()
-    for departed, nbytes, seconds in zip((2.0, 4.0, 6.0, 6.0), (71, 49, 71, 497), taken, strict=True):
-        due += [("share", 0.5)] * (nbytes != 497 and departed > 2)  # neither the probe nor the end has a deadline
-        due += [("departed", departed, nbytes), ("arrived", departed + beside, nbytes, seconds, nbytes != 49)]
-        due += [("landed", beside > 0)]
-    assert both == [due, due]
-
-
-def test_a_resumed_fragment_has_skipped_no_round(monkeypatch):
-    """A checkpoint does not hold the number of skips. Nothing fits into the time; the first departure does not know its speed."""
-    monkeypatch.setattr(Deadlines, "share", lambda *_: 0.0)
-    codec = Levelled((Int(8), Sign(block=64)), skips=1)
-
-    def resume(replica: tw.Replica, step: int) -> None:
-        for fragment in replica._driver.training.fragments if step == 1 else ():
-            fragment.rounds = 5
-
-    def replica(group: tw.Group) -> Journey:
-        ticks = itertools.count()
-        strategy = tw.streaming_sign(every=4, delay=1, fragments=2, codec=codec)
-        return travel(Plan(strategy, steps=8, before_step=resume, clock=lambda: float(next(ticks))), group)
-
-    for one in tw.run_threads(2, replica, timeout=600.0):
-        first, second, *_ = one.heard("flight")
-        assert first["nbytes"] > second["nbytes"] == 49 and first["fragment"] != second["fragment"]
 
 
 def test_a_skipped_delta_arrives_later_in_full():
