@@ -267,19 +267,22 @@ def test_all_replicas_stop_at_the_same_step(name):
     assert all(same_bits(one.final, journeys[0].final) for one in journeys)
 
 
-def test_finish_detaches_the_optimizer():
+@pytest.mark.parametrize(
+    "strategy", [STREAM, tw.data_parallel(), tw.recipes.d_psgd()], ids=["deltas", "gradients", "gossip"]
+)
+def test_finish_detaches_the_optimizer(strategy):
     """No hook is left, the group still belongs to the caller, and a second finish does nothing."""
 
     def replica(group):
-        model, optimizer, attached = attach(group)
+        model, optimizer, attached = attach(group, strategy)
         with attached:
             for step in range(1, 4):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
             attached.finish()
-        left = weights(model)
-        attached.finish()
-        assert same_bits(weights(model), left)
-        inner_step(model, optimizer, *batch(0, group.rank, 9))
+            left = weights(model)
+            attached.finish()
+            assert same_bits(weights(model), left)
+            inner_step(model, optimizer, *batch(0, group.rank, 9))
         assert attached.step == 3 and attached.in_flight == []
         with tw.Replica(tw.local_sgd(every=1), model, optimizer, group) as again:  # the group serves another replica
             inner_step(model, optimizer, *batch(0, group.rank, 10))
