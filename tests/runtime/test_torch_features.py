@@ -289,6 +289,7 @@ def test_several_optimizers_step_and_clear_gradients_as_one():
     parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5)]
     one = as_one(parts)
     assert as_one(parts[:1]) is parts[0] and listed(one) == parts
+    assert [group["params"] for group in one.state_dict()["param_groups"]] == [[0], [1]]
     x.grad, y.grad = torch.ones(2), torch.ones(2)
     one.step()
     assert x.tolist() == [0.0, 0.0] and y.tolist() == [1.5, 1.5]
@@ -306,6 +307,19 @@ def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
     model = model or toy()
     made = optimizer(model)
     return model, made, tw.Replica(strategy, model, made, group)
+
+
+def test_gradients_that_have_a_graph_are_exchanged():
+    """As after `backward(create_graph=True)`."""
+    model, optimizer, replica = attached(tw.data_parallel(), optimizer=sgd)
+    alone = toy()
+    for one, steps in ((model, optimizer), (alone, sgd(alone))):
+        used = [p for name, p in one.named_parameters() if p.requires_grad and name != "nothing"]
+        for p, grad in zip(used, torch.autograd.grad(loss_of(one, *batch(0, 0, 1)), used, create_graph=True)):
+            p.grad = grad
+        steps.step()
+    assert same_bits(weights(model), weights(alone))
+    replica.close()
 
 
 def test_a_parameter_group_added_later_is_refused():

@@ -320,6 +320,7 @@ def test_early_exchange_of_gradients_precedes_clipping():
                 attached.exchange_gradients()
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
                 optimizer.step()
+            assert attached.state()[1]["rounds"] == [4]
         return norms, weights(model)
 
     (norms_a, a), (norms_b, b) = tw.run_threads(2, replica)
