@@ -250,6 +250,28 @@ def test_one_replica_is_the_inner_optimizer_alone():
             assert same_bits(one.weights[step - 1], weights(model))
 
 
+def test_tracked_gradients_have_the_sum_of_the_gradients():
+    """Each step has gradients of its own; from the second on they hold the neighbours'."""
+
+    def replica(group):
+        model, seen = toy(), []
+        optimizer = sgd(model)
+        with tw.Replica(gossip(Complete(), Tracking()), model, optimizer, group):
+            for step in range(1, 4):
+                x, y = batch(0, group.rank, step)
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                trained = [p.grad for p in model.parameters() if p.grad is not None]
+                own = torch.cat([grad.flatten() for grad in trained])
+                optimizer.step()
+                seen.append((own, torch.cat([grad.flatten() for grad in trained])))
+        return seen
+
+    for step, ((a, tracked_a), (b, tracked_b)) in enumerate(zip(*tw.run_threads(2, replica, timeout=600.0))):
+        torch.testing.assert_close(tracked_a + tracked_b, a + b, rtol=1e-4, atol=1e-5)
+        assert same_bits(tracked_a, a) == (step == 0)
+
+
 # ---- the laws of every strategy, as far as they apply to gossip
 
 
@@ -278,27 +300,34 @@ def test_arrival_order_changes_nothing(name):
 @named
 def test_all_end_with_the_same_weights_and_train_apart_before(name):
     journeys, _ = calm(name)
-    assert all(torch.isfinite(one.final).all() for one in journeys)
+    assert all(torch.isfinite(one.final).all() and not one.heard("refused") for one in journeys)
     assert all(same_bits(journeys[0].final, one.final) for one in journeys)
     assert not same_bits(journeys[0].weights[-1], journeys[1].weights[-1])
 
 
 @pytest.mark.parametrize(
-    ("name", "asks"),
+    ("name", "asks", "stops"),
     [
-        *(("d_psgd", 1), ("sgp", 2), ("dfedsam_mgs", 5), ("combined, then adapted, in the air", 9)),
-        *(
-            ("noloco in the air, 4 bits", asks) for asks in (1, 2, 5, 9)
-        ),  # the longest window: in it, before it, after it
+        ("complete", 3, 4),  # a request that comes in time for a round of all replicas stops all after it
+        ("complete", 5, 6),
+        ("d_psgd", 1, 2),
+        ("sgp", 2, 4),
+        ("dfedsam_mgs", 5, 13),
+        ("combined, then adapted, in the air", 9, 14),
+        # windows of three and of four rounds; in the first, and after it
+        *(("noloco in the air, 4 bits", asks, stops) for asks, stops in ((1, 20), (2, 20), (5, 20), (9, 44))),
     ],
 )
-def test_a_stop_spreads_and_all_stop_at_one_step(name, asks):
+def test_a_stop_spreads_and_all_stop_at_one_step(name, asks, stops):
+    """The request is sent from the beginning of a window of rounds, and all stop where its last round lands."""
+
     def ask(replica, step):
         if step == asks and replica.group.rank == 3:
             replica.request_stop()
 
-    journeys = journey(GOSSIP[name], 4, steps=60, before_step=ask)
-    assert len({one.stopped_at for one in journeys}) == 1 and asks <= journeys[0].stopped_at < 60
+    complete = gossip(Complete(), AdaptThenCombine(), schedule=tw.pieces.schedule.Every(2))
+    journeys = journey(GOSSIP.get(name, complete), 4, steps=60, before_step=ask)
+    assert [one.stopped_at for one in journeys] == [stops] * 4
 
 
 @named

@@ -101,6 +101,39 @@ def test_a_delta_far_above_the_norms_before_is_clipped(name):
     assert left < 10 and (off > 100 * left or name == "median")
 
 
+def test_a_delta_is_judged_by_the_steps_since_the_last_one():
+    """After a refused round this number is not known, so the next delta is not judged. A checkpoint says so by -1."""
+    told, since = list[float](), dict[int, list[int]]()
+
+    class Noting(Guard):
+        def judged(self, norm, periods, state):
+            told.append(periods)
+            return super().judged(norm, periods, state)
+
+    def poison(replica: tw.Replica, step: int) -> None:
+        since[step] = replica.state()[1]["since"]
+        if step == 2 and replica.group.rank == 1:
+            next(replica.model.parameters()).grad.fill_(float("nan"))
+
+    journey(replace(tw.diloco(every=4), guard=Noting()), 2, steps=14, before_step=poison)
+    assert [since[step] for step in (4, 5, 8, 9, 13)] == [[0], [-1], [-1], [8], [12]]
+    assert sorted(told) == [0.5, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_a_clipped_delta_warns_without_an_observer():
+    (group,), model = tw.ThreadGroup.create(1), toy()
+    with (
+        pytest.warns(RuntimeWarning, match="it is clipped") as caught,
+        tw.Replica(replace(tw.diloco(every=EVERY), guard=SHORT), model, adamw(model), group) as replica,
+    ):
+        for step in range(1, 17):
+            inner_step(model, replica.optimizer, *batch(0, 0, step))
+            if step in (KICKED, KICKED + EVERY):
+                with torch.no_grad():
+                    model.gain += FAR * step
+    assert len(caught) == 1
+
+
 def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
     strategy = replace(tw.streaming_sign(every=EVERY, delay=1, fragments=2), guard=SHORT)
 
@@ -116,6 +149,8 @@ def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
                 with tw.Replica(strategy, model, adamw(model), group) as second:
                     second.load_state(kept, facts)
                     now = second.state()[0]["0.guard.norms"]
+                    told = second._driver.training
+                    assert not any([told.trained, *(one.counted for one in told.fragments)]), "no tokens"
                     assert same_bits(now, torch.zeros(3, dtype=torch.float64) if older else known)
         assert known[0] > SHORT.warm_up and known[1] > 0
 

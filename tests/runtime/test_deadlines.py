@@ -12,6 +12,7 @@ from thinwire.codecs import E3M0, Cast, Identity, Int, Levelled, Sign, TopK
 from thinwire.comm.group import WrappedGroup
 from thinwire.comm.rates import RateTrace
 from thinwire.errors import NonFiniteError, PacketError
+from thinwire.pieces.partition import Whole
 from thinwire.pieces.schedule import Staggered
 from thinwire.rng import Key
 from thinwire.runtime.deadlines import Deadlines
@@ -265,6 +266,28 @@ def test_a_late_replica_sends_less_and_all_replicas_agree(exchange, skips):
     assert sent[1][-1] == foreseen[0], "the end has no deadline"
     assert sent[1][:-1] == ([many, few, few] * 3 if skips else [many] * 9)[: len(sent[1]) - 1], "skipped twice in a row"
     assert not skips or exchange != tw.exchange.Direct() or few == 49, "a header, and the level"
+
+
+@pytest.mark.parametrize(
+    ("delay", "step_seconds", "coarsest"),
+    [(0, 1.0, []), (2, 0.0, [0]), (2, 0.25, range(9))],
+    ids=["no deadline", "unknown speed", "half a second"],
+)
+def test_a_replica_sends_the_finest_level_where_no_deadline_is_known(delay, step_seconds, coarsest):
+    """The link is slow. The first round before a deadline probes it."""
+    codec, seconds = Levelled((Int(8), E3M0(8), Sign(block=64))), [0.0]
+    strategy = tw.streaming_sign(every=4, delay=delay, fragments=1, codec=codec, partition=Whole())
+
+    def tick(replica: tw.Replica, step: int) -> None:
+        seconds[0] = step * step_seconds if replica.group.rank else seconds[0]
+
+    def replica(group: tw.Group) -> Journey:
+        wrap, clock = (Slow, lambda: seconds[0]) if group.rank else (lambda group: group, lambda: 0.0)
+        return travel(Plan(strategy, steps=38, wrap=wrap, before_step=tick, clock=clock), group)
+
+    _, slow = tw.run_threads(2, replica, timeout=600.0)
+    sent, foreseen = ([event["nbytes"] for event in slow.heard(name)] for name in ("flight", "depart"))
+    assert [number for number in range(9) if sent[number] < foreseen[number]] == list(coarsest)
 
 
 def test_a_skipped_delta_arrives_later_in_full():

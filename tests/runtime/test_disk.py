@@ -88,6 +88,9 @@ def test_only_two_fragments_are_in_memory() -> None:
                 most = max(one.disk.nbytes for one in fragments if one.disk)
                 assert sum(resident) <= 2 * most + len(fragments) * 8192, (step, resident)
                 assert step < 6 or sum(resident) >= most // 2, (step, resident)
+            attached.finish()
+            with attached.anchored():
+                assert sum(resident_nbytes(one.anchor) for one in fragments) <= len(fragments) * 8192
 
     tw.run_threads(1, replica, timeout=600.0)
 

@@ -70,7 +70,17 @@ def test_finish_right_after_a_round_moves_no_weight(name):
 def test_finish_exchanges_a_single_step():
     first, second = journey(tw.diloco(every=9), 2, steps=1)
     assert same_bits(first.final, second.final)
+    assert [event["scheduled"] for event in first.heard("wire")] == [False]
     torch.testing.assert_close(first.final, (first.weights[0] + second.weights[0]) / 2, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("anchors", "order"), [("host", "0d 1d 2d 0l 1l 2l"), ("disk", "0d 1d 0l 2d 1l 2l")])
+def test_the_last_rounds_are_in_the_air_together_but_two_of_what_is_on_disk(anchors, order):
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(4), partition=tw.pieces.partition.Strided(2), anchors=anchors
+    )
+    one, _ = journey(strategy, 2, steps=2)
+    assert " ".join(f"{e['fragment']}{e['event'][0]}" for e in one.events if e["event"] in ("depart", "land")) == order
 
 
 OUTERS = [tw.pieces.outer.Nesterov(0.7, 0.9), tw.pieces.outer.HeavyBall(0.8, 0.6), tw.pieces.outer.Average()]

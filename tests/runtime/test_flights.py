@@ -52,7 +52,8 @@ class Endless(tw.pieces.outer.Outer):
 
 
 def test_a_refused_round_reports_its_cause():
-    """The cause is a replica's delta, or no replica's if the outer step overflows on a finite one."""
+    """The cause is a replica's delta, or no replica's if the outer step overflows on a finite one. An aggregate that tolerates the first
+    does not tolerate the second."""
 
     def poison(replica, step):
         if step == 2 and replica.group.rank == 1:
@@ -60,9 +61,13 @@ def test_a_refused_round_reports_its_cause():
 
     every_second = tw.Strategy(schedule=tw.pieces.schedule.Every(2))
     endless = dataclasses.replace(every_second, outer=Endless())
-    said = []
-    for strategy, plan in ((every_second, {"before_step": poison}), (endless, {})):
-        first, _ = journey(strategy, 2, steps=2, **plan)
-        said += [(event["step"], event["by"], event["reason"]) for event in first.heard("refused")]
-    assert said[:1] == [(2, [1], "NaN or infinity in the delta")]
-    assert said[1] == (2, [], "the anchor would not be finite")
+    median = {"aggregate": tw.pieces.robust.Median()}
+    nan, infinity = (2, [1], "NaN or infinity in the delta"), (2, [], "the anchor would not be finite")
+    for strategy, replicas, plan, due in (
+        (every_second, 2, {"before_step": poison}, [nan]),
+        (endless, 2, {}, [infinity]),
+        (dataclasses.replace(every_second, **median), 3, {"before_step": poison}, []),
+        (dataclasses.replace(endless, **median), 3, {}, [infinity]),
+    ):
+        first, *_ = journey(strategy, replicas, steps=2, **plan)
+        assert [(event["step"], event["by"], event["reason"]) for event in first.heard("refused")][:1] == due

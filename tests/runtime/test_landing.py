@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire as tw
+from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.delta_driver import _PIECE, _move
@@ -82,3 +83,26 @@ def test_feedback_has_the_same_bits_with_factors_of_one() -> None:
     after = {"residual": torch.empty(1001)}
     feedback.settle(delta, own, torch.zeros(1001), state, after)
     assert same_bits(after["residual"], (residual * 1.0).add_(delta).sub_(own))
+
+
+def test_a_round_takes_its_outer_step_range_by_range_and_returns_what_it_no_longer_needs() -> None:
+    """Beside the results it needs room for one range. The ranges differ in length, and the second is the shorter one."""
+    torch.manual_seed(0)
+    strategy = tw.Strategy(outer=tw.pieces.outer.Nesterov(0.5, 0.5), codec=tw.codecs.Sign(), feedback=Feedback())
+    held = hold(strategy, Whole().fragments(nn.Linear(100, 10))[0], 0, 0, 1)
+    buffers, anchor, whole = Buffers(), held.anchor.clone(), held.anchor.numel()
+    held.feedback["residual"] += 1
+    (delta, mean), own = torch.randn(2, whole), torch.zeros(whole)
+    after = strategy.outer.step(anchor, mean, held.state)
+    round_ = held.begin_round(strategy, buffers.like(delta).copy_(delta), 1, buffers, outer=strategy.outer)
+    for begin, end in ((0, 700), (700, whole)):
+        assert same_bits(round_.signal(begin, end), (delta + 1)[begin:end])
+        round_.settle(begin, mean[begin:end], lambda begin=begin, end=end: own[begin:end])
+    assert len(buffers._lent) == 5, "the delta, three results, and the signal of a range"
+    assert round_.finish()
+    round_.close()
+    assert len(buffers._lent) == 4
+    round_.commit()
+    assert len(buffers._lent) == 3 and held.flight is None
+    assert same_bits(held.anchor, after[0]) and same_bits(held.state["momentum"], after[1]["momentum"])
+    assert same_bits(held.feedback["residual"], delta + 1)

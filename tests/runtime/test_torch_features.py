@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thinwire as tw
+from thinwire.runtime.inner_steps import as_one, listed
 from thinwire.testing.toy import Toy, adamw, batch, fill, inner_step, same_bits, sgd, toy, weights
 
 STEPS = 9
@@ -283,6 +284,21 @@ def test_several_optimizers_are_saved_and_loaded_as_one(tmp_path):
     assert all(same_bits(a, b) for a, b in zip(through, resumed))
 
 
+def test_several_optimizers_step_and_clear_gradients_as_one():
+    x, y = (nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0))
+    parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5)]
+    one = as_one(parts)
+    assert as_one(parts[:1]) is parts[0] and listed(one) == parts
+    assert [group["params"] for group in one.state_dict()["param_groups"]] == [[0], [1]]
+    x.grad, y.grad = torch.ones(2), torch.ones(2)
+    one.step()
+    assert x.tolist() == [0.0, 0.0] and y.tolist() == [1.5, 1.5]
+    one.zero_grad(set_to_none=False)
+    assert x.grad.tolist() == y.grad.tolist() == [0.0, 0.0]
+    one.zero_grad()
+    assert x.grad is None and y.grad is None
+
+
 # ---- refused features
 
 
@@ -291,6 +307,19 @@ def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
     model = model or toy()
     made = optimizer(model)
     return model, made, tw.Replica(strategy, model, made, group)
+
+
+def test_gradients_that_have_a_graph_are_exchanged():
+    """As after `backward(create_graph=True)`."""
+    model, optimizer, replica = attached(tw.data_parallel(), optimizer=sgd)
+    alone = toy()
+    for one, steps in ((model, optimizer), (alone, sgd(alone))):
+        used = [p for name, p in one.named_parameters() if p.requires_grad and name != "nothing"]
+        for p, grad in zip(used, torch.autograd.grad(loss_of(one, *batch(0, 0, 1)), used, create_graph=True)):
+            p.grad = grad
+        steps.step()
+    assert same_bits(weights(model), weights(alone))
+    replica.close()
 
 
 def test_a_parameter_group_added_later_is_refused():

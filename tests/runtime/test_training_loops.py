@@ -217,6 +217,7 @@ def test_anchored_gives_the_anchors_and_restores_the_weights(name):
             for step in range(1, 11):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
                 own = weights(model)
+                assert len(attached.anchors()) == len(attached.fragments)
                 with attached.anchored():
                     for fragment, anchor in zip(attached.fragments, attached.anchors()):
                         assert same_bits(torch.cat([p.detach().reshape(-1) for _, p in fragment.parameters]), anchor)
@@ -266,19 +267,22 @@ def test_all_replicas_stop_at_the_same_step(name):
     assert all(same_bits(one.final, journeys[0].final) for one in journeys)
 
 
-def test_finish_detaches_the_optimizer():
+@pytest.mark.parametrize(
+    "strategy", [STREAM, tw.data_parallel(), tw.recipes.d_psgd()], ids=["deltas", "gradients", "gossip"]
+)
+def test_finish_detaches_the_optimizer(strategy):
     """No hook is left, the group still belongs to the caller, and a second finish does nothing."""
 
     def replica(group):
-        model, optimizer, attached = attach(group)
+        model, optimizer, attached = attach(group, strategy)
         with attached:
             for step in range(1, 4):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
             attached.finish()
-        left = weights(model)
-        attached.finish()
-        assert same_bits(weights(model), left)
-        inner_step(model, optimizer, *batch(0, group.rank, 9))
+            left = weights(model)
+            attached.finish()
+            assert same_bits(weights(model), left)
+            inner_step(model, optimizer, *batch(0, group.rank, 9))
         assert attached.step == 3 and attached.in_flight == []
         with tw.Replica(tw.local_sgd(every=1), model, optimizer, group) as again:  # the group serves another replica
             inner_step(model, optimizer, *batch(0, group.rank, 10))
@@ -316,6 +320,7 @@ def test_early_exchange_of_gradients_precedes_clipping():
                 attached.exchange_gradients()
                 norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
                 optimizer.step()
+            assert attached.state()[1]["rounds"] == [4]
         return norms, weights(model)
 
     (norms_a, a), (norms_b, b) = tw.run_threads(2, replica)

@@ -111,6 +111,31 @@ def test_unsupported_weighing_is_refused():
         tw.run_threads(2, unlike)
 
 
+@pytest.mark.parametrize("tokens", [None, 4.0])
+def test_a_run_keeps_its_way_of_weighing(tokens):
+    """Neither a loop nor a checkpoint may change it."""
+    (alone,) = tw.ThreadGroup.create(1)
+    ways = ("1", "the number of its tokens")
+
+    def made(tokens: float | None) -> tw.Replica:
+        model = nn.Linear(2, 1)
+        model(torch.ones(2)).backward()
+        return tw.Replica(tw.diloco(every=2), model, torch.optim.SGD(model.parameters(), lr=0.1), alone, tokens=tokens)
+
+    with made(tokens) as one:
+        one.optimizer.step()
+        saved = one.state()
+        one.tokens = None if tokens else 4.0
+        with pytest.raises(tw.ConfigurationError, match="began without them, or removed"):
+            one.optimizer.step()
+        one.tokens = tokens
+    other = made(None if tokens else 4.0)
+    was, now = ways if tokens is None else ways[::-1]
+    with pytest.raises(tw.CheckpointError, match=f"run the weight of a delta is {was}, here it is {now}; resume"):
+        other.load_state(*saved)
+    other.close()
+
+
 def test_invalid_token_counts_are_refused():
     assert [tokens_of_step(tokens) for tokens in (0.5, 1, 1e12)] == [0.5, 1.0, 1e12]
     for wrong in (True, 0, -1.0, 1e12 + 1, math.nan, "8"):

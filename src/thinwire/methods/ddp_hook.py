@@ -107,7 +107,7 @@ class GradientHook:
         codec = in_full(piece.codec) if self._first else None
         buffers = self._pipeline.context.buffers
         update = piece.begin_round(self.strategy, delta, self.steps, buffers, number=self.steps, codec=codec)
-        self._pipeline.launch(update)
+        self._pipeline.launch(update, 0.0, scheduled=True)
         if last:
             self.steps, self._first = self.steps + 1, False
 

@@ -185,7 +185,7 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     no buffers of the fragment's size.
     """
     room = torch.empty(_PIECE, device=anchor.device)
-    moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor), strict=True)
+    moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor))
     for (part, base), (_, change), (_, ahead) in moved:
         if not part.is_contiguous() or part.dtype == torch.float64:
             part.copy_(part.to(base) + (ahead - (base - change)))

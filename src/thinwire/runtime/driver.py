@@ -40,7 +40,7 @@ class Training:
     reader                       the position of an elastic replica in its data; None: the loop chooses its data itself
     stall_seconds                seconds that the main thread has waited for landings
     trained                      number of tokens so far, if they are counted
-    clipped                      number of deltas that the guard has clipped
+    clipped                      whether the guard has clipped a delta
     validation                   gives the model's losses on a few held-out batches; None: there are none
     """
 
@@ -55,7 +55,7 @@ class Training:
     step: int = 0
     stopping: bool = False
     stall_seconds: float = 0.0
-    clipped: int = 0
+    clipped: bool = False
     reader: LeasedReader | None = None
     trained: float = 0.0
     validation: Callable[[], Sequence[float]] | None = None
@@ -87,8 +87,8 @@ class Training:
         self.observe("warning", self.step, message=message)
 
     def guard(self, fragment: FragmentState, delta: Tensor, steps: float) -> None:
-        """Clip `delta`, which departs after so many inner `steps`, if the strategy's guard finds its norm too large. Every time is counted;
-        the first time gives a warning.
+        """Clip `delta`, which departs after so many inner `steps`, if the strategy's guard finds its norm too large. Every time gives an
+        event, and the first time a warning.
         """
         guard = self.strategy.guard
         clipped = fragment.guarded(guard, delta, steps / self.strategy.schedule.every) if guard else None
@@ -101,7 +101,7 @@ class Training:
                 "clipped, and so are later ones (events `clipped`). Check batch, learning rate and machine; guard=None (--guard off) does not clip"
             )
             (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
-        self.clipped += 1
+        self.clipped = True
         self.observe(
             "clipped", self.step, fragment=fragment.index, round=fragment.rounds, norm=norm, limit=judged.limit
         )

@@ -40,9 +40,7 @@ class FragmentState:
     feedback: State  # errors of the codec, for the next delta; on the CPU
     codec: Codec  # the strategy's, fitted to this fragment
     exchange: State = field(default_factory=dict)  # the exchange's state; on the CPU
-    aggregate: State = field(
-        default_factory=dict
-    )  # the aggregate's state for the part that is aggregated here; on the CPU
+    aggregate: State = field(default_factory=dict)  # the aggregate's, for the part aggregated here; on the CPU
     policy: State = field(default_factory=dict)  # the policy's state for this fragment; on the CPU
     filters: tuple[Filter, ...] = ()  # the strategy's, fitted to this fragment
     filtered: tuple[State, ...] = ()  # the state of each filter; on the CPU
@@ -53,8 +51,7 @@ class FragmentState:
     flight: RoundUpdate | None = None
     own: Tensor | None = None  # if a round takes a whole period: the own delta in flight
     disk: DiskTensors | None = None  # the file that holds anchor, outer state and feedback; None: they are in memory
-    # eager updates only: the difference between this replica and the anchor
-    deviation: Tensor | None = None
+    deviation: Tensor | None = None  # eager updates only: the difference between this replica and the anchor
     deviation_state: State = field(default_factory=dict)
 
     @property
@@ -90,7 +87,6 @@ class FragmentState:
             torch.sub(base, part.to(base.device), out=slice_)
         return into
 
-    @torch.no_grad()
     def guarded(self, guard: Guard, delta: Tensor, periods: float) -> tuple[float, Judged] | None:
         """Let `guard` judge `delta`, which was trained for so many `periods`. If the guard clips, scale `delta` down, move the parameters back by
         the difference, and return the earlier norm and the judgement.
@@ -227,6 +223,16 @@ class RoundUpdate:
     `given` is the next anchor if it is known beforehand (one replica alone).
     """
 
+    good: bool
+    stop: bool
+    refused_by: tuple[int, ...]
+    nbytes: int
+    nbytes_sent: int
+    begin: float
+    end: float
+    queued_seconds: float
+    transfer_seconds: float
+
     def __init__(
         self,
         fragment: FragmentState,
@@ -249,10 +255,6 @@ class RoundUpdate:
         self.feedback: State = {}
         self.filtered: tuple[State, ...] = ()
         self.exchange, self.aggregate, self.policy = fragment.exchange, fragment.aggregate, fragment.policy
-        self.good = self.stop = False
-        self.refused_by: tuple[int, ...] = ()
-        self.nbytes = self.nbytes_sent = 0
-        self.begin = self.end = self.queued_seconds = self.transfer_seconds = 0.0
         self.arrival: Future[None] = Future()  # done when all results are known
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
         remembers = feedback is not None or bool(fragment.filters)  # these keep state in host memory
@@ -285,8 +287,7 @@ class RoundUpdate:
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
         if self._given is not None:
             return
-        on_cpu = self.fragment.anchor.device.type == "cpu"
-        if self._step is not None and self._step.elementwise and on_cpu and not filters:
+        if self._step is not None and self._step.elementwise and self.fragment.anchor.is_cpu and not filters:
             self._stepped(self._step, begin, end, mean)
         else:
             self._whole = self._room(self._whole)

@@ -7,6 +7,7 @@ site. Neither touches the model.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -92,9 +93,9 @@ class RoundPipeline:
         self._heard_at = -math.inf  # the latest end of a round
         self._skipped: dict[int, int] = {}  # by fragment: the rounds in a row that sent no values
         self._inbound = ThreadPoolExecutor(1, "thinwire-inbound")
-        self._launched = 0
+        self._launched = itertools.count()
 
-    def launch(self, update: RoundUpdate, stalled: float = 0.0, scheduled: bool = True, resumed: bool = False) -> None:
+    def launch(self, update: RoundUpdate, stalled: float, scheduled: bool, resumed: bool = False) -> None:
         """Send the delta of `update`, and write the results there; its `arrival` is done when it may land.
 
         `stalled` are the seconds that the main thread has waited for landings so far. `scheduled` is false if several rounds depart at
@@ -104,12 +105,11 @@ class RoundPipeline:
         update.begin = begin
         update.nbytes = self.exchange.nbytes_sent(update.codec, update.delta.numel(), group.size, group.rank)
         counts = None
-        if update.trained and group.size > 1:
+        if update.trained:
             key = Key(self.seed, update.fragment.index, update.number, group.rank)
             counts = TokenCount(group, tag_of(key, MOST_STAGES - 2), update.trained - update.fragment.counted)
-        order = (update.lands, self._launched)
+        order = (update.lands, next(self._launched))
         own = self._step_timer.departs(update.departed, begin - stalled)
-        self._launched += 1
         self._set_level(update, begin, (update.lands - update.departed) * own if scheduled or resumed else math.inf)
         departure = self.context.send_queue.put(order, lambda: self._depart(update, order, counts))
         update.arrival = self._inbound.submit(self._arrive, departure, update, own, scheduled)
@@ -183,8 +183,7 @@ class RoundPipeline:
 
     def _policy_message(self, update: RoundUpdate, round_: Round) -> PolicyMessage | None:
         policy, codec = self._deciding, update.fragment.codec
-        count = 0 if policy is None else policy.tells(codec, update.number)
-        if policy is None or not count:
+        if policy is None or not (count := policy.tells(codec, update.number)):
             return None
         own = Round(self.context, Identity(), count, round_.key, round_.signal, 0, round_.order, round_.step)
         return PolicyMessage(own, lambda: policy.decide(codec, update.signal, round_.numel, round_.key))
