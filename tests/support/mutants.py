@@ -46,6 +46,7 @@ PRELOADED = (
     "numba",
     "pytest",
     "safetensors.torch",
+    "torch._dynamo",  # an optimizer's first step imports it
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "xdist",
