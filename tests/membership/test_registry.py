@@ -187,7 +187,7 @@ def test_a_replica_waits_as_long_as_it_asks_and_a_day_at_most(seconds, allowed):
     assert ask(registry, a, "look", keys=["group/k"], seconds=seconds) == {"values": None}
     assert a.waits == [allowed] * (1 + (seconds > 0))
     members = [["a", "a-1", 1], ["b", "b-1", 1]]
-    outcome, ballots = keys_of(f"{view_id(members)}/land", 2)
+    outcome, _ = keys_of(f"{view_id(members)}/land", 2)
     assert ask(registry, a, "look", keys=[outcome], seconds=seconds, members=members) == {"values": None}
     assert a.waits[-1] == allowed
 
