@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_more_fragments_than_a_packet_can_name_are_refused(monkeypatch):
 
 def test_an_elastic_replica_states_its_strategy_and_a_digest_of_its_model():
     def stated(*sizes: int) -> str:
-        model = torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in zip(sizes, sizes[1:])))
+        model = torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
         facts = introduction(tw.diloco(), tw.pieces.partition.Whole().fragments(model))
         assert facts == {"strategy": repr(tw.diloco()), "model": facts["model"]}
         return facts["model"]
