@@ -52,7 +52,11 @@ def test_a_lighthouse_serves_a_replica_whose_range_meets_its_own(spoken: tuple[i
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, SECRET)
     welcome, hello = dialled(lighthouse, spoken)
     lighthouse.close()
-    assert WELCOME.unpack(welcome)[:2] == (TAKEN, 5.0) and len(hello) == 40 and SPOKEN.unpack_from(hello) == (MAGIC, HERE.oldest, HERE.newest)
+    assert (
+        WELCOME.unpack(welcome)[:2] == (TAKEN, 5.0)
+        and len(hello) == 40
+        and SPOKEN.unpack_from(hello) == (MAGIC, HERE.oldest, HERE.newest)
+    )
 
 
 @pytest.mark.parametrize("spoken", APART)

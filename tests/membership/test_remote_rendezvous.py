@@ -184,6 +184,7 @@ def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:
         replica.call(own, 300.0)
     assert not line.closed
     replica.arrive("oslo", "oslo-1", b"", Timeouts(), replica._observe)
+    assert [thread.daemon for thread in replica._threads] == [True]
     for _ in range(2):
         replica.leave()
         assert line.closed == 1 and [thread.is_alive() for thread in replica._threads] == [False]

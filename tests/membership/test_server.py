@@ -71,7 +71,7 @@ def test_a_request_of_the_most_bytes_is_answered_and_a_longer_one_ends_its_conne
     lighthouse: Lighthouse, told: list[str]
 ) -> None:
     member = channel(lighthouse)
-    assert member.heartbeat_timeout == 7.0
+    assert member.heartbeat_timeout == 7.0 and lighthouse._thread.daemon
     around = len(b'{"do":"sing","seconds":0.0,"song":""}')
     with pytest.raises(LinkError, match="this request is not known"):
         member.ask("sing", song="a" * (131_072 - around))
