@@ -190,6 +190,26 @@ def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:
         assert line.closed == 1 and [thread.is_alive() for thread in replica._threads] == [False]
 
 
+def test_a_replica_that_leaves_while_it_looks_for_its_server_ends_its_call() -> None:
+    """A connection that was opened meanwhile is closed."""
+
+    class Leaving(Linked):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            self._left.set()
+
+    own, line = Presence("oslo", "oslo-1", 1), Line({"present": []})
+    replica = Leaving(line)
+    with pytest.raises(LinkError, match=r"replica 'oslo' has left the hub\."):
+        replica.call(own, 300.0)
+    assert line.closed == 1 and not line.asked and replica.relays is False
+    lost = Lost()
+    lost.sleep = lambda seconds: lost._left.set()  # type: ignore[method-assign]
+    with pytest.raises(LinkError, match=r"the hub does not answer\. Waited 300 s\. Look for it\."):
+        lost.call(own, 300.0)
+    assert lost.looked == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(("there", "told"), [(2.5, False), (10.0, False), (2.4, True), (10.1, True)])
 def test_a_server_with_another_heartbeat_timeout_is_reported(there: float, told: bool) -> None:
     replica = Linked()

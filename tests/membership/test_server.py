@@ -6,13 +6,14 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.membership import Lighthouse
+from thinwire.membership import Lighthouse, server
 from thinwire.membership.channel import FULL, HELLO, OTHER_SECRET, PROOF, WELCOME, Channel, mac, spoken
 from thinwire.membership.lighthouse import _parse
 from thinwire.membership.server import _Line
@@ -80,6 +81,16 @@ def test_a_request_of_the_most_bytes_is_answered_and_a_longer_one_ends_its_conne
         member.ask("sing", song="a" * (131_073 - around))
     why = "it announces a message of 131,073 bytes; at most 131,072 are allowed"
     assert told == ["joined: oslo at 127.0.0.1", f"refused: oslo at 127.0.0.1 ({why})"]
+
+
+def test_a_silent_stranger_is_refused_after_its_time(
+    lighthouse: Lighthouse, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ANSWER", 0.0)
+    with socket.create_connection((lighthouse.host, lighthouse.port), timeout=LIMIT) as line, suppress(ConnectionError):
+        while line.recv(1 << 16):
+            pass
+    assert told == ["refused: somebody at 127.0.0.1 (it said nothing, or read nothing, for 0 s)"]
 
 
 def tasks(addresses: list[str], closed: list[int]) -> dict[Any, str]:
