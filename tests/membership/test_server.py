@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import socket
 import struct
@@ -81,6 +82,33 @@ def test_a_request_of_the_most_bytes_is_answered_and_a_longer_one_ends_its_conne
         member.ask("sing", song="a" * (131_073 - around))
     why = "it announces a message of 131,073 bytes; at most 131,072 are allowed"
     assert told == ["joined: oslo at 127.0.0.1", f"refused: oslo at 127.0.0.1 ({why})"]
+
+
+def test_replicas_that_disconnect_during_a_call_or_after_one_are_no_error(
+    lighthouse: Lighthouse, told: list[str]
+) -> None:
+    errors, gone, member = list[object](), queue.SimpleQueue[str](), channel(lighthouse)
+    assert member.ask("call", 9.0, presence="status") == {"present": [["oslo", LIFE, "status"]]}
+    lighthouse._loop.set_exception_handler(lambda loop, context: errors.append(context))
+    lighthouse._registry.hear(SimpleNamespace(name="rome", incarnation="0" * 16, address="there"))  # does not call
+    lighthouse._registry.disconnected = gone.put  # type: ignore[method-assign]
+    for name, incarnation in (("lima", "1" * 16), ("bern", "2" * 16)):
+        other = Channel(lighthouse.host, lighthouse.port, name, incarnation, SECRET, LIMIT)
+        if name == "lima":
+            other._line.sendall(other._says.pack({"do": "call", "seconds": 99.0, "presence": "status"}))
+        other.close()
+        assert gone.get(timeout=LIMIT) == incarnation
+    assert member.ask("beat") == {"heartbeat_timeout": 7.0} and not errors
+    assert [line.split()[1] for line in told] == ["oslo", "rome", "lima", "bern"]
+
+
+def test_a_port_that_cannot_be_is_refused(lighthouse: Lighthouse) -> None:
+    assert lighthouse.address == f"127.0.0.1:{lighthouse.port}"
+    for port in (65536, lighthouse.port):
+        with pytest.raises(
+            LinkError, match=rf"cannot listen at 127\.0\.0\.1:{port} \(.*Give an address of this machine"
+        ):
+            Lighthouse("127.0.0.1", port)
 
 
 def test_a_silent_stranger_is_refused_after_its_time(
