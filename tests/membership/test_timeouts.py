@@ -57,6 +57,7 @@ def test_more_slack_is_more_grace(plan, link, more):
 def test_without_a_link_timeouts_are_the_floor():
     d = Timeouts.of(every=1, delay=0, step_seconds=1e-3, nbytes=0)
     assert (d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote) == (5.0, 2.0, 10.0, 10.0, 15.0)
+    assert Timeouts.of(every=20, delay=20, step_seconds=1.0, nbytes=10**9).grace == 20.0
 
 
 def figures(*plan, grace=None):
