@@ -100,6 +100,9 @@ def test_replicas_that_disconnect_during_a_call_or_after_one_are_no_error(
         assert gone.get(timeout=LIMIT) == incarnation
     assert member.ask("beat") == {"heartbeat_timeout": 7.0} and not errors
     assert [line.split()[1] for line in told] == ["oslo", "rome", "lima", "bern"]
+    lighthouse.close()  # ends the connections that are open
+    with pytest.raises(LinkError):
+        member.ask("beat")
 
 
 def test_a_port_that_cannot_be_is_refused(lighthouse: Lighthouse) -> None:
