@@ -87,6 +87,7 @@ def test_buffers_of_another_size_are_refused() -> None:
             for sent, limit in ((16, 16), (20, 24)):
                 gather(group, bytes(sent), limit, "buffers")
             return
+        average(nn.Linear(1, 1), group)  # has no buffers, and sends nothing
         with pytest.raises(tw.DisagreementError) as caught:
             average(nn.BatchNorm1d(3), group)
         assert str(caught.value) == "replica 1 sent 20 bytes of buffers, 24 are needed; its model differs."
