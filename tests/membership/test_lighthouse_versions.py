@@ -34,8 +34,8 @@ APART = [FAR, (0, HERE.oldest - 1), (HERE.newest, HERE.oldest - 1), (2, 0)]  # t
 LIMIT = 600.0  # ends a hang
 
 
-def dialled(lighthouse: Lighthouse, spoken: tuple[int, int]) -> tuple[int, bytes]:
-    """The verdict of a lighthouse on a replica with this range, and its first message. The replica says nothing else if it finds that the ranges
+def dialled(lighthouse: Lighthouse, spoken: tuple[int, int]) -> tuple[bytes, bytes]:
+    """The response of a lighthouse on a replica with this range, and its first message. The replica says nothing else if it finds that the ranges
     do not meet."""
     with socket.create_connection((lighthouse.host, lighthouse.port), timeout=LIMIT) as line:
         hello = line.recv(HELLO.size, socket.MSG_WAITALL)
@@ -44,24 +44,28 @@ def dialled(lighthouse: Lighthouse, spoken: tuple[int, int]) -> tuple[int, bytes
             said += struct.pack("<64s16s32s", b"oslo", LIFE.encode(), secrets.token_bytes(32))
             said += mac(SECRET, "replica", hello, said)
         line.sendall(said)
-        return WELCOME.unpack(line.recv(WELCOME.size, socket.MSG_WAITALL))[0], hello
+        return line.recv(WELCOME.size, socket.MSG_WAITALL), hello
 
 
 @pytest.mark.parametrize("spoken", MEETING)
 def test_a_lighthouse_serves_a_replica_whose_range_meets_its_own(spoken: tuple[int, int]) -> None:
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, SECRET)
-    verdict, hello = dialled(lighthouse, spoken)
+    welcome, hello = dialled(lighthouse, spoken)
     lighthouse.close()
-    assert verdict == TAKEN and SPOKEN.unpack_from(hello) == (MAGIC, HERE.oldest, HERE.newest)
+    assert (
+        WELCOME.unpack(welcome)[:2] == (TAKEN, 5.0)
+        and len(hello) == 40
+        and SPOKEN.unpack_from(hello) == (MAGIC, HERE.oldest, HERE.newest)
+    )
 
 
 @pytest.mark.parametrize("spoken", APART)
 def test_a_lighthouse_names_both_ranges_where_they_do_not_meet(spoken: tuple[int, int]) -> None:
     told: list[str] = []
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, SECRET, told.append)
-    verdict, _ = dialled(lighthouse, spoken)
+    welcome, _ = dialled(lighthouse, spoken)
     lighthouse.close()
-    assert verdict == OTHER_VERSION
+    assert welcome == WELCOME.pack(OTHER_VERSION, 0.0, bytes(PROOF))
     (line,) = [one.split(" ", 2)[2] for one in told]
     assert line == (
         f"refused: somebody at 127.0.0.1 (it speaks messages {spoken[0]} to {spoken[1]}, this side {HERE}. Install one release on both, or one "

@@ -6,35 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from requesters import Gone, Requester, ask, calls, names, turns
 
 from thinwire.errors import PacketError
 from thinwire.membership import registry as module
 from thinwire.membership import shared_keys
 from thinwire.membership.commit import keys_of, view_id
-from thinwire.membership.registry import MemberRegistry, quorum
-
-
-class Requester:
-    """A replica that sends requests. A wait ends at once, or if `patient` when its event has come; `waits` lists the allowed seconds."""
-
-    def __init__(self, name: str, incarnation: str = "", patient: bool = True) -> None:
-        self.name, self.incarnation, self.address, self.patient = (
-            name,
-            incarnation or f"{name}-1",
-            f"at {name}",
-            patient,
-        )
-        self.waits = list[float]()
-
-    async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
-        self.waits.append(seconds)
-        if self.patient:
-            await asyncio.wait([future])
-        return future.done()
-
-
-def ask(registry: MemberRegistry, requester: Requester, do: str, **fields: Any) -> dict[str, Any]:
-    return asyncio.run(registry.answer(requester, {"do": do, "members": [], **fields}))
+from thinwire.membership.registry import MemberRegistry, nobody_comes, quorum, will_not_vote
 
 
 def test_a_quorum_is_a_majority_that_waits_for_live_members():
@@ -42,9 +20,18 @@ def test_a_quorum_is_a_majority_that_waits_for_live_members():
     assert quorum(calling, "abc", set(), 9.5, 10.0) == {"a", "b", "c"}
     assert quorum(calling, "abcd", set(), 9.9, 10.0) == set()  # d is alive and does not call, so the first waits for it
     assert quorum(calling, "abcd", set(), 10.0, 10.0) == {"a", "b", "c"}
-    assert quorum(calling, "abcd", {"a", "c"}, 9.5, 10.0) == {"a", "b", "c"}
+    for previous in ({"a", "c"}, {"a", "b", "c"}):
+        assert quorum(calling, "abcd", previous, 9.5, 10.0) == {"a", "b", "c"}
     assert quorum(calling, "abcdef", set(), 99.0, 10.0) == set()  # half is not more than half
     assert quorum(calling, "ab", {"c"}, 9.5, 10.0) == {"a", "b"}
+
+
+def test_a_wait_is_in_vain_only_if_nobody_can_end_it():
+    assert nobody_comes({"a"}, "abc", "bc") and not nobody_comes({"a"}, "abc", "b")
+    assert not nobody_comes({"a"}, "a", ""), "another may be on its way back"
+    assert [will_not_vote("a", "ab", "b"), will_not_vote("a", "b", "b"), will_not_vote("b", "ab", "b")] == [
+        False, True, True,
+    ]  # fmt: skip
 
 
 def test_keys_are_put_looked_up_and_forgotten(monkeypatch):
@@ -99,9 +86,9 @@ def test_a_wait_for_an_outcome_ends_when_all_have_voted_or_a_member_will_not(mon
         await registry.answer(a, {"do": "put", "key": ballots[0], **vote})
         look = {"do": "look", "keys": [outcome], "seconds": 9.0, "members": members}
         waits = asyncio.ensure_future(registry.answer(a, look))
-        await asyncio.sleep(0)
+        await turns()
         registry.tick()
-        await asyncio.sleep(0)
+        await turns()
         assert not waits.done()
         if then == "is silent":
             now[0] += 4.0
@@ -138,21 +125,83 @@ def test_a_wait_for_addresses_ends_when_all_others_call_for_another_view():
         look = {"do": "look", "seconds": 9}
         addresses = asyncio.ensure_future(registry.answer(a, look | {"keys": ["group/epoch/0/1"]}))
         ballots = asyncio.ensure_future(registry.answer(a, look | {"keys": ["vote"]}))
-        calls = []
+        others = [
+            asyncio.ensure_future(registry.answer(one, look | {"keys": [f"group/{epoch}/0/1"]}))
+            for one, epoch in ((a, "former"), (b, "next"))
+        ]
+        await turns()
+        registry.tick()
+        called = []
         for one in (b, c):
-            await asyncio.sleep(0)
-            assert not addresses.done()
-            calls.append(
-                asyncio.ensure_future(registry.answer(one, {"do": "call", "presence": f"of {one.name}", "seconds": 9}))
-            )
+            await turns()
+            assert not addresses.done() and not any(other.done() for other in others)
+            called += calls(registry, one)
         assert await asyncio.wait_for(addresses, 600.0) == {"values": None}
-        assert not any(call.done() for call in calls) and not ballots.done()
-        calls.append(asyncio.ensure_future(registry.answer(a, {"do": "call", "presence": "of a", "seconds": 9})))
-        for told in await asyncio.wait_for(asyncio.gather(*calls), 600.0):
-            assert [name for name, *_ in told["present"]] == ["a", "b", "c"]
-        ballots.cancel()
+        await turns()
+        assert not any(call.done() for call in called) and not ballots.done() and not others[1].done()
+        called += calls(registry, a)
+        for told in await asyncio.wait_for(asyncio.gather(*called), 600.0):
+            assert names(told) == ["a", "b", "c"]
+        for wait in (ballots, *others):
+            wait.cancel()
 
     asyncio.run(play())
+
+
+def test_a_majority_waits_half_a_second_and_one_that_disconnected_is_not_in_its_view(monkeypatch):
+    """A call that has been replaced by a newer one may end without harm to the newer one."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    registry, b, c, d, e = MemberRegistry(), *map(Requester, "bcde")
+
+    async def play() -> None:
+        assert await registry.answer(d, {"do": "beat"}) == {"heartbeat_timeout": 5.0}
+        former, gone = Gone("b"), Gone("a")
+        first = [*calls(registry, former, gone)]
+        await turns()
+        called = calls(registry, b, c)
+        for one in (former, gone):
+            one.ends.set()
+        with pytest.raises(ConnectionError):
+            await first[0]
+        with pytest.raises(ConnectionError):
+            await first[1]
+        registry.hear(e)
+        now[0] += 0.5
+        registry.tick()
+        await turns()
+        assert not any(call.done() for call in called), "two of five are not a majority"
+        called += calls(registry, d)
+        assert [names(told) for told in await asyncio.wait_for(asyncio.gather(*called), 600.0)] == [list("bcd")] * 3
+        called = calls(registry, d, c, b)  # all of the last view, in which a and e are not
+        assert [names(told) for told in await asyncio.wait_for(asyncio.gather(*called), 600.0)] == [list("bcd")] * 3
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("seconds", "allowed"), [(-1.0, 0.0), (0.5, 0.5), (1e9, 86_400.0)])
+def test_a_replica_waits_as_long_as_it_asks_and_a_day_at_most(seconds, allowed):
+    registry, a, b = MemberRegistry(), Requester("a", patient=False), Requester("b")
+    registry.hear(b)  # so that there is no view
+    assert ask(registry, a, "call", presence="", seconds=seconds) == {"present": None} and a.waits == [allowed]
+    assert ask(registry, a, "look", keys=["group/k"], seconds=seconds) == {"values": None}
+    assert a.waits == [allowed] * (1 + (seconds > 0))
+    members = [["a", "a-1", 1], ["b", "b-1", 1]]
+    outcome, _ = keys_of(f"{view_id(members)}/land", 2)
+    assert ask(registry, a, "look", keys=[outcome], seconds=seconds, members=members) == {"values": None}
+    assert a.waits[-1] == allowed
+
+
+def test_a_status_and_the_keys_of_a_replica_are_bounded(monkeypatch):
+    registry, a = MemberRegistry(), Requester("a")
+    assert ask(registry, a, "call", presence="x" * 16_384, seconds=9)["present"][0][0] == "a"
+    said = "the status of a replica has 16385 bytes; at most 16384 are allowed, all ASCII"
+    assert ask(registry, a, "call", presence="x" * 16_385, seconds=9) == {"error": said}
+    members = [["a", "a-1", 1]]
+    outcome, (ballot,) = keys_of(f"{view_id(members)}/land", 1)
+    ask(registry, a, "put", key=ballot, value="1", members=members)
+    monkeypatch.setattr(shared_keys, "_MOST_OF_ONE", 9)
+    assert "too large" in ask(registry, a, "look", keys=[outcome], seconds=9, members=members)["error"]
 
 
 def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
@@ -221,85 +270,3 @@ def test_a_frozen_caller_leaves_once_and_is_in_a_view_after_its_return(monkeypat
     assert asyncio.run(play()) == {"present": [["a", "a-1", "of a"]]}
     out = ["left: b (not heard for 5 s)", "left: a (not heard for 5 s)"]
     assert sorted(lines[2:4]) == sorted(out) and lines[4:] == ["joined: a at at a"] and a.waits == [86_400.0]
-
-
-class Disk:
-    """What the registry has stored, in the order of writing."""
-
-    def __init__(self) -> None:
-        self.written, self.noted = list[str](), list[str]()
-
-    def present(self) -> str:
-        return self.written[-1] if self.written else ""
-
-    def keep(self, present: str) -> None:
-        self.written.append(present)
-
-    def note(self, key: str) -> None:
-        self.noted.append(key)
-
-    def notes(self) -> list[str]:
-        return self.noted
-
-
-@pytest.mark.parametrize("back", ["late", "anew", "never"])
-def test_after_a_restart_a_view_waits_for_members_that_may_return(monkeypatch, back):
-    """Two of three are a majority, and wait for the third as long as it counts as alive, also after it restarted."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    registry, disk = MemberRegistry(5.0), Disk()
-    disk.keep(
-        '[{"a-1": "a", "b-1": "b", "c-1": "c"}, ["a-1", "b-1", "c-1"]]'
-    )  # three were alive, and members of one view
-    registry.remember(disk)
-
-    async def call(name: str, incarnation: str = "") -> list[str] | None:
-        told = await registry.answer(Requester(name, incarnation), {"do": "call", "presence": "", "seconds": 99})
-        return [name for name, *_ in told["present"]]
-
-    async def play() -> None:
-        calls = [asyncio.ensure_future(call(name)) for name in "ab"]
-        await asyncio.sleep(0)
-        for _ in range(2):
-            now[0] += 2.0
-            for name in "ab":
-                await registry.answer(Requester(name), {"do": "beat"})
-            registry.tick()
-            await asyncio.sleep(0)
-            assert not any(each.done() for each in calls)
-        now[0] += 1.0 if back == "never" else 0.9
-        if back == "never":
-            registry.tick()
-        else:
-            calls.append(asyncio.ensure_future(call("c", "c-2" if back == "anew" else "c-1")))
-        said = await asyncio.wait_for(asyncio.gather(*calls), 600.0)
-        assert said == [list("ab" if back == "never" else "abc")] * len(calls)
-
-    asyncio.run(play())
-
-
-def test_a_restarted_registry_reads_what_it_kept(monkeypatch):
-    now, disk, lines, a, b = [100.0], Disk(), list[str](), Requester("a"), Requester("b")
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    registry, note = MemberRegistry(5.0), f"end/{'0' * 32}"
-    registry.remember(disk)
-    for one in (a, b):
-        registry.hear(one)
-        registry.tick()
-        registry.tick()
-    assert disk.written == ['[{"a-1": "a"}, []]', '[{"a-1": "a", "b-1": "b"}, []]'], "what has changed alone"
-    for key in (note, "group/k"):
-        ask(registry, a, "put", key=key, value="1")
-    assert disk.noted == [note]
-
-    registry = MemberRegistry(5.0, lines.append)
-    registry.remember(disk)
-    hasty = Requester("c", patient=False)
-    assert not registry.empty and ask(registry, hasty, "look", keys=[note], seconds=9) == {"values": ["1"]}
-    assert not hasty.waits, "what is there is not waited for"
-    for one in (b, Requester("a", "a-2")):
-        registry.hear(one)
-    assert lines == ["left: a (it has restarted)", "joined: a at at a"]
-    now[0] += 5.0
-    registry.tick()
-    assert registry.empty and disk.written[-1] == ""

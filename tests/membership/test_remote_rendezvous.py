@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,8 @@ def test_heartbeats_reconnect_and_three_failures_are_reported() -> None:
     replica = Linked(*lines)
     replica._unused_keys = [str(number) for number in range(300)]
     replica._left = ticks = Ticks(9)
+    told: list[tuple[str, float, int]] = []
+    replica._observe = lambda kind, fields: told.append((fields["reason"], fields["seconds"], len(replica.looked)))
     replica._vote_store = ChannelVoteStore(lines[0], [])
     replica._beat()
     assert ticks.waits == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
@@ -110,15 +113,15 @@ def test_heartbeats_reconnect_and_three_failures_are_reported() -> None:
     }
     assert [do for do, _ in lines[0].asked] == ["beat", forget, "beat", forget]
     assert [line.asked for line in lines[2:]] == [[beat]] * 3 + [[beat, ("leave", {})]]
-    assert replica.told == [("the hub does not hear this replica (gone)", 1.0)]
+    assert told == [("the hub does not hear this replica (gone)", 1.0, 4)]
     assert [line.closed for line in lines] == [0, 0, 0, 0, 0, 1]
 
 
 def test_no_heartbeat_is_sent_before_the_server_is_found() -> None:
     replica = Linked()
-    replica._left = Ticks(3)
+    replica._left = ticks = Ticks(3)
     replica._beat()
-    assert not replica.looked
+    assert not replica.looked and len(ticks.waits) == 4
 
 
 def test_a_call_keeps_members_of_its_version_and_continues_at_a_restarted_server() -> None:
@@ -184,9 +187,32 @@ def test_a_call_ends_at_its_deadline_or_when_its_replica_leaves() -> None:
         replica.call(own, 300.0)
     assert not line.closed
     replica.arrive("oslo", "oslo-1", b"", Timeouts(), replica._observe)
-    for _ in range(2):
+    assert [thread.daemon for thread in replica._threads] == [True]
+    (beats,), joined = replica._threads, list[float]()
+    replica._threads.append(SimpleNamespace(join=joined.append))  # type: ignore[arg-type]
+    for times in (1, 2):
         replica.leave()
-        assert line.closed == 1 and [thread.is_alive() for thread in replica._threads] == [False]
+        assert line.closed == 1 and not beats.is_alive() and len(joined) == times
+
+
+def test_a_replica_that_leaves_while_it_looks_for_its_server_ends_its_call() -> None:
+    """A connection that was opened meanwhile is closed."""
+
+    class Leaving(Linked):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            self._left.set()
+
+    own, line = Presence("oslo", "oslo-1", 1), Line({"present": []})
+    replica = Leaving(line)
+    with pytest.raises(LinkError, match=r"replica 'oslo' has left the hub\."):
+        replica.call(own, 300.0)
+    assert line.closed == 1 and not line.asked and replica.relays is False
+    lost = Lost()
+    lost.sleep = lambda seconds: lost._left.set()  # type: ignore[method-assign]
+    with pytest.raises(LinkError, match=r"the hub does not answer\. Waited 300 s\. Look for it\."):
+        lost.call(own, 300.0)
+    assert lost.looked == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("there", "told"), [(2.5, False), (10.0, False), (2.4, True), (10.1, True)])

@@ -184,7 +184,11 @@ def test_all_members_get_the_statuses_in_rank_order():
     cluster = SimulatedCluster()
 
     def run(name):
-        view = cluster.membership(name).next_view({"step": ord(name)})
+        membership = cluster.membership(name)
+        view = membership.next_view({"step": ord(name)})
+        if name == "b":
+            view.close()
+        assert membership.next_view({"step": 0}).rebuilt, "one of them has lost its group"
         return view.group.rank, [(m.name, m.status) for m in view.members]
 
     results = cluster.play({name: run for name in "bca"})

@@ -57,6 +57,7 @@ def test_more_slack_is_more_grace(plan, link, more):
 def test_without_a_link_timeouts_are_the_floor():
     d = Timeouts.of(every=1, delay=0, step_seconds=1e-3, nbytes=0)
     assert (d.heartbeat_timeout, d.grace, d.connect, d.transfer, d.vote) == (5.0, 2.0, 10.0, 10.0, 15.0)
+    assert Timeouts.of(every=20, delay=20, step_seconds=1.0, nbytes=10**9).grace == 20.0
 
 
 def figures(*plan, grace=None):
@@ -77,10 +78,21 @@ def test_timeouts_match_the_docstrings_figures():
 
 
 @pytest.mark.parametrize(
-    "change", [{"grace": 0}, {"view": float("inf")}, {"vote": 1.0}, {"heartbeat_timeout": 1.5}, {"connect": True}]
+    "change",
+    [
+        {"grace": 0},
+        {"view": float("inf")},
+        {"vote": 1.0},
+        {"heartbeat_timeout": 1.5},
+        {"connect": True},
+        {"transfer": "9"},
+    ],
 )
 def test_overrides_apply_and_invalid_ones_are_refused(change):
+    assert [*asdict(Timeouts()).values()] == [1.0, 5.0, 10.0, 10.0, 10.0, 15.0, 60.0]
     assert replace(Timeouts(), grace=3).grace == 3
+    least = replace(Timeouts(), heartbeat_timeout=2.0, vote=10.0)  # as long as two heartbeats, and as a transfer
+    assert (least.heartbeat_timeout, least.vote) == (2.0, 10.0)
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         replace(Timeouts(), **change)
 

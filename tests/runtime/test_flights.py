@@ -33,9 +33,9 @@ def test_seconds_are_counted_by_the_given_clock(strategy: tw.Strategy) -> None:
 
     for heard in tw.run_threads(2, replica, timeout=600.0):
         seconds = {
-            name: fields[name] for fields in heard for name in fields if name in ("stall_seconds", "seconds_spent")
+            (name, fields[name]) for fields in heard for name in fields if name in ("stall_seconds", "seconds_spent")
         }
-        assert seconds == {"stall_seconds": 0, "seconds_spent": 0}
+        assert seconds == {("stall_seconds", 0), ("seconds_spent", 0)}
         assert {fields[name] for fields in heard for name in ("begin", "end") if name in fields} == {1000.0}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from thinwire.runtime.handshake import (
     compare_settings,
     digest,
     introduce,
+    introduction,
 )
 from thinwire.testing.toy import toy
 from thinwire.version import Protocols
@@ -30,6 +34,9 @@ def test_all_replicas_begin_with_the_weights_of_replica_0():
 
     first, second = tw.run_threads(2, replica)
     assert first == second and first[0] == first[1] and len(first[0]) == 16
+    (alone,) = tw.ThreadGroup.create(1)
+    assert agree_on_weights(alone, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], "start") == (first[0], False)
+    alone.close()
 
 
 def test_resumed_replicas_need_equal_steps_and_states():
@@ -70,6 +77,17 @@ def test_more_fragments_than_a_packet_can_name_are_refused(monkeypatch):
     with pytest.raises(tw.ConfigurationError, match="1 replicas and 3 fragments: at most 2"):
         introduce(alone, tw.diloco(), fragments)
     alone.close()
+
+
+def test_an_elastic_replica_states_its_strategy_and_a_digest_of_its_model():
+    def stated(*sizes: int) -> str:
+        model = torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+        facts = introduction(tw.diloco(), tw.pieces.partition.Whole().fragments(model))
+        assert facts == {"strategy": repr(tw.diloco()), "model": facts["model"]}
+        return facts["model"]
+
+    assert re.fullmatch("2 tensors, 1,600 parameters, digest [0-9a-f]{16}", stated(20, 40, 20))
+    assert len({stated(20, 40, 20), stated(40, 20, 40), stated(20, 40, 20)}) == 2
 
 
 def test_nonfinite_first_weights_are_refused():

@@ -94,6 +94,10 @@ def test_running_statistics_warn_once():
         with tw.Replica(tw.diloco(every=1), model, adamw(model), group, buffers="local") as replica:
             replica.step = 1
 
+    (group,), norm = tw.ThreadGroup.create(1), nn.BatchNorm1d(3)
+    with pytest.warns(RuntimeWarning, match="running statistics") as caught:
+        tw.Replica(tw.diloco(), norm, adamw(norm), group, buffers="local").close()
+    assert caught[0].filename == __file__, "the line that makes the Replica"
     (said,) = heard_by(action)
     assert "2 layers keep running statistics (1, ...)" in said and "GroupNorm" in said
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.comm.group import gather
 from thinwire.jobs.ema import EMA
+from thinwire.runtime.model_buffers import average
 
 REPLICAS = 3
 
@@ -77,6 +79,20 @@ def test_averaged_weights_in_buffers_become_one_mean() -> None:
     assert torch.allclose(mean[0][name], torch.stack([one[name] for one in local]).mean(0))
     alike = trained("local", tw.data_parallel(), average=True)
     assert torch.equal(alike[0][name], alike[1][name])
+
+
+def test_buffers_of_another_size_are_refused() -> None:
+    def replica(group: tw.Group) -> None:
+        if group.rank:
+            for sent, limit in ((16, 16), (20, 24)):
+                gather(group, bytes(sent), limit, "buffers")
+            return
+        average(nn.Linear(1, 1), group)  # has no buffers, and sends nothing
+        with pytest.raises(tw.DisagreementError) as caught:
+            average(nn.BatchNorm1d(3), group)
+        assert str(caught.value) == "replica 1 sent 20 bytes of buffers, 24 are needed; its model differs."
+
+    tw.run_threads(2, replica, timeout=600.0)
 
 
 def test_an_unknown_buffer_policy_is_refused() -> None:

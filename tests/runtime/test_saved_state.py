@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from strategies import METHODS
 
 import thinwire as tw
+from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.fragment_state import hold
-from thinwire.runtime.saved_state import restore, saved
+from thinwire.runtime.saved_state import passing, restore, saved
 from thinwire.testing.toy import same_bits, toy
 
 
@@ -28,7 +32,19 @@ def test_a_checkpoint_without_its_anchor_is_refused() -> None:
         restore([one], tensors, {"rounds": [3, 3], "since": [2, 2]}, strategy.outer)
 
 
+KINDS = {
+    "outer": "outer state",
+    "feedback": "feedback",
+    "exchange": "memory of the exchange",
+    "aggregate": "memory of the aggregate",
+    "filter": "memory of a filter",
+    "policy": "choices of the policy",
+    "guard": "norms of the guard",
+}
+
+
 def test_all_state_of_every_method_is_saved_and_loaded() -> None:
+    """A state of another size is refused by its name."""
     names = set()
     for strategy in METHODS.values():
         one, other = (
@@ -42,6 +58,7 @@ def test_all_state_of_every_method_is_saved_and_loaded() -> None:
                 fragment.exchange,
                 fragment.aggregate,
                 fragment.policy,
+                fragment.guard,
                 *fragment.filtered,
             ):
                 for value in memory.values():
@@ -49,5 +66,37 @@ def test_all_state_of_every_method_is_saved_and_loaded() -> None:
         restore(other, saved(one), {"rounds": [3] * len(one), "since": [2] * len(one)}, strategy.outer)
         due, found = saved(one), saved(other)
         assert due.keys() == found.keys() and all(same_bits(found[name], due[name]) for name in due), strategy
-        names |= {name.split(".")[1] for name in due}
+        assert not any(fragment.disk for fragment in other)
+        for name in due:
+            kind = name.split(".")[1]
+            if kind not in names and kind in KINDS:
+                wrong = {**due, name: torch.zeros(due[name].numel() + 1)}
+                with pytest.raises(tw.CheckpointError, match=f" has the {KINDS[kind]} .* in the checkpoint, .* keeps "):
+                    restore(other, wrong, {"rounds": [3] * len(one), "since": [2] * len(one)}, strategy.outer)
+            names.add(kind)
     assert names == {"anchor", "outer", "feedback", "exchange", "aggregate", "filter", "policy", "guard"}
+
+
+def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
+    """A delta in flight that is the replica's own is saved once. Older checkpoints have no norms of a guard."""
+    strategy = tw.diloco(every=2)
+    one, other = (hold(strategy, Whole().fragments(toy(seed))[0], 0, 0, 2) for seed in (0, 1))
+    one.deviation, one.own, one.deviation_state = one.anchor + 1, one.anchor + 2, {"momentum": one.anchor + 3}
+    for delta, more in ((one.own, set()), (one.anchor + 4, {"delta"})):
+        one.flight = SimpleNamespace(delta=delta)  # type: ignore[assignment]
+        tensors = saved([one])
+        passed = {"deviation", "own", "deviation_outer.momentum", "guard.norms"} | more
+        assert {name for name in tensors if passing(name)} == {f"0.{name}" for name in passed}
+        assert all(same_bits(tensors[f"0.{name}"], delta) for name in more)
+    assert not passing("0.anchor") and not passing("0.outer.own")
+    del tensors["0.guard.norms"]
+    restore([other], tensors, {"rounds": [3], "since": [2]}, strategy.outer)
+    found = saved([other])
+    assert not other.flight and found.keys() - tensors.keys() == {"0.guard.norms"}
+    assert not found["0.guard.norms"].any()
+    for name in tensors.keys() - {"0.delta"}:
+        assert same_bits(found[name], tensors[name]), name
+
+    kept = hold(replace(strategy, feedback=Feedback()), Whole().fragments(toy())[0], 0, 0, 2)
+    with pytest.raises(tw.CheckpointError, match="has the feedback nothing in the checkpoint, this strategy keeps "):
+        restore([kept], tensors, {"rounds": [3], "since": [2]}, strategy.outer)
