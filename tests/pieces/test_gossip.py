@@ -11,6 +11,7 @@ from replicas_by_row import normal, spread_of
 
 from thinwire.codecs import E3M0, Identity, RandomK, TopK
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.gasloc import GASLoC
 from thinwire.pieces.gossip import (
     AdaptThenCombine,
@@ -258,12 +259,39 @@ def test_push_sum_reaches_the_mean_where_plain_averaging_does_not():
         (Choco(), OnePeerExponential(), E3M0(), "must be the same in every round"),
         (Choco(), Exponential(), RandomK(0.1), "contractive"),
         (NoLoCo(0.9, 0.7), RandomPairs(), Identity(), "1.098"),
+        (NoLoCo(0.0, 0.7, 2.0), RandomPairs(), Identity(), "they diverge"),  # a radius of 1
     ],
     ids=str,
 )
 def test_invalid_combinations_of_rule_topology_and_codec_are_refused(rule, topology, codec, said):
     with pytest.raises(ConfigurationError, match=said):
         rule.check(topology, codec)
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0001, -0.1, math.nan])
+def test_invalid_steps_of_choco_are_refused(step):
+    with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
+        Choco(step)
+
+
+@pytest.mark.parametrize(
+    ("rule", "due"),
+    [
+        (AdaptThenCombine(), "repeats sends_weights"),
+        (CombineThenAdapt(), "repeats"),
+        (NoLoCo(0.0), ""),
+        (Choco(1.0), ""),
+        (PushSum(), "repeats"),
+        (Tracking(), "tracks sends_weights"),
+        (MGS(PushSum()), ""),
+        (GASLoC(), ""),
+    ],
+    ids=str,
+)
+def test_each_rule_says_what_it_does(rule, due):
+    names = ("tracks", "repeats", "sends_weights", "needs_losses")
+    assert " ".join(name for name in names if getattr(rule, name, False) is not False) == due
+    assert rule.steps == (4 if isinstance(rule, MGS) else 1) and rule.meets == Mean()
 
 
 # ---- several gossip steps

@@ -194,6 +194,26 @@ def test_a_vector_that_is_not_finite_counts_as_one_liar():
 
 
 @pytest.mark.parametrize(
+    ("text", "tolerated"),
+    [
+        ("Median()", "00112233445"),
+        ("GeometricMedian()", "00112233445"),
+        ("CenteredClipping()", "00112233445"),
+        ("TrimmedMean(2)", "00112222222"),
+        ("Krum(3)", "00001122333"),
+        ("Bulyan(2)", "00000011112"),
+        ("NearestNeighbourMixing(Krum(1), 3)", "00001111111"),
+        ("NearestNeighbourMixing(Krum(3), 1)", "00001111111"),
+        ("StaticClipping(Krum(1))", "00001111111"),
+        ("Bucketing(Median(), 2)", "00001111222"),
+        ("Bucketing(Median(), 1)", "00112233445"),
+    ],
+)
+def test_the_tolerated_liars_among_1_to_11_replicas(text, tolerated):
+    assert "".join(str(parse(text).tolerates(size)) for size in range(1, 12)) == tolerated
+
+
+@pytest.mark.parametrize(
     ("text", "size", "said"),
     [
         (
