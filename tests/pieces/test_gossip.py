@@ -274,24 +274,32 @@ def test_invalid_steps_of_choco_are_refused(step):
         Choco(step)
 
 
+ONES, ZEROS = [1.0] * 3, [0.0] * 3
+
+
 @pytest.mark.parametrize(
-    ("rule", "due"),
+    ("rule", "flags", "state"),
     [
-        (AdaptThenCombine(), "repeats sends_weights"),
-        (CombineThenAdapt(), "repeats"),
-        (NoLoCo(0.0), ""),
-        (Choco(1.0), ""),
-        (PushSum(), "repeats"),
-        (Tracking(), "tracks sends_weights"),
-        (MGS(PushSum()), ""),
-        (GASLoC(), ""),
+        (AdaptThenCombine(), "repeats sends_weights", {}),
+        (CombineThenAdapt(), "repeats", {}),
+        (NoLoCo(0.0), "", {"momentum": ZEROS}),
+        (Choco(1.0), "", {"public": ONES, "neighbours": ONES}),
+        (PushSum(), "repeats", {"weight": [1.0]}),
+        (Tracking(), "tracks sends_weights", {"direction": ZEROS, "gradient": ZEROS}),
+        (MGS(PushSum()), "", {"weight": [1.0]}),
+        (GASLoC(0.7, 0.0), "", {"before": ONES}),
     ],
     ids=str,
 )
-def test_each_rule_says_what_it_does(rule, due):
+def test_each_rule_says_what_it_does_and_begins_at_the_weights(rule, flags, state):
     names = ("tracks", "repeats", "sends_weights", "needs_losses")
-    assert " ".join(name for name in names if getattr(rule, name, False) is not False) == due
+    assert " ".join(name for name in names if getattr(rule, name, False) is not False) == flags
     assert rule.steps == (4 if isinstance(rule, MGS) else 1) and rule.meets == Mean()
+    x = torch.ones(3, dtype=torch.float64)
+    first = rule.init(x)
+    assert {name: kept.tolist() for name, kept in first.items()} == state
+    assert all(kept.dtype == x.dtype and kept is not x for kept in first.values())
+    assert len(rule.vectors(Identity(), 5)) == len(rule.says(x, x, first))
 
 
 # ---- several gossip steps

@@ -113,20 +113,6 @@ def test_rules_match_values_by_hand(text, values, due):
     assert aggregated(parse(text), torch.tensor(values)[:, None]).item() == pytest.approx(due)
 
 
-def test_among_equal_vectors_each_is_its_own_nearest_neighbour():
-    x = torch.tensor([[0.0], [0.0], [9.0]], dtype=torch.float64)
-    assert parse("NearestNeighbourMixing(Median(), 2)").first(x @ x.T, Key()).equal(torch.eye(3, dtype=torch.float64))
-    assert parse("NearestNeighbourMixing(Median(), 2)").first(
-        torch.ones(1, 1, dtype=torch.float64), Key()
-    ).tolist() == [[1.0]]
-
-
-def test_a_replica_that_is_counted_out_is_one_liar_less_in_both_steps():
-    rule = parse("NearestNeighbourMixing(Krum(2), 2)")
-    assert rule.without(0) == rule and rule.without(1) == parse("NearestNeighbourMixing(Krum(1), 1)")
-    assert rule.without(3) == parse("NearestNeighbourMixing(Krum(0), 0)")
-
-
 @pytest.mark.parametrize("text", ["CenteredClipping()", "ARC(TrimmedMean(2), 2)", "Median()"])
 def test_the_estimate_of_clipping_rules_follows_a_scale(text):
     x, rule = random_vectors(3), parse(text)
