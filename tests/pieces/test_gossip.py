@@ -299,7 +299,8 @@ def test_each_rule_says_what_it_does_and_begins_at_the_weights(rule, flags, stat
     first = rule.init(x)
     assert {name: kept.tolist() for name, kept in first.items()} == state
     assert all(kept.dtype == x.dtype and kept is not x for kept in first.values())
-    assert len(rule.vectors(Identity(), 5)) == len(rule.says(x, x, first))
+    assert [numel for _, numel in rule.vectors(Identity(), 3)] == [len(vector) for vector in rule.says(x, x, first)]
+    assert rule.conserved(x + x, first).tolist() == [2.0] * 3
 
 
 # ---- several gossip steps
