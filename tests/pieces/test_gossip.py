@@ -94,6 +94,13 @@ def test_the_radius_on_a_fixed_graph_follows_from_the_eigenvalues():
     start = normal(size, 30)
     end, _ = last(rounds_of(NoLoCo(momentum, pull), Ring(), start, 300))
     assert spread_of(end) < 1e-6 * spread_of(start)
+    slowest = np.sort(np.linalg.eigvalsh(weights))[-2]
+    assert radius_of_rounds(0.0, pull, [weights] * 3) == pytest.approx(1 - pull * (1 - slowest), abs=1e-9)
+    period = [mixing(OnePeerExponential(), size, number) for number in range(3)]
+    grown = radius_of_rounds(0.5, 3.9, period)
+    with pytest.raises(ConfigurationError, match=f"grows by {grown:.3f} in every round"):
+        NoLoCo(0.5, 3.9).weights(OnePeerExponential(), size, 0, 0, 0)
+    NoLoCo(0.9).check(Ring(), Identity())
     for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9)):  # by factors of 2.3 and 1.3 per round
         with pytest.raises(ConfigurationError, match="they diverge"):
             diverges.weights(Complete(), 8, 0, 0, 0)
