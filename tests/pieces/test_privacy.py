@@ -97,6 +97,9 @@ def test_extreme_random_bytes_give_finite_noise(monkeypatch):
     for byte in (b"\0", b"\xff"):
         monkeypatch.setattr(secrets, "token_bytes", lambda n, b=byte: b * n)
         assert torch.isfinite(gaussian(4)).all() and float(gaussian(4).abs().max()) < 9
+    for word, uniform in ((0, 2.0**-54), (1, 1.5 * 2.0**-53)):  # the two least of 2^53 steps
+        monkeypatch.setattr(secrets, "token_bytes", lambda n, w=word: w.to_bytes(8, "little") * (n // 8))
+        assert gaussian(3)[0].item() == pytest.approx(math.sqrt(-2 * math.log(uniform)))
 
 
 # ---- the accountant

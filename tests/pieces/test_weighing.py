@@ -90,6 +90,17 @@ def test_foolsgold_matches_values_by_hand():
     assert foolsgold(inner_products(torch.eye(4, 9)))[3] == 1.0  # a liar alone keeps its weight
 
 
+def test_few_or_equal_replicas_have_equal_weights():
+    zeros, ones = (of(3, 3, dtype=torch.float64) for of in (torch.zeros, torch.ones))
+    assert foolsgold(zeros) == [1.0] * 3 and foolsgold(ones) == [0.0] * 3 and foolsgold(ones[:1, :1]) == [1.0]
+    assert foolsgold(torch.eye(3), 2) == [1.0] * 2, "the third is only compared with"
+    for products in (zeros, ones):
+        assert FoolsGold().mixing(products, Key()).tolist() == [[1 / 3] * 3]
+    assert FlagAggregator().mixing(zeros, Key()).tolist() == [[0.0] * 3]
+    assert FlagAggregator().mixing(ones[:1, :1] * 4, Key())[0].tolist() == pytest.approx([1.0])
+    assert FoolsGold().tolerates(9) == 0
+
+
 def test_foolsgold_gives_the_liar_all_weight_where_data_are_alike():
     """A limit: honest replicas with alike data resemble each other and lose all weight to the liar."""
     x = random_vectors(0, 1, 400) + 0.3 * random_vectors(1, 9, 400)
