@@ -260,7 +260,7 @@ def test_chosen_codecs_are_part_of_the_packet_identity():
         (lambda: tw.pieces.lgreco.LGreCo((tw.codecs.Int,)), "codecs are needed"),
         (lambda: tw.pieces.lgreco.LGreCo((3,)), "codecs are needed"),
         (
-            lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),)), policy=tw.pieces.lgreco.LGreCo()),
+            lambda: tw.pieces.lgreco.LGreCo().codecs(tw.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),))),
             "a codec for each matrix is needed",
         ),
         (lambda: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.lgreco.LGreCo()), "such as Each"),
