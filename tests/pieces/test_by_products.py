@@ -57,6 +57,12 @@ def test_scores_count_one_neighbour_at_least():
     assert krum_scores(squared, range(3), -1) == [(5.0, 5.0), (10.0, 10.0), (13.0, 13.0)]
 
 
+def test_bulyan_takes_the_mean_of_the_selected_values_nearest_to_their_median():
+    rows = torch.tensor([[0.0], [1.0], [2.0], [4.0], [9.0]])
+    means = {liars: parse(f"Bulyan({liars})").combine(rows).item() for liars in (0, 1, 2)}
+    assert means == pytest.approx({0: 16 / 5, 1: 1.0, 2: 2.0})
+
+
 def test_settings_that_cannot_work_are_refused():
     for wrong in ({"radius": 0.0}, {"radius": -1.0}, {"radius": math.inf}, {"iterations": 0}, {"iterations": 1.5}):
         with pytest.raises(

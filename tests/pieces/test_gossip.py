@@ -101,7 +101,7 @@ def test_the_radius_on_a_fixed_graph_follows_from_the_eigenvalues():
     with pytest.raises(ConfigurationError, match=f"grows by {grown:.3f} in every round"):
         NoLoCo(0.5, 3.9).weights(OnePeerExponential(), size, 0, 0, 0)
     NoLoCo(0.9).check(Ring(), Identity())
-    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9)):  # by factors of 2.3 and 1.3 per round
+    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9), GASLoC(0.7, 0.5, 4.0)):  # by factors of 2.3 and 1.3 per round
         with pytest.raises(ConfigurationError, match="they diverge"):
             diverges.weights(Complete(), 8, 0, 0, 0)
 
@@ -240,6 +240,9 @@ def test_gradient_tracking_reaches_the_optimum_on_every_replica():
         said = rule.says(x, theta, state)
         x, state = rule.hears(x, theta, state, [weights @ vector for vector in said], said)
     assert float((x - OPTIMA.mean(0)).abs().max()) < 1e-10
+    for bad in (math.nan, math.inf):  # counts as the gradient before
+        followed, kept = rule.tracked(torch.full_like(x, bad), state)
+        assert followed.equal(state["direction"]) and kept is state
 
 
 def test_push_sum_reaches_the_mean_where_plain_averaging_does_not():
@@ -266,6 +269,7 @@ def test_push_sum_reaches_the_mean_where_plain_averaging_does_not():
         (Choco(), OnePeerExponential(), E3M0(), "must be the same in every round"),
         (Choco(), Exponential(), RandomK(0.1), "contractive"),
         (NoLoCo(0.9, 0.7), RandomPairs(), Identity(), "1.098"),
+        (GASLoC(), Ring(), E3M0(), "leave the codec at Identity"),
         (NoLoCo(0.0, 0.7, 2.0), RandomPairs(), Identity(), "they diverge"),  # a radius of 1
     ],
     ids=str,

@@ -11,11 +11,12 @@ import torch
 
 import thinwire as tw
 from thinwire.catalogue.attacks import attack_of
-from thinwire.codecs import Identity
+from thinwire.codecs import E3M0, Identity
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.attacked import AttackedGossip, attacked
 from thinwire.pieces.attacks import LabelFlip, Replay, Sybils
 from thinwire.pieces.gossip import CombineThenAdapt
+from thinwire.pieces.robust import Median
 from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
 from thinwire.rng import Key
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
@@ -247,7 +248,11 @@ def test_invalid_settings_are_refused(settings):
         SybilWall(**settings)
 
 
-def test_sybil_wall_needs_a_fixed_topology():
+def test_sybil_wall_needs_a_fixed_topology_and_whole_weights_that_end_in_a_median():
+    for rule in (SybilWall(), Bristle()):
+        with pytest.raises(ConfigurationError, match="leave the codec at Identity"):
+            rule.check(Ring(), E3M0())
+        assert rule.meets == Median() and rule.sends_weights is True and not rule.repeats
     with pytest.raises(ConfigurationError, match="must be the same in every round"):
         SybilWall().check(RandomPairs(), Identity())
 
