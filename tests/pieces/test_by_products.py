@@ -37,6 +37,7 @@ def test_of_one_replica_the_estimate_is_its_value(text):
         ("GeometricMedian()", (0.0, 0.0, 9.0), [0.5, 0.5, 0.0]),
         ("GeometricMedian()", (0.0, 0.0, 0.0, 9.0), [1 / 3, 1 / 3, 1 / 3, 0.0]),
         ("CenteredClipping(1.0, 1)", (2.0, 0.5), [0.25, 0.5]),
+        ("CenteredClipping(0.25, 1)", (0.5, 0.25), [0.25, 0.5]),
         ("CenteredClipping(1.0, 1)", (1.0, 0.0), [0.5, 0.5]),
         ("CenteredClipping(None, 1)", (1.0, 2.0, 4.0), [1 / 3, 1 / 3, 1 / 6]),
         ("CenteredClipping(None, 1)", (1.0, 2.0, 4.0, 8.0), [1 / 4, 1 / 4, 1 / 8, 1 / 16]),
@@ -46,6 +47,14 @@ def test_of_one_replica_the_estimate_is_its_value(text):
 def test_weights_match_values_by_hand(text, values, due):
     (found,) = weights_of(text, *values)
     assert found == pytest.approx(due)
+
+
+def test_the_geometric_median_of_numbers_is_their_median():
+    """It is found from any majority, also if the two nearest are equal."""
+    for values in ((0.0, 0.0, 3.0, 5.0, 9.0), (0.0, 0.001, 0.005)):
+        (weights,) = weights_of("GeometricMedian()", *values)
+        found = math.fsum(weight * value for weight, value in zip(weights, values))
+        assert found == pytest.approx(values[len(values) // 2], rel=1e-4)
 
 
 def test_scores_count_one_neighbour_at_least():
