@@ -52,3 +52,7 @@ def test_inner_products_are_as_recorded(products):
 def test_the_weights_of_replicas_are_as_recorded(text, products):
     rule = parse(text)
     assert rule.needs_products and digest(rule.mixing(products, Key(seed=1))) == DUE[text]
+
+
+def test_the_flag_of_four_replicas_stops_early(products):
+    assert digest(parse("FlagAggregator()").mixing(products[:4, :4], Key())) == "d016a104"
