@@ -36,6 +36,28 @@ def test_each_attack_asks_for_what_it_needs():
     assert needs(Attack()) == "" and Attack().says(SCENE) is SCENE.own
 
 
+def test_attacks_match_values_by_hand():
+    due = {
+        "sign_flip": [-1.0, 1.0],
+        "IPM(0.5)": [-1.0, -1.5],
+        "ALIE(-1.5)": [3.5, 3 + 1.5 * 3**0.5],
+        "mimic": [1.0, 2.0],
+        "dissensus": [1.0 - 1.5 * 3 / 2, 2.0 - 1.5 * 3 / 2],
+        "replay": [7.0, 7.0],
+        "label_flip": [1.0, -1.0],
+        "Switch(SignFlip(), 1)": [1.0, -1.0],
+    }
+    for text, said in due.items():
+        assert attack_of(text).says(SCENE).tolist() == pytest.approx(said), text
+    assert torch.isinf(attack_of("NotFinite('inf')").says(SCENE)).all()
+    assert attack_of("Switch(SignFlip(), 1)").says(replace(SCENE, key=Key(round=1))).tolist() == [-1.0, 1.0]
+    noise = attack_of("Gaussian(2.0)").says(replace(SCENE, own=torch.zeros(10_000)))
+    assert float(noise.std()) == pytest.approx(2.0, rel=0.05)
+    assert hidden(8, 2) == pytest.approx(0.0)
+    with pytest.raises(ConfigurationError, match=r"lies"):
+        attack_of("lies")
+
+
 def test_hidden_lies_match_values_by_hand():
     """Φ⁻¹ of 7/12, 12/20, 24/38, 5/6, and of shares of 0 and 1, which have none."""
     sizes = ((15, 3), (25, 5), (50, 12), (11, 5), (10, 2), (2, 1), (4, 3), (5, 4))
