@@ -18,7 +18,6 @@ from thinwire.codecs import E3M0, Identity
 from thinwire.exchange.attacked import Attacked
 from thinwire.pieces.attacks import Attack
 from thinwire.pieces.products import inner_products
-from thinwire.rng import Key
 from thinwire.testing.toy import journey, same_bits
 
 parse = tw.catalogue.parsing.parse
