@@ -158,6 +158,7 @@ def test_a_single_candidate_is_chosen_where_it_loses_no_more():
     chosen = policy.at(each, x.numel(), 1, policy.told(each, told))
     assert chosen.chosen == tuple(option.fitted(((64, 64),)) for option in (tw.codecs.Int(8, 64), tw.codecs.Int(4, 64)))
     assert [policy.tells(each, number) for number in (0, 1, 5, 10, 11, 20)] == [2, 0, 0, 2, 0, 2]
+    assert [replace(policy, window=1).tells(each, number) for number in (0, 1, 2)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
