@@ -80,10 +80,16 @@ def test_rounded_errors_make_no_choice_larger_than_the_uniform_one():
         ([[1.0, float("inf")], [1.0, float("nan")]], [[10, 5], [10, 5]], 2.0),
         ([[5.0, 6.0]], [[10, 5]], 1.0),
         ([[0.0, 0.0]], [[10, 20]], 1.0),
+        ([[1.0, 2.0]], [[10, 5]], float("inf")),
+        ([[5.0, 1.0]], [[10, 10]], 5.0),
     ],
 )
 def test_the_uniform_choice_stays_where_nothing_better_is_feasible(errors, sizes, most):
     assert choose(errors, sizes, most) == [0] * len(errors)
+
+
+def test_an_option_may_take_the_whole_budget():
+    assert choose([[1.0, 2.0]], [[10, 5]], 2.0) == choose([[0.5, 0.5]], [[10, 5]], 0.5) == [1]
 
 
 def test_one_layer_keeps_the_default():
