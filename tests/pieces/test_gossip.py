@@ -108,7 +108,17 @@ def test_the_radius_on_a_fixed_graph_follows_from_the_eigenvalues():
 
 @pytest.mark.parametrize(
     "numbers",
-    [(-0.1,), (1.0,), (0.5, 0.0), (0.5, math.inf), (0.5, 0.7, 0.0), (0.5, 0.7, math.inf), (math.nan,)],
+    [
+        (-0.1,),
+        (1.0,),
+        (0.5, 0.0),
+        (0.5, math.inf),
+        (0.5, 0.7, 0.0),
+        (0.5, 0.7, math.inf),
+        (math.nan,),
+        (0.5, 0.0, 1.0),
+        (0.5, math.inf, 1.0),
+    ],
     ids=str,
 )
 def test_invalid_noloco_settings_are_refused(numbers):
