@@ -92,6 +92,16 @@ def test_a_sketch_keeps_cosines_within_one_percent_and_short_vectors_exactly():
     due = "155 81 -159 81 -163 -81 167 169 -81 -173 -175 17 -115 17 119 17 123 254 -113 17 -131 17 -17 137 -17 17 17 -17 81 81 81 -81 "
     due += "-91 93 -95 81 -99 101 -103 -105 -81 109 -81 113 115 81 119 121 81 81 -81 129 81 133 135 81 81 -81 81 145 147 149 -151 -81"
     assert sketch(torch.arange(1.0, 131.0), 64, 7).tolist() == [float(word) for word in due.split()]
+    assert sketch(torch.arange(1.0, 259.0), 128, 7)[:8].tolist() == [
+        367.0,
+        -113.0,
+        -243.0,
+        241.0,
+        241.0,
+        -241.0,
+        241.0,
+        -241.0,
+    ]
 
 
 # ---- SybilWall
