@@ -11,6 +11,7 @@ from replicas_by_row import normal, spread_of
 
 from thinwire.codecs import E3M0, Identity, RandomK, TopK
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.aggregate import Mean
 from thinwire.pieces.gasloc import GASLoC
 from thinwire.pieces.gossip import (
     AdaptThenCombine,
@@ -93,14 +94,31 @@ def test_the_radius_on_a_fixed_graph_follows_from_the_eigenvalues():
     start = normal(size, 30)
     end, _ = last(rounds_of(NoLoCo(momentum, pull), Ring(), start, 300))
     assert spread_of(end) < 1e-6 * spread_of(start)
-    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9)):  # by factors of 2.3 and 1.3 per round
+    slowest = np.sort(np.linalg.eigvalsh(weights))[-2]
+    assert radius_of_rounds(0.0, pull, [weights] * 3) == pytest.approx(1 - pull * (1 - slowest), abs=1e-9)
+    period = [mixing(OnePeerExponential(), size, number) for number in range(3)]
+    grown = radius_of_rounds(0.5, 3.9, period)
+    with pytest.raises(ConfigurationError, match=f"grows by {grown:.3f} in every round"):
+        NoLoCo(0.5, 3.9).weights(OnePeerExponential(), size, 0, 0, 0)
+    NoLoCo(0.9).check(Ring(), Identity())
+    for diverges in (NoLoCo(0.5, 4.0), NoLoCo(0.9, 3.9), GASLoC(0.7, 0.5, 4.0)):  # by factors of 2.3 and 1.3 per round
         with pytest.raises(ConfigurationError, match="they diverge"):
             diverges.weights(Complete(), 8, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
     "numbers",
-    [(-0.1,), (1.0,), (0.5, 0.0), (0.5, math.inf), (0.5, 0.7, 0.0), (0.5, 0.7, math.inf), (math.nan,)],
+    [
+        (-0.1,),
+        (1.0,),
+        (0.5, 0.0),
+        (0.5, math.inf),
+        (0.5, 0.7, 0.0),
+        (0.5, 0.7, math.inf),
+        (math.nan,),
+        (0.5, 0.0, 1.0),
+        (0.5, math.inf, 1.0),
+    ],
     ids=str,
 )
 def test_invalid_noloco_settings_are_refused(numbers):
@@ -232,6 +250,9 @@ def test_gradient_tracking_reaches_the_optimum_on_every_replica():
         said = rule.says(x, theta, state)
         x, state = rule.hears(x, theta, state, [weights @ vector for vector in said], said)
     assert float((x - OPTIMA.mean(0)).abs().max()) < 1e-10
+    for bad in (math.nan, math.inf):  # counts as the gradient before
+        followed, kept = rule.tracked(torch.full_like(x, bad), state)
+        assert followed.equal(state["direction"]) and kept is state
 
 
 def test_push_sum_reaches_the_mean_where_plain_averaging_does_not():
@@ -258,12 +279,49 @@ def test_push_sum_reaches_the_mean_where_plain_averaging_does_not():
         (Choco(), OnePeerExponential(), E3M0(), "must be the same in every round"),
         (Choco(), Exponential(), RandomK(0.1), "contractive"),
         (NoLoCo(0.9, 0.7), RandomPairs(), Identity(), "1.098"),
+        (GASLoC(), Ring(), E3M0(), "leave the codec at Identity"),
+        (NoLoCo(0.0, 0.7, 2.0), RandomPairs(), Identity(), "they diverge"),  # a radius of 1
     ],
     ids=str,
 )
 def test_invalid_combinations_of_rule_topology_and_codec_are_refused(rule, topology, codec, said):
     with pytest.raises(ConfigurationError, match=said):
         rule.check(topology, codec)
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0001, -0.1, math.nan])
+def test_invalid_steps_of_choco_are_refused(step):
+    with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
+        Choco(step)
+
+
+ONES, ZEROS = [1.0] * 3, [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "state"),
+    [
+        (AdaptThenCombine(), "repeats sends_weights", {}),
+        (CombineThenAdapt(), "repeats", {}),
+        (NoLoCo(0.0), "", {"momentum": ZEROS}),
+        (Choco(1.0), "", {"public": ONES, "neighbours": ONES}),
+        (PushSum(), "repeats", {"weight": [1.0]}),
+        (Tracking(), "tracks sends_weights", {"direction": ZEROS, "gradient": ZEROS}),
+        (MGS(PushSum()), "", {"weight": [1.0]}),
+        (GASLoC(0.7, 0.0), "", {"before": ONES}),
+    ],
+    ids=str,
+)
+def test_each_rule_says_what_it_does_and_begins_at_the_weights(rule, flags, state):
+    names = ("tracks", "repeats", "sends_weights", "needs_losses")
+    assert " ".join(name for name in names if getattr(rule, name, False) is not False) == flags
+    assert rule.steps == (4 if isinstance(rule, MGS) else 1) and rule.meets == Mean()
+    x = torch.ones(3, dtype=torch.float64)
+    first = rule.init(x)
+    assert {name: kept.tolist() for name, kept in first.items()} == state
+    assert all(kept.dtype == x.dtype and kept is not x for kept in first.values())
+    assert [numel for _, numel in rule.vectors(Identity(), 3)] == [len(vector) for vector in rule.says(x, x, first)]
+    assert rule.conserved(x + x, first).tolist() == [2.0] * 3
 
 
 # ---- several gossip steps

@@ -50,8 +50,35 @@ def test_the_limit_grows_with_the_number_of_inner_steps():
     assert limits == [3.0, 3.0, 12.0]
 
 
+@pytest.mark.parametrize(
+    ("norms", "periods", "rounds", "mean", "variance"),
+    [
+        ([1.0, 3.0, 5.0], 1.0, 3, 3.0, 8 / 3),  # at first each norm counts as much
+        ([2.0, 6.0, 10.0], 2.0, 3, 3.0, 8 / 3),
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 6.0], 1.0, 6, 2.0, 4.0),  # later the newest a fifth
+    ],
+)
+def test_mean_and_variance_match_values_by_hand(norms, periods, rounds, mean, variance):
+    state = Guard().init()
+    for norm in norms:
+        state = Guard(warm_up=9).judged(norm, periods, state).state
+    assert state["norms"].tolist() == pytest.approx([rounds, mean, variance])
+
+
+def test_a_clipped_norm_counts_as_the_limit():
+    """Of a mean and deviation of 1 and a half: four periods have a limit of 12, and 16 is brought to their mean of 4."""
+    state = {"norms": torch.tensor([9.0, 1.0, 0.0], dtype=torch.float64)}
+    limit, scale, state = Guard().judged(16.0, 4.0, state)
+    assert (limit, scale) == (12.0, 0.25)
+    assert state["norms"].tolist() == pytest.approx([10.0, 1.4, 0.8 * 0.2 * 4])
+    known = {"norms": torch.tensor([3.0, 0.0, 1.0], dtype=torch.float64)}
+    assert Guard(warm_up=3).judged(4.0, 1.0, known).limit == 4.0, (
+        "the deviation, where it is more than half of the mean"
+    )
+
+
 def test_norms_are_taken_in_fp64():
-    assert norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30)
+    assert norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30) and norm_of(torch.tensor([3.0, 4.0])) == 5.0
     assert not norm_of(torch.tensor([1.0, float("nan")])) < float("inf")
 
 

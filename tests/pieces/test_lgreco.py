@@ -80,10 +80,16 @@ def test_rounded_errors_make_no_choice_larger_than_the_uniform_one():
         ([[1.0, float("inf")], [1.0, float("nan")]], [[10, 5], [10, 5]], 2.0),
         ([[5.0, 6.0]], [[10, 5]], 1.0),
         ([[0.0, 0.0]], [[10, 20]], 1.0),
+        ([[1.0, 2.0]], [[10, 5]], float("inf")),
+        ([[5.0, 1.0]], [[10, 10]], 5.0),
     ],
 )
 def test_the_uniform_choice_stays_where_nothing_better_is_feasible(errors, sizes, most):
     assert choose(errors, sizes, most) == [0] * len(errors)
+
+
+def test_an_option_may_take_the_whole_budget():
+    assert choose([[1.0, 2.0]], [[10, 5]], 2.0) == choose([[0.5, 0.5]], [[10, 5]], 0.5) == [1]
 
 
 def test_one_layer_keeps_the_default():
@@ -142,11 +148,29 @@ def test_signals_of_any_size_give_a_decision(value):
 def test_a_fragment_without_matrices_sends_no_decision():
     each, policy = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8,), ())), tw.pieces.lgreco.LGreCo()
     assert policy.tells(each, 0) == 0 and policy.at(each, 9, 5, policy.init(each)) == each
+    assert policy.decide(each, lambda begin, end: torch.ones(9)[begin:end], 9, Key()).shape == (0,)
+
+
+def test_a_single_candidate_is_chosen_where_it_loses_no_more():
+    """The errors of the second matrix are the least. The signal stays as it is, and every tenth round decides."""
+    x, shapes = stack(1.0, 1e-4)
+    each, policy = (
+        tw.codecs.Each(tw.codecs.Int(8, 64)).fitted(shapes),
+        tw.pieces.lgreco.LGreCo((tw.codecs.Int(4, 64),), 1.01),
+    )
+    before = x.clone()
+    told = policy.decide(each, lambda begin, end: x[begin:end], x.numel(), Key())
+    assert told.tolist() == [0.0, 1.0] and told.dtype == torch.float32 and torch.equal(x, before)
+    chosen = policy.at(each, x.numel(), 1, policy.told(each, told))
+    assert chosen.chosen == tuple(option.fitted(((64, 64),)) for option in (tw.codecs.Int(8, 64), tw.codecs.Int(4, 64)))
+    assert [policy.tells(each, number) for number in (0, 1, 5, 10, 11, 20)] == [2, 0, 0, 2, 0, 2]
+    assert [replace(policy, window=1).tells(each, number) for number in (0, 1, 2)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("told", [[11.0, 0.0], [-1.0, 0.0], [0.5, 0.0], [float("nan"), 0.0]])
 def test_an_invalid_decision_of_a_peer_is_refused(told):
     each = tw.codecs.Each(tw.codecs.TopK(0.1)).fitted(((8, 8), (8, 8)))
+    assert tw.pieces.lgreco.LGreCo().told(each, torch.tensor([10.0, 0.0]))["chosen"].tolist() == [10.0, 0.0]
     with pytest.raises(tw.PacketError, match="whole numbers below 11 are needed"):
         tw.pieces.lgreco.LGreCo().told(each, torch.tensor(told))
 
@@ -239,7 +263,13 @@ def test_chosen_codecs_are_part_of_the_packet_identity():
         (lambda: tw.pieces.lgreco.LGreCo(alpha=0.0), "alpha > 0"),
         (lambda: tw.pieces.lgreco.LGreCo(alpha=float("inf")), "alpha > 0"),
         (lambda: tw.pieces.lgreco.LGreCo(window=0), "a window of at least 1 round"),
+        (lambda: tw.pieces.lgreco.LGreCo(window=1.5), "a window of at least 1 round"),
         (lambda: tw.pieces.lgreco.LGreCo((tw.codecs.Int,)), "codecs are needed"),
+        (lambda: tw.pieces.lgreco.LGreCo((3,)), "codecs are needed"),
+        (
+            lambda: tw.pieces.lgreco.LGreCo().codecs(tw.codecs.Each(tw.codecs.TopK(), shapes=((4, 4),), chosen=(tw.codecs.Sign(),))),
+            "a codec for each matrix is needed",
+        ),
         (lambda: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.lgreco.LGreCo()), "such as Each"),
         (lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.Sign()), policy=tw.pieces.lgreco.LGreCo()), "name some, as in LGreCo"),
         (lambda: tw.Strategy(codec=tw.codecs.Each(tw.codecs.TopK()), policy=tw.pieces.lgreco.LGreCo(), exchange=tw.exchange.TwoShot()), "TwoShot"),

@@ -35,6 +35,7 @@ def clipped(x: torch.Tensor, clip: float = 1.0) -> torch.Tensor:
         torch.tensor([1e30]),
         torch.full((100_000,), 1e-2),
         torch.tensor([1.0 + 2**-20]),
+        torch.tensor([-1.0]),
         torch.full((3,), 0.57735027),
     ],
     ids=lambda x: f"{x.numel()} up to {float(x.abs().max()):.3g}",
@@ -96,6 +97,9 @@ def test_extreme_random_bytes_give_finite_noise(monkeypatch):
     for byte in (b"\0", b"\xff"):
         monkeypatch.setattr(secrets, "token_bytes", lambda n, b=byte: b * n)
         assert torch.isfinite(gaussian(4)).all() and float(gaussian(4).abs().max()) < 9
+    for word, uniform in ((0, 2.0**-54), (1, 1.5 * 2.0**-53)):  # the two least of 2^53 steps
+        monkeypatch.setattr(secrets, "token_bytes", lambda n, w=word: w.to_bytes(8, "little") * (n // 8))
+        assert gaussian(3)[0].item() == pytest.approx(math.sqrt(-2 * math.log(uniform)))
 
 
 # ---- the accountant
@@ -240,7 +244,9 @@ def test_an_outer_step_moves_by_at_most_the_clip():
         (lambda p: tw.Strategy(privacy=1.0), "Privacy"),
         (lambda p: tw.pieces.privacy.Privacy(0.0), "above 0"),
         (lambda p: tw.pieces.privacy.Privacy(1.0, 0.0), "without noise nothing is private"),
+        (lambda p: tw.pieces.privacy.Privacy(1.0, math.inf), "above 0"),
         (lambda p: tw.pieces.privacy.Privacy(1.0, 1.0, 1.0), "between 0 and 1"),
+        (lambda p: tw.pieces.privacy.Privacy(1.0, 1.0, 0.0), "between 0 and 1"),
         (lambda p: tw.pieces.privacy.Privacy(math.inf), "above 0"),
         (lambda p: tw.pieces.privacy.Privacy(math.nan), "above 0"),
     ],

@@ -11,11 +11,12 @@ import torch
 
 import thinwire as tw
 from thinwire.catalogue.attacks import attack_of
-from thinwire.codecs import Identity
+from thinwire.codecs import E3M0, Identity
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.attacked import AttackedGossip, attacked
 from thinwire.pieces.attacks import LabelFlip, Replay, Sybils
 from thinwire.pieces.gossip import CombineThenAdapt
+from thinwire.pieces.robust import Median
 from thinwire.pieces.trust import Bristle, Heard, SybilWall, qualities, sketch, trust, weighed
 from thinwire.rng import Key
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
@@ -57,8 +58,9 @@ def test_trust_depends_on_all_classes_of_a_peer():
         [0.5] * 3,
         pytest.approx([0.25, 1.0, 0.0]),
     )
-    with pytest.raises(ValueError, match="zip"):  # another number of batches the second time
-        qualities([1.0], [1.0, 2.0])
+    for pairs in (trust, qualities):
+        with pytest.raises(ValueError, match="zip"):  # another number of batches the second time
+            pairs([1.0], [1.0, 2.0])
 
 
 def test_the_weighted_mean_is_normalised():
@@ -84,7 +86,22 @@ def test_a_sketch_keeps_cosines_within_one_percent_and_short_vectors_exactly():
     assert max(errors) < 0.025 and sum(errors) / len(errors) < 0.01
     assert same_bits(sketch(common, width, 5), sketch(common, width, 5))
     assert not same_bits(sketch(common, width, 5), sketch(common, width, 6))
-    assert same_bits(sketch(common[:100], 128, 5), common[:100])
+    for numel in (100, 128):
+        assert same_bits(sketch(common[:numel], 128, 5), common[:numel])
+    # as recorded: replicas of all versions compare sketches
+    due = "155 81 -159 81 -163 -81 167 169 -81 -173 -175 17 -115 17 119 17 123 254 -113 17 -131 17 -17 137 -17 17 17 -17 81 81 81 -81 "
+    due += "-91 93 -95 81 -99 101 -103 -105 -81 109 -81 113 115 81 119 121 81 81 -81 129 81 133 135 81 81 -81 81 145 147 149 -151 -81"
+    assert sketch(torch.arange(1.0, 131.0), 64, 7).tolist() == [float(word) for word in due.split()]
+    assert sketch(torch.arange(1.0, 259.0), 128, 7)[:8].tolist() == [
+        367.0,
+        -113.0,
+        -243.0,
+        241.0,
+        241.0,
+        -241.0,
+        241.0,
+        -241.0,
+    ]
 
 
 # ---- SybilWall
@@ -129,8 +146,8 @@ def test_a_history_begins_at_the_common_start_and_a_record_has_its_length():
     state = rule.begins(start, Key(), 2)
     _, after = judged(rule, {1: start + moved}, state=state)
     torch.testing.assert_close(after["histories"].view(2, 8)[1], moved)
-    for reach, vectors in ((1, [8]), (2, [8, 3 + 8])):
-        assert [numel for _, numel in SybilWall(WIDTH, reach).vectors(Identity(), 8)] == vectors
+    for reach, numel, vectors in ((1, 8, [8]), (2, 8, [8, 3 + 8]), (2, 100, [100, 3 + WIDTH])):
+        assert [count for _, count in SybilWall(WIDTH, reach).vectors(Identity(), numel)] == vectors
     assert SybilWall(WIDTH).needs_losses is False and Bristle().needs_losses
 
 
@@ -192,6 +209,12 @@ def test_only_valid_and_newer_records_are_kept():
     ) in refused:  # old, not newer, future, too far, of itself, the sender, a neighbour or no replica, not finite
         _, same = judged(rule, near, 6, newer, 6, records={1: record})
         assert known(same) | {1: 0, 2: 0} == known(newer) | {1: 0, 2: 0}, record[:3]
+    _, last = judged(rule, near, 6, newer, 6, records={1: record_of(4, 6, 1, moved)})
+    assert known(last)[4] == (6.0, 2.0, 1.0), "of the round that lands"
+    _, first = judged(rule, near, 6, number=5, rank=5, records={1: record_of(0, 0, 1, moved)})
+    assert known(first)[0] == (0.0, 2.0, 1.0), "of the first replica in the first round"
+    _, silent = judged(rule, {1: near[1]}, 6, newer, 8, records={1: record_of(2, 7, 1, moved)})
+    assert known(silent)[2] == (6.0, 1.0, 2.0), "what a neighbour sent itself stays, also in a round without it"
     hidden, _ = judged(rule, near | {2: torch.full((8,), 3e38)}, 6)
     assert set(hidden) == {1, 2}, "finite weights of any size are weighed"
 
@@ -208,20 +231,38 @@ def test_records_are_drawn_by_distance_and_not_sent_back_to_their_source():
     due = {2: 1.0, 3: 0.449, 4: 0.202, 5: 0.091}
     for rank, chance in due.items():
         assert drawn[rank] / 4000 == pytest.approx(chance / sum(due.values()), abs=0.03)
+    draws = [[int(rule.tells(state, to, Key(round=number))[0]) for number in range(8)] for to in (1, 3)]
+    assert draws == [[5, 2, 2, 3, 2, 3, 2, 3], [2, 2, 2, 1, 4, 1, 1, 1]], "as recorded"
     found = rule.tells(state, 1, Key(round=1))
     rank = int(found[0])
     assert found[1:].tolist() == [0.0, float(state["distance"][rank]), *range(4 * rank, 4 * rank + 4)]
 
 
 @pytest.mark.parametrize(
-    "settings", [{"width": 100}, {"width": 1 << 17}, {"reach": 0}, {"rate": 0.0}, {"rate": math.nan}]
+    "settings",
+    [
+        {"width": 100},
+        {"width": 0},
+        {"width": 1 << 17},
+        {"width": 64.0},
+        {"reach": 0},
+        {"reach": 1.0},
+        {"rate": 0.0},
+        {"rate": math.nan},
+        {"rate": math.inf},
+    ],
 )
 def test_invalid_settings_are_refused(settings):
+    assert [SybilWall(width).width for width in (64, 1 << 16)] == [64, 1 << 16]
     with pytest.raises(ConfigurationError, match=r"is needed|are needed"):
         SybilWall(**settings)
 
 
-def test_sybil_wall_needs_a_fixed_topology():
+def test_sybil_wall_needs_a_fixed_topology_and_whole_weights_that_end_in_a_median():
+    for rule in (SybilWall(), Bristle()):
+        with pytest.raises(ConfigurationError, match="leave the codec at Identity"):
+            rule.check(Ring(), E3M0())
+        assert rule.meets == Median() and rule.sends_weights is True and not rule.repeats
     with pytest.raises(ConfigurationError, match="must be the same in every round"):
         SybilWall().check(RandomPairs(), Identity())
 

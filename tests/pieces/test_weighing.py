@@ -36,6 +36,11 @@ def test_eigenvalues_and_vectors_match_torch():
             matrix @ vectors, vectors * torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-9
         )
 
+    small, _ = eigen(matrix * 2.0**-80)
+    assert small == pytest.approx([value * 2.0**-80 for value in values], rel=1e-9, abs=0.0)
+    apart, _ = eigen(torch.tensor([[2.0, 1.0, 0.0], [1.0, 2.0, 0.0], [0.0, 0.0, 4.0]], dtype=torch.float64))
+    assert apart == pytest.approx([4.0, 3.0, 1.0])
+
 
 def flag_by_vectors(x: Tensor, columns: int) -> tuple[Tensor, list[float]]:
     """The paper's algorithm on whole vectors: its estimate and the objective of each iteration."""
@@ -88,6 +93,25 @@ def test_foolsgold_matches_values_by_hand():
     assert foolsgold(inner_products(apart)) == [1.0] * 8 + [0.0] * 3  # three Sybils of one liar
     assert FoolsGold().mixing(inner_products(apart), Key()).tolist() == [[1 / 8] * 8 + [0.0] * 3]
     assert foolsgold(inner_products(torch.eye(4, 9)))[3] == 1.0  # a liar alone keeps its weight
+
+
+def test_few_or_equal_replicas_have_equal_weights():
+    zeros, ones = (of(3, 3, dtype=torch.float64) for of in (torch.zeros, torch.ones))
+    assert foolsgold(zeros) == [1.0] * 3 and foolsgold(ones) == [0.0] * 3 and foolsgold(ones[:1, :1]) == [1.0]
+    assert foolsgold(torch.eye(3), 2) == [1.0] * 2, "the third is only compared with"
+    for products in (zeros, ones):
+        assert FoolsGold().mixing(products, Key()).tolist() == [[1 / 3] * 3]
+    assert FlagAggregator().mixing(zeros, Key()).tolist() == [[0.0] * 3]
+    assert FlagAggregator().mixing(ones[:1, :1] * 4, Key())[0].tolist() == pytest.approx([1.0])
+    assert FoolsGold().tolerates(9) == 0
+
+
+def test_weights_do_not_depend_on_the_unit():
+    products = inner_products(random_vectors(0, 1, 40) + random_vectors(1, 5, 40))
+    for rule in (FlagAggregator(), FoolsGold()):
+        found = [rule.mixing(products * 4.0**power, Key()) for power in (0, 10, -20)]
+        assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2])
+        assert len(set(found[0][0].tolist())) > 2
 
 
 def test_foolsgold_gives_the_liar_all_weight_where_data_are_alike():

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, normals
 
 
@@ -184,12 +185,24 @@ class Switch(Attack):
     """Be honest for `every` rounds of a fragment, then lie for as many.
 
     Args:
-        then: the attack.
+        then: the attack; one that is computed anew in each round.
         every: rounds, 1 or more.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
     """
 
     then: Attack = SignFlip()
     every: int = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.then, Attack) or self.then.flips_labels or self.then.sybils:
+            raise ConfigurationError(
+                f"{self}: an attack on the deltas of one replica is needed, such as SignFlip(); labels are flipped and Sybils are alike in all "
+                "rounds; Sybils(Switch(...)) is possible."
+            )
+        if type(self.every) is not int or self.every < 1:
+            raise ConfigurationError(f"{self}: every is a number of rounds, 1 or more; 2 is usual.")
 
     @property
     def spies(self) -> bool:  # type: ignore[override]  # as the attack inside

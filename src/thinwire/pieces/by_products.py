@@ -132,7 +132,7 @@ class Bulyan(ByScores):
     def mixing(self, products: Tensor, key: Key) -> Tensor:
         size, squared = len(products), squared_distances(products)
         left, chosen = list(range(size)), list[int]()
-        while len(chosen) < max(1, size - 2 * self.liars):
+        while len(chosen) < size - 2 * self.liars:
             scores = krum_scores(squared, left, self.liars)
             chosen.append(left.pop(scores.index(min(scores))))
         matrix = torch.zeros(len(chosen), size, dtype=torch.float64)
@@ -140,7 +140,7 @@ class Bulyan(ByScores):
         return matrix
 
     def combine(self, rows: Tensor) -> Tensor:
-        return nearest(rows, max(1, len(rows) - 2 * self.liars))
+        return nearest(rows, len(rows) - 2 * self.liars)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class LGreCo(Deciding):
         """The choice for the next rounds: for each matrix the index of its option, fp32; `signal` is what this round encodes."""
         each = _each(codec)
         z, options = signal(0, numel), self._options(each)
-        if not options[1:] or not each.matrices or not bool(torch.isfinite(z).all()):
+        if not bool(torch.isfinite(z).all()):
             return torch.zeros(len(each.matrices))
         errors, sizes = [], []
         for part in each.split(z):

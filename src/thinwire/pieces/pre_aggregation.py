@@ -216,5 +216,5 @@ class ARC(BeforeStated):
     def first(self, products: Tensor, key: Key) -> Tensor:
         size = len(products)
         clipped = 2 * self.liars * (size - self.liars) // size
-        square = sorted(products.diagonal().tolist())[max(0, size - clipped - 1)]
+        square = sorted(products.diagonal().tolist())[size - clipped - 1]
         return _shrunk(products, math.sqrt(max(0.0, square)))
