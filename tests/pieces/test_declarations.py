@@ -99,8 +99,12 @@ def test_declarations(piece: Any, declared: dict[str, Any]) -> None:
 def test_a_piece_without_methods_changes_nothing_or_says_what_it_lacks() -> None:
     x, codec = torch.ones(2), tw.codecs.Identity()
     outer, filter_, aggregate = bare(Outer), bare(Filter), bare(Aggregate, into=None)
-    assert outer.init(x) == filter_.init(2) == aggregate.init(2, 3) == bare(Policy, codecs=None, at=None).init(codec) == {}
-    assert outer.last is outer and filter_.fitted(codec, 2, 3) is filter_ and aggregate.given(x, tw.rng.Key()) is aggregate
+    assert (
+        outer.init(x) == filter_.init(2) == aggregate.init(2, 3) == bare(Policy, codecs=None, at=None).init(codec) == {}
+    )
+    assert (
+        outer.last is outer and filter_.fitted(codec, 2, 3) is filter_ and aggregate.given(x, tw.rng.Key()) is aggregate
+    )
     assert filter_.signal(x, {}) is x is aggregate.measured(x, {}, {}) and not filter_.dense({})
     assert filter_.settle(x, x, -x, {}, {})[0].tolist() == [-1.0, -1.0]
     assert aggregate.tolerates(100) == 0

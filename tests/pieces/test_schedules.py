@@ -92,7 +92,9 @@ def test_a_calendar_resumes_in_the_midst_of_a_round():
         ends = [step for step in range(1, stop + 1) if first.departs(step)]
         second.load(json.loads(json.dumps(first.facts())))
         ends += [step for step in range(stop + 1, 41) if second.departs(step)]
-        assert ends == list(itertools.accumulate(whole))[: len(ends)] and len(ends) == len(whole) - (sum(whole[:-1]) < 40)
+        assert ends == list(itertools.accumulate(whole))[: len(ends)] and len(ends) == len(whole) - (
+            sum(whole[:-1]) < 40
+        )
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-300, float("nan"), float("inf"), 5e-324])
