@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -55,6 +57,62 @@ def test_default_settings(piece: object, text: str) -> None:
     assert repr(piece) == text
 
 
+# what each piece accepts at its limits, and what it refuses beyond them
+LIMITS: list[tuple[type, str, tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]] = [
+    (
+        Clip,
+        "0 (no clipping) or more is needed",
+        ({"norm": 0.0},),
+        ({"norm": -0.1}, {"norm": math.inf}, {"replicas": 0}),
+    ),
+    (
+        Momentum,
+        "0 < decay < 1, and 'sent' or 'nothing'",
+        ({"decay": 0.01},),
+        ({"decay": 0.0}, {"decay": 1.0}, {"clears": ""}),
+    ),
+    (
+        Moments,
+        "0 <= beta1 < 1, 0 < beta2 < 1, eps > 0",
+        ({"beta1": 0.0}, {"freeze": 1}, {"freeze": Settled()}, {"eps": 1.0}),
+        (
+            *({"beta1": -0.1}, {"beta1": 1.0}, {"beta2": 0.0}, {"beta2": 1.0}),
+            *({"eps": 0.0}, {"eps": math.inf}, {"freeze": 0}, {"freeze": 1.5}),
+        ),
+    ),
+    (
+        Settled,
+        "0 < ratio <= 1 and least >= 1",
+        ({"ratio": 1.0}, {"least": 1}),
+        ({"ratio": 0.0}, {"ratio": 1.1}, {"least": 0}),
+    ),
+    (
+        AdamW,
+        "0 <= beta1, beta2 < 1 is needed",
+        ({"beta1": 0.0, "beta2": 0.0},),
+        ({"beta1": -0.1}, {"beta1": 1.0}, {"beta2": -0.1}, {"beta2": 1.0}),
+    ),
+    (
+        SGD,
+        "0 <= momentum < 1 and lr_factor > 0",
+        ({"lr_factor": 0.1}, {"lr_factor": 2.0}),
+        ({"momentum": -0.1}, {"momentum": 1.0}, {"lr_factor": 0.0}),
+    ),
+    (Muon, "0 <= momentum < 1 is needed", ({"momentum": 0.0},), ({"momentum": -0.1}, {"momentum": 1.0})),
+    (SAM, "0 or more is needed", ({"radius": 0.0}, {"radius": 2.0}), ({"radius": -0.1}, {"radius": math.inf})),
+    (SAM, "AdamW(), SGD() or Muon() is needed", ({"inner": SGD()},), ({"inner": SAM()}, {"inner": SGD}, {"inner": 1})),
+]
+
+
+def test_settings_at_their_limits() -> None:
+    for kind, message, accepted, refused in LIMITS:
+        for settings in accepted:
+            assert kind(**settings) == kind(**settings)
+        for settings in refused:
+            with pytest.raises(ConfigurationError, match=re.escape(message)):
+                kind(**settings)
+
+
 def bare(protocol: type, **given: Any) -> Any:
     return type("Bare", (protocol,), given)()
 
@@ -80,7 +138,8 @@ DECLARED: list[tuple[Any, dict[str, Any]]] = [
     (Constant(), {"constant": True, "needs_fixed_group": "", "changes": ()}),
     (bare(Filter), {"momentum": False, "needs_whole": False, "needs_fixed_group": FITTED, "full": 0}),
     (Signs(), {"momentum": False, "needs_whole": False, "needs_fixed_group": FITTED, "full": 0}),
-    (Clip(), {"momentum": False, "needs_whole": True, "full": 0}),
+    (Clip(0.0), {"needs_whole": False}),
+    (Clip(0.5), {"momentum": False, "needs_whole": True, "full": 0}),
     (Momentum(), {"momentum": True, "needs_whole": False, "full": 0}),
     (Moments(), {"momentum": True, "needs_whole": False, "full": 100}),
     (bare(Merge), {"needs_fixed_group": LATE, "alpha": 0.0}),
