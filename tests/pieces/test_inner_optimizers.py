@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon, SharpnessAware, at_the_worst_point
+from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon, SharpnessAware, UnfusedSGD, at_the_worst_point
 from thinwire.testing.toy import batch, inner_step, same_bits, toy
 
 RADIUS, LR = 0.3, 0.1
@@ -86,6 +86,35 @@ def test_hooks_of_a_step_run_once(inner) -> None:
     assert steps == [1]
 
 
+def test_settings_of_the_optimizers_that_are_made() -> None:
+    """Rates are multiplied by `lr_factor`. SGD's weight decay is divided by what momentum and `lr_factor` add."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made: list[tuple[torch.optim.Optimizer, dict[str, object]]] = [
+        (AdamW(0.5, 0.75).make(model, 0.1, 0.2), {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.2, "fused": True}),
+        (SGD(0.75, 4.0).make(model, 0.5, 0.25), {"lr": 2.0, "momentum": 0.75, "weight_decay": 0.015625}),
+    ]
+    for optimizer, due in made:
+        assert {name: optimizer.param_groups[0][name] for name in due} == due
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+def test_sgd_with_separate_rounding_is_torchs_within_rounding() -> None:
+    """v ← μ·v + g + λ·θ; θ ← θ − η·v. A parameter without a gradient stays."""
+    for momentum, decay in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.25), (0.5, 0.25)):
+        models = [nn.ParameterList([torch.ones(3), torch.ones(2)]) for _ in range(2)]
+        own = UnfusedSGD(models[0].parameters(), lr=0.25, momentum=momentum, weight_decay=decay)
+        usual = torch.optim.SGD(models[1].parameters(), lr=0.25, momentum=momentum, weight_decay=decay)
+        for scale in (1.0, -2.0, 0.5):
+            for model in models:
+                model[0].grad = scale * torch.tensor([1.0, 2.0, 4.0])
+            assert own.step(lambda scale=scale: scale) == scale
+            usual.step()
+        torch.testing.assert_close(models[0][0].detach(), models[1][0].detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(models[0][1], torch.ones(2))
+        kept, due = (one.state[model[0]].get("momentum_buffer") for one, model in zip((own, usual), models))
+        assert (kept is None) == (momentum == 0.0) and (kept is None or torch.equal(kept, due))
+
+
 def test_radius_zero_and_gradients_that_are_not_finite_perturb_no_weights() -> None:
     plain, sharp = Quadratic(), Quadratic()
     optimizers = SGD(0.9).make(plain, LR, 0.01), SAM(SGD(0.9), 0.0).make(sharp, LR, 0.01)
@@ -97,10 +126,13 @@ def test_radius_zero_and_gradients_that_are_not_finite_perturb_no_weights() -> N
         by_closure(sharp, optimizers[1])
     assert torch.equal(plain.x, sharp.x)
     sharp().backward()
-    sharp.rest.grad.fill_(torch.nan)
     before = sharp.x.detach().clone()
-    with optimizers[1].perturbed():
-        assert torch.equal(sharp.x, before)
+    for value in (torch.nan, torch.inf):
+        sharp.zero_grad()
+        sharp().backward()
+        sharp.rest.grad.fill_(value)
+        with optimizers[1].perturbed():
+            assert torch.equal(sharp.x, before)
 
 
 def test_a_failed_backward_restores_the_weights_and_forbids_the_step() -> None:
