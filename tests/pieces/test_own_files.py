@@ -40,6 +40,17 @@ def test_a_file_finds_the_data_beside_it(tmp_path: Path) -> None:
     assert file_of(str(file)).HERE == "1,2"
 
 
+def test_a_name_that_is_no_piece_is_refused_with_the_names_of_those_there(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    for text, there in (("class A: ...\n", "A"), ("class A: ...\ndef of(): ...\n", "A, of"), ("", "none")):
+        file.write_text(f"from pathlib import Path\n{text}class _Hidden: ...\nONE = 1\n")
+        for name in ("Mine", "_Hidden", "ONE"):
+            with pytest.raises(ConfigurationError) as caught:
+                loaded(file, None, name)
+            due = f"{file} has no piece {name!r}; it has {there}. Write mine.py:NAME(...) with one of these."
+            assert str(caught.value) == due
+
+
 @dataclass
 class Whole:
     part: object = None
