@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.errors import ConfigurationError, ModelError
+from thinwire.pieces import inner_optimizers
 from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon, SharpnessAware, UnfusedSGD, at_the_worst_point
 from thinwire.testing.toy import batch, inner_step, same_bits, toy
 
@@ -216,6 +217,8 @@ def test_fitting_optimizers_are_accepted():
     attach(tw.recipes.dgc(), sgd(0.0))
     attach(tw.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
     attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
+    filtered = tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Moments(),))
+    attach(filtered, lambda model: torch.optim.AdamW(model.parameters(), betas=(0.0, 0.9)))
     attach(tw.recipes.muloco(), lambda model: tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0))
 
 
@@ -223,6 +226,65 @@ def test_a_sharded_replica_refuses_clipping():
     with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
         tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
     tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    """Also if the model consists of layers only, or of matrices only. A matrix that is sharded is refused."""
+    mixed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3))
+    for model, matrices in (
+        (mixed, [mixed[1].weight]),
+        (nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in "ab")), []),
+    ):
+        matrices = matrices or list(model.parameters())
+        muon, *rest = Muon(0.5).make(model, 0.25, 0.125).parts
+        due = [p for p in model.parameters() if not any(p is m for m in matrices)]
+        for part, parameters in ((muon, matrices), *((one, due) for one in rest)):
+            (group,) = part.param_groups
+            assert list(map(id, group["params"])) == list(map(id, parameters))
+            assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
+        assert len(rest) == bool(due) and muon.param_groups[0]["momentum"] == 0.5
+    for fits in (muon, Muon().make(model, 0.1, 0.0)):
+        Muon().check(fits)
+    with pytest.raises(ConfigurationError, match="AdamW was given"):
+        Muon().check(adamw(model))
+
+
+def test_sharded_matrices_are_refused_and_whole_gradients_needed(monkeypatch):
+    model, sharded = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+    monkeypatch.setattr(inner_optimizers, "is_sharded", lambda p: any(p is one for one in sharded))
+    SAM().make(model, 0.1, 0.0)
+    sharded.append(model[1].bias)
+    Muon().make(model, 0.1, 0.0)
+    with pytest.raises(ConfigurationError, match="the norm of all its gradients is needed"):
+        SAM().make(model, 0.1, 0.0)
+    sharded.append(model[0].weight)
+    with pytest.raises(ConfigurationError, match="whole matrices are needed"):
+        Muon().make(model, 0.1, 0.0)
+
+
+@pytest.mark.parametrize("inner", [SGD(), Muon(), SAM(SGD())], ids=str)
+def test_a_step_with_a_closure_computes_gradients_and_returns_the_first_loss(inner):
+    """Also where the caller has turned gradients off."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)))
+    unused = nn.Parameter(torch.ones(1))
+    model.register_parameter("unused", unused)
+    optimizer, losses = inner.make(model, 0.01, 0.1), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        return losses[-1]
+
+    with torch.no_grad():
+        returned = [optimizer.step(closure) for _ in range(3)]
+    each = 2 if isinstance(inner, SAM) else 1
+    assert returned == losses[::each] and len(losses) == 3 * each and returned[2] < returned[0]
+    assert unused.item() == 1.0, "a parameter without a gradient stays"
+    if isinstance(inner, SAM):
+        with pytest.raises(ModelError, match=r"no backward inside perturbed"):
+            optimizer.step()  # once more, along the gradient of the step before
 
 
 def test_muon_without_matrices_is_refused():

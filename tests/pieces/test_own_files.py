@@ -40,6 +40,13 @@ def test_a_file_finds_the_data_beside_it(tmp_path: Path) -> None:
     assert file_of(str(file)).HERE == "1,2"
 
 
+def test_a_file_that_cannot_be_imported_is_refused_each_time(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class A: ...\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
+            file_of(str(tmp_path / "mine.py"))
+
+
 def test_a_name_that_is_no_piece_is_refused_with_the_names_of_those_there(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     for text, there in (("class A: ...\n", "A"), ("class A: ...\ndef of(): ...\n", "A, of"), ("", "none")):
