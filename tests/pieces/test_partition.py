@@ -262,6 +262,14 @@ def test_shards_on_several_ranks_need_a_site(monkeypatch):
     assert not tw.pieces.partition.is_sharded(model.norm.weight), "without the module there is none"
 
 
+def test_by_size_takes_the_largest_first():
+    """Each goes to the smallest fragment, the first of these; in it parameters keep their order."""
+    model = nn.ParameterList([nn.Parameter(torch.empty(n)) for n in (1, 2, 2, 3, 0, 4)])
+    parts = tw.pieces.partition.BySize(3).fragments(model)
+    assert [[int(name) for name, _ in part.parameters] for part in parts] == [[4, 5], [0, 3], [1, 2]]
+    assert [(part.name, part.numel) for part in parts] == [("part 0", 4), ("part 1", 4), ("part 2", 4)]
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
 def test_by_size_is_balanced(sizes, data):
     """The largest tensor goes to the smallest fragment: within 4/3 of the best (Graham), and each fragment has a tensor."""
