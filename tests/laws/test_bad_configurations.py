@@ -9,6 +9,7 @@ import thinwire as tw
 from thinwire.catalogue.parsing import PIECES
 from thinwire.records.choices import listed
 
+HOST = "choose anchors='host', or deltas of fragments in turn."
 CONFIGURATIONS = {
     "every=0": (
         lambda: tw.pieces.schedule.Every(0),
@@ -259,6 +260,19 @@ CONFIGURATIONS = {
     "anchors": (
         lambda: tw.Strategy(anchors="gpu"),
         "anchors='gpu': 'host', 'device' or 'disk' is needed.",
+    ),
+    "gradients on disk": (
+        lambda: tw.Strategy(anchors="disk", signal=tw.strategy.Gradients()),
+        f"anchors='disk': gradients need no anchors, and gossip has none; {HOST}",
+    ),
+    "all at once from disk": (
+        lambda: tw.Strategy(anchors="disk", schedule=tw.pieces.schedule.Quadratic(4, 0.1)),
+        "anchors='disk': Quadratic(every=4, scale=0.1, power=2.0, delay=0) exchanges all fragments at once, so all would be in memory; "
+        f"{HOST}",
+    ),
+    "always in flight, from disk": (
+        lambda: tw.Strategy(anchors="disk", schedule=tw.pieces.schedule.Every(3, 3), merge=tw.pieces.merge.Reset()),
+        f"anchors='disk': with Reset() every fragment is always in flight; {HOST}",
     ),
     "eager without delay": (
         lambda: tw.Strategy(schedule=tw.pieces.schedule.Every(6, 2), merge=tw.pieces.merge.Eager()),

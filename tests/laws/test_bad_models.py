@@ -93,6 +93,11 @@ def of_nothing(_):
             "model's parameters, or freeze them (requires_grad_(False)).",
         ),
         (
+            toy, lambda model: torch.optim.SGD(list(model.parameters())[:-4], lr=0.1),
+            "the optimizer does not hold 4 of the model's trainable parameters (layers.2.weight, layers.2.bias, head.weight, …); make it "
+            "from this model's parameters, or freeze them (requires_grad_(False)).",
+        ),
+        (
             WithNaN, sgd,
             "fragment 'model' of replica 0 holds NaN or infinity; the weights that all start from must be finite. "
             "Initialise them, or load a sound checkpoint, before attaching the Replica.",

@@ -170,6 +170,28 @@ def test_invalid_coefficients_are_refused(numbers):
     tw.pieces.feedback.Feedback(1, 0.0, 0.0, 1.0)
 
 
+def test_signals_follow_the_equation():
+    """z = α·(s − h) + η·e, in one pass or in two."""
+    s, state = torch.tensor([3.0, -1.0]), {"residual": torch.tensor([4.0, 2.0]), "reference": torch.tensor([1.0, 1.0])}
+    for numbers, z in (
+        ((0, 1.0), [7.0, 1.0]),
+        ((0, 0.5), [5.0, 0.0]),
+        ((0, 0.5, 1.0, 0.5), [3.5, 0.5]),
+        ((1, 0.5, 1.0, 0.5), [3.0, 0.0]),
+        ((1, 0.0, 1.0, 0.5), [1.0, -1.0]),
+    ):
+        assert tw.pieces.feedback.Feedback(*numbers).signal(s, state).tolist() == z
+
+
+def test_a_reference_needs_the_mean_over_all():
+    sparse = tw.codecs.TopK(0.1)
+    joint = tw.codecs.OverSenders(sparse)
+    with pytest.raises(tw.ConfigurationError, match="with kappa=1 the mean over all is needed"):
+        tw.pieces.feedback.Feedback(1, 0.0).check(joint)
+    tw.pieces.feedback.Feedback().check(joint)
+    tw.pieces.feedback.Feedback(1, 0.0).check(sparse)
+
+
 def test_a_reference_needs_a_fixed_group():
     needs = [tw.pieces.feedback.Feedback(*kept).needs_fixed_group for kept in ((0, 1.0), (1, 1.0))]
     assert needs[0] == "" and needs[1].startswith("keeps the mean of all references")

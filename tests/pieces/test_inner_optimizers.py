@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon, SharpnessAware, at_the_worst_point
+from thinwire.pieces import inner_optimizers
+from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon, SharpnessAware, UnfusedSGD, at_the_worst_point
 from thinwire.testing.toy import batch, inner_step, same_bits, toy
 
 RADIUS, LR = 0.3, 0.1
@@ -86,6 +87,35 @@ def test_hooks_of_a_step_run_once(inner) -> None:
     assert steps == [1]
 
 
+def test_settings_of_the_optimizers_that_are_made() -> None:
+    """Rates are multiplied by `lr_factor`. SGD's weight decay is divided by what momentum and `lr_factor` add."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made: list[tuple[torch.optim.Optimizer, dict[str, object]]] = [
+        (AdamW(0.5, 0.75).make(model, 0.1, 0.2), {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.2, "fused": True}),
+        (SGD(0.75, 4.0).make(model, 0.5, 0.25), {"lr": 2.0, "momentum": 0.75, "weight_decay": 0.015625}),
+    ]
+    for optimizer, due in made:
+        assert {name: optimizer.param_groups[0][name] for name in due} == due
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+def test_sgd_with_separate_rounding_is_torchs_within_rounding() -> None:
+    """v ← μ·v + g + λ·θ; θ ← θ − η·v. A parameter without a gradient stays."""
+    for momentum, decay in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.25), (0.5, 0.25)):
+        models = [nn.ParameterList([torch.ones(3), torch.ones(2)]) for _ in range(2)]
+        own = UnfusedSGD(models[0].parameters(), lr=0.25, momentum=momentum, weight_decay=decay)
+        usual = torch.optim.SGD(models[1].parameters(), lr=0.25, momentum=momentum, weight_decay=decay)
+        for scale in (1.0, -2.0, 0.5):
+            for model in models:
+                model[0].grad = scale * torch.tensor([1.0, 2.0, 4.0])
+            assert own.step(lambda scale=scale: scale) == scale
+            usual.step()
+        torch.testing.assert_close(models[0][0].detach(), models[1][0].detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(models[0][1], torch.ones(2))
+        kept, due = (one.state[model[0]].get("momentum_buffer") for one, model in zip((own, usual), models))
+        assert (kept is None) == (momentum == 0.0) and (kept is None or torch.equal(kept, due))
+
+
 def test_radius_zero_and_gradients_that_are_not_finite_perturb_no_weights() -> None:
     plain, sharp = Quadratic(), Quadratic()
     optimizers = SGD(0.9).make(plain, LR, 0.01), SAM(SGD(0.9), 0.0).make(sharp, LR, 0.01)
@@ -97,10 +127,13 @@ def test_radius_zero_and_gradients_that_are_not_finite_perturb_no_weights() -> N
         by_closure(sharp, optimizers[1])
     assert torch.equal(plain.x, sharp.x)
     sharp().backward()
-    sharp.rest.grad.fill_(torch.nan)
     before = sharp.x.detach().clone()
-    with optimizers[1].perturbed():
-        assert torch.equal(sharp.x, before)
+    for value in (torch.nan, torch.inf):
+        sharp.zero_grad()
+        sharp().backward()
+        sharp.rest.grad.fill_(value)
+        with optimizers[1].perturbed():
+            assert torch.equal(sharp.x, before)
 
 
 def test_a_failed_backward_restores_the_weights_and_forbids_the_step() -> None:
@@ -184,6 +217,8 @@ def test_fitting_optimizers_are_accepted():
     attach(tw.recipes.dgc(), sgd(0.0))
     attach(tw.recipes.outer_dgc(), adamw)  # deltas are sent, so the inner optimizer may keep momentum
     attach(tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Momentum(),)), sgd(0.0))
+    filtered = tw.Strategy(signal=tw.strategy.Gradients(), filters=(tw.pieces.transforms.Moments(),))
+    attach(filtered, lambda model: torch.optim.AdamW(model.parameters(), betas=(0.0, 0.9)))
     attach(tw.recipes.muloco(), lambda model: tw.pieces.inner_optimizers.Muon().make(model, 0.1, 0.0))
 
 
@@ -191,6 +226,65 @@ def test_a_sharded_replica_refuses_clipping():
     with pytest.raises(tw.ConfigurationError, match="needs the norm of a whole replica's signal"):
         tw.recipes.dgc().check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
     tw.recipes.dgc(clip=0.0).check_inner(sgd(0.0)(torch.nn.Linear(2, 2)), sharded=True)
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    """Also if the model consists of layers only, or of matrices only. A matrix that is sharded is refused."""
+    mixed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 3))
+    for model, matrices in (
+        (mixed, [mixed[1].weight]),
+        (nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in "ab")), []),
+    ):
+        matrices = matrices or list(model.parameters())
+        muon, *rest = Muon(0.5).make(model, 0.25, 0.125).parts
+        due = [p for p in model.parameters() if not any(p is m for m in matrices)]
+        for part, parameters in ((muon, matrices), *((one, due) for one in rest)):
+            (group,) = part.param_groups
+            assert list(map(id, group["params"])) == list(map(id, parameters))
+            assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
+        assert len(rest) == bool(due) and muon.param_groups[0]["momentum"] == 0.5
+    for fits in (muon, Muon().make(model, 0.1, 0.0)):
+        Muon().check(fits)
+    with pytest.raises(ConfigurationError, match="AdamW was given"):
+        Muon().check(adamw(model))
+
+
+def test_sharded_matrices_are_refused_and_whole_gradients_needed(monkeypatch):
+    model, sharded = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+    monkeypatch.setattr(inner_optimizers, "is_sharded", lambda p: any(p is one for one in sharded))
+    SAM().make(model, 0.1, 0.0)
+    sharded.append(model[1].bias)
+    Muon().make(model, 0.1, 0.0)
+    with pytest.raises(ConfigurationError, match="the norm of all its gradients is needed"):
+        SAM().make(model, 0.1, 0.0)
+    sharded.append(model[0].weight)
+    with pytest.raises(ConfigurationError, match="whole matrices are needed"):
+        Muon().make(model, 0.1, 0.0)
+
+
+@pytest.mark.parametrize("inner", [SGD(), Muon(), SAM(SGD())], ids=str)
+def test_a_step_with_a_closure_computes_gradients_and_returns_the_first_loss(inner):
+    """Also where the caller has turned gradients off."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)))
+    unused = nn.Parameter(torch.ones(1))
+    model.register_parameter("unused", unused)
+    optimizer, losses = inner.make(model, 0.01, 0.1), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        return losses[-1]
+
+    with torch.no_grad():
+        returned = [optimizer.step(closure) for _ in range(3)]
+    each = 2 if isinstance(inner, SAM) else 1
+    assert returned == losses[::each] and len(losses) == 3 * each and returned[2] < returned[0]
+    assert unused.item() == 1.0, "a parameter without a gradient stays"
+    if isinstance(inner, SAM):
+        with pytest.raises(ModelError, match=r"no backward inside perturbed"):
+            optimizer.step()  # once more, along the gradient of the step before
 
 
 def test_muon_without_matrices_is_refused():

@@ -85,10 +85,16 @@ def test_mix_weights_the_local_value_and_the_anchor():
     """θ ← αθ + (1−α)·anchor; α = 0 gives the bits of the anchor and α = 1 those of the local value."""
     local, anchor = torch.randn(1000), torch.randn(1000)
     for alpha in (0.0, 0.25, 0.5, 1.0):
-        mixed = local.clone()
+        mixed = torch.nn.Parameter(local.clone())
         tw.pieces.merge.Mix(alpha).into(mixed, anchor)
-        torch.testing.assert_close(mixed, alpha * local + (1 - alpha) * anchor)
-        assert alpha not in (0.0, 1.0) or same_bits(mixed, local if alpha else anchor)
+        torch.testing.assert_close(mixed.detach(), alpha * local + (1 - alpha) * anchor)
+        assert alpha not in (0.0, 1.0) or same_bits(mixed.detach(), local if alpha else anchor)
+    exact = torch.tensor([1 + 2**-40], dtype=torch.float64)
+    tw.pieces.merge.Mix(1.0).into(exact, torch.zeros(1))
+    assert exact.item() == 1 + 2**-40, "the local value in its own precision"
+    taken = torch.nn.Parameter(local.clone())
+    tw.pieces.merge.Keep().into(taken, anchor)
+    assert same_bits(taken.detach(), anchor)
     for alpha, due in ((0.0, [5.0, 6.0]), (0.25, [4.0, 5.0]), (1.0, [1.0, 2.0])):
         parameter, anchor = torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([5.0, 6.0])
         tw.pieces.merge.Mix(alpha).into(parameter, anchor)

@@ -6,6 +6,7 @@ import hashlib
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from thinwire.errors import ConfigurationError
 from thinwire.pieces import own_files
-from thinwire.pieces.own_files import file_of, pinned_file, taken_apart
+from thinwire.pieces.own_files import digests, file_of, loaded, pinned_file, taken_apart
 
 
 def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +38,41 @@ def test_a_file_finds_the_data_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "job.py"
     file.write_text("from pathlib import Path\nHERE = Path(__file__).with_name('data.csv').read_text()\n")
     assert file_of(str(file)).HERE == "1,2"
+
+
+def test_a_file_that_cannot_be_imported_is_refused_each_time(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class A: ...\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
+            file_of(str(tmp_path / "mine.py"))
+
+
+def test_a_name_that_is_no_piece_is_refused_with_the_names_of_those_there(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    for text, there in (("class A: ...\n", "A"), ("class A: ...\ndef of(): ...\n", "A, of"), ("", "none")):
+        file.write_text(f"from pathlib import Path\n{text}class _Hidden: ...\nONE = 1\n")
+        for name in ("Mine", "_Hidden", "ONE"):
+            with pytest.raises(ConfigurationError) as caught:
+                loaded(file, None, name)
+            due = f"{file} has no piece {name!r}; it has {there}. Write mine.py:NAME(...) with one of these."
+            assert str(caught.value) == due
+
+
+@dataclass
+class Whole:
+    part: object = None
+    rest: tuple[object, ...] = ()
+
+
+def test_pieces_inside_of_others_are_recorded_by_their_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Mine:\n    inner: object = None\n"
+    )
+    made, due = loaded(file, None, "Mine"), {"own file of Mine": pinned_file(str(file))[-32:]}
+    for value in (made(), (made(),), [1, (made(),)], Whole(made()), Whole(1, (made(),))):
+        assert digests(value) == due
+    assert digests(Whole()) == {}
 
 
 class Noticed:
@@ -73,4 +109,5 @@ def test_a_second_thread_gets_no_half_module(pin: Any, tmp_path: Path, monkeypat
 
     with ThreadPoolExecutor(2) as pool:
         first, later = pool.submit(file_of, path), pool.submit(ask)
+        first.add_done_callback(lambda _: begun.set())  # if the file was not run at all
         assert first.result().HERE == 1 and "HERE" in later.result()

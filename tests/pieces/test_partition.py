@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +87,8 @@ def test_law_4_each_parameter_is_in_one_fragment(model, partition):
     assert len({fragment.name for fragment in fragments}) == len(fragments)
     for name, p in (named for fragment in fragments for named in fragment.parameters):
         assert model.get_parameter(name) is p
+    for fragment in fragments:
+        assert fragment.shapes == tuple(tuple(p.shape) for _, p in fragment.parameters)
     assert [f.name for f in partition.fragments(model)] == [f.name for f in fragments]
 
 
@@ -157,6 +161,21 @@ def test_strided_and_sequential_assign_layers_as_documented():
     ]
     for layers, fragments in ((1, 1), (3, 1), (4, 2), (24, 8), (48, 16), (108, 36)):  # §1.4: 1B 8, 10B 16, 100B 36
         assert len(names(tw.pieces.partition.Strided(), stack(layers, extra=False))) == fragments
+    for kind in (tw.pieces.partition.Strided, tw.pieces.partition.Sequential):
+        assert names(kind(1), stack(4)) == ["outside the layers", "layers 0,1,2,3"]
+        for share, layers, fragments in ((0.25, 3, 3), (0.25, 4, 4), (0.5, 4, 2), (0.5, 7, 3), (0.01, 2, 2)):
+            assert len(names(kind(share=share), stack(layers, extra=False))) == fragments
+
+
+def test_the_list_of_layers_is_the_one_with_most_parameters():
+    """A list of one module is none."""
+    model = stack(2)
+    model.head, model.small = nn.Sequential(nn.Linear(4, 40)), nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+    outside, inside = tw.pieces.partition.Strided().fragments(model)
+    assert (outside.name, inside.name) == ("outside the layers", "layers 0,1")
+    assert [name for name, _ in inside.parameters] == [
+        f"blocks.{i}.{one}" for i in (0, 1) for one in ("weight", "bias")
+    ]
 
 
 def test_layers_may_be_named_by_their_path():
@@ -180,6 +199,15 @@ def test_a_model_without_a_module_list_is_cut_at_its_leaf_modules():
     model.a, model.b, model.c = (nn.Linear(2, 2) for _ in range(3))
     assert names(tw.pieces.partition.Strided(3), model) == ["layers 0", "layers 1", "layers 2"]
     assert names(tw.pieces.partition.Strided(), nn.Linear(2, 2)) == ["outside the layers"]
+    model = nn.Module()
+    model.first, model.empty, model.last = nn.Module(), nn.Identity(), nn.Linear(2, 2)
+    model.first.inner, model.first.gain = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    parts = tw.pieces.partition.Sequential(3).fragments(model)
+    assert [[name for name, _ in part.parameters] for part in parts] == [
+        ["first.gain"],
+        ["first.inner.weight", "first.inner.bias"],
+        ["last.weight", "last.bias"],
+    ]
     assert names(tw.pieces.partition.Strided(2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))) == [
         "layers 0,2,4,6,8,10",
         "layers 1,3,5,7,9",
@@ -202,6 +230,44 @@ def test_compiled_models_have_the_same_fragments(partition):
     inside.layers[1] = torch.compile(inside.layers[1], backend="eager")
     for compiled in (torch.compile(Toy(), backend="eager"), inside):
         assert [(f.name, [n for n, _ in f.parameters]) for f in partition.fragments(compiled)] == plain
+
+
+class Shard(nn.Parameter):
+    """A parameter of which this rank holds one row."""
+
+    ranks = 2
+
+    @property
+    def device_mesh(self):
+        return SimpleNamespace(size=lambda: self.ranks)
+
+    def to_local(self):
+        return self.detach()[:1]
+
+
+def test_shards_on_several_ranks_need_a_site(monkeypatch):
+    """A fragment counts this rank's part of them."""
+    model = stack(2)
+    model.embed.weight, model.norm.weight = Shard(torch.zeros(9, 4)), Shard(torch.zeros(4))
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", SimpleNamespace(DTensor=Shard))
+    model.embed.weight.ranks = 1
+    with pytest.raises(tw.ModelError, match=r"^norm\.weight is sharded and no site was given"):
+        tw.pieces.partition.check_sharding(model, whole_replica=False)
+    tw.pieces.partition.check_sharding(model, whole_replica=True)
+    model.norm.weight.ranks = 1
+    tw.pieces.partition.check_sharding(model, whole_replica=False)
+    outside = tw.pieces.partition.Strided().fragments(model)[0]
+    assert (outside.numel, outside.shapes) == (4 + 1 + 4, ((1, 4), (1,), (4,)))
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
+    assert not tw.pieces.partition.is_sharded(model.norm.weight), "without the module there is none"
+
+
+def test_by_size_takes_the_largest_first():
+    """Each goes to the smallest fragment, the first of these; in it parameters keep their order."""
+    model = nn.ParameterList([nn.Parameter(torch.empty(n)) for n in (1, 2, 2, 3, 0, 4)])
+    parts = tw.pieces.partition.BySize(3).fragments(model)
+    assert [[int(name) for name, _ in part.parameters] for part in parts] == [[4, 5], [0, 3], [1, 2]]
+    assert [(part.name, part.numel) for part in parts] == [("part 0", 4), ("part 1", 4), ("part 2", 4)]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pytest
@@ -80,6 +81,22 @@ def test_a_round_takes_the_rate_of_its_first_step():
     assert asked == [1, 3, 11, 19, 27]
 
 
+def test_a_calendar_resumes_in_the_midst_of_a_round():
+    """Also before the first step."""
+    rule = tw.pieces.schedule.Quadratic(2, 0.3)
+    rates = [0.1, 0.1, 0.1, 0.09, 0.08, 0.07, 0.06, *[0.05] * 40]
+    whole = lengths(rule, lambda step: rates[step - 1], 40)
+    assert Calendar(rule, 1, rates.__getitem__).facts() == {"began": 0, "length": 0, "lr": None}
+    for stop in (0, 1, 2, 5, 12):
+        first, second = (Calendar(rule, 1, lambda step: rates[step - 1]) for _ in range(2))
+        ends = [step for step in range(1, stop + 1) if first.departs(step)]
+        second.load(json.loads(json.dumps(first.facts())))
+        ends += [step for step in range(stop + 1, 41) if second.departs(step)]
+        assert ends == list(itertools.accumulate(whole))[: len(ends)] and len(ends) == len(whole) - (
+            sum(whole[:-1]) < 40
+        )
+
+
 @pytest.mark.parametrize("rate", [0.0, 1e-300, float("nan"), float("inf"), 5e-324])
 def test_rates_of_any_size_give_a_finite_length(rate):
     length = tw.pieces.schedule.Quadratic(4, 0.0175, 8.0).length(rate, before=0.1)
@@ -146,6 +163,8 @@ def test_describe_warns_of_outer_momentum():
         (lambda: tw.pieces.schedule.Quadratic(4, 0.1, delay=4), "choose delay <= 3"),
         (lambda: tw.pieces.schedule.Quadratic(4, -0.1), "scale >= 0"),
         (lambda: tw.pieces.schedule.Quadratic(4, float("nan")), "scale >= 0"),
+        (lambda: tw.pieces.schedule.Quadratic(4, float("inf")), "scale >= 0"),
+        (lambda: tw.pieces.schedule.Staggered(4, offsets=(1, 0)), "first departs at inner step 1 or later"),
         (lambda: tw.pieces.schedule.Quadratic(4, 0.1, power=9.0), "a power from 0 to 8"),
         (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), merge=tw.pieces.merge.Eager()), "Eager"),
         (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), signal=tw.strategy.Gradients()), "gradients are exchanged at every step"),

@@ -36,7 +36,8 @@ def test_values_against_the_momentum_shrink_by_age_and_strength() -> None:
 def test_a_delta_that_needs_no_correction_is_returned_unchanged() -> None:
     endless = torch.tensor([math.inf, 0.0])
     for momentum, stale, strength in (
-        (BACK, 0, 1.0), (None, 1, 1.0), (BACK, 1, 0.0), (-BACK, 1, 1.0), (torch.tensor([0.0, 0.0]), 1, 1.0), (endless, 1, 1.0),
+        (BACK, 0, 1.0), (None, 1, 1.0), (BACK, 1, 0.0), (-BACK, 1, 1.0), (-BACK / 32, 1, 1.0), (torch.tensor([1.0, 3.0]), 1, 1.0),
+        (torch.tensor([0.0, 0.0]), 1, 1.0), (endless, 1, 1.0),
     ):  # fmt: skip
         assert HeLoCo(strength).corrected(DELTA, momentum, stale) is DELTA
     for strength in (-0.1, 1.1, math.nan):

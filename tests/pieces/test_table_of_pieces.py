@@ -152,6 +152,8 @@ def test_staggered_departures_match_the_papers_example():
     assert at == {0: [100, 200, 300], 1: [150, 250, 350]}
     thirds = [tw.pieces.schedule.Staggered(6).departs(step, 3) for step in range(1, 15)]
     assert thirds == [(), (), (), (), (), (0,), (), (1,), (), (2,), (), (0,), (), (1,)]
+    given = [tw.pieces.schedule.Staggered(3, offsets=(1, 3)).departs(step, 2) for step in range(1, 7)]
+    assert given == [(0,), (), (1,), (0,), (), (1,)]
 
 
 def test_a_fragment_first_departs_after_a_whole_period():

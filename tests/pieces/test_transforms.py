@@ -255,6 +255,8 @@ def test_a_coordinate_whose_gradients_begin_after_the_freeze_does_not_move():
         s[0] = 5.0 if t >= 10 else 0.0
         estimate = line.round(s)
     assert estimate[0] == 0 and line.held["residual"][0] == 0 and torch.isfinite(estimate).all()
+    assert not any(one[0] for one in line.said), "it is not sent"
+    assert line.states[0]["phase"].tolist() == [5.0, 0.0, 1.0]
 
 
 def test_the_variance_test_freezes_v_once_its_norm_is_steady():
@@ -285,6 +287,21 @@ def test_the_variance_test_waits_for_its_least_rounds():
     assert [one.full for one in known] == [7, 5], "rounds in full at least"
 
 
+def test_a_norm_that_no_longer_changes_passes_the_test_with_ratio_1():
+    """v of ones is 1 − 2^−t, and 1 in fp32 after 25 rounds. The test compares every second round."""
+    moments = tw.pieces.transforms.Moments(beta2=0.5, freeze=tw.pieces.transforms.Settled(1.0, least=1))
+    line = FilterChain([moments])
+    for _ in range(40):
+        line.round(torch.ones(N))
+    assert line.states[0]["square"].eq(1.0).all() and not moments.dense(line.states[0])
+
+
+def test_the_last_filter_changes_the_estimate_first():
+    line = FilterChain([tw.pieces.transforms.Signs(), tw.pieces.transforms.Moments()])
+    (s,) = signals(1)
+    assert torch.equal(line.round(s), s.sign()) and not line.states[0]
+
+
 # ---- refusals
 
 
@@ -295,11 +312,20 @@ def test_the_variance_test_waits_for_its_least_rounds():
         (lambda: tw.pieces.transforms.Clip(math.nan), "0 .no clipping. or more is needed"),
         (lambda: tw.pieces.transforms.Momentum(1.0), "0 < decay < 1"),
         (lambda: tw.pieces.transforms.Momentum(0.9, "all"), "'sent' or 'nothing'"),
+        (lambda: tw.pieces.transforms.Clip(math.inf), "0 .no clipping. or more is needed"),
+        (lambda: tw.pieces.transforms.Clip(replicas=0), "0 .no clipping. or more is needed"),
+        (lambda: tw.pieces.transforms.Momentum(0.0), "0 < decay < 1"),
         (lambda: tw.pieces.transforms.Moments(freeze=0), "freeze as rounds"),
         (lambda: tw.pieces.transforms.Moments(freeze=1.5), "freeze as rounds"),
         (lambda: tw.pieces.transforms.Moments(beta2=1.0), "0 < beta2 < 1"),
         (lambda: tw.pieces.transforms.Moments(beta1=1.0), "0 <= beta1 < 1"),
+        (lambda: tw.pieces.transforms.Moments(beta1=-0.1), "0 <= beta1 < 1"),
+        (lambda: tw.pieces.transforms.Moments(beta2=0.0), "0 < beta2 < 1"),
+        (lambda: tw.pieces.transforms.Moments(eps=0.0), "eps > 0"),
+        (lambda: tw.pieces.transforms.Moments(eps=math.inf), "eps > 0"),
         (lambda: tw.pieces.transforms.Settled(0.0), "0 < ratio <= 1"),
+        (lambda: tw.pieces.transforms.Settled(1.1), "0 < ratio <= 1"),
+        (lambda: tw.pieces.transforms.Settled(least=0), "least >= 1"),
         (lambda: tw.codecs.Each(tw.codecs.TopK(), tw.codecs.LowRank()), "it needs the shapes"),
         (lambda: tw.codecs.Each(tw.codecs.TopK(), least=-1), "0 or more elements are needed"),
         (lambda: tw.pieces.inner_optimizers.SGD(1.0), "0 <= momentum < 1"),

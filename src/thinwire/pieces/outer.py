@@ -247,5 +247,7 @@ class HeavyBall(Outer):
 
     def penalty(self, delta: Tensor, state: State) -> float:
         """Λ, with the same bits on every machine."""
-        moved = self.lr * math.sqrt(energy(state["momentum"])) if self.gap else 0.0
-        return 1.0 + self.gap * moved / math.sqrt(energy(delta)) if moved and bool(delta.any()) else 1.0
+        if not self.gap or not bool(delta.any()):
+            return 1.0
+        moved = self.lr * math.sqrt(energy(state["momentum"]))
+        return 1.0 + self.gap * moved / math.sqrt(energy(delta))

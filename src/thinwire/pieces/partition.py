@@ -280,5 +280,4 @@ def _layer_prefixes(model: nn.Module, path: str | None) -> list[str]:
     if lists:
         best = max(lists, key=size)
         return [f"{best}.{name}." if best else f"{name}." for name, _ in modules[best].named_children()]
-    leaves = [n for n, m in modules.items() if n and any(p.requires_grad for p in m.parameters(recurse=False))]
-    return [f"{name}." for name in leaves]
+    return [f"{name}." for name in modules if name]  # a module without parameters of its own is no layer

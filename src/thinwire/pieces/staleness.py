@@ -107,6 +107,6 @@ class HeLoCo(Correct):
             return delta
         forward = float(torch.dot(delta.double(), momentum.double()))
         length = float(torch.dot(momentum.double(), momentum.double()))
-        if forward >= 0 or not 0 < length < math.inf:
+        if forward >= 0 or not length < math.inf:
             return delta
         return delta.sub(momentum, alpha=self.strength * stale / (1 + stale) * forward / length)

@@ -238,7 +238,7 @@ class Moments(Filter):
     momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        fits = 0 <= self.beta1 < 1 and 0 < self.beta2 < 1 and 0 < self.eps < 1
+        fits = 0 <= self.beta1 < 1 and 0 < self.beta2 < 1 and 0 < self.eps < math.inf
         if not fits or not ((type(self.freeze) is int and self.freeze >= 1) or isinstance(self.freeze, Settled)):
             raise ConfigurationError(
                 f"{self}: 0 <= beta1 < 1, 0 < beta2 < 1, eps > 0, and freeze as rounds (1 or more) or Settled() are needed; 15 to 25 % "
