@@ -1,0 +1,126 @@
+"""Every message of an exchange stays, byte by byte and with its tag: replicas of one version must agree on them. So do the estimates.
+
+The values are multiples of 1/32, so that sums and products are exact on every processor. To change messages on purpose, record the
+digests again: python tests/exchange/test_recorded_messages.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.codecs import E3M0, Cast, Identity, Int, LowRank, RandomK, Sign, TopK
+from thinwire.comm.group import WrappedGroup
+from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot
+from thinwire.packet import HEADER_NBYTES, STOP
+from thinwire.pieces.aggregate import Aggregate, Mean
+from thinwire.pieces.by_products import Krum
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.gossip import NoLoCo, PushSum
+from thinwire.pieces.mgs import MGS
+from thinwire.pieces.robust import Median
+from thinwire.rng import Key
+from thinwire.topology import Exponential, MoshpitGrid, Ring
+
+DRAWN = Int(4, 4, "fp32", "stochastic")
+NUMEL = 70
+
+
+@dataclass(frozen=True)
+class Case:
+    exchange: tw.exchange.Exchange
+    codec: tw.codecs.Codec
+    size: int
+    digest: str
+    aggregate: Aggregate = Mean()
+    exact: bool = True  # whether every processor computes the same bits; if not, headers alone are recorded
+
+
+CASES = [
+    Case(Direct(), E3M0(4), 3, "f05c8469f0b67def"),
+    Case(Direct(), Identity(), 3, "0071d4f942d444f2", Median()),
+    Case(Direct(), Identity(), 3, "a158d66f3723ca5a", Krum(0)),
+    Case(Star(1, Feedback()), DRAWN, 3, "540a9fb51926bb8d"),
+    Case(Star(), TopK(0.3), 2, "91991507943544d5"),
+    Case(TwoShot(), DRAWN, 4, "8666f2b31ed187c2"),
+    Case(TwoShot(Feedback()), Sign(), 3, "b0c2c456c4552b62"),
+    Case(TwoShot(), Identity(), 3, "347f2d5005590e84", Median()),
+    Case(TwoShot(), Identity(), 3, "1ba96065304866a5", Krum(0)),
+    Case(AllReduce(), Cast(), 3, "3d1dd87e14f84bfa"),
+    Case(AllReduce(), RandomK(0.25, Identity()), 3, "7a71002cd690af2f"),
+    Case(AllReduce(), LowRank(1, shapes=((7, 10),)), 3, "b3c4bab25b085c0a", exact=False),
+    Case(Hierarchy((2, 1)), DRAWN, 3, "78cac6f2c7c4c397"),
+    Case(Hierarchy(((3, 0), (2, 4, 1)), Feedback()), E3M0(4), 5, "8248dde910b89158"),
+    Case(Hierarchy((1, 2, 2)), TopK(0.3), 5, "a7ae95b2e67bad04"),
+    Case(Gossip(Ring(), NoLoCo()), DRAWN, 4, "6e4249f9fb040a78"),
+    Case(Gossip(MoshpitGrid(4), NoLoCo()), DRAWN, 4, "c1c7dc161d1b85c9"),
+    Case(Gossip(Exponential(), MGS(PushSum(), 2)), E3M0(4), 4, "7edf44cb5ceef581"),
+]
+
+
+class Noted(WrappedGroup):
+    """Notes each message that is sent."""
+
+    def __init__(self, group: tw.Group) -> None:
+        super().__init__(group)
+        self.sent: list[tuple[int, int, int, str, bytes]] = []
+
+    def post(self, tag, send, recv, purpose="packet", sized=None):
+        self.sent += [(self.rank, tag, peer, purpose, packet.numpy().tobytes()) for peer, packet in send.items()]
+        return self.group.post(tag, send, recv, purpose, sized)
+
+
+def values(rank: int, number: int) -> torch.Tensor:
+    """A vector for each of the round's numbers; in the last, replica 1 has a value that is not finite."""
+    drawn = (torch.arange(2 * NUMEL) * 2654435761 + 40503 * (rank + 5 * number)) % 2**16 // 2**10
+    drawn = (drawn - 32) / 32
+    if (rank, number) == (1, 5):
+        drawn[NUMEL // 2] = torch.nan
+    return drawn
+
+
+def run(case: Case) -> str:
+    """Returns the digest of three rounds: plain, with a replica that wants to stop, and refused (which ends a gossip run)."""
+
+    def replica(group: tw.Group) -> list[object]:
+        noted, rank = Noted(group), group.rank
+        context, state = SendContext(noted), case.exchange.init(case.codec, NUMEL, rank, case.size)
+        ends: list[object] = []
+        for number in (3, 4) if isinstance(case.exchange, Gossip) else (3, 4, 5):
+            x, said = values(rank, number), torch.zeros(2, 2 * NUMEL)
+
+            def settle(begin, mean, sent, said=said):
+                own = sent()
+                said[0, begin : begin + len(mean)] = mean
+                said[1, begin : begin + len(own)] = own
+
+            flags = STOP if (rank, number) == (1, 4) else 0
+            key = Key(9, 2, number, rank)
+            round_ = Round(context, case.codec, NUMEL, key, lambda b, e, x=x: x[b:e], flags, step=7)
+            round_.aggregate = case.aggregate
+            arrival = case.exchange.arrive(case.exchange.depart(round_, state), settle)
+            ends.append((arrival.flags, arrival.void, round_.nbytes_sent))
+            if number != 5:
+                state = arrival.state
+                ends += [said.numpy().tobytes(), *(kept.numpy().tobytes() for _, kept in sorted(state.items()))]
+        context.close(wait=True)
+        if case.exact:
+            return [sorted(noted.sent), ends]
+        return sorted((*place, packet[: HEADER_NBYTES - 4]) for *place, packet in noted.sent)  # without the checksum
+
+    seen = tw.run_threads(case.size, replica, timeout=600.0)
+    return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.exchange}-{case.codec}-{case.aggregate}")
+def test_messages_and_estimates_stay(case, small):
+    assert run(case) == case.digest
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print(case.exchange, case.codec, case.aggregate, run(case))
