@@ -39,6 +39,9 @@ DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may
     (tw.exchange.TwoShot(tw.pieces.feedback.Feedback()), (True, True, True, True, False)),
     (tw.exchange.AllReduce(), (False, True, False, True, True)),
     (tw.exchange.Hierarchy((2, 1)), (False, True, False, False, False)),
+    (tw.exchange.Star(), (False, True, False, True, True)),
+    (tw.exchange.Star("hub"), (False, True, False, True, False)),
+    (GOSSIP, (False, False, False, True, False)),
     (tw.exchange.Fastest("1mbit"), (False, True, False, True, False)),
     (tw.exchange.Fastest("1mbit", BOTH), (True, True, True, True, False)),
     (
