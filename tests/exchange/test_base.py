@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.comm import Link
 from thinwire.exchange import Arrival, Exchange
 
 
@@ -61,6 +62,7 @@ def test_an_exchange_declares_its_properties(exchange, declared):
 def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
+    assert not least.needs_hub and not Arrival((), {}).void
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
 
 
@@ -84,6 +86,33 @@ def test_a_choice_is_refused_where_one_of_its_exchanges_is():
         tw.Strategy(policy=policy, exchange=tw.exchange.Fastest("1mbit", (direct, tw.exchange.Star("hub"))))
     with pytest.raises(tw.ConfigurationError, match="so nothing is held back"):
         tw.Strategy(feedback=feedback, exchange=tw.exchange.Fastest("1mbit", (direct, tw.exchange.Hierarchy((1, 1)))))
+
+
+def test_predicted_seconds_are_bytes_over_rate_plus_delays():
+    link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB in a packet, 1 s
+    for size, exchange, seconds in [
+        (4, tw.exchange.Direct(), 3 * 1.0 + 0.5),
+        (4, tw.exchange.TwoShot(), 1.5 * 1.0 + 1.0),
+        (4, tw.exchange.AllReduce(), 1.5 * 1.0 + 1.0),
+        (4, tw.exchange.Star(), (1.0 + 3.0) + 1.0),
+        (4, tw.exchange.Star("hub"), (1.0 + 4.0) + 1.0),
+        (4, tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
+        (4, GOSSIP, 2 * 1.0 + 0.5),
+        (2, tw.exchange.Direct(), 1.0 + 0.5),
+        (2, tw.exchange.TwoShot(), 1.0 + 1.0),
+        (2, tw.exchange.AllReduce(), 1.0 + 1.0),
+        (2, tw.exchange.Star(), 2.0 + 1.0),
+        (2, tw.exchange.Hierarchy((1, 1)), 1.0 + 0.5),
+        (2, GOSSIP, 1.0 + 0.5),
+        *(
+            (1, one, 0.0)
+            for one in (*BOTH, tw.exchange.AllReduce(), tw.exchange.Hierarchy((1,)), tw.exchange.Star(), GOSSIP)
+        ),
+        (3, tw.exchange.Hierarchy((3,)), 0.0),
+    ]:
+        assert exchange.seconds(codec, numel, size, link) == pytest.approx(seconds, rel=1e-3), (size, exchange)
+    low, reduced = tw.codecs.LowRank(1, shapes=((1000, 500),)), tw.exchange.AllReduce()  # two sums, four delays
+    assert reduced.seconds(low, numel, 2, link) == reduced.nbytes_sent(low, numel, 2) * 8 / 8e6 + 4 * 0.5
 
 
 class Remembering(Least):

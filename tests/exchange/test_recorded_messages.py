@@ -15,7 +15,7 @@ import torch
 import thinwire as tw
 from thinwire.codecs import E3M0, Cast, Identity, Int, LowRank, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
-from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot
+from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot, chunks
 from thinwire.packet import HEADER_NBYTES, STOP
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.by_products import Krum
@@ -117,6 +117,10 @@ def run(case: Case) -> str:
 
     seen = tw.run_threads(case.size, replica, timeout=600.0)
     return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+
+
+def test_sizes_of_messages_and_ranges_stay():
+    assert (chunks.MESSAGE_NBYTES, chunks.PIECE_NUMEL) == (1 << 19, 1 << 17)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.exchange}-{case.codec}-{case.aggregate}")

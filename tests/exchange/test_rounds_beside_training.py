@@ -82,9 +82,10 @@ def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
     assert len(times) == 8 and times[-1] - times[0] > 0.08
 
 
-def test_messages_longer_than_the_window_follow_without_a_gap(monkeypatch):
-    """If they were posted one by one, a link would be idle for a delay between them."""
-    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 1)
+@pytest.mark.parametrize("window", [1, 16])
+def test_messages_as_long_as_the_window_follow_without_a_gap(window, monkeypatch):
+    """If they were posted one by one, a link would be idle for a delay between them. The next waits while a window is full."""
+    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", window)
     told = []
 
     class Told:
