@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 
 import thinwire as tw
 from thinwire.comm import Link
@@ -66,28 +63,6 @@ def test_undeclared_properties_have_defaults():
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
 
 
-def test_a_choice_declares_the_feedback_of_its_owners():
-    """So a policy that would cut its shards differently is refused, as with `TwoShot` alone."""
-    feedback = tw.pieces.feedback.Feedback()
-    fastest = tw.exchange.Fastest("1mbit", (tw.exchange.Direct(), tw.exchange.TwoShot(feedback)))
-    assert fastest.feedback == feedback and tw.exchange.Fastest("1mbit").feedback is None
-    policy = tw.pieces.policy.DenseUntil(4)
-    with pytest.raises(tw.ConfigurationError, match="all codecs need the same grain"):
-        tw.Strategy(codec=tw.codecs.E3M0(), policy=policy, exchange=fastest)
-
-
-def test_a_choice_is_refused_where_one_of_its_exchanges_is():
-    """By the number of replicas, by the other pieces, and by the strategy's own feedback."""
-    direct, feedback = tw.exchange.Direct(), tw.pieces.feedback.Feedback()
-    with pytest.raises(tw.ConfigurationError, match=r"a center in 0\.\.2 is needed"):
-        tw.exchange.Fastest("1mbit", (direct, tw.exchange.Star(3))).check_size(3)
-    with pytest.raises(tw.ConfigurationError, match="a hub takes the mean of packets in one codec"):
-        policy = tw.pieces.policy.DenseUntil(4)
-        tw.Strategy(policy=policy, exchange=tw.exchange.Fastest("1mbit", (direct, tw.exchange.Star("hub"))))
-    with pytest.raises(tw.ConfigurationError, match="so nothing is held back"):
-        tw.Strategy(feedback=feedback, exchange=tw.exchange.Fastest("1mbit", (direct, tw.exchange.Hierarchy((1, 1)))))
-
-
 def test_predicted_seconds_are_bytes_over_rate_plus_delays():
     link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB in a packet, 1 s
     for size, exchange, seconds in [
@@ -113,32 +88,3 @@ def test_predicted_seconds_are_bytes_over_rate_plus_delays():
         assert exchange.seconds(codec, numel, size, link) == pytest.approx(seconds, rel=1e-3), (size, exchange)
     low, reduced = tw.codecs.LowRank(1, shapes=((1000, 500),)), tw.exchange.AllReduce()  # two sums, four delays
     assert reduced.seconds(low, numel, 2, link) == reduced.nbytes_sent(low, numel, 2) * 8 / 8e6 + 4 * 0.5
-
-
-class Remembering(Least):
-    """An exchange with a state. It departs with what it was given, and keeps no next state."""
-
-    def init(self, codec, numel, rank, size):
-        return {"last": torch.zeros(numel)}
-
-    def depart(self, round_, state):
-        return state
-
-    def arrive(self, departure, settle):
-        return Arrival((), {})
-
-
-def test_a_choice_gives_its_exchange_no_state_of_another():
-    """A state that the exchange of this round does not know stays, for the rounds with another codec."""
-    fastest = tw.exchange.Fastest("1mbit", (Remembering(),))
-    round_ = SimpleNamespace(codec=tw.codecs.Identity(), numel=2, rank=0, size=2)
-    for state, given in (({"last": torch.ones(2)}, True), ({"other": torch.ones(2)}, False)):
-        departure = fastest.depart(round_, state)
-        assert departure.departure == (state if given else {})
-        assert fastest.arrive(departure, None).state is state
-
-
-@pytest.mark.parametrize("among", [(), (tw.exchange.Direct,), (tw.exchange.Direct(), "TwoShot()")], ids=str)
-def test_a_choice_without_exchanges_is_refused(among):
-    with pytest.raises(tw.ConfigurationError, match=r"exchanges are needed, such as \(Direct\(\), TwoShot\(\)\)"):
-        tw.exchange.Fastest("20mbit,40ms", among)

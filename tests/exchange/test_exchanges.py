@@ -8,7 +8,7 @@ from pieces import CODECS, EXCHANGES, MATRICES, over
 from strategies import METHODS
 
 import thinwire as tw
-from thinwire.comm import CountedGroup, Ledger, Link
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.exchange import SendContext
 from thinwire.exchange import chunks as cutting
 from thinwire.testing import exchanges as laws
@@ -289,26 +289,3 @@ def test_sites_of_another_group_are_refused():
             tw.Replica(tw.Strategy(exchange=tw.exchange.Hierarchy((2, 1))), model, adamw(model), group)
 
     tw.run_threads(2, replica)
-
-
-# ---- Choice
-
-
-def test_fastest_chooses_the_least_predicted_time():
-    fastest, codec = tw.exchange.Fastest("20mbit,40ms"), tw.codecs.E3M0()
-    link = Link.parse("20mbit,40ms")
-    for numel in (0, 100, 10_000, 10_000_000):
-        for size in (1, 2, 3, 8):
-            both = {one: one.seconds(codec, numel, size, link) for one in (tw.exchange.Direct(), tw.exchange.TwoShot())}
-            assert fastest.seconds(codec, numel, size, link) == min(both.values())
-            assert fastest.chosen(codec, numel, size) == min(both, key=both.get)
-    assert fastest.chosen(tw.codecs.LowRank(40, shapes=((1000, 1000),)), 10**6, 8) == tw.exchange.AllReduce()
-
-
-def test_a_choice_is_reported():
-    strategy = tw.streaming_diloco(fragments=2, exchange=tw.exchange.Fastest("20mbit,40ms"))
-    (line,) = [line for line in strategy.describe(toy(), 4).splitlines() if line.startswith("exchange: ")]
-    assert line.startswith(
-        "exchange: Direct() for 3 of 3 fragment(s), among 4 replicas on 20mbit,40ms: a round of the largest takes 0.04"
-    )
-    assert "TwoShot(feedback=None) 0.08" in line and line.endswith("(predicted)")
