@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +22,8 @@ from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.schedule import Every
 from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
-from thinwire.topology import MoshpitGrid, OnePeerExponential, Ring
-from thinwire.topology.base import Union
+from thinwire.topology import MoshpitGrid, OnePeerExponential, RandomPairs, Ring
+from thinwire.topology.base import Topology, Union
 from thinwire.types import State
 
 NUMEL = 50
@@ -120,9 +121,41 @@ def test_pieces_that_gossip_can_use_are_accepted():
     assert tw.Strategy(exchange=Gossip(Ring(), Tracking()), schedule=Every(1), **free).seed == 3
 
 
+class Unlike(Topology):
+    """Replica 0 sends to 1, 2, 3, and 1 others in successive rounds; the others to it, or in one round to nobody."""
+
+    one_way = False
+
+    def edges(self, size, number=0, fragment=0, seed=0):
+        found = np.zeros((size, size), dtype=bool)
+        found[0, 1 : 1 + (1, 2, 3, 1)[number % 4]] = True
+        return found if self.one_way and number % 4 == 3 else found | found.T
+
+    def rounds(self, size):
+        return 4
+
+
+class OneWay(Unlike):
+    one_way = True
+
+
+def test_the_most_neighbours_of_any_round_are_found():
+    once, twice = (Gossip(Unlike(), rule) for rule in (PushSum(), MGS(PushSum(), 2)))
+    assert [once.most_targets(4, rank) for rank in (None, 0, 1, 3)] == [3, 3, 1, 1]
+    assert [twice.most_targets(4, rank) for rank in (None, 0, 1, 3)] == [4, 4, 2, 1]  # rounds 2 and 3
+    assert Gossip(RandomPairs(), AdaptThenCombine()).most_targets(4) == 1
+
+
+def test_the_weights_of_every_round_are_checked():
+    Gossip(Unlike(), AdaptThenCombine()).check_size(4)
+    with pytest.raises(tw.ConfigurationError, match="add up to"):
+        Gossip(OneWay(), AdaptThenCombine()).check_size(4)
+
+
 def test_the_neighbours_of_a_round_are_those_of_its_gossip_steps():
     around = OnePeerExponential()
     once, twice = Gossip(around, AdaptThenCombine()), Gossip(around, MGS(PushSum(), 2))
     assert once.of_rounds == around and twice.of_rounds == Union(around, 2)
     assert [once.sources(Key(round=number, sender=0), 4) for number in range(3)] == [[3], [2], [3]]
+    assert [twice.sources(Key(round=number, sender=0), 4) for number in range(3)] == [[3], [3], [3]]
     assert [gossip.most_targets(4) for gossip in (once, twice)] == [1, 2]

@@ -20,12 +20,13 @@ from thinwire.packet import HEADER_NBYTES, STOP
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.by_products import Krum
 from thinwire.pieces.feedback import Feedback
-from thinwire.pieces.gossip import NoLoCo, PushSum
+from thinwire.pieces.gossip import AdaptThenCombine, NoLoCo, PushSum
 from thinwire.pieces.mgs import MGS
 from thinwire.pieces.robust import Median
 from thinwire.rng import Key
-from thinwire.topology import Exponential, MoshpitGrid, Ring
+from thinwire.topology import Exponential, Listed, MoshpitGrid, Ring
 
+UNLIKE = ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 3), (3, 0), (3, 1))  # each sends to two, and hears one to three
 DRAWN = Int(4, 4, "fp32", "stochastic")
 NUMEL = 97  # shards have different numbers of messages
 
@@ -59,6 +60,10 @@ CASES = [
     Case(Hierarchy((1, 2, 2)), TopK(0.3), 5, "fbc6f344b58e8dc5"),
     Case(Gossip(Ring(), NoLoCo()), DRAWN, 4, "8fce45f41993ddcf"),
     Case(Gossip(MoshpitGrid(4), NoLoCo()), DRAWN, 4, "ee3f440e2a05ef79"),
+    Case(Gossip(MoshpitGrid(3), AdaptThenCombine()), Identity(), 3, "0256e7b65994f8bb"),
+    Case(Gossip(MoshpitGrid(2), AdaptThenCombine()), Identity(), 4, "2cdd73aff30d9d0e"),
+    Case(Gossip(Listed(((0, 1), (0, 2), (0, 3))), AdaptThenCombine()), Identity(), 4, "e9557ec51357ccc6"),
+    Case(Gossip(Listed(UNLIKE, one_way=True), PushSum()), Identity(), 4, "89ed3543bd9f3f3c"),
     Case(Gossip(Exponential(), MGS(PushSum(), 2)), E3M0(4), 4, "9acf22be9522295b"),
 ]
 
@@ -104,6 +109,7 @@ def run(case: Case) -> str:
             round_ = Round(context, case.codec, NUMEL, key, lambda b, e, x=x: x[b:e], flags, step=7)
             round_.aggregate = case.aggregate
             arrival = case.exchange.arrive(case.exchange.depart(round_, state), settle)
+            assert round_.nbytes_sent == case.exchange.nbytes_sent(case.codec, NUMEL, case.size, rank)
             ends.append((arrival.flags, arrival.void, round_.nbytes_sent))
             if number != 5:
                 state = arrival.state
