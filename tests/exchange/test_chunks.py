@@ -34,3 +34,16 @@ def test_messages_are_consecutive_ranges_of_whole_grains(codec, numel, ranges, p
     assert messages[0].ranges[0].end == min(ranges, numel)
     assert all(len(m.ranges) == per_message for m in messages[:-1])
     assert chunks.packets_nbytes(messages, 3) == sum(HEADER_NBYTES + m.nbytes + 3 for m in messages)
+
+
+def test_sizes_of_messages_and_ranges_stay():
+    """They are part of the wire format, as replicas of one version must cut alike."""
+    assert (chunks.MESSAGE_NBYTES, chunks.PIECE_NUMEL, chunks.STAGE) == (1 << 19, 1 << 17, 1 << 24)
+    for codec, numel, nbytes, ranges in (
+        (tw.codecs.Identity(), 1 << 17, 1 << 19, 1),
+        (tw.codecs.E3M0(128), 7 << 17, 7 * 66560, 7),
+        (tw.codecs.Entropy(tw.codecs.Cast()), 1 << 18, (1 << 19) + 1, 1),  # its additional byte makes no more messages
+    ):
+        first, *_, last = chunks.cut(codec, 3, (1 << 20) + 4)
+        assert (first.numel, first.nbytes, len(first.ranges)) == (numel, nbytes, ranges)
+        assert (first.begin, last.end) == (3, (1 << 20) + 4)
