@@ -93,6 +93,9 @@ def test_round_times_are_the_carriers():
 
     def replica(group):
         round_ = a_round(group)
+        assert round_.remembers({}) == {}
+        after = round_.remembers({"kept": torch.zeros(3)})  # one state for all ranges
+        assert after["kept"].numel() == 3 and round_.remembers({"kept": torch.zeros(3)}) is after
         round_.outgoing += [outgoing() for _ in range(4)]
         round_.outgoing[1].sent = sent(11.0, 0.0, 0.0)  # by a carrier that does not know the times
         assert round_.times() == (0.0, 0.0)
