@@ -54,6 +54,7 @@ def test_messages_as_long_as_the_window_follow_without_a_gap(window, monkeypatch
 
 def test_the_end_of_a_queue_drops_waiting_jobs():
     """An error of a job is raised where its result is awaited, and the next job runs."""
+    before = set(threading.enumerate())
     box, gate, begun, ran = send_queue.SendQueue(None), threading.Event(), threading.Event(), []
 
     def fails():
@@ -69,6 +70,7 @@ def test_the_end_of_a_queue_drops_waiting_jobs():
     present = box.put((1,), waits)
     begun.wait()
     waiting = box.put((0,), lambda: ran.append("after the end"))
+    assert len(set(threading.enumerate()) - before) == 1  # one job at a time
     box.close()
     assert waiting.cancelled() and not present.done()
     gate.set()
