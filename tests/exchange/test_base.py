@@ -56,6 +56,29 @@ def test_an_exchange_declares_its_properties(exchange, declared):
     assert (exchange.gathers, exchange.agrees, exchange.multiplies, exchange.sends_own, open_) == declared
 
 
+SKIPS = [tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign(block=512)), skips=skips) for skips in (0, 1)]
+
+
+@pytest.mark.parametrize("exchange", [tw.exchange.TwoShot, tw.exchange.Star])
+def test_owners_refuse_codecs_that_cannot_encode_a_mean(exchange):
+    for codec, said in (
+        (tw.codecs.LowRank(1), r"choose AllReduce\(\) for LowRank, otherwise Direct\(\)"),
+        (tw.codecs.RandomK(0.5, tw.codecs.Identity()), r"would sample twice; choose AllReduce\(\) or Direct\(\)"),
+        (SKIPS[1], r"a mean that its owner skips would be lost; .* TwoShot\(Feedback\(\)\)"),
+    ):
+        with pytest.raises(tw.ConfigurationError, match=said):
+            exchange().check(codec, None)
+    exchange(feedback=tw.pieces.feedback.Feedback()).check(SKIPS[1], None)
+    for codec in (SKIPS[0], tw.codecs.E3M0(), tw.codecs.TopK(0.1)):
+        exchange().check(codec, None)
+    for feedback, said in (
+        (0, r"feedback=0\): Feedback\(\.\.\.\) or None"),
+        (tw.pieces.feedback.Feedback(1), "kappa=0 is needed"),
+    ):
+        with pytest.raises(tw.ConfigurationError, match=rf"{exchange.__name__}\(.*{said}"):
+            exchange(feedback=feedback)
+
+
 def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
