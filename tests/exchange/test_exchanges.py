@@ -10,7 +10,6 @@ from strategies import METHODS
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.exchange import SendContext
-from thinwire.exchange import chunks as cutting
 from thinwire.testing import exchanges as laws
 from thinwire.testing.exchanges import Went, deltas, fits, group_fits, rounds
 from thinwire.testing.toy import Shuffled, adamw, journey, same_bits, toy
@@ -188,18 +187,6 @@ def test_grain_changes_no_value(exchange, request):
     request.getfixturevalue("small")
     ((cut,), *_) = rounds(exchange, codec, x)
     assert same_bits(cut.estimate, whole.estimate) and same_bits(cut.sent, whole.sent)
-
-
-def test_shards_cover_everything_once():
-    for codec in (tw.codecs.Identity(), tw.codecs.E3M0(128), tw.codecs.Sign(block=33), tw.codecs.TopK(0.1)):
-        for numel in (0, 1, 5, 127, 128, 129, 1000):
-            for size in (1, 2, 3, 7):
-                spans = cutting.shards(codec, numel, size)
-                assert [end for _, end in spans[:-1]] == [begin for begin, _ in spans[1:]]
-                assert spans[0][0] == 0 and spans[-1][1] == numel and len(spans) == size
-                sizes = [end - begin for begin, end in spans]
-                assert sizes == sorted(sizes, reverse=True)
-                assert all(begin % (codec.grain or 1) == 0 or begin == numel for begin, _ in spans)
 
 
 def test_an_overflowing_mean_voids_the_round_and_names_nobody(small):
