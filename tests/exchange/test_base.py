@@ -79,6 +79,25 @@ def test_owners_refuse_codecs_that_cannot_encode_a_mean(exchange):
             exchange(feedback=feedback)
 
 
+@pytest.mark.parametrize("sites", [(), (0, 2), ((0, 1), (1, 2)), ((0, 2),), ("ab",), (1,) * 31, 3], ids=str)
+def test_sites_without_each_rank_once_are_refused(sites):
+    with pytest.raises(tw.ConfigurationError, match=r"each rank once, such as .* are needed; at most 30 sites"):
+        tw.exchange.Hierarchy(sites)
+
+
+def test_sites_have_their_ranks_and_bytes():
+    assert tw.exchange.Hierarchy((1,) * 30).ranks == tuple((rank,) for rank in range(30))
+    assert tw.exchange.Hierarchy((3,)).ranks == ((0, 1, 2),)
+    two = tw.exchange.Hierarchy((2, 3))  # two shards of fp32: each owner passes on two packets to each mate
+    shard, mean = 48 + 4 * 5, 48 + 4 * 5 + 5
+    inside = [two.nbytes_inside(tw.codecs.Identity(), 10, 5, rank) for rank in range(5)]
+    assert inside == [shard + 2 * mean] * 2 + [shard + 4 * mean] * 2 + [2 * shard]
+    assert two.init(tw.codecs.Identity(), 10, 4, 5) == {}
+    two.check(tw.codecs.RandomK(0.5), None)
+    with pytest.raises(tw.ConfigurationError, match="a contractive codec is needed"):
+        tw.exchange.Hierarchy((2, 3), tw.pieces.feedback.Feedback()).check(tw.codecs.RandomK(0.5), None)
+
+
 def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
