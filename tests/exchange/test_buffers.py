@@ -21,6 +21,7 @@ def test_only_returned_buffers_are_lent_again():
     buffers, own = Buffers(), torch.zeros(100)
     first, second = buffers.floats(100), buffers.like(own)
     assert first.data_ptr() != second.data_ptr() and second.shape == (100,)
+    assert second.data_ptr() in buffers._lent and buffers.like(torch.zeros(3, device="meta")).is_meta
     buffers.give(own)
     buffers.swap([first, second], [second[:50]])
     assert buffers.floats(99).data_ptr() == first.data_ptr()

@@ -97,6 +97,7 @@ def test_an_aggregate_gets_the_values_and_state_of_its_range():
     def replica(group: tw.ThreadGroup) -> None:
         if group.rank == 2:
             room, (message,) = decoder(group, Noting(), begin=7), cut(Identity(), 7, 7 + NUMEL)
+            assert room._mean.numel() == NUMEL  # memory for one range
             packets = {rank: packet(values) for rank, values in enumerate(VALUES)}
             room.measure(message.ranges[0], 5, packets, Key(), (0, 0, 0))
             room.choose(room.products)

@@ -8,9 +8,8 @@ from pieces import CODECS, EXCHANGES, MATRICES, over
 from strategies import METHODS
 
 import thinwire as tw
-from thinwire.comm import CountedGroup, Ledger, Link
+from thinwire.comm import CountedGroup, Ledger
 from thinwire.exchange import SendContext
-from thinwire.exchange import chunks as cutting
 from thinwire.testing import exchanges as laws
 from thinwire.testing.exchanges import Went, deltas, fits, group_fits, rounds
 from thinwire.testing.toy import Shuffled, adamw, journey, same_bits, toy
@@ -190,18 +189,6 @@ def test_grain_changes_no_value(exchange, request):
     assert same_bits(cut.estimate, whole.estimate) and same_bits(cut.sent, whole.sent)
 
 
-def test_shards_cover_everything_once():
-    for codec in (tw.codecs.Identity(), tw.codecs.E3M0(128), tw.codecs.Sign(block=33), tw.codecs.TopK(0.1)):
-        for numel in (0, 1, 5, 127, 128, 129, 1000):
-            for size in (1, 2, 3, 7):
-                spans = cutting.shards(codec, numel, size)
-                assert [end for _, end in spans[:-1]] == [begin for begin, _ in spans[1:]]
-                assert spans[0][0] == 0 and spans[-1][1] == numel and len(spans) == size
-                sizes = [end - begin for begin, end in spans]
-                assert sizes == sorted(sizes, reverse=True)
-                assert all(begin % (codec.grain or 1) == 0 or begin == numel for begin, _ in spans)
-
-
 def test_an_overflowing_mean_voids_the_round_and_names_nobody(small):
     """Deltas are finite, but their mean is not: the round is void on all replicas, and no replica is named."""
     x = torch.full((1, 3, 100), 3e38)
@@ -289,42 +276,3 @@ def test_sites_of_another_group_are_refused():
             tw.Replica(tw.Strategy(exchange=tw.exchange.Hierarchy((2, 1))), model, adamw(model), group)
 
     tw.run_threads(2, replica)
-
-
-# ---- Choice
-
-
-def test_fastest_chooses_the_least_predicted_time():
-    fastest, codec = tw.exchange.Fastest("20mbit,40ms"), tw.codecs.E3M0()
-    link = Link.parse("20mbit,40ms")
-    for numel in (0, 100, 10_000, 10_000_000):
-        for size in (1, 2, 3, 8):
-            both = {one: one.seconds(codec, numel, size, link) for one in (tw.exchange.Direct(), tw.exchange.TwoShot())}
-            assert fastest.seconds(codec, numel, size, link) == min(both.values())
-            assert fastest.chosen(codec, numel, size) == min(both, key=both.get)
-    assert fastest.chosen(tw.codecs.LowRank(40, shapes=((1000, 1000),)), 10**6, 8) == tw.exchange.AllReduce()
-
-
-def test_predicted_seconds_are_bytes_over_rate_plus_delays():
-    link, codec, numel = Link(8e6, 0.5), tw.codecs.Cast(), 500_000  # 1 MB in a packet, 1 s
-    for exchange, seconds in [
-        (tw.exchange.Direct(), 3 * 1.0 + 0.5),
-        (tw.exchange.TwoShot(), 1.5 * 1.0 + 1.0),
-        (tw.exchange.AllReduce(), 1.5 * 1.0 + 1.0),
-        (tw.exchange.Star(), (1.0 + 3.0) + 1.0),
-        (tw.exchange.Star("hub"), (1.0 + 4.0) + 1.0),
-        (tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
-    ]:
-        assert exchange.seconds(codec, numel, 4, link) == pytest.approx(seconds, rel=1e-3)
-    alone = (tw.exchange.AllReduce(), tw.exchange.Hierarchy((1,)), tw.exchange.Star())
-    for exchange in (tw.exchange.Direct(), tw.exchange.TwoShot(), *alone):
-        assert exchange.seconds(codec, numel, 1, link) == 0.0
-
-
-def test_a_choice_is_reported():
-    strategy = tw.streaming_diloco(fragments=2, exchange=tw.exchange.Fastest("20mbit,40ms"))
-    (line,) = [line for line in strategy.describe(toy(), 4).splitlines() if line.startswith("exchange: ")]
-    assert line.startswith(
-        "exchange: Direct() for 3 of 3 fragment(s), among 4 replicas on 20mbit,40ms: a round of the largest takes 0.04"
-    )
-    assert "TwoShot(feedback=None) 0.08" in line and line.endswith("(predicted)")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import pytest
 import torch
 
 import thinwire as tw
@@ -11,6 +14,7 @@ from thinwire.comm import Group
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import Message
 from thinwire.exchange.round import Outgoing
+from thinwire.packet import HEADER_NBYTES
 from thinwire.rng import Key
 
 
@@ -38,12 +42,60 @@ def test_a_rounds_own_failure_is_found():
     tw.run_threads(1, replica)
 
 
+def test_a_packet_is_over_when_the_carrier_has_taken_it():
+    waits, queued, (first, second, third) = [], [Future[None]() for _ in range(3)], (outgoing() for _ in range(3))
+    for one, posted in zip((first, second, third), queued):
+        one.leaves_with(posted)
+    queued[0].cancel()
+    with pytest.raises(CancelledError):  # by the queue's end: it is never written
+        first.wait()
+    for one in (second, third):
+        one.written.set_result(None)
+        one.sent = SimpleNamespace(wait=lambda: waits.append("sent"))
+    queued[1].set_exception(OSError("of the carrier"))
+    assert second.wait() is second.packet
+    with pytest.raises(OSError, match="of the carrier"):
+        second.wait_sent()
+    queued[2].set_result(None)
+    third.wait_sent()
+    assert waits == ["sent"] and third.flags == 0
+
+
+def test_a_round_gives_its_packets_back_when_all_are_sent():
+    """If a peer does not take one, the buffers may still be read, and the trace names the peer."""
+
+    def replica(group):
+        for peer in (None, 2):
+            round_, one = a_round(group), outgoing()
+            packet, refused = round_.packet(7), []
+            assert (len(packet), round_.flags, round_.order, round_.step) == (HEADER_NBYTES + 7, 0, (), 0)
+            round_.outgoing.append(one)
+            one.written.set_result(None)
+            if peer is None:
+                round_.close()
+            else:
+                gone = tw.LinkError("gone")
+                gone.peer = peer
+                one.sent = SimpleNamespace(wait=Mock(side_effect=gone))
+                round_.trace.not_taken = refused.append
+                with pytest.raises(tw.LinkError, match="gone"):
+                    round_.close()
+            assert refused == ([] if peer is None else [peer])
+            assert bool(round_.packets) == bool(round_.context.buffers._lent) == (peer is not None)
+            round_.context.close()
+
+    tw.run_threads(1, replica)
+
+
 def test_round_times_are_the_carriers():
     def sent(posted, queued, seconds):
         return SimpleNamespace(posted=posted, transfer=SimpleNamespace(queued_seconds=queued, transfer_seconds=seconds))
 
     def replica(group):
         round_ = a_round(group)
+        assert round_.remembers({}) == {}
+        after = round_.remembers({"kept": torch.zeros(3)})  # one state for all ranges
+        assert after["kept"].numel() == 3 and round_.remembers({"kept": torch.zeros(3)}) is after
         round_.outgoing += [outgoing() for _ in range(4)]
         round_.outgoing[1].sent = sent(11.0, 0.0, 0.0)  # by a carrier that does not know the times
         assert round_.times() == (0.0, 0.0)

@@ -45,25 +45,6 @@ class _Slow:
         self.transfer.wait()
 
 
-def test_the_round_that_lands_first_is_sent_first(monkeypatch):
-    """Three rounds wait for a full window. The last of them lands first, so it is sent first."""
-    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 100)
-    left = []
-
-    def replica(group):
-        air = SendContext(group)
-        gate = threading.Event()
-        air.send_queue.put((0,), gate.wait)
-        for name, lands in (("late", 9), ("later", 12), ("soon", 4), ("late too", 9)):
-            air.send_queue.put((lands,), lambda name=name: left.append(name))
-        gate.set()
-        air.send_queue.put((99,), lambda: None).result()
-        air.close()
-
-    tw.run_threads(1, replica)
-    assert left == ["soon", "late", "late too", "later"]
-
-
 @pytest.mark.parametrize("window", [50, 200])
 def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
     """A message is posted when all earlier ones, except a window and one more, are complete. So later rounds can overtake, and a
@@ -80,27 +61,6 @@ def test_no_more_than_a_window_is_posted(monkeypatch, small, window):
     rounds(tw.exchange.Direct(), tw.codecs.Identity(), deltas(2, 128), wrap)
     times = [at for at, _ in seen[0].posts]
     assert len(times) == 8 and times[-1] - times[0] > 0.08
-
-
-def test_messages_longer_than_the_window_follow_without_a_gap(monkeypatch):
-    """If they were posted one by one, a link would be idle for a delay between them."""
-    monkeypatch.setattr(send_queue, "WINDOW_NBYTES", 1)
-    told = []
-
-    class Told:
-        rank, size = 0, 2
-
-        def post(self, tag, send, recv, purpose="packet", sized=None):
-            told.append(f"post {tag}")
-            return type("Transfer", (), {"wait": lambda _: told.append(f"wait {tag}")})()
-
-    box = send_queue.SendQueue(Told())
-    sent = [box.send(tag, {1: torch.zeros(8, dtype=torch.uint8)}, "packet") for tag in range(4)]
-    box.close()
-    assert told == ["post 0", "post 1", "wait 0", "post 2", "wait 1", "post 3"]
-    sent[0].wait()  # a second wait, which does not reach the carrier
-    assert told[-1] == "post 3"
-    assert box.put((0,), lambda: told.append("after the end")).cancelled()
 
 
 def test_encoding_sending_and_decoding_of_chunks_overlap(small):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,26 +12,27 @@ import torch
 import thinwire as tw
 from thinwire.catalogue.parsing import parse
 from thinwire.comm import CountedGroup, Ledger, Link
+from thinwire.comm.group import WrappedGroup
 from thinwire.comm.with_hub import WithHub
 from thinwire.exchange import Round, SendContext, Star, reducer
 from thinwire.exchange.chunks import PIECE_NUMEL, cut, packets_nbytes
 from thinwire.exchange.reducer import Declared, Reducer
 from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG, declare
-from thinwire.packet import HEADER_NBYTES
+from thinwire.packet import HEADER_NBYTES, REFUSED
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
 from thinwire.testing.exchanges import Went, deltas, rounds
 from thinwire.testing.toy import Plan, same_bits, travel
 
 
-def at_a_hub(replica, size, most_nbytes=1 << 30):
+def at_a_hub(replica, size, most_nbytes=1 << 30, wrap=lambda group: group):
     """Runs `replica(group)` for each replica and the hub's rounds, all as threads. Returns the results, and how the hub ended."""
 
     def member(group):
         seen = WithHub(group)
         if group.rank < size:
             return replica(seen)
-        hub = Reducer(seen, parse, most_nbytes)
+        hub = Reducer(wrap(seen), parse, most_nbytes)
         end = hub.run()
         return f"{hub.rounds} rounds; {end}"
 
@@ -63,6 +66,7 @@ def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
     for number in range(4):
         for rank, went in enumerate(one[number] for one in seen):
             assert went.refused == (number == 1) and not went.state
+            assert went.flags == (0, 0, REFUSED * (number == 1))
             for other in () if went.refused else plain:
                 assert same_bits(went.estimate, other[rank][number].estimate)
                 assert same_bits(went.sent, other[rank][number].sent)
@@ -119,23 +123,28 @@ def test_a_hub_refuses_invalid_declarations_before_it_allocates(told, reason):
         at_a_hub(replica, 2)
 
 
+class Damaging(WrappedGroup):
+    """Changes a bit of each packet that is sent, and leaves out its last `short` bytes."""
+
+    short = 0
+
+    def post(self, tag, send, recv, *more):
+        if tag != DECLARED_TAG:
+            send = {peer: packet[: len(packet) - self.short].clone() for peer, packet in send.items()}
+            for packet in send.values():
+                packet[HEADER_NBYTES] ^= 1
+        return self.group.post(tag, send, recv, *more)
+
+
 @pytest.mark.parametrize("change", ["declares another codec", "damages a packet", "sends another size"])
 def test_a_member_that_sends_invalid_packets_is_named(change):
     def replica(group):
-        context, liar = SendContext(group), group.rank == 1
+        liar = group.rank == 1
         codec = tw.codecs.Sign() if liar and change.startswith("declares") else tw.codecs.E3M0()
         if liar and not change.startswith("declares"):
-            post = group.post
-
-            def damaged(tag, send, recv, *more):
-                if send and tag != DECLARED_TAG:
-                    (packet,) = send.values()
-                    packet = packet[:-1].clone() if change.startswith("sends") else packet.clone()
-                    packet[HEADER_NBYTES] ^= 1
-                    send = {2: packet}
-                return post(tag, send, recv, *more)
-
-            group.post = damaged
+            group = Damaging(group)
+            group.short = int(change.startswith("sends"))
+        context = SendContext(group)
         with pytest.raises(tw.LinkError):
             Went(context, Star("hub"), codec, torch.ones(100), {})
         context.close(wait=True)
@@ -145,19 +154,69 @@ def test_a_member_that_sends_invalid_packets_is_named(change):
     assert "replica 0 sent" not in str(told.value)
 
 
+@pytest.mark.parametrize(("center", "name"), [(1, "replica 1"), ("hub", "the hub")])
+def test_a_damaged_mean_is_refused_by_the_name_of_its_center(center, name):
+    def replica(group):
+        liar = group.rank == center
+        context = SendContext(Damaging(group) if liar else group)
+        with nullcontext() if liar else pytest.raises(tw.PacketError, match=f"the packet of {name} is damaged"):
+            Went(context, Star(center), tw.codecs.E3M0(), torch.ones(100), {})
+        context.close(wait=True)
+
+    if center == "hub":
+        at_a_hub(replica, 2, wrap=Damaging)
+    else:
+        tw.run_threads(2, replica)
+
+
 def test_a_star_predicts_its_bytes_and_state():
     codec, link = tw.codecs.E3M0(4), Link(8e3, 0.5)
-    messages = cut(codec, 0, 100)
+    messages = cut(codec, 0, 101)  # one value in the last grain
     up, down, alone = packets_nbytes(messages), packets_nbytes(messages, marks=3), packets_nbytes(messages, marks=1)
     star, hub = Star(1), Star("hub")
-    assert [star.nbytes_sent(codec, 100, 3, rank) for rank in (None, 0, 1, 2)] == [2 * down, up, 2 * down, up]
-    assert [star.owns(codec, 100, rank, 3) for rank in range(3)] == [0, 100, 0] and hub.owns(codec, 100, 1, 3) == 0
-    assert star.seconds(codec, 100, 3, link) == link.seconds(up) + link.seconds(2 * down)
-    assert hub.seconds(codec, 100, 3, link) == link.seconds(up) + link.seconds(3 * down)
-    assert hub.seconds(codec, 100, 1, link) == link.seconds(up) + link.seconds(alone)
-    assert Star().seconds(codec, 100, 1, link) == 0.0 == Star().nbytes_sent(codec, 100, 1)
+    assert [star.nbytes_sent(codec, 101, 3, rank) for rank in (None, 0, 1, 2)] == [2 * down, up, 2 * down, up]
+    assert [star.owns(codec, 101, rank, 3) for rank in range(3)] == [0, 101, 0] and hub.owns(codec, 101, 1, 3) == 0
+    assert star.seconds(codec, 101, 3, link) == link.seconds(up) + link.seconds(2 * down)
+    assert hub.seconds(codec, 101, 3, link) == link.seconds(up) + link.seconds(3 * down)
+    assert hub.seconds(codec, 101, 1, link) == link.seconds(up) + link.seconds(alone)
+    assert Star() == Star(0) and Star().nbytes_sent(codec, 101, 2) == packets_nbytes(messages, marks=2) > up
+    assert Star().seconds(codec, 101, 1, link) == 0.0 == Star().nbytes_sent(codec, 101, 1)
     assert not star.needs_fixed_group and "averages the packets" in hub.needs_fixed_group
     assert "keeps what its center holds back" in Star(1, Feedback()).needs_fixed_group
+
+
+class Long(tw.codecs.Identity):
+    """A codec with a text of so many characters."""
+
+    count = 0
+
+    def __repr__(self):
+        return "L" * self.count
+
+
+def test_a_fragment_is_declared_in_one_message():
+    """Its bytes and tag are part of the wire format. It is sent once, and has 4,096 characters at most."""
+    told, codec = [], Long()
+    group = SimpleNamespace(rank=0, size=2, post=lambda *given: told.append(given))
+
+    def declared(fragment, codec, feedback=None, number=5):
+        declare(Round(context, codec, 10, Key(3, fragment, number), lambda begin, end: None), feedback)
+
+    context = SendContext(group)
+    declared(1, tw.codecs.Sign(), Feedback())
+    declared(1, tw.codecs.Sign(), Feedback(), 6)
+    ((tag, sent, due, purpose),) = told
+    assert (tag, list(sent), due, purpose) == (28 << 9, [2], {}, "declared")
+    body = f'{{"codec": "{tw.codecs.Sign()}", "feedback": "{Feedback()}", "numel": 10, "seed": 3, "fragment": 1, "round": 5}}'
+    assert sent[2].numpy().tobytes() == body.encode().ljust(4096)
+    Long.count = 4096 - len('{"codec": "", "feedback": "None", "numel": 10, "seed": 3, "fragment": 2, "round": 5}')
+    declared(2, codec)
+    assert len(told) == 2 and told[1][1][2].numpy().tobytes().endswith(b'"round": 5}')
+    Long.count += 1
+    with pytest.raises(
+        tw.ConfigurationError, match=r"with fragment 3 in 4097 characters: .*described in 4096 characters"
+    ):
+        declared(3, codec)
 
 
 def test_a_changed_fragment_declaration_is_refused():
@@ -199,10 +258,12 @@ def test_a_hub_computes_the_memory_of_a_fragment(codec, parts):
 
 
 def test_a_fragment_is_declared_once(monkeypatch):
+    assert reducer.FRAGMENTS == 256
     monkeypatch.setattr(reducer, "FRAGMENTS", 2)
 
     def member(group):
         hub = Reducer(group, parse)
+        assert hub._free == 16 << 30
         for fragment in (0, 7):
             hub._hear(0, b'{"fragment": %d}' % fragment)
         for fragment in (0, 8):

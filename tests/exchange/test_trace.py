@@ -16,6 +16,9 @@ def test_a_trace_notes_sends_and_receives_of_each_peer():
     trace.came(0, 0, [2, 0], 20.0, {0: 22.0, 2: soon})
     trace.came(0, 1, [0], 23.0, {0: 22.5})  # it was there before
     trace.came(0, 2, [0, 2], 23.0, {2: 23.5})  # the time of peer 0 is missing
+    trace.expect(1, {0: [5]}, 0.0)
+    trace.came(1, 0, [0], 0.0, {0: RESOLUTION})  # just long enough for a wait
+    trace.left(1, 0, 9, [3], 10.0)  # a hub, which has no name
     trace.lies_there(0, 0)
     trace.shorter(0, 0, 3)
     assert trace.record(4, 6, ["a", "b", "c"], 1, 0.25, False) == Record(
@@ -27,5 +30,6 @@ def test_a_trace_notes_sends_and_receives_of_each_peer():
         (
             Flow("a", 0, 21, 3, 3, 9.0, {0: 22.0, 1: 22.5}, frozenset({0})),
             Flow("c", 0, 4, 1, 2, 9.0, {0: soon, 2: 23.5}, frozenset({2})),
+            Flow("a", 1, 5, 1, 1, 0.0, {0: RESOLUTION}, frozenset({0})),
         ),
     )  # fmt: skip
