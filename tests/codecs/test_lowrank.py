@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from thinwire.errors import ConfigurationError
-from thinwire.rng import Key
+from thinwire.rng import Key, draw
 
 LARGE, SMALL = ((32, 32), (8,)), ((4, 4), (8,))
 
@@ -28,6 +28,8 @@ def test_claims_depend_on_whether_a_matrix_gets_smaller() -> None:
     assert signs.fitted(SMALL).claims == signs.claims == {"contractive"}
     assert signs.fitted(LARGE).claims == {"contractive", "drawn", "shared"}
     assert tw.codecs.LowRank().fitted(SMALL).claims == {"exact", "odd", "contractive", "idempotent"}
+    drawn = tw.codecs.LowRank(values=tw.codecs.Int(8, 8, "fp32", "stochastic"))
+    assert drawn.fitted(LARGE).claims == {"odd", "drawn"}, "the product of unbiased factors is not unbiased"
 
 
 def test_other_forms_have_half_to_twice_the_rank() -> None:
@@ -48,6 +50,8 @@ def test_a_warm_start_keeps_directions_alone_and_replaces_zero_columns() -> None
     assert cold.warmed(last) == cold and str(cold.warmed(last)) == str(cold)
     warm = cold.warmed(last).project(x, (), key)
     assert cold.warmed(last * 2.0**-70).project(x, (), key).equal(warm) and not warm.equal(first)
+    eyes, signs = torch.cat([torch.eye(8).view(-1), torch.eye(9).view(-1)]), draw(key.shared("factors"), 0, 2 * 17).sign()
+    assert cold.fitted(((8, 8), (9, 9))).project(eyes, (), key).equal(signs.float()), "with the identity, Q itself"
     last[::2] = 0  # the first column of each Q
     half = cold.warmed(last).project(x, (), key)
     assert half[::2].equal(first[::2]) and half[1::2].equal(warm[1::2])
