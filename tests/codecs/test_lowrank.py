@@ -50,7 +50,10 @@ def test_a_warm_start_keeps_directions_alone_and_replaces_zero_columns() -> None
     assert cold.warmed(last) == cold and str(cold.warmed(last)) == str(cold)
     warm = cold.warmed(last).project(x, (), key)
     assert cold.warmed(last * 2.0**-70).project(x, (), key).equal(warm) and not warm.equal(first)
-    eyes, signs = torch.cat([torch.eye(8).view(-1), torch.eye(9).view(-1)]), draw(key.shared("factors"), 0, 2 * 17).sign()
+    eyes, signs = (
+        torch.cat([torch.eye(8).view(-1), torch.eye(9).view(-1)]),
+        draw(key.shared("factors"), 0, 2 * 17).sign(),
+    )
     assert cold.fitted(((8, 8), (9, 9))).project(eyes, (), key).equal(signs.float()), "with the identity, Q itself"
     last[::2] = 0  # the first column of each Q
     half = cold.warmed(last).project(x, (), key)
