@@ -135,3 +135,32 @@ def test_messages_that_lie_there_are_counted_where_an_earlier_one_is_missing(sma
     assert (one.peer, one.there, one.parts) == ("b", 1, 4) and (two.peer, two.there, two.parts) == ("c", 3, 4)
     for stage in stages:
         stage.round.context.close()
+
+
+def test_a_forwarded_packet_names_its_author_and_bytes_are_the_only_message_of_their_stage():
+    groups, codec = tw.ThreadGroup.create(3), tw.codecs.Identity()
+    messages, size = cut(codec, 0, 4), HEADER_NBYTES + 16
+    rounds = [
+        Round(SendContext(group), codec, 4, Key(sender=group.rank), lambda begin, end: torch.arange(begin, end).float())
+        for group in groups
+    ]
+    said, heard_of = Stage(rounds[2], codec, 1), Stage(rounds[1], codec, 1)
+    passing, expecting = (Stage(rounds[rank], codec, 3, passes=1) for rank in (1, 0))
+    heard_of.expect({2: messages})
+    expecting.expect({1: messages})
+    said.send(0, *messages, [1], rounds[2].signal, rounds[2].key).wait_sent()
+    assert heard_of.receive(0) == {2: 0}
+    passing.pass_on(0, *messages, heard_of.packet(0, 2), [0])
+    rounds[1].outgoing[0].wait_sent()
+    assert expecting.receive(0, {1: 2}) == {1: 0} and expecting.packet(0, 1).equal(heard_of.packet(0, 2))
+    with pytest.raises(tw.PacketError, match="sent sender 2, 1 was expected"):
+        expecting.receive(0)
+    assert [round_.nbytes_sent for round_ in rounds] == [0, size, size]
+    told, hearing = (Stage(rounds[rank], codec, 5, purpose="products") for rank in (0, 1))
+    hearing.expect({0: messages})
+    told.send_bytes(*messages, torch.arange(16).byte(), [1])
+    rounds[0].outgoing[0].wait_sent()
+    assert hearing.receive(0) == {0: 0} and hearing.packet(0, 0)[HEADER_NBYTES:].tolist() == list(range(16))
+    assert rounds[0].nbytes_sent == 0, "a packet of another purpose"
+    for round_ in rounds:
+        round_.context.close()
