@@ -114,7 +114,7 @@ def test_only_bytes_that_leave_a_site_are_counted():
 
 def test_messages_that_lie_there_are_counted_where_an_earlier_one_is_missing(small):
     """Of four messages each, replica 1 sends one and closes its group; those of replica 2 are there, the last with another step."""
-    groups, codec, stages = tw.ThreadGroup.create(3), tw.codecs.Identity(), []
+    groups, codec, stages = tw.ThreadGroup.create(3, 0.01), tw.codecs.Identity(), []  # what is awaited is there
     messages = cut(codec, 0, 64)
     for group in groups:
         round_ = Round(
@@ -138,7 +138,7 @@ def test_messages_that_lie_there_are_counted_where_an_earlier_one_is_missing(sma
 
 
 def test_a_forwarded_packet_names_its_author_and_bytes_are_the_only_message_of_their_stage():
-    groups, codec = tw.ThreadGroup.create(3), tw.codecs.Identity()
+    groups, codec = tw.ThreadGroup.create(3, 0.01), tw.codecs.Identity()  # what is awaited is there
     messages, size = cut(codec, 0, 4), HEADER_NBYTES + 16
     rounds = [
         Round(SendContext(group), codec, 4, Key(sender=group.rank), lambda begin, end: torch.arange(begin, end).float())
