@@ -133,5 +133,7 @@ def test_the_least_settings_are_accepted():
 def test_codes_of_a_codebook_by_hand():
     """Two values are 0.47 steps from their mean; equal values are in the third bin, and no other bin has a value."""
     assert roundtrip(Codebook(), torch.tensor([1.0, -1.0])).tolist() == [0.0, 0.0]
+    many = torch.tensor([1.0, -1.0]).repeat(50)
+    assert roundtrip(Codebook(), many).equal(many), "0.66 steps"
     packet = encoded(Codebook(), torch.full((4,), 0.5))
     assert packet == bytes([0xAA]) + torch.tensor([0, 0, 0.5, 0]).numpy().tobytes()
