@@ -113,26 +113,30 @@ def test_only_bytes_that_leave_a_site_are_counted():
 
 
 def test_messages_that_lie_there_are_counted_where_an_earlier_one_is_missing(small):
-    """Of four messages each, replica 1 sends one and closes its group; those of replica 2 are there, the last with another step."""
+    """Of five messages each, replica 1 sends one and closes its group; those of replica 2 are there, the last with another step."""
     groups, codec, stages = tw.ThreadGroup.create(3, 0.01), tw.codecs.Identity(), []  # what is awaited is there
-    messages = cut(codec, 0, 64)
+    messages = cut(codec, 0, 80)
     for group in groups:
         round_ = Round(
-            SendContext(group), codec, 64, Key(sender=group.rank), lambda begin, end: torch.ones(end - begin)
+            SendContext(group), codec, 80, Key(sender=group.rank), lambda begin, end: torch.ones(end - begin)
         )
         stages.append(Stage(round_, codec))
     stages[0].expect({1: messages, 2: messages})
-    assert len(messages) == 4 and stages[0].receive(4) == {}
-    for rank, index in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)):
+    assert len(messages) == 5 and stages[0].receive(5) == {} and stages[0].number == 0
+    for rank, index in ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 4)):
         round_ = stages[rank].round
-        stages[0].round.step, round_.step = 4, 4 + (index == 3)
+        stages[0].round.step, round_.step = 4, 4 + (index == 4)
         stages[rank].send(index, messages[index], [0], round_.signal, round_.key).wait_sent()
     groups[1].close()
     assert stages[0].receive(0) == {1: 0, 2: 0}
     with pytest.raises(tw.LinkError, match="replica 1 closed its group"):
         stages[0].receive(1)
-    one, two = stages[0].round.record("abc", 0.0, over=False).received
-    assert (one.peer, one.there, one.parts) == ("b", 1, 4) and (two.peer, two.there, two.parts) == ("c", 3, 4)
+    assert [list(one.packets) for one in stages[0]._expected] == [[1, 2], [2, 1], [1, 2], [2, 1], [1, 2]]
+    Stage(stages[0].round, codec, 9, marks=7).expect({1: (), 2: messages[:1]})
+    one, two, marked = stages[0].round.record("abc", 0.0, over=False).received
+    assert (one.peer, one.there, one.parts) == ("b", 1, 5) and (two.peer, two.there, two.parts) == ("c", 4, 5)
+    size = HEADER_NBYTES + 64
+    assert (one.nbytes, two.nbytes, marked.nbytes, marked.peer) == (5 * size, 5 * size, size + 7, "c")
     for stage in stages:
         stage.round.context.close()
 
@@ -164,3 +168,18 @@ def test_a_forwarded_packet_names_its_author_and_bytes_are_the_only_message_of_t
     assert rounds[0].nbytes_sent == 0, "a packet of another purpose"
     for round_ in rounds:
         round_.context.close()
+
+
+def test_a_shorter_packet_of_a_codec_that_varies_is_counted_as_it_is():
+    messages, stages = cut(SHORT, 0, 16), []
+    for group in tw.ThreadGroup.create(2, 0.01):  # what is awaited is there
+        key = Key(sender=group.rank)
+        stages.append(
+            Stage(Round(SendContext(group), SHORT, 16, key, lambda begin, end: torch.ones(end - begin)), SHORT)
+        )
+    stages[0].expect({1: messages})
+    stages[1].send(0, *messages, [0], stages[1].round.signal, stages[1].round.key).wait_sent()
+    assert stages[0].receive(0) == {1: 0} and stages[0].packet(0, 1).numel() == HEADER_NBYTES + 33
+    assert [flow.nbytes for flow in stages[0].round.record("ab", 0.0, over=True).received] == [HEADER_NBYTES + 33]
+    for stage in stages:
+        stage.round.context.close()
