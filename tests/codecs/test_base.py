@@ -8,7 +8,7 @@ from pieces import CODECS
 
 import thinwire as tw
 from thinwire.codecs import warm_up
-from thinwire.codecs.base import Codec, Places, chance, check_fit, check_inner, nested
+from thinwire.codecs.base import Codec, Places, Symbols, chance, check_fit, check_inner, nested, rebuilt
 from thinwire.errors import ConfigurationError
 
 UNBIASED = tw.codecs.E3M0(rounding="stochastic")
@@ -63,8 +63,15 @@ def test_buffers_that_do_not_fit_are_refused(values, payload):
     codec = tw.codecs.Levels(bits=4, block=16)
     assert codec.nbytes(16) == 16
     check_fit(codec, *GOOD)
+    check_fit(codec, GOOD[0], GOOD[1][1:], shorter=True)
     with pytest.raises(ConfigurationError, match=r"^Levels\(bits=4, block=16\): "):
         check_fit(codec, values, payload)
+
+
+@pytest.mark.parametrize("payload", [torch.zeros(17), torch.zeros(3, 5), torch.zeros(1, 16)], ids=str)
+def test_only_a_flat_and_shorter_payload_is_accepted_as_shorter(payload):
+    with pytest.raises(ConfigurationError, match="flat fp32 and flat uint8 of 16 bytes are needed"):
+        check_fit(tw.codecs.Levels(bits=4, block=16), GOOD[0], payload.byte(), shorter=True)
 
 
 def test_the_parts_of_a_layout_add_up_to_the_payload():
@@ -140,7 +147,24 @@ def test_undeclared_properties_of_a_codec_have_defaults():
     declared = (least.any_device, least.samples, least.varies, least.needs_shapes, least.sparse, least.joint)
     assert (*declared, least.linear, least.all_reduced) == (False,) * 8
     assert least.fitted(()) is least.denser(0.5) is least.within(0.0, 8) is least.warmed(last) is least
+    assert least.layout(8) == (Symbols(8, 1),)
     assert (least.spans_of_rest(8), least.forms(), least.remembered(8)) == ((), (), None)
+
+
+def test_a_change_reaches_all_codecs_inside_one():
+    levels, changed = (
+        tw.codecs.Levelled((tw.codecs.Cast(), tw.codecs.DCT(tw.codecs.TopK(density)))) for density in (0.01, 0.1)
+    )
+    assert rebuilt(levels, lambda one: one.denser(0.1)) == changed
+    inner = tw.codecs.TopK(0.1)
+    assert [*nested(changed)] == [changed, tw.codecs.Cast(), tw.codecs.DCT(inner), inner, tw.codecs.Cast()]
+
+
+@pytest.mark.parametrize("inner", ["Sign()", tw.codecs.Sign, None])
+def test_what_is_no_codec_is_refused_inside_one(inner):
+    with pytest.raises(ConfigurationError) as caught:
+        check_inner(SHARED, "values", inner)
+    assert str(caught.value) == f"RandomK(values={inner!r}): a Codec is needed, such as Cast('bf16') or Sign()."
 
 
 def test_a_joint_codec_is_found_inside_another_and_refused_there():

@@ -11,6 +11,6 @@ def test_casts_run_on_any_device() -> None:
 
 
 def test_in_full_keeps_the_grain_of_the_codec() -> None:
-    assert in_full(tw.codecs.E3M0(32)) == Dense(32)
+    assert [in_full(tw.codecs.E3M0(block)) for block in (2, 32)] == [Dense(2), Dense(32)]
     assert in_full(tw.codecs.TopK()) == in_full(Identity()) == Identity()
     assert [codec.grain for codec in (Identity(), Dense(32))] == [1, 32]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Cast, Identity, Int, Levelled, Sign, TopK
+from thinwire.codecs import E3M0, Cast, Entropy, Identity, Int, Levelled, Sign, TopK
+from thinwire.codecs.levelled import may_skip
 from thinwire.comm.group import WrappedGroup
 from thinwire.comm.rates import RateTrace
 from thinwire.errors import NonFiniteError, PacketError
@@ -20,6 +21,7 @@ from thinwire.simulate.deadlines import fixed, observed, oracle, play
 from thinwire.testing.strategies import all_agree
 from thinwire.testing.toy import Journey, Plan, travel
 
+NOTHING = torch.zeros(0, dtype=torch.uint8), Key()
 LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)))
 SIZES = [[8000, 4250, 1060]] * 4
 SCHEDULE = Staggered(every=20, delay=4)
@@ -168,6 +170,7 @@ def test_a_skipped_round_is_a_byte_that_adds_nothing():
     skipping = replace(LEVELS, skips=2)
     assert skipping.claims == LEVELS.claims
     levels = [skipping.within(0.0, 100, skipped).level for skipped in range(4)]
+    assert replace(LEVELS, skips=1).within(0.0, 100).level == 3
     assert levels == [3, 3, 2, 2] and LEVELS.within(0.0, 100).level == 2
     payload = torch.ones(skipping.nbytes(100), dtype=torch.uint8)
     assert skipping.within(0.0, 100).encode(torch.ones(100), payload, Key()) == 1 and payload[0] == 3 == payload.sum()
@@ -183,8 +186,20 @@ def test_a_skipped_round_is_a_byte_that_adds_nothing():
 
 @pytest.mark.parametrize("skips", [-1, 256, True, 1.0])
 def test_invalid_numbers_of_skips_are_refused(skips):
+    assert replace(LEVELS, skips=255).skips == 255
     with pytest.raises(tw.ConfigurationError, match="skips"):
         replace(LEVELS, skips=skips)
+
+
+def test_the_level_is_that_of_a_codec_or_one_more_where_rounds_are_skipped():
+    """Receivers do not need to know it, so it is no part of what makes two codecs equal."""
+    assert [replace(LEVELS, level=level).level for level in range(3)] == [0, 1, 2]
+    assert replace(LEVELS, skips=1, level=3) == replace(LEVELS, skips=1) and LEVELS.level == LEVELS.skips == 0
+    assert str(replace(LEVELS, level=2)) == str(LEVELS) and hash(replace(LEVELS, level=2)) == hash(LEVELS)
+    assert LEVELS.varies and not LEVELS.biased and LEVELS.nbytes(0) == 0 == LEVELS.encode(torch.zeros(0), *NOTHING)
+    for skips, level in ((0, -1), (0, 3), (1, 4)):
+        with pytest.raises(tw.ConfigurationError, match="each level must have fewer"):
+            replace(LEVELS, skips=skips, level=level)
 
 
 def test_skipping_needs_a_feedback_that_keeps_the_delta():
@@ -194,6 +209,7 @@ def test_skipping_needs_a_feedback_that_keeps_the_delta():
     with pytest.raises(tw.ConfigurationError, match="a mean that its owner skips would be lost"):
         tw.streaming_sign(codec=skipping, exchange=tw.exchange.TwoShot())
     tw.streaming_sign(codec=skipping, exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()))
+    assert [may_skip(codec) for codec in (skipping, LEVELS, Entropy(E3M0()), Sign())] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("codecs", [(), (E3M0(),), (E3M0(), Int(8)), (E3M0(), "Sign()"), (E3M0(), LEVELS)])
@@ -202,9 +218,26 @@ def test_invalid_levels_are_refused(codecs):
         Levelled(codecs)
 
 
+class Padded(Identity):
+    """It sends as many bytes again."""
+
+    def nbytes(self, numel: int) -> int:
+        return 8 * numel
+
+
 def test_levels_declare_the_properties_of_their_codecs():
     drawn = Levelled((Int(8, 8, "fp32", "stochastic"), Int(4, 8, "fp32", "stochastic")))
     assert LEVELS.claims == {"contractive", "refuses"} and drawn.claims == {"odd", "unbiased", "refuses"}
+    assert replace(drawn, skips=1).claims == {"odd", "drawn", "refuses"}, "values are unbiased only where all are sent"
+    mixed = Levelled((Cast(), drawn.codecs[0], Sign(block=512)), skips=0)
+    assert [replace(mixed, level=level).claims for level in range(3)] == [
+        {"refuses"},
+        {"refuses", "unbiased"},
+        {"refuses"},
+    ]
+    assert [sum(part.nbytes for part in mixed.layout(numel)) for numel in (0, 1)] == [0, 3]
+    exact = Levelled((Padded(), Identity()))
+    assert exact.claims - replace(exact, skips=1).claims == {"exact"}
     assert LEVELS.grain == 512 and Levelled((Cast("bf16"), TopK(0.1))).grain is None
     assert [part.nbytes for part in replace(LEVELS, level=2).layout(100)] == [1 + LEVELS.codecs[2].nbytes(100)]
     many = tuple(Int(8, block=block) for block in range(1, 258))
@@ -213,7 +246,7 @@ def test_levels_declare_the_properties_of_their_codecs():
         Levelled(many)
     with pytest.raises(tw.ConfigurationError, match="one fewer"):
         Levelled(many[:256], skips=1)
-    with pytest.raises(tw.ConfigurationError, match="for 1,048,576 values"):
+    with pytest.raises(tw.ConfigurationError, match=r"\[139264, 557056, 1056768\] bytes for 1,048,576 values"):
         Levelled(LEVELS.codecs[::-1])
 
 

@@ -352,8 +352,14 @@ def rebuilt(codec: Any, change: Callable[[Any], Codec]) -> Codec:
     >>> rebuilt(TopK(0.01, Cast("bf16")), lambda one: Identity() if isinstance(one, Cast) else one)
     TopK(density=0.01, values=Identity())
     """
+
+    def made(value: Any) -> Any:
+        return rebuilt(value, change) if isinstance(value, Codec) else value
+
     inside = {field.name: getattr(codec, field.name) for field in fields(codec)}
-    changed = {name: rebuilt(inner, change) for name, inner in inside.items() if isinstance(inner, Codec)}
+    changed = {
+        name: tuple(map(made, value)) if isinstance(value, tuple) else made(value) for name, value in inside.items()
+    }
     return change(replace(codec, **changed))
 
 

@@ -230,8 +230,10 @@ class Int(Blocks):
     def forms(self) -> tuple[Int, ...]:
         blocks = {self.block} | {block for block in (self.block // 4, 4 * self.block) if block % 4 == 0 < block}
         bits: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)
-        forms = (replace(self, bits=each, block=block) for each in bits for block in sorted(blocks))
-        return tuple(form for form in forms if form != self)
+        pairs = ((each, block) for each in bits for block in sorted(blocks) if block * each % 8 == 0)
+        return tuple(
+            replace(self, bits=each, block=block) for each, block in pairs if (each, block) != (self.bits, self.block)
+        )
 
 
 _INTS = {b: Grid(bits=b, mantissa=b - 1, normal=2.0 ** (b - 1), top=2 ** (b - 1) - 1) for b in (8, 4, 2)}

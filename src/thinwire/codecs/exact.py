@@ -23,7 +23,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     The rows of a and the columns of b are first rounded to ⌊(52 − ⌈log₂ k⌉) / 2⌋ bits of their largest value (23 for k = 64).
     Then all partial sums are integers below 2⁵³, and no sum is rounded in any order.
     """
-    bits = (52 - (max(1, a.shape[1]) - 1).bit_length()) // 2
+    bits = (52 - (a.shape[1] - 1).bit_length()) // 2
     (whole_a, scale_a), (whole_b, scale_b) = _whole(a, 1, bits), _whole(b, 0, bits)
     return (whole_a @ whole_b).mul_(scale_a).mul_(scale_b)
 
@@ -83,8 +83,7 @@ def orthonormal(columns: Tensor) -> Tensor:
             for other in made:
                 column = column - other * total(other * column)
         left = total(column * column)
-        sound = bool(left > begun * 1e-24) and bool(left > 0)
-        made.append(column / math.sqrt(left) if sound else torch.zeros_like(column))
+        made.append(column / math.sqrt(left) if left > begun * 1e-24 else torch.zeros_like(column))
     return torch.stack(made, 1).float() if made else columns
 
 

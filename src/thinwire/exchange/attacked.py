@@ -59,12 +59,15 @@ class Attacked(Exchange):
     needs_fixed_group: ClassVar[str] = "has liars at given ranks"
 
     def __post_init__(self) -> None:
-        if type(self.liars) is not int or self.liars < 1:
-            raise ConfigurationError(f"liars={self.liars!r}: a whole number is needed, 1 or more.")
+        _check_liars(self.liars)
 
     @property
     def gathers(self) -> bool:
         return self.exchange.gathers
+
+    @property
+    def agrees(self) -> bool:
+        return self.exchange.agrees
 
     @property
     def multiplies(self) -> bool:
@@ -91,11 +94,15 @@ class Attacked(Exchange):
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         self.exchange.check(codec, feedback)
 
+    def check_beside(self, strategy: Any) -> None:
+        self.exchange.check_beside(strategy)
+
+    def check_size(self, size: int) -> None:
+        self.exchange.check_size(size)
+        _check_liars(self.liars, size)
+
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
-        if self.liars >= size:
-            raise ConfigurationError(
-                f"liars={self.liars} of {size} replicas: at least one must be honest; choose {size - 1} or fewer."
-            )
+        _check_liars(self.liars, size)
         first = {"first": torch.zeros(numel)} if lies(rank, size, self.liars) else {}
         return {**first, **self.exchange.init(codec, numel, rank, size)}
 
@@ -145,8 +152,7 @@ class AttackedGossip(Gossip):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.liars) is not int or self.liars < 1:
-            raise ConfigurationError(f"liars={self.liars!r}: a whole number is needed, 1 or more.")
+        _check_liars(self.liars)
         if not self.rule.sends_weights:
             raise ConfigurationError(
                 f"{self.attack} with {self.rule}: liars lie about weights, which this rule does not send as they are; choose d_psgd, bristle "
@@ -159,10 +165,7 @@ class AttackedGossip(Gossip):
 
     def check_size(self, size: int) -> None:
         super().check_size(size)
-        if self.liars >= size:
-            raise ConfigurationError(
-                f"liars={self.liars} of {size} replicas: at least one must be honest; choose {size - 1} or fewer."
-            )
+        _check_liars(self.liars, size)
 
     def depart(self, round_: Round, state: State) -> Any:
         moved = partial(_moved, round_, round_.signal)
@@ -176,6 +179,16 @@ class AttackedGossip(Gossip):
                 said = alike(round_, said, self.liars)
             round_.signal = partial(_false, said, round_.signal)
         return super().depart(round_, state)
+
+
+def _check_liars(liars: int, size: int | None = None) -> None:
+    """Raise `ConfigurationError` unless `liars` is a positive number, below the `size` of the group if that is known."""
+    if type(liars) is not int or liars < 1:
+        raise ConfigurationError(f"liars={liars!r}: a whole number is needed, 1 or more.")
+    if size is not None and liars >= size:
+        raise ConfigurationError(
+            f"liars={liars} of {size} replicas: at least one must be honest; choose {size - 1} or fewer."
+        )
 
 
 def lies(rank: int, size: int, liars: int) -> bool:

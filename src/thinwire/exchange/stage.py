@@ -103,7 +103,7 @@ class Stage:
         for number, expected in enumerate(self._expected[index:], index):
             for peer, packet in expected.packets.items():
                 with suppress(PacketError, DisagreementError):
-                    if peer not in expected.transfer.arrivals:
+                    if number > index or peer not in expected.transfer.arrivals:
                         self._opened(peer, number, expected.messages[peer], packet)
                         self.round.trace.lies_there(self.number, peer)
 
