@@ -98,7 +98,7 @@ def test_a_guard_scales_the_delta_and_the_parameters(scale: float, told: bool):
     heard = held.guarded(Fixed(), delta, 2.0)
     assert delta.tolist() == [3 * scale, 0, 0, 4 * scale] * 2
     assert flat(held) == (held.anchor - delta).tolist() and held.guard["norms"][0] == 2
-    assert (heard is not None) == told and (heard is None or heard[0] == math.sqrt(50) and heard[1].scale == scale)
+    assert (heard is not None) == told and (heard is None or (heard[0] == math.sqrt(50) and heard[1].scale == scale))
     assert held.guarded(Fixed(), floats(math.inf), 5.0) is None and held.guard["norms"][0] == 2
 
 
