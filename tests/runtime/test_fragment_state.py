@@ -56,6 +56,8 @@ def test_a_first_state_is_that_of_the_model():
     assert held.guard["norms"].tolist() == [0.0] * 3 and held.disk is None
     assert not any((held.state, held.feedback, held.exchange, held.aggregate, held.policy, held.filtered, held.flight))
     assert not held_by(tw.data_parallel()).guard, "the guard does not look at gradients"
+    (one,) = Whole().fragments(nn.Linear(1, 1, bias=False))
+    assert hold(tw.Strategy(anchors="device"), one, 0, 0, 1).anchor.tolist() == one.parameters[0][1].view(-1).tolist()
 
 
 def test_a_delta_is_the_base_minus_the_parameters():
@@ -281,6 +283,7 @@ def test_a_given_anchor_is_taken_as_it_is(feedback: Feedback | None):
     assert [kept.tolist() for kept in update.feedback.values()] == [[0.75] * NUMEL] * bool(feedback)
 
 
+@pytest.mark.filterwarnings("error")  # torch warns if it must resize a result
 def test_a_signal_has_room_for_the_longest_range():
     """Room is made anew for a longer range, and kept for a shorter one."""
     strategy = replace(tw.Strategy(codec=tw.codecs.Sign()), feedback=Feedback())
