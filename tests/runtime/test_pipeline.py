@@ -95,7 +95,7 @@ def test_rounds_are_decoded_one_after_another(monkeypatch: pytest.MonkeyPatch) -
 
 def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
     """Their numbers count from the end, so that no exchange has them."""
-    posted, flags = set(), set()
+    posted, flags = set(), set[int]()
 
     class Noting(WrappedGroup):
         def post(self, tag, send, recv, purpose="packet", sized=None):
