@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -12,13 +13,13 @@ import thinwire as tw
 from thinwire.codecs import Identity, Int, Levelled, Sign
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.deadlines import Deadlines
-from thinwire.testing.toy import Journey, Plan, adamw, batch, inner_step, still, toy, travel
+from thinwire.testing.toy import Journey, Plan, adamw, batch, inner_step, journey, still, toy, travel
 
 
-@pytest.mark.parametrize(("beside", "taken"), [(0.0, [0.0, 0.0, 0.0, 0.0]), (10.0, [10.0, 2.0, 2.0, 0.0])])
+@pytest.mark.parametrize(("beside", "taken"), [(0.0, [0.0, 0.0, 0.0, 0.0]), (10.0, [10.0, 2.0, 2.0, 1.0])])
 def test_deadlines_hear_when_rounds_depart_arrive_and_land(monkeypatch, beside, taken):
-    """Two seconds pass in four steps, and none during a flight. By the clock of the other threads a round arrives `beside` seconds after
-    its departure; then it has waited for the round before it."""
+    """Two seconds pass in four steps, one of them after the last flight, and none during a flight. By the clock of the other threads a round
+    arrives `beside` seconds after its departure; then it has waited for the round before it."""
     both: list[list[tuple]] = []
 
     class Noting(Deadlines):
@@ -53,15 +54,24 @@ def test_deadlines_hear_when_rounds_depart_arrive_and_land(monkeypatch, beside, 
         def clock() -> float:
             return ticks[0] + (0.0 if threading.current_thread() is main else beside)
 
-        travel(Plan(strategy, steps=13, before_step=tick, clock=clock), group)
+        travel(Plan(strategy, steps=14, before_step=tick, clock=clock), group)
 
     tw.run_threads(2, replica, timeout=600.0)
     due = list[tuple]()
-    for departed, nbytes, seconds in zip((2.0, 4.0, 6.0, 6.0), (71, 49, 71, 497), taken, strict=True):
+    for departed, nbytes, seconds in zip((2.0, 4.0, 6.0, 7.0), (71, 49, 71, 497), taken, strict=True):
         due += [("share", 0.5)] * (nbytes != 497 and departed > 2)  # neither the probe nor the end has a deadline
         due += [("departed", departed, nbytes), ("arrived", departed + beside, nbytes, seconds, nbytes != 49)]
         due += [("landed", beside > 0)]
     assert both == [due, due]
+
+
+def test_a_round_that_training_waits_for_has_the_finest_level():
+    """It has no deadline. This includes the first round, which in the air would probe the link."""
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), codec=Levelled((Int(8), Sign(block=64))))
+    first, *_ = journey(strategy, 2, steps=4)
+    assert len({event["nbytes"] for event in first.heard("flight")}) == 1
+    finest, *_ = journey(replace(strategy, codec=Int(8)), 2, steps=4)
+    assert [e["nbytes"] for e in first.heard("flight")] == [1 + e["nbytes"] for e in finest.heard("flight")]
 
 
 def test_a_first_round_in_the_air_departs_with_the_same_level_after_a_resume():

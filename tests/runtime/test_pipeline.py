@@ -10,6 +10,7 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire.comm.group import WrappedGroup
+from thinwire.packet import flags_of
 from thinwire.runtime.pipeline import ROUNDS, WEIGHTS, StepTimer, or_flags
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
@@ -94,11 +95,13 @@ def test_rounds_are_decoded_one_after_another(monkeypatch: pytest.MonkeyPatch) -
 
 def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
     """Their numbers count from the end, so that no exchange has them."""
-    posted = set()
+    posted, flags = set(), set[int]()
 
     class Noting(WrappedGroup):
         def post(self, tag, send, recv, purpose="packet", sized=None):
             posted.add((purpose, tag >> 9 & 31))
+            if purpose == "policy":
+                flags.update(flags_of(packet) for packet in send.values())
             return self.group.post(tag, send, recv, purpose, sized)
 
     def replica(group: tw.Group) -> None:
@@ -109,7 +112,18 @@ def test_token_counts_and_policy_messages_have_stages_of_their_own() -> None:
 
     tw.run_threads(2, replica, timeout=600.0)
     assert {("packet", 0), ("tokens", 30), ("policy", 31)} <= posted
-    assert {purpose for purpose, stage in posted if stage >= 30} == {"tokens", "policy"}
+    assert {purpose for purpose, stage in posted if stage >= 30} == {"tokens", "policy"} and flags == {0}
+
+
+def test_a_round_replaces_the_memory_of_its_aggregate() -> None:
+    def replica(group: tw.Group) -> bool:
+        model = toy()
+        with tw.Replica(METHODS["with histories, in shards"], model, adamw(model), group) as attached:
+            for step in range(1, 5):
+                inner_step(model, attached.optimizer, *batch(0, group.rank, step))
+            return bool(attached.state()[0]["0.aggregate.history0"].any())
+
+    assert tw.run_threads(2, replica, timeout=600.0) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -16,29 +16,35 @@ from thinwire.pieces.robust import Median
 from thinwire.runtime.weighing import TokenCount, tokens_of_step, weighed
 from thinwire.testing.toy import same_bits
 
-VALUES = ((1.0, 1.0, 1.0, 1.0), (6.0,))  # the tokens of a step, by replica
+# the tokens of a replica's step, by round and replica
+VALUES = (((1.0, 1.0, 1.0, 1.0), (6.0,)), ((2.0,), (12.0, 12.0, 12.0)))
 
 
-def mean_of_all(weighed: bool) -> list[float]:
-    """Returns the result of one round, before which each replica's model has moved to the mean of its own tokens."""
+def means_of_all(weighed: bool) -> list[list[float]]:
+    """Returns the result of each round, before which each replica's model has moved to the mean of its own tokens."""
 
-    def train(group: tw.ThreadGroup) -> float:
+    def train(group: tw.ThreadGroup) -> list[float]:
         model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
-        own = torch.tensor(VALUES[group.rank])
-        tokens = float(len(own)) if weighed else None
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with tw.Replica(tw.local_sgd(every=1), model, optimizer, group, tokens=tokens):
-            (0.5 * (model[0] - own).square().mean()).backward()
-            optimizer.step()
-        return model[0].item()
+        after = []
+        with tw.Replica(tw.local_sgd(every=1), model, optimizer, group, tokens=1 if weighed else None) as replica:
+            for values in VALUES:
+                own = torch.tensor(values[group.rank])
+                replica.tokens = float(len(own)) if weighed else None
+                optimizer.zero_grad()
+                (0.5 * (model[0] - own).square().mean()).backward()
+                optimizer.step()
+                after.append(model[0].item())
+        return after
 
     return tw.run_threads(2, train)
 
 
 def test_weighing_by_tokens_removes_the_bias_of_equal_weights():
-    tokens = [value for of_step in VALUES for value in of_step]
-    assert mean_of_all(weighed=True) == [sum(tokens) / len(tokens)] * 2
-    assert mean_of_all(weighed=False) == [(1.0 + 6.0) / 2] * 2 != [sum(tokens) / len(tokens)] * 2
+    """A round counts the tokens since the one before."""
+    rounds = [[value for of_step in values for value in of_step] for values in VALUES]
+    assert means_of_all(weighed=True) == [[sum(tokens) / len(tokens) for tokens in rounds]] * 2 == [[2.0, 9.5]] * 2
+    assert means_of_all(weighed=False) == [[(1.0 + 6.0) / 2, (2.0 + 12.0) / 2]] * 2
 
 
 STRATEGIES = {
