@@ -18,7 +18,7 @@ from thinwire.pieces.mgs import MGS
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
 from thinwire.testing.strategies import any_order_of_arrival, counted, counted_as_predicted, resumed_is_never_stopped
-from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, still, toy, weights
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 from thinwire.topology import (
     Complete,
     Cut,
