@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,9 +310,12 @@ def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
     return model, made, tw.Replica(strategy, model, made, group)
 
 
-def test_gradients_that_have_a_graph_are_exchanged():
+@pytest.mark.parametrize(
+    "strategy", [tw.data_parallel(), replace(tw.recipes.gradient_tracking(), inner=None)], ids=["mean", "tracked"]
+)
+def test_gradients_that_have_a_graph_are_exchanged(strategy):
     """As after `backward(create_graph=True)`."""
-    model, optimizer, replica = attached(tw.data_parallel(), optimizer=sgd)
+    model, optimizer, replica = attached(strategy, optimizer=sgd)
     alone = toy()
     for one, steps in ((model, optimizer), (alone, sgd(alone))):
         used = [p for name, p in one.named_parameters() if p.requires_grad and name != "nothing"]
