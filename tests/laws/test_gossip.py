@@ -265,7 +265,7 @@ def test_a_merge_that_takes_the_anchor_drops_the_steps_of_the_flight():
 def test_tracked_gradients_have_the_sum_of_the_gradients():
     """Each step has gradients of its own; from the second on they hold the neighbours'. An early exchange is the step's only one."""
 
-    def replica(group):
+    def replica(group, early=False):
         model, seen = toy(), []
         optimizer = sgd(model)
         with tw.Replica(gossip(Complete(), Tracking()), model, optimizer, group) as one:
@@ -275,13 +275,16 @@ def test_tracked_gradients_have_the_sum_of_the_gradients():
                 ((model(x) - y) ** 2).mean().backward()
                 trained = [p.grad for p in model.parameters() if p.grad is not None]
                 own = torch.cat([grad.flatten() for grad in trained])
-                if step == 2:
+                if early:
                     one.exchange_gradients()
                 optimizer.step()
                 seen.append((own, torch.cat([grad.flatten() for grad in trained])))
         return seen
 
-    for step, ((a, tracked_a), (b, tracked_b)) in enumerate(zip(*tw.run_threads(2, replica, timeout=600.0))):
+    runs = tw.run_threads(2, replica, timeout=600.0)
+    early = tw.run_threads(2, lambda group: replica(group, True), timeout=600.0)
+    assert all(same_bits(a, b) for one, other in zip(runs, early) for (_, a), (_, b) in zip(one, other))
+    for step, ((a, tracked_a), (b, tracked_b)) in enumerate(zip(*runs)):
         torch.testing.assert_close(tracked_a + tracked_b, a + b, rtol=1e-4, atol=1e-5)
         assert same_bits(tracked_a, a) == (step == 0)
 
