@@ -176,10 +176,16 @@ def test_training_recovers_from_a_nan_parameter(name):
 @pytest.mark.parametrize("name", each(GRADIENTS))
 def test_bad_weights_without_anchors_end_the_run_by_name(name):
     """With Gradients no replica holds anchors, and training without steps for ever would be worse."""
-    with pytest.raises(
-        tw.NonFiniteError, match=r"the weights of replica 1 hold NaN or infinity.*resume from the last checkpoint"
-    ):
-        journey(METHODS[name], 2, steps=24, before_step=poison_parameter(5))
+
+    def poison_step(replica, step):
+        if step == 5 and replica.group.rank == 1:
+            replica.optimizer.param_groups[0]["lr"] = INF
+
+    for poison in (poison_parameter(5), poison_step):
+        with pytest.raises(
+            tw.NonFiniteError, match=r"the weights of replica 1 hold NaN or infinity.*resume from the last checkpoint"
+        ):
+            journey(METHODS[name], 2, steps=24, before_step=poison)
 
 
 @pytest.mark.parametrize("name", each(GRADIENTS))

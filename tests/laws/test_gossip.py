@@ -18,7 +18,7 @@ from thinwire.pieces.mgs import MGS
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
 from thinwire.testing.strategies import any_order_of_arrival, counted, counted_as_predicted, resumed_is_never_stopped
-from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, still, toy, weights
+from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd, toy, weights
 from thinwire.topology import (
     Complete,
     Cut,
@@ -37,7 +37,7 @@ from thinwire.topology import (
 @cache
 def calm(name):
     """A run of four replicas with its bytes counted, which several laws read."""
-    return counted(GOSSIP[name], 4, steps=8, clock=still)
+    return counted(GOSSIP[name], 4, steps=8, clock=lambda: 5.0)
 
 
 named = pytest.mark.parametrize("name", GOSSIP)
@@ -59,6 +59,8 @@ def apart(strategy, size, steps, train=0.0):
         with tw.Replica(strategy, model, optimizer, group) as one:
             driver = one._driver
             (fragment,) = driver.training.fragments
+            first = strategy.exchange.begins(fragment.anchor, Key(sender=group.rank), size)
+            assert all(same_bits(fragment.exchange[name], value) for name, value in first.items())
             own = torch.randn(fragment.anchor.numel(), generator=torch.Generator().manual_seed(group.rank))
             fragment.anchor = own.clone()
             rule = strategy.exchange.rule
@@ -214,7 +216,10 @@ def test_complete_graph_and_one_step_are_the_fixed_group_s_bits(size):
     """An exchange with all replicas after every step equals local SGD in a fixed group within rounding, and all replicas are equal, bit for bit."""
     ours = journey(gossip(Complete(), AdaptThenCombine()), size, steps=8, optimizer=sgd)
     fixed = journey(tw.recipes.local_sgd(every=1), size, steps=8, optimizer=sgd)
+    keep = gossip(Complete(), AdaptThenCombine(), merge=tw.pieces.merge.Keep())
+    kept = journey(keep, size, steps=8, optimizer=sgd)[0]
     for step in range(8):
+        assert same_bits(ours[0].weights[step], kept.weights[step]), "no flight, nothing to keep"
         assert all(same_bits(ours[0].weights[step], other.weights[step]) for other in ours)
         torch.testing.assert_close(ours[0].weights[step], fixed[0].weights[step], rtol=1e-5, atol=1e-6)
 
@@ -248,26 +253,38 @@ def test_one_replica_is_the_inner_optimizer_alone():
         for step in range(1, 7):
             inner_step(model, optimizer, *batch(0, 0, step))
             assert same_bits(one.weights[step - 1], weights(model))
+            assert same_bits(one.agreed[step - 1]["0.now"], weights(model)), "between rounds, too"
+
+
+def test_a_merge_that_takes_the_anchor_drops_the_steps_of_the_flight():
+    (one,) = journey(gossip(Complete(), AdaptThenCombine(), schedule=tw.pieces.schedule.Every(3, delay=1)), 1, steps=5)
+    begun, departed, landed, after = one.weights[1:5]
+    assert same_bits(landed, departed) and not same_bits(departed, begun) and not same_bits(after, landed)
 
 
 def test_tracked_gradients_have_the_sum_of_the_gradients():
-    """Each step has gradients of its own; from the second on they hold the neighbours'."""
+    """Each step has gradients of its own; from the second on they hold the neighbours'. An early exchange is the step's only one."""
 
-    def replica(group):
+    def replica(group, early=False):
         model, seen = toy(), []
         optimizer = sgd(model)
-        with tw.Replica(gossip(Complete(), Tracking()), model, optimizer, group):
+        with tw.Replica(gossip(Complete(), Tracking()), model, optimizer, group) as one:
             for step in range(1, 4):
                 x, y = batch(0, group.rank, step)
                 optimizer.zero_grad()
                 ((model(x) - y) ** 2).mean().backward()
                 trained = [p.grad for p in model.parameters() if p.grad is not None]
                 own = torch.cat([grad.flatten() for grad in trained])
+                if early:
+                    one.exchange_gradients()
                 optimizer.step()
                 seen.append((own, torch.cat([grad.flatten() for grad in trained])))
         return seen
 
-    for step, ((a, tracked_a), (b, tracked_b)) in enumerate(zip(*tw.run_threads(2, replica, timeout=600.0))):
+    runs = tw.run_threads(2, replica, timeout=600.0)
+    early = tw.run_threads(2, lambda group: replica(group, True), timeout=600.0)
+    assert all(same_bits(a, b) for one, other in zip(runs, early) for (_, a), (_, b) in zip(one, other))
+    for step, ((a, tracked_a), (b, tracked_b)) in enumerate(zip(*runs)):
         torch.testing.assert_close(tracked_a + tracked_b, a + b, rtol=1e-4, atol=1e-5)
         assert same_bits(tracked_a, a) == (step == 0)
 
@@ -302,6 +319,9 @@ def test_all_end_with_the_same_weights_and_train_apart_before(name):
     journeys, _ = calm(name)
     assert all(torch.isfinite(one.final).all() and not one.heard("refused") for one in journeys)
     assert all(same_bits(journeys[0].final, one.final) for one in journeys)
+    departures = journeys[0].heard("depart")
+    assert len(departures) == len(journeys[0].heard("land")), "finishing lands what is in flight"
+    assert not any(event["seconds_spent"] for event in departures), "the clock stands still"
     assert not same_bits(journeys[0].weights[-1], journeys[1].weights[-1])
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 import thinwire as tw
-from thinwire.codecs import Identity, Int, Levelled, Sign
+from thinwire.codecs import E3M0, Identity, Int, Levelled, Sign
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.deadlines import Deadlines
-from thinwire.testing.toy import Journey, Plan, adamw, batch, inner_step, journey, still, toy, travel
+from thinwire.testing.toy import Journey, Plan, batch, inner_step, journey, own, still, toy, travel
 
 
 @pytest.mark.parametrize(("beside", "taken"), [(0.0, [0.0, 0.0, 0.0, 0.0]), (10.0, [10.0, 2.0, 2.0, 1.0])])
@@ -74,9 +74,18 @@ def test_a_round_that_training_waits_for_has_the_finest_level():
     assert [e["nbytes"] for e in first.heard("flight")] == [1 + e["nbytes"] for e in finest.heard("flight")]
 
 
-def test_a_first_round_in_the_air_departs_with_the_same_level_after_a_resume():
-    codec = Levelled((Int(8), Sign(block=64)))
-    strategy = tw.streaming_sign(every=2, delay=1, fragments=1, codec=codec, partition=Whole())
+AIR = {"every": 2, "delay": 1, "partition": Whole()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nbytes"),
+    [
+        (tw.streaming_sign(fragments=1, codec=Levelled((Int(8), Sign(block=64))), **AIR), 71),
+        (tw.recipes.noloco(codec=Levelled((E3M0(8), Int(2))), **AIR), 574),
+    ],
+    ids=["deltas", "gossip"],
+)
+def test_a_first_round_in_the_air_departs_with_the_same_level_after_a_resume(strategy, nbytes):
 
     def replica(group: tw.Group) -> list[object]:
         heard: list[object] = []
@@ -86,7 +95,7 @@ def test_a_first_round_in_the_air_departs_with_the_same_level_after_a_resume():
 
         def made() -> tw.Replica:
             model = toy()
-            return tw.Replica(strategy, model, adamw(model), group, observer=observer, clock=still)
+            return tw.Replica(strategy, model, own(strategy, model), group, observer=observer, clock=still)
 
         with made() as first:
             for step in (1, 2):
@@ -97,7 +106,7 @@ def test_a_first_round_in_the_air_departs_with_the_same_level_after_a_resume():
         return heard
 
     for heard in tw.run_threads(2, replica, timeout=600.0):
-        assert heard == [True, 71, False, 71]
+        assert heard == [True, nbytes, False, nbytes]
 
 
 def test_a_resumed_fragment_has_skipped_no_round(monkeypatch):

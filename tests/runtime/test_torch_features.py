@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -286,13 +287,14 @@ def test_several_optimizers_are_saved_and_loaded_as_one(tmp_path):
 
 def test_several_optimizers_step_and_clear_gradients_as_one():
     x, y = (nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0))
-    parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5)]
+    parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5, momentum=0.5)]
     one = as_one(parts)
     assert as_one(parts[:1]) is parts[0] and listed(one) == parts
     assert [group["params"] for group in one.state_dict()["param_groups"]] == [[0], [1]]
     x.grad, y.grad = torch.ones(2), torch.ones(2)
     one.step()
     assert x.tolist() == [0.0, 0.0] and y.tolist() == [1.5, 1.5]
+    assert list(one.state) == [y] and one.state[y] is parts[1].state[y]
     one.zero_grad(set_to_none=False)
     assert x.grad.tolist() == y.grad.tolist() == [0.0, 0.0]
     one.zero_grad()
@@ -309,9 +311,12 @@ def attached(strategy=tw.local_sgd(every=3), model=None, optimizer=adamw):
     return model, made, tw.Replica(strategy, model, made, group)
 
 
-def test_gradients_that_have_a_graph_are_exchanged():
+@pytest.mark.parametrize(
+    "strategy", [tw.data_parallel(), replace(tw.recipes.gradient_tracking(), inner=None)], ids=["mean", "tracked"]
+)
+def test_gradients_that_have_a_graph_are_exchanged(strategy):
     """As after `backward(create_graph=True)`."""
-    model, optimizer, replica = attached(tw.data_parallel(), optimizer=sgd)
+    model, optimizer, replica = attached(strategy, optimizer=sgd)
     alone = toy()
     for one, steps in ((model, optimizer), (alone, sgd(alone))):
         used = [p for name, p in one.named_parameters() if p.requires_grad and name != "nothing"]

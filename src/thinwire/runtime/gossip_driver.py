@@ -139,7 +139,8 @@ class GossipDriver(Driver):
             )
         self._flights = GossipFlights(training, fragments, group, gossip)
         for fragment in training.fragments:
-            fragment.exchange = gossip.begins(fragment.anchor, self._key(fragment, 0), group.size)
+            key = Key(training.strategy.seed, fragment.index, sender=group.rank)
+            fragment.exchange = gossip.begins(fragment.anchor, key, group.size)
         self._tracked = False  # whether the gradients of the next step are replaced
         self._met = False  # whether the anchors are the mean over all replicas
 
@@ -194,7 +195,8 @@ class GossipDriver(Driver):
         self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
         for departed, index, number in flights:
-            self._launch(training.fragments[index], tensors[f"{index}.delta"].clone(), departed, number)
+            theta = tensors[f"{index}.delta"].clone()
+            self._launch(training.fragments[index], theta, departed, number, resumed=True)
 
     def anchors(self) -> Sequence[Tensor]:
         """This replica's own weights; after `finish`, the mean over all."""
@@ -221,7 +223,7 @@ class GossipDriver(Driver):
         if fragment.index == 0:
             self._flights.begins(fragment.rounds)
         theta = fragment.snapshot(self._flights.buffers.like(fragment.anchor))
-        update = self._launch(fragment, theta, training.step, fragment.rounds)
+        update = self._launch(fragment, theta, training.step, fragment.rounds, resumed=False)
         fields = {"fragment": fragment.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
         fragment.since = training.step
@@ -229,7 +231,9 @@ class GossipDriver(Driver):
     def _key(self, fragment: FragmentState, number: int) -> Key:
         return Key(self.training.strategy.seed, fragment.index, number, self._group.rank)
 
-    def _launch(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> RoundUpdate:
+    def _launch(
+        self, fragment: FragmentState, theta: Tensor, departed: int, number: int, *, resumed: bool
+    ) -> RoundUpdate:
         training, buffers, key = self.training, self._flights.buffers, self._key(fragment, number)
         rule, judging = self._rule, self._gossip.judging
         lands = departed + training.strategy.schedule.delay
@@ -243,8 +247,7 @@ class GossipDriver(Driver):
         else:
             update = GossipUpdate(fragment, theta, rule, buffers, number=number, departed=departed, lands=lands)
         fragment.flight, fragment.rounds = update, max(fragment.rounds, number + 1)
-        now = departed == training.step
-        self._flights.pipeline.launch(update, training.stall_seconds, scheduled=now, resumed=not now)
+        self._flights.pipeline.launch(update, training.stall_seconds, scheduled=not resumed, resumed=resumed)
         return update
 
     @torch.no_grad()
