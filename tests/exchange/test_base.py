@@ -102,6 +102,7 @@ def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
     assert not least.needs_hub and not Arrival((), {}).void
+    assert least.needs_fixed_group == "does not declare that replicas may come and go (needs_fixed_group = '')"
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
 
 
