@@ -154,8 +154,8 @@ def test_an_aggregate_remembers_what_it_aggregates(small):
             context.close()
             return round_.after
 
-        for (begin, end), after in zip(parts, tw.run_threads(3, replica, timeout=600.0)):
-            assert all(same_bits(after[f"history{rank}"], x[rank, begin:end]) for rank in range(3))
+        for (first, last), after in zip(parts, tw.run_threads(3, replica, timeout=600.0)):
+            assert all(same_bits(after[f"history{rank}"], x[rank, first:last]) for rank in range(3))
 
 
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)
