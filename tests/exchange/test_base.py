@@ -79,6 +79,13 @@ def test_owners_refuse_codecs_that_cannot_encode_a_mean(exchange):
             exchange(feedback=feedback)
 
 
+def test_all_reduce_refuses_codecs_whose_codes_cannot_be_added():
+    for codec in (tw.codecs.Cast(), tw.codecs.Identity(), tw.codecs.RandomK(0.5), tw.codecs.LowRank(1)):
+        tw.exchange.AllReduce().check(codec, None)
+    with pytest.raises(tw.ConfigurationError, match="a codec whose codes can be added is needed"):
+        tw.exchange.AllReduce().check(tw.codecs.E3M0(), None)
+
+
 @pytest.mark.parametrize("sites", [(), (0, 2), ((0, 1), (1, 2)), ((0, 2),), ("ab",), (1,) * 31, 3], ids=str)
 def test_sites_without_each_rank_once_are_refused(sites):
     with pytest.raises(tw.ConfigurationError, match=r"each rank once, such as .* are needed; at most 30 sites"):
@@ -102,6 +109,7 @@ def test_undeclared_properties_have_defaults():
     least, codec = Least(), tw.codecs.Identity()
     assert (least.owns(codec, 10, 1, 2), least.nbytes_products(3), least.feedback) == (10, 0, None)
     assert not least.needs_hub and not Arrival((), {}).void
+    assert least.needs_fixed_group == "does not declare that replicas may come and go (needs_fixed_group = '')"
     assert (least.init(codec, 10, 0, 2), least.why([(codec, 10)], 2)) == ({}, [])
 
 

@@ -9,7 +9,10 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.exchange import SendContext
+from thinwire.exchange import Round, SendContext
+from thinwire.exchange.chunks import shards
+from thinwire.packet import REFUSED
+from thinwire.rng import Key
 from thinwire.testing import exchanges as laws
 from thinwire.testing.exchanges import Went, deltas, fits, group_fits, rounds
 from thinwire.testing.toy import Shuffled, adamw, journey, same_bits, toy
@@ -130,6 +133,29 @@ def test_power_sgd_equals_one_replica_with_the_mean_delta():
     torch.testing.assert_close(
         torch.stack([went.sent for (went,) in seen]).mean(0), alone.estimate, rtol=1e-4, atol=1e-5
     )
+    again = x.repeat(3, 1, 1)
+    again[1, 2, 5] = torch.nan
+    for first, refused, third in rounds(tw.exchange.AllReduce(), codec, again):
+        assert refused.flags == (0, 0, REFUSED, 0) and same_bits(refused.state["last"], first.state["last"])
+        errors = [(went.estimate - x[0].mean(0)).norm() for went in (first, third)]
+        assert errors[1] < errors[0]  # a round starts from the last one that was not refused
+
+
+def test_an_aggregate_remembers_what_it_aggregates(small):
+    """All values with `Direct`, those of the own shard with `TwoShot`."""
+    codec, rule, x = tw.codecs.Identity(), tw.pieces.weighing.FoolsGold(), deltas(3, 97)[0]
+    for exchange, parts in ((tw.exchange.Direct(), [(0, 97)] * 3), (tw.exchange.TwoShot(), shards(codec, 97, 3))):
+
+        def replica(group, exchange=exchange):
+            rank, context = group.rank, SendContext(group)
+            round_ = Round(context, codec, 97, Key(sender=rank), lambda begin, end: x[rank, begin:end])
+            round_.aggregate, round_.remembered = rule, rule.init(exchange.owns(codec, 97, rank, 3), 3)
+            exchange.arrive(exchange.depart(round_, {}), lambda *_: None)
+            context.close()
+            return round_.after
+
+        for (first, last), after in zip(parts, tw.run_threads(3, replica, timeout=600.0)):
+            assert all(same_bits(after[f"history{rank}"], x[rank, first:last]) for rank in range(3))
 
 
 @pytest.mark.parametrize("exchange", [row.piece for row in EXCHANGES], ids=str)

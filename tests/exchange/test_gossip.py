@@ -15,12 +15,12 @@ from thinwire.rng import Key
 from thinwire.topology import Listed, MoshpitGrid, Ring
 
 
-@pytest.mark.parametrize("topology", [Ring(), MoshpitGrid(4)], ids=str)
-def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topology, small):
-    """On a ring the mean is over three of four replicas; in a group that averages together, over all four."""
+@pytest.mark.parametrize(("topology", "size"), [(Ring(), 4), (MoshpitGrid(4), 4), (MoshpitGrid(3), 6)], ids=str)
+def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topology, size, small):
+    """On a ring the mean is over three of four replicas; in a group that averages together, over all of the group."""
     numel, exchange = 50, Gossip(topology, NoLoCo())
-    x = torch.randn(4, 2 * numel, generator=torch.Generator().manual_seed(0))
-    share = torch.from_numpy(topology.edges(4)).float() + torch.eye(4)
+    x = torch.randn(size, 2 * numel, generator=torch.Generator().manual_seed(0))
+    share = torch.from_numpy(topology.edges(size)).float() + torch.eye(size)
 
     def replica(group):
         context, said = SendContext(group), torch.full((2, 2 * numel), torch.nan)
@@ -34,7 +34,7 @@ def test_both_vectors_are_averaged_over_the_neighbours_in_all_their_ranges(topol
         return said
 
     assert len(cut(Identity(), 0, numel)) > 1
-    for rank, (mean, own) in enumerate(tw.run_threads(4, replica, timeout=600.0)):
+    for rank, (mean, own) in enumerate(tw.run_threads(size, replica, timeout=600.0)):
         torch.testing.assert_close(mean, share[rank] @ x / share[rank].sum())
         assert torch.equal(own, x[rank])
 

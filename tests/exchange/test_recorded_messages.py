@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs import E3M0, Cast, Identity, Int, LowRank, RandomK, Sign, TopK
+from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, LowRank, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
 from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot, chunks
 from thinwire.packet import HEADER_NBYTES, STOP
@@ -56,6 +56,7 @@ CASES = [
     Case(AllReduce(), LowRank(1, shapes=((7, 10), (27,))), 3, "e089dd6e766e810a", exact=False),
     Case(Hierarchy((2, 1)), DRAWN, 3, "3a39f62b74a82839"),
     Case(Hierarchy((2, 2)), Identity(), 4, "4bcc5ccbad6711e1"),
+    Case(Hierarchy((2, 2)), Hadamard(Identity(), 4), 4, "6b39ba9805c3d11d"),
     Case(Hierarchy(((3, 0), (2, 4, 1)), Feedback()), E3M0(4), 5, "72104f887a165e6b"),
     Case(Hierarchy((1, 2, 2)), TopK(0.3), 5, "fbc6f344b58e8dc5"),
     Case(Gossip(Ring(), NoLoCo()), DRAWN, 4, "8fce45f41993ddcf"),
