@@ -169,6 +169,18 @@ def test_addresses_have_a_host_and_may_have_a_port() -> None:
         ("[::1]:7", ("::1", 7)),
     ):  # fmt: skip
         assert _parse(text) == due
-    for text in ("", ":7", "oslo:", "oslo:0", "oslo:65536", "oslo:000007", "oslo:7x", "oslo:٧"):
+    for text in (
+        "",
+        ":7",
+        "oslo:",
+        "oslo:0",
+        "oslo:65536",
+        "oslo:000007",
+        "oslo:7x",
+        "oslo:٧",
+        "[]:7",
+        "a..b:7",
+        "a" * 64,
+    ):
         with pytest.raises(ConfigurationError, match=r"HOST:PORT is needed, as 10\.0\.0\.1:29510"):
             _parse(text)
