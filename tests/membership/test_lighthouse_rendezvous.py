@@ -137,6 +137,6 @@ def test_a_group_that_cannot_be_built_names_the_others_and_its_keys_are_forgotte
     opened = ("127.0.0.1", 1, "oslo", LIFE, b"", 2.0)
     assert key.endswith("epoch 7/0") and not member._unused_keys
     assert asked == [opened, ("put", key), (1, 3, "10.0.0.2", 11.0), ("close",)]
-    with pytest.raises(LinkError, match="^connecting to lima, rome failed: not all members came in time$"):
+    with pytest.raises(LinkError, match=r"^connecting to lima, rome failed: not all members came in time$"):
         member.connect("epoch 8", members, 1)
     assert asked[-1] == ("close",) and member._unused_keys == [key] and member._addresses[0].endswith("epoch 8/0")
