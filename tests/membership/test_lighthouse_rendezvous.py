@@ -63,9 +63,11 @@ def test_addresses_that_this_machine_does_not_have_or_reach_are_reported(monkeyp
 
 def test_a_member_is_reached_if_its_process_answers_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROBE", 600.0)
-    member = LighthouseRendezvous("127.0.0.1:1")
+    member, other = (LighthouseRendezvous("127.0.0.1:1") for _ in range(2))
     assert member.address == "127.0.0.1"
-    member.arrive("oslo", LIFE, b"", TIMES, lambda kind, fields: None)
+    for one in (member, other):  # on one machine
+        one.arrive("oslo", LIFE, b"", TIMES, lambda kind, fields: None)
+    other.leave()
 
     def reached(address: str, incarnation: str = LIFE) -> bool:
         return member.reaches(Presence("oslo", incarnation, 1, address=address))
