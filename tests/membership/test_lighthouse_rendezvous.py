@@ -134,7 +134,8 @@ def test_a_group_that_cannot_be_built_names_the_others_and_its_keys_are_forgotte
     monkeypatch.setattr(module, "connected", connected)
     monkeypatch.setattr(module, "TorchGroup", lambda *given: given)
     members = [Presence(name, life, 1) for name, life in (("lima", "1" * 16), ("oslo", LIFE), ("rome", "2" * 16))]
-    assert member.connect("epoch 7", members, 1) == ("pairs", 13.0)
+    built: Any = member.connect("epoch 7", members, 1)
+    assert built == ("pairs", 13.0)
     key = member._addresses[0]
     opened = ("127.0.0.1", 1, "oslo", LIFE, b"", 2.0)
     assert key.endswith("epoch 7/0") and not member._unused_keys
