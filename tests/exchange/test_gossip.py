@@ -48,6 +48,7 @@ def test_each_replica_sends_to_its_neighbours_or_group():
     each = [reduction_nbytes(Identity(), 10, 4, place, marks=4) for place in range(4)]
     assert [together.nbytes_sent(Identity(), 10, 4, rank) for rank in range(4)] == each
     assert together.nbytes_sent(Identity(), 10, 4) == max(each) > min(each)
+    assert together.nbytes_sent(Identity(), 10, 5, 4) == nbytes  # alone in one round, and one of two in the next
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,17 @@ import thinwire as tw
 from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, LowRank, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
 from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot, chunks
+from thinwire.exchange.attacked import attacked
 from thinwire.packet import HEADER_NBYTES, STOP
 from thinwire.pieces.aggregate import Aggregate, Mean
+from thinwire.pieces.attacks import IPM, Sybils
 from thinwire.pieces.by_products import Krum
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import AdaptThenCombine, NoLoCo, PushSum
 from thinwire.pieces.mgs import MGS
 from thinwire.pieces.robust import Median
 from thinwire.rng import Key
-from thinwire.topology import Exponential, Listed, MoshpitGrid, Ring
+from thinwire.topology import Exponential, Listed, MoshpitGrid, OnePeerExponential, Ring
 
 UNLIKE = ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 3), (3, 0), (3, 1))  # each sends to two, and hears one to three
 DRAWN = Int(4, 4, "fp32", "stochastic")
@@ -66,6 +68,8 @@ CASES = [
     Case(Gossip(Listed(((0, 1), (0, 2), (0, 3))), AdaptThenCombine()), Identity(), 4, "e9557ec51357ccc6"),
     Case(Gossip(Listed(UNLIKE, one_way=True), PushSum()), Identity(), 4, "89ed3543bd9f3f3c"),
     Case(Gossip(Exponential(), MGS(PushSum(), 2)), E3M0(4), 4, "9acf22be9522295b"),
+    Case(Gossip(OnePeerExponential(), MGS(PushSum(), 2)), Identity(), 5, "7bb2f4a634e88e97"),
+    Case(attacked(Direct(), Sybils(IPM()), 2), Identity(), 4, "fdf10f8c58eb3fe0", exact=False),
 ]
 
 

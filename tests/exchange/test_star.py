@@ -108,6 +108,7 @@ def test_training_at_a_hub_equals_training_with_a_replica_as_center():
         (b"[" * DECLARED_NBYTES, "cannot be read"),
         (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": -1, "seed": 0, "round": 0}', "out of range"),
         (b'{"fragment": 0, "codec": "open(1)", "feedback": "None", "numel": 1, "seed": 0, "round": 0}', "cannot be read"),
+        (b'{"fragment": 0, "codec": "Feedback()", "feedback": "None", "numel": 1, "seed": 0, "round": 0}', "names no codec"),
         (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": 1e9, "seed": 0, "round": 0}', "out of range"),
         (b'{"fragment": 0, "codec": "E3M0()", "feedback": "None", "numel": 999999999999, "seed": 0, "round": 0}', "bytes left"),
     ],

@@ -91,7 +91,7 @@ def test_replicas_that_disconnect_during_a_call_or_after_one_are_no_error(
     assert member.ask("call", 9.0, presence="status") == {"present": [["oslo", LIFE, "status"]]}
     lighthouse._loop.set_exception_handler(lambda loop, context: errors.append(context))
     lighthouse._registry.hear(SimpleNamespace(name="rome", incarnation="0" * 16, address="there"))  # does not call
-    lighthouse._registry.disconnected = gone.put  # type: ignore[method-assign]
+    lighthouse._registry.disconnected = gone.put  # type: ignore[method-assign, assignment]
     for name, incarnation in (("lima", "1" * 16), ("bern", "2" * 16)):
         other = Channel(lighthouse.host, lighthouse.port, name, incarnation, SECRET, LIMIT)
         if name == "lima":
@@ -169,6 +169,18 @@ def test_addresses_have_a_host_and_may_have_a_port() -> None:
         ("[::1]:7", ("::1", 7)),
     ):  # fmt: skip
         assert _parse(text) == due
-    for text in ("", ":7", "oslo:", "oslo:0", "oslo:65536", "oslo:000007", "oslo:7x", "oslo:٧"):
+    for text in (
+        "",
+        ":7",
+        "oslo:",
+        "oslo:0",
+        "oslo:65536",
+        "oslo:000007",
+        "oslo:7x",
+        "oslo:٧",
+        "[]:7",
+        "a..b:7",
+        "a" * 64,
+    ):
         with pytest.raises(ConfigurationError, match=r"HOST:PORT is needed, as 10\.0\.0\.1:29510"):
             _parse(text)

@@ -86,7 +86,6 @@ class Reducer:
         self._averaging: list[Future[None]] = []
         self._ends: SimpleQueue[BaseException] = SimpleQueue()
         self._pool = ThreadPoolExecutor(group.size + FRAGMENTS, "thinwire-reducer")
-        self._closing = False
         self.rounds = 0
 
     def run(self) -> str:
@@ -95,8 +94,6 @@ class Reducer:
             self._pool.submit(self._until_it_ends, self._listen, rank)
         try:
             end = self._ends.get()
-            with self._lock:
-                self._closing = True
             if isinstance(end, LinkError):  # all see that a replica is gone; averages that were sent still arrive
                 wait(self._averaging)
         finally:
@@ -138,7 +135,7 @@ class Reducer:
                 raise PacketError(
                     f"replicas {other} and {rank} declare fragment {fragment} differently: {theirs!r}, {mine!r}."
                 )
-            if len(of) < self._group.size or self._closing:
+            if len(of) < self._group.size:
                 return
             declared = Declared.of(body, self._parse, rank)
             if declared.numel > self._free or (needed := declared.nbytes(self._group.size)) > self._free:

@@ -67,7 +67,7 @@ class SendQueue:
             forgotten, self._waiting = self._waiting, []
         for *_, future in forgotten:
             future.cancel()
-        self._thread.shutdown(wait=wait, cancel_futures=True)
+        self._thread.shutdown(wait=wait)
 
     def _next(self) -> None:
         with self._lock:

@@ -126,10 +126,15 @@ class LighthouseRendezvous(RemoteRendezvous):
 
 
 def _parse(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":") if ":" in address.rpartition("]")[2] else (address, ":", str(PORT))
-    if not (colon and host and port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+    host, _, port = address.rpartition(":") if ":" in address.rpartition("]")[2] else (address, ":", str(PORT))
+    host = host.strip("[]")
+    try:
+        host.encode("idna")  # as a socket does
+    except UnicodeError:
+        host = ""
+    if not (host and port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
         raise ConfigurationError(f"the address {address!r} was given; HOST:PORT is needed, as 10.0.0.1:{PORT}.")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def _own_address(host: str, port: int) -> str:
