@@ -216,6 +216,8 @@ def test_the_tolerated_liars_among_1_to_11_replicas(text, tolerated):
 def test_too_few_replicas_are_refused_with_the_numbers(text, size, said):
     with pytest.raises(tw.ConfigurationError, match=said):
         parse(text).check(size)
+    if "subsets" not in said:
+        parse(text).check(size + 1)
 
 
 @pytest.mark.parametrize(
