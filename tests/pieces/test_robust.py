@@ -171,6 +171,7 @@ def test_a_vector_that_is_not_finite_counts_as_one_liar():
     others = torch.cat([x[:4], x[5:]])
     for text, without in (
         ("TrimmedMean(2)", "TrimmedMean(1)"),
+        ("TrimmedMean(1)", "TrimmedMean(0)"),
         ("Krum(2)", "Krum(1)"),
         ("Bulyan(2)", "Bulyan(1)"),
         ("Median()", "Median()"),
