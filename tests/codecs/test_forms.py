@@ -9,6 +9,7 @@ from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codebook, Identity, In
 from thinwire.codecs.base import Symbols
 from thinwire.codecs.cast import Dense
 from thinwire.errors import ConfigurationError, NonFiniteError
+from thinwire.rng import Key
 from thinwire.testing.values import encoded, roundtrip
 
 
@@ -80,6 +81,14 @@ def test_codecs_declare_what_they_can(codec, claims, declared):
 def test_values_that_are_not_finite_are_refused(codec):
     with pytest.raises(NonFiniteError, match="the delta has 1 of 9 values"):
         encoded(codec, torch.tensor([1.0] * 8 + [torch.inf]))
+
+
+@pytest.mark.parametrize("codec", [Identity(), Cast(), E3M0()], ids=str)
+def test_values_are_added_once_unless_a_weight_is_given(codec):
+    payload = torch.frombuffer(bytearray(encoded(codec, torch.tensor([1.0, 2.0]))), dtype=torch.uint8)
+    out = torch.ones(2)
+    codec.decode_add(payload, out, Key())
+    assert out.tolist() == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def test_a_vector_that_is_not_finite_counts_as_one_liar():
     others = torch.cat([x[:4], x[5:]])
     for text, without in (
         ("TrimmedMean(2)", "TrimmedMean(1)"),
+        ("TrimmedMean(1)", "TrimmedMean(0)"),
         ("Krum(2)", "Krum(1)"),
         ("Bulyan(2)", "Bulyan(1)"),
         ("Median()", "Median()"),
@@ -216,6 +217,8 @@ def test_the_tolerated_liars_among_1_to_11_replicas(text, tolerated):
 def test_too_few_replicas_are_refused_with_the_numbers(text, size, said):
     with pytest.raises(tw.ConfigurationError, match=said):
         parse(text).check(size)
+    if "subsets" not in said:
+        parse(text).check(size + 1)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,10 @@ def test_a_larger_round_is_sent_until_delay_and_rate_are_known():
     known = arrived(Deadlines(), (1000, 0.8))
     assert known.share(0.0, 10_000, 1.0) == 0.5, "five times the last"
     assert known.share(0.0, 10_000, 0.8) == pytest.approx(0.09), "the last would be late"
-    known.departed("b", 0.0, 1500)
-    assert known.share(0.0, 10_000, 4.0) == pytest.approx(0.3), "one is on its way"
+    for nbytes, due in ((1499, 0.5), (1500, 0.3)):
+        known.departed("b", 0.0, nbytes)
+        assert known.share(0.0, 10_000, 4.0) == pytest.approx(due), "one is on its way, of a size that tells them apart"
+    assert arrived(Deadlines(), (1024, 1.0)).share(0.0, 8192, 1.0 / 0.9) == 0.625, "the last would be just in time"
 
 
 def test_late_rounds_lower_the_share_of_the_time_that_is_used():
@@ -128,6 +130,8 @@ def test_the_estimate_separates_delay_from_rate():
     assert known.share(0.0, 8000, 1.0 / 0.9) == pytest.approx(1.0)
     known.arrived("skipped", 0.0, 49, 0.2049, values=False)
     assert known.share(0.0, 8000, 1.0 / 0.9) == pytest.approx(1.0), "few bytes tell nothing of the rate"
+    known.departed("b", 1.0, 1000)
+    assert known.share(1.15, 8000, 1.15 + 1.0 / 0.9) == pytest.approx(1.0), "its bytes have left, and the delay remains"
 
     for larger, due in ((1200, 0.5), (1500, 0.0)):  # the sizes are too similar to separate; then 0.85 s of the others
         known = arrived(Deadlines(), (larger, 1.0), (1000, 0.95))

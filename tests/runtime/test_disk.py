@@ -214,7 +214,8 @@ def test_state_on_disk_is_refused_where_all_fragments_are_needed(monkeypatch: py
     with pytest.raises(tw.ConfigurationError, match="anchors='disk' in an elastic run"):
         check(dataclasses.replace(tw.streaming_sign(), anchors="disk"))
 
-    def full(*_: int) -> None:
+    def full(_: int, begin: int, nbytes: int) -> None:
+        assert (begin, nbytes) == (0, 20096)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.runtime.flights import Flights
 from thinwire.testing.toy import adamw, batch, inner_step, journey, toy
 from thinwire.types import State
 
@@ -37,6 +39,28 @@ def test_seconds_are_counted_by_the_given_clock(strategy: tw.Strategy) -> None:
         }
         assert seconds == {("stall_seconds", 0), ("seconds_spent", 0)}
         assert {fields[name] for fields in heard for name in ("begin", "end") if name in fields} == {1000.0}
+
+
+def test_a_landing_reports_waiting_and_work_apart() -> None:
+    """It waits from 10 to 13, and the landing is done at 20. Earlier landings have waited for 2 seconds."""
+    heard: list[tuple[str, dict[str, Any]]] = []
+    times = iter((10.0, 13.0, 20.0))
+    training = SimpleNamespace(
+        clock=lambda: next(times),
+        observe=lambda event, step, **fields: heard.append((event, fields)),
+        **{"step": 5, "stall_seconds": 2.0, "stopping": False},
+    )
+    update = SimpleNamespace(
+        wait=lambda: None,
+        fragment=SimpleNamespace(index=1),
+        **{"number": 3, "nbytes_sent": 8, "stop": False, "good": True},
+        **{"begin": 6.0, "end": 12.0, "queued_seconds": 2.0, "transfer_seconds": 4.0},
+    )
+    flights = object.__new__(Flights)
+    flights.training, flights.pipeline = training, SimpleNamespace(landed=lambda *_: None)  # type: ignore[assignment]
+    flights.land(update)()  # type: ignore[arg-type]
+    begin_and_spent = {"begin": 10.0, "stall_seconds": 3.0, "seconds_spent": 7.0}
+    assert heard[1:] == [("land", {"fragment": 1, "round": 3} | begin_and_spent)] and training.stall_seconds == 5.0
 
 
 def test_rounds_before_finish_are_reported_as_scheduled() -> None:

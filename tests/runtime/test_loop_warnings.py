@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -122,6 +123,9 @@ def test_a_codec_that_moves_untouched_rows_warns():
     assert heard_by(lambda: action(tw.codecs.OverSenders(tw.codecs.TopK(0.1)))) == [] and moved[-1] == {3, 5}
     (said,) = heard_by(lambda: action(tw.codecs.OverSenders(tw.codecs.Sign(block=64))))
     assert "OverSenders(" in said and moved[-1] > {3, 5}
+    for codec in (tw.codecs.Sign(block=2), tw.codecs.Each(tw.codecs.Sign())):  # the next value; those of a matrix alone
+        (said,) = heard_by(partial(action, codec))
+        assert str(codec) in said
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -59,12 +59,12 @@ def _moved_untouched(model: nn.Module, codec: Codec) -> str:
     tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if not tables:
         return ""
-    codec = codec.fitted(((PROBED // 16, 16),))
+    fitted = codec.fitted(((PROBED // 16, 16),))
     delta, back = torch.zeros(PROBED), torch.zeros(PROBED)
     delta[0] = 1.0
-    payload = torch.zeros(codec.nbytes(PROBED), dtype=torch.uint8)
-    codec.encode(delta, payload, Key())
-    codec.decode_add(payload, back, Key())
+    payload = torch.zeros(fitted.nbytes(PROBED), dtype=torch.uint8)
+    fitted.encode(delta, payload, Key())
+    fitted.decode_add(payload, back, Key())
     if not back[1:].any():
         return ""
     return (
