@@ -61,7 +61,8 @@ def test_a_hub_averages_to_the_bits_of_a_replica(codec, feedback, small):
     plain = [
         tw.run_threads(3, lambda group, star=Star(center, feedback): replica(group, star), 600.0) for center in (0, 2)
     ]
-    *seen, end = at_a_hub(lambda group: replica(group, Star("hub", feedback)), 3)
+    room = Declared(codec, feedback, 100, Key()).nbytes(3)  # the fragment needs exactly the bytes that the hub has
+    *seen, end = at_a_hub(lambda group: replica(group, Star("hub", feedback)), 3, room)
     assert end.startswith("4 rounds; ")
     for number in range(4):
         for rank, went in enumerate(one[number] for one in seen):

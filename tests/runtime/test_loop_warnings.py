@@ -106,16 +106,16 @@ def test_running_statistics_warn_once():
 def test_a_codec_that_moves_untouched_rows_warns():
     """The warning is true: under signs such rows move, under codecs with a zero they do not."""
 
-    def action(codec):
+    def action(codec, **heard):
         (group,) = tw.ThreadGroup.create(1)
         table = nn.Embedding(64, 4, sparse=True)
         before, optimizer = table.weight.detach().clone(), torch.optim.SGD(table.parameters(), lr=0.1)
-        with tw.Replica(tw.local_sgd(every=1, codec=codec), table, optimizer, group):
+        with tw.Replica(tw.local_sgd(every=1, codec=codec), nn.Sequential(table, nn.Flatten()), optimizer, group, **heard):
             table(torch.tensor([3, 5])).sum().backward()
             optimizer.step()
         moved.append(set((table.weight != before).any(1).nonzero()[:, 0].tolist()))
 
-    moved = []
+    moved, told = [], []
     (said,) = heard_by(lambda: action(tw.codecs.Sign(block=64)))
     assert "1 embeddings have sparse gradients" in said and "Sign(" in said and "E3M0(32)" in said
     assert heard_by(lambda: action(tw.codecs.E3M0(32))) == heard_by(lambda: action(tw.codecs.TopK(0.1))) == []
@@ -126,6 +126,8 @@ def test_a_codec_that_moves_untouched_rows_warns():
     for codec in (tw.codecs.Sign(block=2), tw.codecs.Each(tw.codecs.Sign())):  # the next value; those of a matrix alone
         (said,) = heard_by(partial(action, codec))
         assert str(codec) in said
+    action(tw.codecs.Sign(block=64), observer=lambda kind, step, **fields: told.append((kind, step)))
+    assert ("warning", 0) in told
 
 
 @pytest.mark.parametrize("steps", [0, 3])
