@@ -110,7 +110,9 @@ def test_a_codec_that_moves_untouched_rows_warns():
         (group,) = tw.ThreadGroup.create(1)
         table = nn.Embedding(64, 4, sparse=True)
         before, optimizer = table.weight.detach().clone(), torch.optim.SGD(table.parameters(), lr=0.1)
-        with tw.Replica(tw.local_sgd(every=1, codec=codec), nn.Sequential(table, nn.Flatten()), optimizer, group, **heard):
+        with tw.Replica(
+            tw.local_sgd(every=1, codec=codec), nn.Sequential(table, nn.Flatten()), optimizer, group, **heard
+        ):
             table(torch.tensor([3, 5])).sum().backward()
             optimizer.step()
         moved.append(set((table.weight != before).any(1).nonzero()[:, 0].tolist()))
