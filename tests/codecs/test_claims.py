@@ -9,7 +9,7 @@ from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire.codecs import check_finite, packet_nbytes
-from thinwire.codecs.bits import pack, packed_nbytes, unpack
+from thinwire.codecs.bits import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack, unpack_ascending
 from thinwire.comm import ThreadGroup
 from thinwire.exchange import Round, SendContext, once
 from thinwire.packet import HEADER_NBYTES, REFUSED
@@ -181,9 +181,9 @@ def test_sparse_codecs_send_the_largest_values_exactly(data, n):
 
 
 def test_sparse_packets_have_the_documented_bytes():
-    """The values come first, then the packed indices: 3 and 5 in 3 bits each, 1 and 4095 in 12 bits each."""
+    """The values come first, then the indices: the two low bits of 3 and 5, and bits 0 + 0 and 1 + 1; 1 and 4095 in 12 bits each."""
     x = torch.tensor([0.0, 0, 0, 1, 0, -2, 0, 0])
-    assert encoded(tw.codecs.TopK(0.25), x).hex() == "803f00c0" + f"{3 | 5 << 3:02x}"
+    assert encoded(tw.codecs.TopK(0.25), x).hex() == "803f00c0" + f"{3 | 1 << 2:02x}{1 | 1 << 2:02x}"
     x = torch.zeros(4096)
     x[1], x[4095] = 1.0, -2.0
     assert encoded(tw.codecs.ChunkedTopK(4096, 2), x).hex() == "803f00c0" + (1 | 4095 << 12).to_bytes(3, "little").hex()
@@ -203,25 +203,39 @@ def test_packed_numbers_are_one_little_endian_number(width, count):
 def test_invalid_indices_are_refused(codec):
     """Repeated, unordered and too large indices. The output stays unchanged."""
     n = 110
-    sound = torch.empty(codec.nbytes(n), dtype=torch.uint8)
+    sound, places = torch.empty(codec.nbytes(n), dtype=torch.uint8), codec.layout(n)[-1]
     codec.encode(gaussian(n), sound, Key())
     begin = codec.values.nbytes(11)
-    width = 8 * (len(sound) - begin) // 11
-    index = unpack(sound[begin:], 11, width)
-    for wrong in (
-        index.flip(0),
-        index.clone().index_fill_(0, torch.tensor([1]), int(index[0])),
-        index.clone().fill_(0),
-    ):
+    index = places.unpack(sound[begin:])
+    repeated, too_large = index.clone(), index.clone()
+    repeated[1] = int(index[0])
+    too_large[-1] = n if isinstance(codec, tw.codecs.TopK) else 61
+    unordered = index.flip(0) if isinstance(codec, tw.codecs.ChunkedTopK) else index.new_tensor([1, 0, *range(2, 11)])
+    for wrong in (unordered, repeated, index.clone().fill_(0), too_large):
         payload, out = sound.clone(), torch.zeros(n)
-        payload[begin:] = pack(wrong, width)
+        payload[begin:] = places.pack(wrong)
         with pytest.raises(tw.PacketError, match="indices are not ascending below"):
             codec.decode_add(payload, out, Key())
         assert not out.any()
-    index[-1] = n if isinstance(codec, tw.codecs.TopK) else 61
-    sound[begin:] = pack(index, width)
-    with pytest.raises(tw.PacketError, match="indices are not ascending below"):
-        codec.decode_add(sound, torch.zeros(n), Key())
+
+
+@pytest.mark.parametrize("numel", [1, 2, 8, 9, 110, 1000, 4096])
+@over("count", [0, 1, 2, 7, 110, 999, 4096])
+def test_ascending_numbers_are_their_low_bits_and_a_bit_for_each(numel, count):
+    """The code of Elias and Fano, in Python's integers. Where the high parts are equal, the bits stand side by side."""
+    count = min(count, numel)
+    index = rng(numel, 0, numel).argsort()[:count].sort().values
+    packed = pack_ascending(index, numel)
+    low = max(0, (numel // count).bit_length() - 1) if count else 0
+    lows = sum((int(one) & ((1 << low) - 1)) << (i * low) for i, one in enumerate(index))
+    highs = sum(1 << ((int(one) >> low) + i) for i, one in enumerate(index))
+    begin = packed_nbytes(count, low)
+    due = lows.to_bytes(begin, "little") + highs.to_bytes(ascending_nbytes(count, numel) - begin, "little")
+    assert packed.numpy().tobytes() == due and torch.equal(unpack_ascending(packed, count, numel), index)
+    if count:
+        assert 8 * (len(due) - 2) <= count * (low + 1) + (numel - 1 >> low) <= 8 * len(due)
+        with pytest.raises(tw.PacketError, match=f"indices are not ascending below {numel}"):
+            unpack_ascending(torch.zeros(len(due), dtype=torch.uint8), count, numel)
 
 
 def test_random_coordinates_are_equal_for_all_senders_and_new_each_round():

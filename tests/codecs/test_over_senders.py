@@ -31,5 +31,5 @@ def test_each_value_is_the_weighted_mean_of_its_senders(inner: tw.codecs.Codec) 
 
 def test_packets_of_another_size_are_refused() -> None:
     codec, short = tw.codecs.OverSenders(tw.codecs.TopK(0.5)), torch.zeros(3, dtype=torch.uint8)
-    with pytest.raises(tw.ConfigurationError, match="flat uint8 of 5 bytes are needed"):
+    with pytest.raises(tw.ConfigurationError, match="flat uint8 of 6 bytes are needed"):
         codec.decode_joint([(short, Key(), 1.0)], 4)

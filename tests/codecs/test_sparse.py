@@ -9,7 +9,6 @@ import torch
 
 import thinwire as tw
 from thinwire.codecs.base import Places
-from thinwire.codecs.bits import pack
 from thinwire.rng import Key
 
 FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -56,9 +55,9 @@ def test_a_codec_becomes_denser_and_never_less_dense(codec, density, due):
 @pytest.mark.parametrize(
     ("codec", "values", "due"),
     [
-        (tw.codecs.TopK(0.5, IDENTITY), [3.0, -1, 2, -4], ([3.0, -4], "0c")),
-        (tw.codecs.TopK(0.5, IDENTITY), [1.0, 1, 1, 1, 1], ([1.0, 1, 1], "88 00")),  # ties: the first; 3 bits each
-        (tw.codecs.TopK(1.0, IDENTITY), [7.0], ([7.0], "00")),
+        (tw.codecs.TopK(0.5, IDENTITY), [3.0, -1, 2, -4], ([3.0, -4], "02 05")),  # low bits 0, 1; bits 0 + 0, 1 + 1
+        (tw.codecs.TopK(0.5, IDENTITY), [1.0, 1, 1, 1, 1], ([1.0, 1, 1], "15")),  # ties: the first; no low bits
+        (tw.codecs.TopK(1.0, IDENTITY), [7.0], ([7.0], "01")),
         (tw.codecs.TopK(0.5, IDENTITY), [], ([], "")),
         (tw.codecs.ChunkedTopK(3, 1, IDENTITY), [0.0, 1, -2, 5, 4, 0, 9], ([-2.0, 5, 9], "02")),  # a shorter last chunk
         (tw.codecs.ChunkedTopK(4, 3, IDENTITY), [1.0, 2, 3, 0, 8, 9], ([1.0, 2, 3, 8, 9], "24 01")),
@@ -88,7 +87,7 @@ def test_a_payload_is_the_values_and_then_their_indices(codec, values, due):
     ("codec", "numel", "indices", "below"),
     [
         (tw.codecs.TopK(0.4, IDENTITY), 5, [1, 1], 5),
-        (tw.codecs.TopK(0.4, IDENTITY), 5, [2, 1], 5),
+        (tw.codecs.TopK(0.4, IDENTITY), 5, [1, 0], 5),
         (tw.codecs.TopK(0.4, IDENTITY), 5, [1, 5], 5),
         (tw.codecs.ChunkedTopK(3, 1, IDENTITY), 6, [3, 2], 3),  # the first index of the next chunk
         (tw.codecs.ChunkedTopK(3, 1, IDENTITY), 6, [0, 3], 3),
@@ -100,7 +99,7 @@ def test_a_payload_is_the_values_and_then_their_indices(codec, values, due):
 def test_indices_that_are_not_ascending_are_refused(codec, numel, indices, below):
     (_, places), begin = codec.layout(numel), 4 * len(indices)
     payload = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
-    payload[begin:] = pack(torch.tensor(indices), places.width)
+    payload[begin:] = places.pack(torch.tensor(indices))
     out = torch.ones(numel)
     with pytest.raises(tw.PacketError) as told:
         codec.decode_add(payload, out, Key())
@@ -198,6 +197,6 @@ def test_settings_that_cannot_work_are_refused(make, said):
 
 
 def test_the_limits_of_the_settings_are_allowed():
-    assert tw.codecs.TopK(1).nbytes(8) == 16 + 3 and tw.codecs.RandomK(1).nbytes(8) == 16
+    assert tw.codecs.TopK(1).nbytes(8) == 16 + 2 and tw.codecs.RandomK(1).nbytes(8) == 16
     assert tw.codecs.ChunkedTopK(1, 1).nbytes(8) == 16 + 1
-    assert [tw.codecs.TopK(0.5).layout(numel)[1] for numel in (0, 1)] == [Places(0, 1, 0), Places(1, 1, 1)]
+    assert [tw.codecs.TopK(0.5).layout(numel)[1] for numel in (0, 1)] == [Places(0, 1, 0, True), Places(1, 1, 1, True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.bits import packed_nbytes
+from thinwire.codecs.bits import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack, unpack_ascending
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.kernels import Kernels
 from thinwire.packet import HEADER_NBYTES
@@ -31,11 +31,15 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Places:
-    """Ascending indices of `width` bits each: `count` in each `chunk` neighbours of `numel`, and in a shorter last chunk its share, rounded up."""
+    """Ascending indices within a chunk: `count` in each `chunk` neighbours of `numel`, and in a shorter last chunk its share, rounded up.
+
+    An index has `width` bits. Those of one chunk may be coded `together` instead (`pack_ascending`).
+    """
 
     numel: int
     chunk: int
     count: int
+    together: bool = False
 
     @property
     def kept(self) -> int:
@@ -50,7 +54,17 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        return packed_nbytes(self.kept, self.width)
+        return ascending_nbytes(self.kept, self.numel) if self.together else packed_nbytes(self.kept, self.width)
+
+    def pack(self, index: Tensor) -> Tensor:
+        """The bytes of these indices."""
+        return pack_ascending(index, self.numel) if self.together else pack(index, self.width)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The indices in `packed`, which comes from a peer; only those that are coded together are checked. Raises `PacketError`."""
+        if self.together:
+            return unpack_ascending(packed, self.kept, self.numel)
+        return unpack(packed, self.kept, self.width)
 
 
 Part = Symbols | Places

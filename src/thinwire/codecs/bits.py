@@ -1,4 +1,4 @@
-"""Packs integers of a few bits without gaps, lowest bit first."""
+"""Packs integers of a few bits, and ascending indices, into bytes, lowest bit first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.errors import PacketError
 
 
 def packed_nbytes(count: int, width: int) -> int:
@@ -25,3 +26,56 @@ def unpack(packed: Tensor, count: int, width: int) -> Tensor:
     numbers = torch.empty(count, dtype=torch.int64, device=packed.device)
     kernels.of(packed, numbers).unpack(packed, numbers, width)
     return numbers
+
+
+# ---- ascending indices
+
+
+def low_bits(count: int, numel: int) -> int:
+    """l: the low bits of each of `count` indices below `numel` that `pack_ascending` writes as they are."""
+    return max(0, (numel // count).bit_length() - 1) if count else 0
+
+
+def ascending_nbytes(count: int, numel: int) -> int:
+    """Bytes of `count` ascending indices below `numel`: about 2 + log₂(numel/count) bits each."""
+    low = low_bits(count, numel)
+    return packed_nbytes(count, low) + packed_nbytes(count + (numel - 1 >> low), 1) if count else 0
+
+
+def pack_ascending(index: Tensor, numel: int) -> Tensor:
+    """The code of Elias (1974) and Fano (1971) for ascending int64 `index` below `numel`: the low l bits of each index, then a bit set
+    at (index >> l) + i for the i-th. Its size depends on the two numbers only.
+    """
+    count, low = index.numel(), low_bits(index.numel(), numel)
+    packed = torch.empty(ascending_nbytes(count, numel), dtype=torch.uint8, device=index.device)
+    if count:
+        begin = packed_nbytes(count, low)
+        if low:
+            packed[:begin] = pack(index & ((1 << low) - 1), low)
+        high = (index >> low) + torch.arange(count, device=index.device)
+        kernels.of(high, packed).set_bits(high, packed[begin:])
+    return packed
+
+
+def unpack_ascending(packed: Tensor, count: int, numel: int) -> Tensor:
+    """The `count` indices in `packed`, as int64. Raises `PacketError` if these bytes are no code of ascending indices below `numel`."""
+    low = low_bits(count, numel)
+    begin = packed_nbytes(count, low)
+    index = torch.empty(count, dtype=torch.int64, device=packed.device)
+    if kernels.of(packed, index).find_bits(packed[begin:], index) != count:
+        raise not_ascending(numel)
+    index = index - torch.arange(count, device=packed.device) << low
+    if low:
+        index |= unpack(packed[:begin], count, low)
+    check_ascending(index, numel)
+    return index
+
+
+def check_ascending(index: Tensor, numel: int) -> None:
+    """Raise `PacketError` unless a peer's indices ascend below `numel`."""
+    if len(index) and (int(index[-1]) >= numel or not bool((index[1:] > index[:-1]).all())):
+        raise not_ascending(numel)
+
+
+def not_ascending(numel: int) -> PacketError:
+    return PacketError(f"a packet's indices are not ascending below {numel}; run the same version on every replica.")

@@ -95,7 +95,7 @@ def places_coded(plain: Bytes, of: Places) -> Bytes:
     """
     from thinwire.kernels import rice  # slow to import: it compiles
 
-    places = unpack(torch.from_numpy(plain), of.kept, of.width)
+    places = of.unpack(torch.from_numpy(plain))
     k, gaps = rice.parameter(places, of.count), rice.gaps(places, of.count)
     found = min(
         (_gaps_framed(gaps, shift) for shift in {0, max(0, k - 5)}), key=len
@@ -129,7 +129,7 @@ def places_decoded(reader: PayloadReader, of: Places) -> Bytes:
         if used < 0:
             raise _not_ascending(of)
         reader.take(used)
-    return np.asarray(pack(places, of.width).numpy())
+    return np.asarray(of.pack(places).numpy())
 
 
 def _gaps(reader: PayloadReader, shift: int, of: Places) -> Gaps:

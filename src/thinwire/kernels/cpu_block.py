@@ -1,5 +1,5 @@
-"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense`, `cpu_levels` and
-`cpu_sparse` have the rest.
+"""`Kernels` in numba, for contiguous tensors of the CPU. This file has the formats with a scale per block; `cpu_dense`, `cpu_levels`,
+`cpu_sparse` and `cpu_bits` have the rest.
 
 Every loop works on stripes of elements, whose codes are in the cache with one byte each. Rounding is a loop over 32-bit lanes,
 packing is a loop over bytes, and both compile to vector instructions. Only the stripe is allocated.
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from thinwire.kernels.cpu_bits import find_bits, set_bits
 from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
 from thinwire.kernels.cpu_levels import add_levels, encode_levels
 from thinwire.kernels.cpu_sparse import (
@@ -59,12 +60,14 @@ __all__ = [
     "encode_floats",
     "encode_levels",
     "encode_signs",
+    "find_bits",
     "mean_sent",
     "nesterov",
     "pack",
     "select_above",
     "select_drawn",
     "select_largest",
+    "set_bits",
     "unpack",
 ]
 

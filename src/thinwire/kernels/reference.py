@@ -196,6 +196,18 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     numbers.copy_(_unpacked(packed, numbers.numel(), width))
 
 
+def set_bits(numbers: Tensor, packed: Tensor) -> None:
+    bits = torch.zeros(8 * len(packed), dtype=torch.int64, device=packed.device)
+    bits[numbers] = 1
+    packed.copy_(_packed(bits, 1))
+
+
+def find_bits(packed: Tensor, numbers: Tensor) -> int:
+    found = _unpacked(packed, 8 * len(packed), 1).nonzero().view(-1)
+    numbers[: len(found)] = found[: len(numbers)]
+    return len(found)
+
+
 def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
     above = (x.abs() > threshold).nonzero().view(-1)
     index[: len(above)] = above[: len(index)]
