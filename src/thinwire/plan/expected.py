@@ -23,9 +23,9 @@ _EAGER = (
     ((35e6, 0.0169), (500e6, 0.0074), (1e9, 0.0080)),
 )
 _DELAY = 10  # a flight of up to so many steps costs less than 0.2 %
-# streaming_sign: its distance to data-parallel training as a share of DiLoCo's, and the cost of each step of a flight after the
-# first, as a share of H; measured with 0.18 M parameters, 500 steps and two replicas (docs/log.md, 2026-11-22)
-_SIGN, _SIGN_DELAY = 0.73, 0.085
+# streaming_sign: its distance to data-parallel training as a share of DiLoCo's (2026-11-26), and the cost of each step of a flight after
+# the first, as a share of H (2026-11-22); measured with 0.18 M parameters, 500 steps and two replicas (docs/log.md)
+_SIGN, _SIGN_DELAY = 0.1, 0.085
 _RATIO = (0.9 * TOKENS_PER_PARAMETER, 250.0)  # tokens per parameter: the laws, and 1 B on Dolma
 _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
 _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)

@@ -42,7 +42,7 @@ CODECS: dict[str, tuple[str | None, ...]] = {
 }  # None: the recipe's codec
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
-SIGNS = {"every": (7,), "delay": (1, 2, 3)}  # the settings of streaming_sign that were measured
+SIGNS = {"every": (4,), "delay": (1, 2)}  # the settings of streaming_sign that were measured
 BY_LAW = ("diloco", "streaming_diloco")  # recipes whose outer learning rate depends on the number of replicas
 
 

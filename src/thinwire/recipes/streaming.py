@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.codecs import E3M0, Codec, Sign
+from thinwire.codecs import E3M0, Codec, Sign, TopK
 from thinwire.exchange import Direct, Exchange
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.merge import Eager, Keep, Mix
@@ -76,28 +76,29 @@ def streaming_diloco(
 
 def streaming_sign(
     *,
-    every: int = 7,
+    every: int = 4,
     fragments: int | None = None,
     delay: int = 1,
-    codec: Codec = Sign(block=512),
+    codec: Codec = TopK(0.1, Sign(block=512)),
     feedback: Feedback | None = Feedback(),
     partition: Partition | None = None,
     offsets: tuple[int, ...] | None = None,
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """Streaming local SGD in signs: exchange fragments in turn, in one bit, four times as often; feedback keeps the codec's loss.
+    """Streaming local SGD in signs: exchange fragments in turn, the signs of the largest tenth, every 4 steps; feedback keeps the rest.
 
     The default of `thinwire train`. The composition is ours, its parts are published: fragments in turn (Streaming DiLoCo, arXiv
-    2501.18512), signs with error feedback (arXiv 1901.09847), averages (Local SGD, arXiv 1805.09767). docs/log.md has the experiment.
+    2501.18512), signs with error feedback (arXiv 1901.09847), the largest values (arXiv 1809.07599), averages (Local SGD, arXiv
+    1805.09767). docs/log.md has the experiment.
 
-        departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m|,   e_m ← z_m − c_m
+        departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m| at the largest tenth of z_m, 0 elsewhere,   e_m ← z_m − c_m
         lands:     anchor_p ← anchor_p − (1/M)·Σ_m c_m,   θ_(m,p) ← anchor_p + (θ_(m,p)(t + τ) − θ_(m,p)(t))
 
-    *Differs*: from `streaming_diloco`: one bit and feedback, H = 7, no outer momentum, and a landing keeps the
+    *Differs*: from `streaming_diloco`: signs of the largest tenth and feedback, H = 4, no outer momentum, and a landing keeps the
     steps of the flight.
-    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 1 +
-    32/512.
+    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 0.63: a sign, 5.25 bits of
+    index and 32/512 of a scale for each tenth value.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
