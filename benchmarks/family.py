@@ -2,7 +2,7 @@
 
     python benchmarks/family.py [--seeds 3] [--steps 2000] [--only NAME ...] [--quick] [--out FOLDER] [--into FILE]
 
-Two replicas are processes. Model, text (Python's standard library) and batches are equal for all methods, and those of quality.py.
+Two replicas are processes. Model, text (Python's standard library) and batches are equal for all methods.
 The inner optimizer is AdamW unless a method has its own. Every method has the defaults of its paper or of Thinwire, including the
 learning rate; docs/family.md names what was chosen by trial. Control variates and FedAvg use plain SGD at its rate, like recipes
 with SGD.
@@ -15,14 +15,11 @@ with SGD.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from provenance import provenance, save
+from quality import compared, shown
 
 from thinwire.lm.run import LR, Run
 from thinwire.methods import METHODS
@@ -46,12 +43,13 @@ def main() -> None:
     asked = parser.parse_args()
     seeds, steps = (1, 100) if asked.quick else (asked.seeds, asked.steps)
     about = provenance()  # before this benchmark adds to the load
+    settings = SETTINGS | {"steps": steps}
     with tempfile.TemporaryDirectory() as thrown_away:
         out = asked.out or Path(thrown_away) / "runs"
         into = asked.into or (out / "family.json" if asked.quick else None)
-        rows = compared(asked.only or tuple(RECIPES), out / "recipes", seeds, steps, {})
+        rows = compared(asked.only or tuple(RECIPES), out / "recipes", seeds, settings)
         if not asked.only:
-            rows += compared(FEDERATED, out / "federated", seeds, steps, {"lr": LR * SGD_RATE})
+            rows += compared(FEDERATED, out / "federated", seeds, settings | {"lr": LR * SGD_RATE})
         for row in rows:
             row["composition"] = repr((RECIPES | METHODS)[row["strategy"]]())
             print(shown(row, rows[0]))
@@ -60,27 +58,9 @@ def main() -> None:
             name: given.get(name, Run.of(model=SETTINGS["model"], strategy=name).lr)
             for name in (row["strategy"] for row in rows)
         }
-        setting = SETTINGS | {"steps": steps, "replicas": 2, "every method": "its defaults", "lr": rates}
+        setting = settings | {"replicas": 2, "every method": "its defaults", "lr": rates}
         result = about | {"benchmark": "family", "word": "measured", "setting": setting, "rows": rows}
         print(f"written: {save('family', result, into)}")
-
-
-def compared(names: Sequence[str], out: Path, seeds: int, steps: int, more: dict[str, float]) -> list[dict]:
-    """Returns the rows of `thinwire compare` for `names`; an interrupted comparison continues."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | {"steps": steps} | more).items()]
-    command = [sys.executable, "-m", "thinwire", "compare", "--strategies", *names, "--seeds", str(seeds)]
-    done = subprocess.run(
-        [*command, *options, "--out", str(out), "--json"], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])["strategies"]
-
-
-def shown(row: dict, control: dict) -> str:
-    above = row["eval_loss"] / control["eval_loss"] - 1
-    return (
-        f"{row['strategy']:<18} {row['eval_loss']:.4f} ± {row['eval_loss_spread'] or 0:.4f}  {above:+.2%}"
-        f"  {row['bits_per_parameter_per_step']:8.4f} bits per parameter and step"
-    )
 
 
 if __name__ == "__main__":

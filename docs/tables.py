@@ -196,6 +196,60 @@ def family_picture(result: Result) -> str:
     return drawing(ChartState("", data, layout), "Loss against bits, at equal tokens", remark)
 
 
+ORDERS = (10, 30, 100, 300, 1_000, 3_000, 10_000)  # times fewer bits, for which a composition is recommended
+
+
+def recommended(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """For each composition the numbers of ORDERS at which it has the lowest loss of those that send that many times fewer bits."""
+    found: dict[str, list[int]] = {}
+    for order in ORDERS:
+        if able := [row for row in rows if _fewer(row, rows[0]) >= order]:
+            best = min(able, key=lambda row: row["eval_loss"])
+            found.setdefault(best["strategy"], []).append(order)
+    return found
+
+
+def frontier(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/frontier.py: as `quality`, and where each composition is recommended."""
+    heads, rows = quality(result)
+    best = recommended(result["rows"])
+    at = [", ".join(f"{order:,}×" for order in best.get(row[0], [])) or "–" for row in rows]
+    return [*heads, "the best from"], [[f"`{row[0]}`", *row[1:], orders] for row, orders in zip(rows, at, strict=True)]
+
+
+def frontier_picture(result: Result) -> str:
+    """Loss above the control's against times fewer bits: a dot a composition, with a standard deviation to both sides."""
+    rows, control, best = result["rows"][1:], result["rows"][0], recommended(result["rows"])
+    data: list[dict[str, Any]] = []
+    for index, name in enumerate(("recommended", "others")):
+        look = {"line": {"color": colour(index), "width": 2}, "marker": {"color": colour(index), "size": 9}}
+        shown = [row for row in rows if (row["strategy"] in best) == (name == "recommended")]
+        at, above = [_fewer(row, control) for row in shown], [_above(row["eval_loss"], control) for row in shown]
+        names = [row["label"] for row in shown]
+        data.append({"mode": "markers+text", "x": at, "y": above, "text": names, "name": name, **look})
+        for x, row in zip(at, shown, strict=True):
+            if spread := row["eval_loss_spread"]:
+                ends = [_above(row["eval_loss"] + side * spread, control) for side in (-1, 1)]
+                data.append({"mode": "lines", "x": [x, x], "y": ends, "name": "", "showlegend": False, **look})
+    x = {"title": {"text": "times fewer bits than fp32 gradients at every step"}, "type": "log"}
+    layout = {"xaxis": x, "yaxis": {"title": {"text": "loss above data-parallel's, %"}}}
+    machine, setting, seeds = result["machine"], result["setting"], control["seeds"]
+    remark = (
+        f"{result['word'].capitalize()}, {result['date'][:10]}: mean and standard deviation of {seeds} seed(s), "
+        f"{setting['replicas']} replicas, model {setting['model']}, {setting['steps']} steps, equal tokens. "
+        f"{machine['cpu'].strip()}, commit {(result['commit'] or 'unknown')[:7]}."
+    )
+    return drawing(ChartState("", data, layout), "What fewer bits cost", remark)
+
+
+def _fewer(row: Mapping[str, Any], control: Mapping[str, Any]) -> float:
+    return float(control["bits_per_parameter_per_step"] / row["bits_per_parameter_per_step"])
+
+
+def _above(loss: float, control: Mapping[str, Any]) -> float:
+    return 100 * (loss / control["eval_loss"] - 1)
+
+
 def zoo(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/zoo.py: a workload's first loss, and the others that it names."""
     rows, last = [], None
@@ -753,6 +807,7 @@ def _share(value: float | None) -> str:
 TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "utilization": utilization,
     "quality": quality,
+    "frontier": frontier,
     "attach": attach,
     "formats": formats,
     "entropy": entropy,
@@ -783,6 +838,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
 }
 PICTURES: dict[str, Callable[[Result], str]] = {
     "family": family_picture,
+    "frontier": frontier_picture,
     "zoo": zoo_picture,
     "decentralised": decentralised_picture,
     "cut": cut_picture,

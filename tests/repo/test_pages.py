@@ -308,6 +308,44 @@ def test_the_picture_of_the_family_shows_methods_spreads_and_provenance(seeds):
     assert picture.count("<polyline") == (2 if seeds > 1 else 0)
 
 
+def frontier():
+    """Returns a result as benchmarks/frontier.py writes it: the third composition is worse than the second with as many bits."""
+    rows = [
+        {"strategy": name, "label": label, "eval_loss": loss, "eval_loss_spread": 0.01, "seeds": 3}
+        | {"bits_per_parameter_per_step": 32 / fewer}
+        for name, label, loss, fewer in (
+            ("data_parallel", "data_parallel", 2.0, 1),
+            ("streaming_sign", "signs", 1.99, 209),
+            ("streaming_sign(every=15)", "signs, H = 15", 2.02, 450),
+            ("diloco(every=500)", "diloco", 2.03, 470),
+            ("sparse_loco", "sparse", 2.2, 4_000),
+        )
+    ]
+    setting = {"model": "nano", "steps": 2000, "replicas": 2}
+    return provenance() | {"benchmark": "frontier", "setting": setting, "word": "measured", "rows": rows}
+
+
+def test_the_frontier_recommends_the_lowest_loss_of_those_with_few_enough_bits(tmp_path):
+    (tmp_path / "f.json").write_text(json.dumps(frontier()))
+    lines = tables().table(tmp_path / "f.json", "f.json", True, "../").splitlines()
+    assert [line.split(" | ")[-1].removesuffix(" |") for line in lines[2:7]] == [
+        "–",
+        "10×, 30×, 100×",
+        "300×",
+        "–",
+        "1,000×, 3,000×",
+    ]
+    assert lines[3].startswith("| `streaming_sign` | 1.9900 ± 0.0100 | -0.50% | 0.153 | 209× | 3 |")
+    assert lines[-1] == "![frontier](../docs/pictures/frontier.svg)"
+
+
+def test_the_picture_of_the_frontier_sets_the_recommended_apart():
+    """The control has no dot: its distance from itself is none."""
+    texts = [text.text for text in ElementTree.fromstring(tables().frontier_picture(frontier())).iter()]
+    assert {"signs", "signs, H = 15", "diloco", "sparse", "recommended", "others"} <= set(texts)
+    assert "data_parallel" not in texts
+
+
 def test_a_result_of_the_simulator_becomes_a_table(tmp_path):
     case = {"replicas": 10_000, "sharing": 10, "virtual_seconds": 90_000.0, "events": 1.1e9, "seconds": 30.0}
     case |= {"cpu_seconds": 12.0, "nanoseconds_per_flight_event": 21.5, "peak_nbytes": 25e6}

@@ -42,7 +42,7 @@ CODECS: dict[str, tuple[str | None, ...]] = {
 }  # None: the recipe's codec
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
-SIGNS = {"every": (4,), "delay": (1, 2)}  # the settings of streaming_sign that were measured
+SIGN_DELAY = (1, 2, 3)  # the delays of streaming_sign that were measured
 BY_LAW = ("diloco", "streaming_diloco")  # recipes whose outer learning rate depends on the number of replicas
 
 
@@ -81,15 +81,19 @@ def _rank(setting: Setting) -> tuple[object, ...]:
 def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
     """The base run with the settings of every method; its own method also with its own codec."""
     for method in methods:
-        periods = SIGNS if method == "streaming_sign" else {"every": EVERY, "delay": DELAY}
         taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
         own = base.method.codec if method == base.method.strategy else None
-        for codec in dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else []))):
-            for every in periods["every"] if "every" in taken else (None,):
-                for delay in periods["delay"] if "delay" in taken else (None,):
-                    if not (delay and every and 2 * delay > every):
-                        outer_lr = None if method in BY_LAW else run.method.outer_lr
-                        yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
+        tried = dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else [])))
+        pairs = [(codec, every) for codec in tried for every in (EVERY if "every" in taken else (None,))]
+        delays = DELAY
+        if method == "streaming_sign":
+            pairs = [(own or one.codec, one.every) for one in expected.SIGNS]
+            delays = SIGN_DELAY
+        for codec, every in pairs:
+            for delay in delays if "delay" in taken else (None,):
+                if not (delay and every and 2 * delay > every):
+                    outer_lr = None if method in BY_LAW else run.method.outer_lr
+                    yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
 
 
 class _Search:
