@@ -1,11 +1,10 @@
-"""The frontier: how much loss do fewer bits cost? Compositions from 200 to 10,000 times fewer bits, beside data-parallel training.
+"""The frontier: how much loss do fewer bits cost? Compositions from 200 to 2,000 times fewer bits, beside data-parallel training.
 
     python benchmarks/frontier.py [--seeds 3] [--steps 2000] [--out FOLDER] [--into FILE]
 
 The setting is that of quality.py: two replicas as processes, equal tokens, default rates; with the same --out its runs are not trained
-again. A composition is in the list because it was the best of its bits among those that docs/log.md names (one seed); the others are not
-here. The goal: a loss within 2 % of the control's at 2,000 times fewer bits. An interrupted run continues with the same --out.
-`make tables` writes the table and the picture of docs/measured.md.
+again. Of the compositions that docs/log.md names (2026-11-26), those here were the best for their bits with one seed, or lie between. The goal: a loss within 2 % of the control's at 2,000 times fewer bits. An interrupted run continues with the same --out.
+`make tables` writes its table and picture.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from thinwire.lm.run import Run
 
 COMPOSITIONS = {
     "data_parallel": "data_parallel",
-    "streaming_sign": "signs, H = 7",
-    "streaming_sign(every=15)": "signs, H = 15",
-    "streaming_sign(every=30)": "signs, H = 30",
+    "streaming_sign": "the default",
+    "streaming_sign(every=12, codec=TopK(0.05, values=Sign(block=512)))": "5 %, H = 12",
+    "streaming_sign(every=24, codec=TopK(0.05, values=Sign(block=512)))": "5 %, H = 24",
 }  # and the names of their dots; the control first
 GOAL = {"loss_above": 0.02, "times_fewer_bits": 2000}
 
