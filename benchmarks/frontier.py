@@ -3,8 +3,9 @@
     python benchmarks/frontier.py [--seeds 3] [--steps 2000] [--out FOLDER] [--into FILE]
 
 The setting is that of quality.py: two replicas as processes, equal tokens, default rates; with the same --out its runs are not trained
-again. Of the compositions that docs/log.md names (2026-11-26), those here were the best for their bits with one seed, or lie between. The goal: a loss within 2 % of the control's at 2,000 times fewer bits. An interrupted run continues with the same --out.
-`make tables` writes its table and picture.
+again. Of the compositions that docs/log.md names (2026-11-26), those here were the best for their bits with one seed, or lie between.
+The goal: a loss within 2 % of the control's at 2,000 times fewer bits. An interrupted run continues with the same --out. `make tables`
+writes its table and picture.
 """
 
 from __future__ import annotations
