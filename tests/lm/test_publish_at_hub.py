@@ -58,3 +58,22 @@ def test_a_follower_of_a_hub_gets_every_bit_in_spite_of_kills(tmp_path: Path) ->
     assert newest["over"] and newest["step"] == 60
     check_bits(tmp_path / "live", tmp_path / "oslo")
     assert not (tmp_path / "bergen/published").exists()
+
+
+@pytest.mark.slow
+def test_a_follower_of_an_elastic_run_reads_the_newest_of_all_publishers(tmp_path: Path) -> None:
+    """Both replicas publish into the hub's folder, which still has the versions after the run."""
+    Run.of(**SMALL, replicas=2).save(tmp_path / "run.toml")
+    hub = HubProcess(tmp_path / "hub", "--elastic", "--publishers", "oslo", "bergen")
+    with ending(hub) as processes:
+        token, names = str(hub.invite(3)), ("oslo", "bergen")
+        more = str(tmp_path / "run.toml"), "--publish"
+        processes += [joiner(token, name, tmp_path, *more) for name in names]
+        processes.append(started(follower(token, tmp_path)))
+        said = [process.communicate()[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], said
+    assert json.loads(said[2].splitlines()[-1])["newest"]["over"]
+    check_bits(tmp_path / "live", tmp_path / "oslo")
+    lists = [json.loads((tmp_path / "hub/published" / name / "list.json").read_text()) for name in names]
+    assert [one["step"] for one in lists] == [60, 60] and all(one["over"] for one in lists)
+    assert lists[0]["fragments"][0]["state"] == lists[1]["fragments"][0]["state"]

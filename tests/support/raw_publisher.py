@@ -25,7 +25,12 @@ from thinwire.pieces.partition import Fragment
 Spoil = Callable[[str, int, bytes], bytes]
 
 
-def publisher(folder: Path, model: nn.Module, make_uploader: Callable[[], HubUploader] | None = None) -> Publisher:
+def publisher(
+    folder: Path,
+    model: nn.Module,
+    make_uploader: Callable[[], HubUploader] | None = None,
+    failed: Callable[[str], object] = pytest.fail,
+) -> Publisher:
     """A publisher of a model of one fragment, and of a file beside it that is empty."""
     fragment = Fragment("all", tuple(model.named_parameters()))
 
@@ -33,7 +38,7 @@ def publisher(folder: Path, model: nn.Module, make_uploader: Callable[[], HubUpl
         save_file(model.state_dict(), draft / "model.safetensors")
         (draft / "empty.txt").touch()
 
-    return Publisher(folder, [fragment], write, pytest.fail, make_uploader)
+    return Publisher(folder, [fragment], write, failed, make_uploader)
 
 
 def flat(model: nn.Module) -> torch.Tensor:
