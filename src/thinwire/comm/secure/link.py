@@ -356,7 +356,7 @@ class HubLink:
             await asyncio.sleep(begin - now)
 
     async def spare(self, nbytes: int) -> None:
-        """See `upload.Uplink`: wait until every message that others requested has arrived."""
+        """See `upload.SpareLink`: wait until every message that others requested has arrived."""
         while self._going and self.messages.unfinished:
             self._changed.clear()
             await self._changed.wait()

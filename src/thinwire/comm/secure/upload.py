@@ -65,7 +65,7 @@ class Publishers(Published, Protocol):
         """Begin a version, whose list has this SHA-256 and size. Another upload of that member ends. Raises `PacketError`."""
 
 
-class Uplink(Protocol):
+class SpareLink(Protocol):
     """A member's connection for rounds."""
 
     async def spare(self, nbytes: int) -> None:
@@ -135,7 +135,7 @@ class HubUploader:
         link: its present connection for rounds; None: it has none now.
     """
 
-    def __init__(self, enrolment: Enrolment, link: Callable[[], Uplink | None]) -> None:
+    def __init__(self, enrolment: Enrolment, link: Callable[[], SpareLink | None]) -> None:
         self._enrolment, self._link, self._thread = enrolment, link, LoopThread.shared()
         self._channel: grpc.aio.Channel | None = None
         self._used: object = None  # the channel's certificate
