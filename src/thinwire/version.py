@@ -55,11 +55,12 @@ def common(stated: Collection[Protocols | None]) -> bool:
     return len(known) == len(stated) and max(one.oldest for one in known) <= min(one.newest for one in known)
 
 
-# A release that changes the frames between members and a hub, requests to join a hub, requests of followers, or the messages between replicas
-# and a lighthouse, raises `newest` here. It raises `oldest` to the same number, unless both its sides still speak the older ones.
+# A release that changes the frames between members and a hub, requests to join a hub, requests of followers or publishers, or the messages between
+# replicas and a lighthouse, raises `newest` here. It raises `oldest` to the same number, unless both its sides still speak the older ones.
 HUB_FRAMES = Protocols(oldest=4, newest=5, release=__version__)
 JOIN_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
 FOLLOWER_REQUESTS = Protocols(oldest=2, newest=2, release=__version__)  # version 1 stated no range
+PUBLISHER_REQUESTS = Protocols(oldest=1, newest=1, release=__version__)
 LIGHTHOUSE_MESSAGES = Protocols(oldest=3, newest=3, release=__version__)
 
 # A release that changes a format on the wire, or the last bit of a result, raises `newest`. It raises `oldest` to the same number,

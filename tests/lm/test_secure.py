@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_process import HubProcess
+from hub_runs import ending, joiner, joining, reached, until
 from namespaces import Namespaces, missing
 from nat import CLOUD, DEVICE, ROUTERS, Masquerade
 
@@ -76,35 +75,6 @@ def test_a_secure_run_on_one_machine_stops_and_resumes(tmp_path, capsys):
         assert all(
             not file.stat().st_mode & 0o077 for file in (tmp_path / "secure" / folder).iterdir() if file.is_file()
         )
-
-
-def joining(token: str, name: str, folder: Path, *more: str) -> list[str]:
-    command = [sys.executable, "-m", "thinwire", "join", token, "--name", name, "--out", str(folder / name)]
-    return [*command, "--keys", str(folder / "keys"), *more]
-
-
-def joiner(token: str, name: str, folder: Path, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        joining(token, name, folder, *more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-@contextmanager
-def ending(hub: HubProcess) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ends the hub, and the processes in the list, at the end of the block."""
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-        hub.close()
 
 
 @pytest.mark.slow
@@ -199,26 +169,6 @@ def test_a_run_of_two_homes_behind_nat_and_a_cloud_survives_address_changes(sile
     else:
         assert main(arguments(carrier="threads", out=tmp_path / "threads", **steps)) == 0
         assert models == {(tmp_path / "threads/model.safetensors").read_bytes()}
-
-
-def until(enough: Callable[[], bool], what: str, processes: list[subprocess.Popen[str]]) -> None:
-    """Waits for `what`. Fails if a process has ended, because then it will not come, and after ten minutes."""
-    for _ in range(6000):
-        if enough():
-            return
-        ended = [process.communicate()[0] for process in processes if process.poll() is not None]
-        assert not ended or enough(), f"before {what}, somebody has ended: {ended}"
-        threading.Event().wait(0.1)
-    pytest.fail(f"ten minutes without {what}")
-
-
-def reached(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    """Waits until the replica in `folder` has started."""
-
-    def there() -> bool:
-        return any(event["step"] >= step for path in folder.glob("events/*.jsonl") for event in read_events(path))
-
-    until(there, f"step {step} of {folder.name}", processes)
 
 
 UNHURRIED = """

@@ -68,8 +68,8 @@ OPTIONS = {
     "simulate stragglers": "replicas step_seconds compute_share pattern pause burst_every burst_steps recorded stragglers patience probe steps "
     "seed plot json",
     "lighthouse": "host port heartbeat_timeout secret json",
-    "hub": "do who out listen address run_file published uses hours reduce elastic heartbeat_timeout name group now json",
-    "join": "token run name out resume keys listen address group timeout json",
+    "hub": "do who out listen address run_file published publishers publish_bytes uses hours reduce elastic heartbeat_timeout name group now json",
+    "join": "token run name out resume keys listen address group publish timeout json",
     "doctor": "run link step_seconds master_addr master_port firewall runs json",
     "docs": "page json",
 }

@@ -12,18 +12,20 @@ from typing import Any
 import grpc
 
 from thinwire.comm.secure import Token, frames
-from thinwire.comm.secure.channels import BULK, CONTROL, MEET, STRAIGHT
+from thinwire.comm.secure.channels import BULK, CONTROL, MEET, PUBLISH, STRAIGHT
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.keys import HUB, Authority, Credentials, new_key, opened_request, request
-from thinwire.version import HUB_FRAMES, PROTOCOLS
+from thinwire.version import HUB_FRAMES, PROTOCOLS, PUBLISHER_REQUESTS
 
 
 class RawStream:
     """One stream: `put` sends a frame; iteration reads the answers. It states the range `stated`, and its frames have `version`."""
 
-    def __init__(self, channel: grpc.Channel, method: str, stated: str | None, version: int) -> None:
+    def __init__(
+        self, channel: grpc.Channel, method: str, stated: str | None, version: int, key: str = "thinwire-frames"
+    ) -> None:
         self._frames: queue.Queue[bytes | None] = queue.Queue()
-        metadata = [] if stated is None else [("thinwire-frames", stated)]
+        metadata = [] if stated is None else [(key, stated)]
         self.call: Any = channel.stream_stream(method)(iter(self._frames.get, None), metadata=metadata)
         self.sequence, self.version = 0, version
 
@@ -95,6 +97,11 @@ class RawMember:
         stream = self._stream(MEET)
         stream.put(frames.MEET, 0, frames.packed(frames.MEET, self.process, run.encode()))
         return stream
+
+    def publishing(self) -> RawStream:
+        """Opens a stream on which a version can be offered."""
+        self._streams.append(RawStream(self.channel, PUBLISH, str(PUBLISHER_REQUESTS), 0, "thinwire-publish"))
+        return self._streams[-1]
 
     def close(self) -> None:
         for stream in self._streams:

@@ -24,6 +24,7 @@ def run_secure(
     prefix: str = "replica",
     run: str = "",
     listens: Mapping[int, tuple[str, str]] = {},
+    bits_per_second: float | None = None,
 ) -> list[Any]:
     """Runs `fn(group)` on `size` replicas that join `hub`. Returns the results in rank order, or raises the first error.
 
@@ -37,7 +38,7 @@ def run_secure(
         name = f"{prefix}-{threading.get_native_id()}-{index}" if isinstance(hub, Hub) else f"{prefix}-{index}"
         try:
             at = listens.get(index, ("", ""))
-            with join(str(token), name, size, folder, run or str(token), TIMEOUT, None, 0, *at) as group:
+            with join(str(token), name, size, folder, run or str(token), TIMEOUT, bits_per_second, 0, *at) as group:
                 results[group.rank] = fn(group)
         except BaseException as failure:
             failures.append(failure)

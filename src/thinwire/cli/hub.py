@@ -27,6 +27,7 @@ from thinwire.records.published import PublishedFolder
 from thinwire.records.run_file import names_of_files, read_run_file
 
 PORT = 29530
+PUBLISH_NBYTES = 64 << 30
 # A cipher of TLS 1.2 that a P-256 key cannot use, so that gRPC accepts only TLS 1.3.
 ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 
@@ -52,6 +53,11 @@ class Options:
     published: Path | None = None
     """A run folder on this machine, trained with --publish, whose versions members and followers may fetch (thinwire follow). Default: the hub
     serves no versions."""
+    publishers: tuple[str, ...] = ()
+    """The replicas of one run, elsewhere, that may publish through this hub (thinwire join --publish): members and followers may fetch what they
+    send. Default: nobody may."""
+    publish_bytes: int = PUBLISH_NBYTES
+    """Most bytes of a version of one publisher; three versions may be in the hub's folder."""
     uses: int = 1
     """Number of replicas that may join with the token."""
     hours: float = 24.0
@@ -118,7 +124,9 @@ def _run(asked: Options, console: Console) -> int:
     from thinwire.comm.secure import Hub
     from thinwire.comm.secure.frames import MEMBERS
     from thinwire.comm.secure.keys import private_folder
+    from thinwire.records.uploaded import UploadedVersions
 
+    _check_publishers(asked)
     if not 0 < asked.heartbeat_timeout < 86_400:
         raise ConfigurationError(
             f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
@@ -151,7 +159,8 @@ def _run(asked: Options, console: Console) -> int:
 
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
-    hub = Hub(folder, host, port, asked.address, registry=registry, published=published, say=say)
+    publishers = UploadedVersions(folder, asked.publishers, asked.publish_bytes) if asked.publishers else None
+    hub = Hub(folder, host, port, asked.address, registry=registry, published=published, publishers=publishers, say=say)
     try:
         say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
@@ -165,6 +174,21 @@ def _run(asked: Options, console: Console) -> int:
     finally:
         hub.close()
     return 0
+
+
+def _check_publishers(asked: Options) -> None:
+    from thinwire.comm.secure.fetch import FOLLOWER
+    from thinwire.comm.secure.keys import check_name
+
+    for name in asked.publishers:
+        if check_name(name).startswith(FOLLOWER):
+            raise ConfigurationError(f"--publishers {name}: a follower receives only; name replicas of the run.")
+    if asked.publishers and asked.published:
+        raise ConfigurationError(
+            "--published with --publishers: one source of versions is needed; a replica on this machine may publish as the others do."
+        )
+    if asked.publish_bytes < 1:
+        raise ConfigurationError(f"--publish-bytes {asked.publish_bytes}: a positive number of bytes is needed.")
 
 
 def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> AbstractContextManager[None]:

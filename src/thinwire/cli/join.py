@@ -52,6 +52,9 @@ class Options:
     group: str = ""
     """Replicas with the same word train together; needed if several runs use one hub. At a hub of elastic runs it is the
     name of the run, which thinwire hub list shows. Default: the hub's run without a name."""
+    publish: bool = False
+    """Publish each version of the agreed weights into the run folder and, if the hub's owner names this replica, to the hub, for thinwire
+    follow."""
     timeout: float = 86_400.0
     """Seconds to wait until all replicas have joined."""
     json: bool = False
@@ -76,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     run = (own or _of_hub(asked, told.run)).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
     if asked.listen:
         run = run.changed(listen=asked.listen)
+    if asked.publish:
+        run = run.changed(publish=True)
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, folder if asked.resume else None)
         doctor.ready(run, model, 1, folder, console)
@@ -93,6 +98,7 @@ def repeated(asked: Options) -> tuple[str, str]:
     """The options and the verb that join the same run again."""
     given = {"keys": asked.keys, "group": asked.group, "listen": asked.listen, "address": asked.address}
     more = "".join(f" --{option} {value}" for option, value in given.items() if value)
+    more += " --publish" if asked.publish else ""
     return f" --name {asked.name}{more}", f"join TOKEN{f' {asked.run}' if asked.run else ''}"
 
 

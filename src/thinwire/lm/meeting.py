@@ -14,8 +14,10 @@ from thinwire.lm.run import Run
 from thinwire.membership import Lighthouse, LighthouseRendezvous
 from thinwire.membership.channel import secret_in
 from thinwire.membership.registry import MemberRegistry
+from thinwire.records.published import PublishedFolder
 
 HUB, TOKEN, KEYS = "hub", "token", "keys"  # in the run folder: the hub's own folder, and in that its files
+OWN_HUB = "own-hub"
 PATHS = "paths.txt"  # in the run folder: how packets travelled, if any went straight
 
 
@@ -55,17 +57,18 @@ class AtLighthouse:
 @dataclass(frozen=True)
 class AtHub:
     """The run `run` at the hub whose token is in the file `token`; `keys` keeps the replicas' keys. The others dial `address`, if this replica
-    listens elsewhere.
+    listens elsewhere. `here`: the hub is the run's own, on this machine, and serves the run folder.
     """
 
     token: Path
     keys: Path
     run: str = ""
     address: str = ""
+    here: bool = False
 
     def words(self) -> list[str]:
         """See `Meeting`."""
-        return ["hub", str(self.token), str(self.keys), self.run, self.address]
+        return [OWN_HUB if self.here else "hub", str(self.token), str(self.keys), self.run, self.address]
 
     def member(self, run: Run, name: str) -> MemberSpec:
         """See `Meeting`."""
@@ -78,7 +81,8 @@ class AtHub:
         rate, listen = uplink.bits_per_second if uplink else None, run.placement.listen
         enrolment = Enrolment(Token.read(self.token.read_text()), name, self.keys)
         at = Listen.parse(listen, self.address) if listen != "none" else None
-        return MemberSpec(HubRendezvous(enrolment, self.run, rate, at), name)
+        rendezvous = HubRendezvous(enrolment, self.run, rate, at)
+        return MemberSpec(rendezvous, name, uploader=None if self.here else rendezvous.uploader)
 
     def away(self) -> str:
         """See `Meeting`: `thinwire join` has reached it."""
@@ -88,8 +92,9 @@ class AtHub:
 def meeting_of(words: Sequence[str]) -> Meeting:
     """The meeting place that these `words()` describe."""
     kind, *rest = words
-    if kind == "hub":
-        return AtHub(Path(rest[0]), Path(rest[1]), *rest[2:])
+    if kind in ("hub", OWN_HUB):
+        token, keys, name, address = rest
+        return AtHub(Path(token), Path(keys), name, address, kind == OWN_HUB)
     return AtLighthouse(rest[0], *map(Path, rest[1:]))
 
 
@@ -110,6 +115,7 @@ def own_meeting(run: Run, folder: Path) -> Iterator[Meeting]:
         from thinwire.comm.secure import Hub
         from thinwire.comm.secure.keys import write_private
 
-        with Hub(folder / HUB, registry=lambda: MemberRegistry(timeout, tell)) as hub:
+        served = PublishedFolder(folder)
+        with Hub(folder / HUB, registry=lambda: MemberRegistry(timeout, tell), published=served) as hub:
             write_private(folder / HUB / TOKEN, f"{hub.invite(run.placement.replicas)}\n".encode())
-            yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS)
+            yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS, here=True)

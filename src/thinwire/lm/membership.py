@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from thinwire.codecs import Shapes
 from thinwire.comm import Group, Link, parse_link
@@ -23,17 +23,21 @@ from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Adaptive, Schedule
 from thinwire.strategy import Strategy
 
+if TYPE_CHECKING:
+    from thinwire.comm.secure.upload import HubUploader
+
 QUIET_SECONDS = 3.0  # seconds that a member may be late before it is reported
 REPEAT_SECONDS = 30.0  # before the same reason is reported again
 
 
 @dataclass(frozen=True)
 class MemberSpec:
-    """An elastic member: its rendezvous, and a unique name that it keeps over restarts."""
+    """An elastic member: its rendezvous, and a unique name that it keeps over restarts. `uploader`: see `lm.place.Place`."""
 
     rendezvous: Rendezvous
     name: str
     secret: bytes = b""
+    uploader: Callable[[], HubUploader] | None = None
 
 
 def largest_round(strategy: Strategy, fragments: Sequence[int | Shapes], replicas: int) -> int:

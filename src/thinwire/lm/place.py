@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from torch import nn
 from thinwire.comm import Group
 from thinwire.jobs.base import Share
 from thinwire.lm.membership import MemberSpec
+
+if TYPE_CHECKING:
+    from thinwire.comm.secure.upload import HubUploader
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Place:
     gpu: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
     alone: bool = False  # whether it is the only replica in its folder, because the others have their own
+    uploader: Callable[[], HubUploader] | None = None  # makes what sends published versions to a hub elsewhere
 
     @property
     def name(self) -> str:
@@ -67,6 +72,11 @@ class ElasticPlace:
     def writes_the_model(self) -> bool:
         """Always: a member cannot know which members are left at the end, so each writes the model."""
         return True
+
+    @property
+    def uploader(self) -> Callable[[], HubUploader] | None:
+        """See `Place`."""
+        return self.member.uploader
 
     def share(self, seed: int, replicas: int) -> Share:
         """Its share of the data."""

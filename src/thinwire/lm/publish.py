@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, LinkError
 from thinwire.jobs.base import Job
 from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
+from thinwire.lm.watch import watching
 from thinwire.methods import Attached
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
@@ -27,7 +29,12 @@ from thinwire.records.patches import Bits, encode_patch, state_of
 from thinwire.records.published import NOTHING, Change, FragmentVersion, Layout, Publication, Store, TensorPlace
 from thinwire.replica import Replica
 
+if TYPE_CHECKING:
+    from thinwire.comm.secure.upload import HubUploader
+
 MODEL = "model.safetensors"
+RETRY_SECONDS = 1.0  # before the hub is tried again; twice as long each time while the run goes on
+LAST_SECONDS = 60.0  # after the run's end, during which the hub may come back
 
 
 class Publisher:
@@ -37,7 +44,8 @@ class Publisher:
         folder: the folder in which it publishes.
         fragments: the fragments of the model.
         write_model: writes the model's folder with the present agreed weights; config, tokenizer and tensors that are not exchanged come from it.
-        failed: called once with a line if publishing fails; nothing more is published then.
+        failed: called with a line if publishing fails, after which nothing more is published, or if the hub takes no versions.
+        make_uploader: makes what sends each version to a hub elsewhere; None: nothing does.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class Publisher:
         fragments: Sequence[Fragment],
         write_model: Callable[[Path], object],
         failed: Callable[[str], object],
+        make_uploader: Callable[[], HubUploader] | None = None,
     ) -> None:
         self._store, self._failed = Store(folder), failed
         with tempfile.TemporaryDirectory(prefix=".model-", dir=folder) as draft:
@@ -57,7 +66,8 @@ class Publisher:
         self._patched = [0] * len(fragments)  # bytes of patches since each fragment's full copy
         self._number = 0
         self._due: tuple[int, list[Tensor], bool] | None = None
-        self._wake, self._closed = threading.Condition(), False
+        self._wake, self._closed, self._abandoned = threading.Condition(), False, threading.Event()
+        self._uploader, self._failures = make_uploader() if make_uploader else None, 0
         self._thread = threading.Thread(target=self._body, name="thinwire-publisher", daemon=True)
         self._thread.start()
 
@@ -73,6 +83,12 @@ class Publisher:
             self._closed = True
             self._wake.notify()
         self._thread.join()
+        if self._uploader:
+            self._uploader.close()
+
+    def abandon(self) -> None:
+        """Send nothing more to the hub: `close` does not wait for it."""
+        self._abandoned.set()
 
     def _body(self) -> None:
         with suppress(AttributeError, OSError):  # training has priority
@@ -85,6 +101,7 @@ class Publisher:
                 return
             try:
                 self._publish(*due)
+                self._upload()
             except OSError as error:
                 self._failed(f"publishing has ended: {error}. Followers stay at version {self._number}.")
                 return
@@ -102,6 +119,29 @@ class Publisher:
         self._number += 1
         made = Publication(self._number, step, over, self._layout_as, tuple(self._versions))
         self._store.announce(made, self._layout)
+
+    def _upload(self) -> None:
+        """Send the version to the hub. If the link is cut, it is sent again, until a newer version waits or the run has ended for a while."""
+        begun = time.monotonic()
+        while self._uploader and not self._abandoned.is_set():
+            try:
+                if self._uploader.send(self._store.folder, self._abandoned.is_set):
+                    self._failures = 0
+                    return
+            except LinkError as error:
+                self._failed(f"versions do not get to followers of the hub: {error}")
+                self.abandon()
+                return
+            with self._wake:
+                closed, self._failures = self._closed, self._failures + 1
+                pause = RETRY_SECONDS if closed else min(LAST_SECONDS, RETRY_SECONDS * 2.0 ** min(self._failures, 9))
+                self._wake.wait_for(lambda: self._closed != closed, pause)  # noqa: B023  # it is called here only
+                if self._due is not None:
+                    return
+                begun = begun if closed else time.monotonic()
+            if time.monotonic() - begun > LAST_SECONDS:
+                self._failed(f"the last version has not got to the hub in {LAST_SECONDS:g} s: {self._uploader.state}")
+                return
 
     def _changed(self, index: int, state: Bits) -> FragmentVersion:
         """A patch from the previous version. When the patches since the last full copy reach a quarter of its size, a new full copy too."""
@@ -140,13 +180,17 @@ def publishing(
     def warn(said: str) -> None:
         log.emit("warning", replica.step, message=said)
 
-    publisher = Publisher(place.folder / "published" / place.name, replica.fragments, write_model, warn)
+    publisher = Publisher(place.folder / "published" / place.name, replica.fragments, write_model, warn, place.uploader)
     try:
         publisher.offer(replica.step, replica.anchors())
         yield publisher
         publisher.offer(replica.step, replica.anchors(), over=replica.step >= run.optimizer.steps)
+    except BaseException:
+        publisher.abandon()
+        raise
     finally:
-        publisher.close()
+        with watching(lambda: publisher.abandon() if place.stop.is_set() else None, 0.2, "thinwire-publisher-stop"):
+            publisher.close()
 
 
 def _layout(store: Store, folder: Path, fragments: Sequence[Fragment]) -> Layout:

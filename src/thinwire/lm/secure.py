@@ -51,7 +51,8 @@ def train_secure(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop | 
 def train_member(run: Run, folder: Path, group: SecureGroup, resume: bool, stop: Stop) -> dict[str, Any]:
     """Train as one replica of a complete group, with its own `folder`."""
     try:
-        return train_here(run, Place(_replicas_of(run, group), folder, resume, stop=stop, alone=True))
+        own = _replicas_of(run, group)
+        return train_here(run, Place(own, folder, resume, stop=stop, alone=True, uploader=group.uploader))
     finally:
         _note(group, folder)
 

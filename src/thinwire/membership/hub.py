@@ -18,6 +18,7 @@ from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.requests import HubChannel
+from thinwire.comm.secure.upload import HubUploader
 from thinwire.errors import DisagreementError, LinkError
 from thinwire.membership.remote_rendezvous import RemoteRendezvous
 from thinwire.membership.view import Presence
@@ -46,6 +47,7 @@ class HubRendezvous(RemoteRendezvous):
         self._enrolment, self._rate, self._listen = enrolment, bits_per_second, listen
         self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
+        self._link: HubLink | None = None  # of the present group
 
     @property
     def address(self) -> str:
@@ -57,7 +59,7 @@ class HubRendezvous(RemoteRendezvous):
         label = hashlib.sha256(f"thinwire elastic {self._run} {epoch}".encode()).digest()
         process = self._incarnation.encode()
         times = self._timeouts
-        link = HubLink(
+        link = self._link = HubLink(
             self._enrolment,
             label,
             len(members),
@@ -74,6 +76,10 @@ class HubRendezvous(RemoteRendezvous):
             group.close()
             raise LinkError(f"{', '.join(group.names)} came in place of the members of the view")
         return group
+
+    def uploader(self) -> HubUploader:
+        """What sends versions to the hub under this replica's name, in the pauses of the messages of its groups."""
+        return HubUploader(self._enrolment, lambda: self._link)
 
     def reaches(self, other: Presence) -> bool:
         """Whether the hub receives its heartbeats."""

@@ -32,7 +32,7 @@ _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 
 _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
 
 
-class Signs(NamedTuple):
+class SparserSigns(NamedTuple):
     """A form of `streaming_sign` on the recorded frontier: H, the codec (None: the recipe's), and its loss above the recipe's."""
 
     every: int
@@ -42,8 +42,8 @@ class Signs(NamedTuple):
 
 # measured after 2,000 steps with 0.18 M parameters and two replicas (benchmarks/frontier.py, docs/measured.md)
 SIGNS = (
-    Signs(4, None, 0.0),
-    Signs(24, "TopK(0.05, values=Sign(block=512))", 0.062),
+    SparserSigns(4, None, 0.0),
+    SparserSigns(24, "TopK(0.05, values=Sign(block=512))", 0.062),
 )
 
 

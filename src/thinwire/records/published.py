@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,6 +82,11 @@ class Publication:
     layout: Resource
     fragments: tuple[FragmentVersion, ...]
 
+    def resources(self) -> set[Resource]:
+        """The objects that this list names itself; its layout names more."""
+        changes = [change for one in self.fragments for change in (one.full, *one.changes)]
+        return {self.layout, *(change.patch for change in changes)}
+
     def written(self) -> bytes:
         """The list as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
@@ -132,6 +137,10 @@ class Layout:
     metadata: dict[str, str]
     files: dict[str, Resource]
 
+    def resources(self) -> set[Resource]:
+        """The objects that this layout names."""
+        return {self.rest, *self.files.values()}
+
     def written(self) -> bytes:
         """The layout as JSON."""
         return json.dumps(asdict(self)).encode()
@@ -170,15 +179,15 @@ class Origin(Protocol):
 
 
 class PublishedFolder:
-    """An `Origin` that reads a run folder, from the replica whose newest version has the highest step."""
+    """An `Origin` that reads a run folder, from the replica whose newest version has the highest step. `names`: only from these; None: all."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, names: Collection[str] | None = None) -> None:
+        self._run, self.names = run, names
 
     def newest(self) -> bytes | None:
         """See `Origin.newest`. Raises `DataError`."""
         found: list[tuple[int, bytes]] = []
-        for path in sorted(self._run.glob("published/*/list.json")):
+        for path in self._found("list.json"):
             try:
                 text = contents(path).encode()
                 found.append((Publication.read(text).step, text))
@@ -190,7 +199,7 @@ class PublishedFolder:
 
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
         """See `Origin.read`."""
-        path = next(iter(self._run.glob(f"published/*/objects/{digest}")), None)
+        path = next(iter(self._found(f"objects/{digest}")), None)
         try:
             if path is None:
                 raise FileNotFoundError("no replica has it")
@@ -201,12 +210,16 @@ class PublishedFolder:
         except OSError as error:
             raise DataError(f"object {digest[:12]} of {self._run} is gone ({error}); read the list again.") from None
 
+    def _found(self, file: str) -> list[Path]:
+        paths = sorted(self._run.glob(f"published/*/{file}"))
+        return [path for path in paths if self.names is None or path.relative_to(self._run).parts[1] in self.names]
+
 
 class Store:
     """The folder into which one replica publishes."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._objects = folder, folder / "objects"
+        self.folder, self._objects = folder, folder / "objects"
         self._objects.mkdir(parents=True, exist_ok=True)
         self._before: set[str] = set()  # objects of the list before: followers may be reading them
 
@@ -214,22 +227,21 @@ class Store:
         """Store an object; one that is stored already is not written again."""
         found = Resource(hashlib.sha256(data).hexdigest(), len(data))
         if not (self._objects / found.digest).exists():
-            _write(self._objects / found.digest, data)
+            write_whole(self._objects / found.digest, data)
         return found
 
     def announce(self, publication: Publication, layout: Layout) -> None:
         """Replace the list, then delete the objects that neither it nor the list before names."""
-        _write(self._folder / "list.json", publication.written())
-        named = {publication.layout.digest, layout.rest.digest, *(one.digest for one in layout.files.values())}
-        for fragment in publication.fragments:
-            named |= {fragment.full.patch.digest, *(change.patch.digest for change in fragment.changes)}
+        write_whole(self.folder / "list.json", publication.written())
+        named = {one.digest for one in publication.resources() | layout.resources()}
         for path in self._objects.iterdir():
             if path.name not in named | self._before:
                 path.unlink(missing_ok=True)
         self._before = named
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace the file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_bytes(data)
     draft.replace(path)

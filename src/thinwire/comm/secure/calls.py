@@ -52,7 +52,7 @@ def explained(error: grpc.aio.AioRpcError) -> LinkError:
 
 
 def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
-    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT):
+    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
         return Refused(f"the hub has ended the connection: {details}")
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Outdated(details)

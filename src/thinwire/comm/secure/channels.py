@@ -15,7 +15,8 @@ from thinwire.errors import LinkError
 
 SERVICE = "thinwire.Hub"
 STRAIGHT, LIVE = (f"/thinwire.Member/{name}" for name in ("Straight", "Live"))
-JOIN, CONTROL, BULK, MEET, FOLLOW = (f"/{SERVICE}/{name}" for name in ("Join", "Control", "Bulk", "Meet", "Follow"))
+_METHODS = "Join", "Control", "Bulk", "Meet", "Follow", "Publish"
+JOIN, CONTROL, BULK, MEET, FOLLOW, PUBLISH = (f"/{SERVICE}/{name}" for name in _METHODS)
 TLS = "TLSv1.3"
 JOIN_NBYTES = 8192  # most bytes of a request to join
 ADMITTED_NBYTES = 1 << 20  # most bytes of its response, with a run file

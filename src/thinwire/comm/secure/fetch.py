@@ -42,7 +42,11 @@ class Published(Protocol):
 
 
 async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
-    """The hub's response. Raises `PacketError` for an invalid request, `DataError` for a deleted object."""
+    """The hub's response. Raises `PacketError` for an invalid request, `DataError` for a deleted object.
+
+    It begins with an empty chunk: gRPC may lose the metadata of a call that ends without a message, and the hub's range with it.
+    """
+    yield b""
     if question[:1] == LIST and len(question) == 33:
         text = await asyncio.to_thread(published.newest) or b""
         if hashlib.sha256(text).digest() != question[1:]:

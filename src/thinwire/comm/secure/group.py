@@ -16,6 +16,7 @@ from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.posted import Receive
 from thinwire.comm.secure.token import Token
+from thinwire.comm.secure.upload import HubUploader
 from thinwire.errors import ConfigurationError, LinkError, ThinwireError
 
 FAREWELL_SECONDS = 30.0  # most seconds that a closing group waits until requested messages have arrived
@@ -142,6 +143,10 @@ class SecureGroup:
             if due:
                 self._thread.loop.call_soon_threadsafe(posted)
         return transfer
+
+    def uploader(self) -> HubUploader:
+        """What sends versions to the hub under this replica's name, in the pauses of the group's messages."""
+        return HubUploader(self._link.enrolment, lambda: self._link)
 
     def use_timeout(self, seconds: float) -> None:
         """Limit each later `wait` to `seconds`."""

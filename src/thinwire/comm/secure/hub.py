@@ -20,27 +20,26 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from cryptography import x509
 
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.calls import Outdated
+from thinwire.comm.secure.callers import Callers
 from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
     FOLLOW,
     JOIN,
     MEET,
-    check_tls,
+    PUBLISH,
     of_joiners,
     of_members,
     server_credentials,
 )
-from thinwire.comm.secure.fetch import FOLLOWER, Published, served
+from thinwire.comm.secure.fetch import Published, served
 from thinwire.comm.secure.grouping import GroupRequest, HubGroups
 from thinwire.comm.secure.invitations import invite
-from thinwire.comm.secure.keys import Authorities, Credentials, key_digest, member_name, private_folder
+from thinwire.comm.secure.keys import Authorities, Credentials, private_folder
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.proxy import TcpProxy
 from thinwire.comm.secure.relay import LOOK_SECONDS, Connection, Pipe
@@ -60,6 +59,7 @@ from thinwire.comm.secure.streams import (
 )
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.token import Token
+from thinwire.comm.secure.upload import Publishers, Uploads
 from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member
 from thinwire.errors import DataError, LinkError, PacketError
 
@@ -82,6 +82,7 @@ class Hub:
         lifetime: how long a member's certificate is valid.
         patience: seconds after which a member that is not connected counts as gone; None: `PATIENCE`, or `ELASTIC_PATIENCE` with a registry.
         published: the published versions for followers; None: followers are refused.
+        publishers: the members that may send versions, which are served in place of `published`; None: nobody may.
         registry: makes the registry of members for each elastic run; None: groups are fixed.
         say: called with each line of the audit log.
 
@@ -99,13 +100,16 @@ class Hub:
         patience: float | None = None,
         registry: Callable[[], RequestHandler] | None = None,
         published: Published | None = None,
+        publishers: Publishers | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self.folder, self._published = private_folder(folder), published
+        self.folder, self._published, self._publishers = private_folder(folder), publishers or published, publishers
         self._use(Authorities(folder))
         self._audit = AuditLog(folder / "audit.txt", say)
         self._state = HubState(folder)
         self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, registry is not None)
+        self._callers = Callers(self._state, self._authorities)
+        self._uploads = Uploads(publishers, self._audit)
         self._groups = HubGroups(self._state, self._audit, patience or (ELASTIC_PATIENCE if registry else PATIENCE))
         self._connections: dict[int, Connection] = {}
         self._closed = False
@@ -166,9 +170,9 @@ class Hub:
             inner = server.add_secure_port("127.0.0.1:0", server_credentials(own, members))
             await server.start()
             proxy = TcpProxy(self._audit, inner, STRANGER_SECONDS, members)
+            (self._callers if members else self._admission).proxy = proxy  # before the first call
             bound.append(await proxy.open(host, ports[place]))
             self._proxies.append(proxy)
-        self._admission.proxy = self._proxies[1]
         self._tasks = [asyncio.create_task(self._look())]
         if self._runs:
             self._tasks.append(asyncio.create_task(self._runs.ticking(self._groups)))
@@ -186,6 +190,7 @@ class Hub:
         servers, self._servers = self._servers, []  # gRPC's own thread ends with the last server
         for server in servers:
             await server.stop(0)
+        self._uploads.close()
 
     def _credentials(self) -> Credentials:
         """The hub's own credentials, renewed after half of their lifetime."""
@@ -200,11 +205,11 @@ class Hub:
         self._as_authority, self._made = authorities.own.own_credentials(), time.monotonic()
 
     def _look_at_authorities(self) -> None:
-        """If the authorities have changed, close all connections; `_identify` asks members without a new certificate to get one."""
+        """If the authorities have changed, close all connections; `Callers` asks members without a new certificate to get one."""
         found = Authorities(self.folder)
         if found.trusted != self._authorities.trusted:
             self._use(found)
-            self._admission.authorities = found
+            self._admission.authorities = self._callers.authorities = found
             self._audit("rotated", "the authority", "members take certificates of the new one")
             for connection in self._connections.values():
                 connection.end.set()
@@ -217,19 +222,20 @@ class Hub:
             BULK: grpc.stream_stream_rpc_method_handler(bounded(self._bulk)),
             MEET: grpc.stream_stream_rpc_method_handler(bounded(self._meet)),
             FOLLOW: grpc.unary_stream_rpc_method_handler(bounded(self._follow)),
+            PUBLISH: grpc.stream_stream_rpc_method_handler(bounded(self._publish)),
         }
 
     # Members.
 
     async def _control(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._proxies[0]):
-            name, expires = self._trainer(context)
+            name, expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO], version)
             process, label = frame.data(0), frame.data(1)
             if self._runs is None:  # in an elastic run a label has the name of a view, which only its members know
                 size = frame.number(2)
-                self._check_bound(
+                self._callers.check_bound(
                     name,
                     lambda run: (
                         label in (frames.group_label(size, run), frames.group_label(size, frames.with_reducer(run)))
@@ -246,12 +252,12 @@ class Hub:
     async def _meet(self, _: Any, context: Any) -> None:
         """Answer the requests of a member of an elastic run."""
         async with Refusing(self._audit, context, self._proxies[0]):
-            name, expires = self._trainer(context)
+            name, expires = self._callers.trainer(context)
             if self._runs is None:
                 raise LinkError("groups at this hub are fixed; for elastic runs start it with --elastic")
             version = await agreed_with_member(context)
             process, run = opened_meet(frames.opened(await first(context), 0, [frames.MEET], version))
-            self._check_bound(name, lambda known: known == run)
+            self._callers.check_bound(name, lambda known: known == run)
             connected = self._connected(context, name, process, expires, run)
             with self._runs.used(run, name) as registry, connected as connection:
                 requester = HubRequester(name, process, self._proxies[0].remote_address(context.peer()))
@@ -267,9 +273,9 @@ class Hub:
     async def _follow(self, question: bytes, context: Any) -> None:
         """Answer a follower. It is identified at each request, so a revoked one is refused."""
         async with Refusing(self._audit, context, self._proxies[0]):
-            _name, expires = self._identify(context)
+            _name, expires = self._callers.identify(context)
             if self._published is None or expires < time.time():
-                raise LinkError("this hub does not serve followers; start it with --published RUN")
+                raise LinkError("this hub does not serve followers; start it with --published RUN or --publishers NAME")
             await agreed_with_member(context, FOLLOWING)
             try:
                 async for chunk in served(question, self._published):
@@ -277,20 +283,10 @@ class Hub:
             except DataError as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
 
-    def _trainer(self, context: Any) -> tuple[str, float]:
-        """Like `_identify`, for requests that followers must not make."""
-        name, expires = self._identify(context)
-        if name.startswith(FOLLOWER):
-            raise LinkError(f"{name} is a follower, which receives only; join with a token for another name")
-        return name, expires
-
-    def _check_bound(self, name: str, asked: Callable[[str], bool]) -> None:
-        """Raise `LinkError` if the member's invitation names certain runs, and none of them is `asked`."""
-        bound = self._state.bound(name)
-        if bound and not any(map(asked, bound)):
-            raise LinkError(
-                f"{name} was invited to {', '.join(bound)} and may join no other run: thinwire join --group {bound[0]}"
-            )
+    async def _publish(self, _: Any, context: Any) -> None:
+        """Take a version from a publisher. It is identified at each chunk, so a revoked one is refused."""
+        async with Refusing(self._audit, context, self._proxies[0]):
+            await self._uploads.take(context, lambda: self._callers.trainer(context))
 
     @contextmanager
     def _connected(
@@ -316,7 +312,7 @@ class Hub:
 
     async def _bulk(self, _: Any, context: Any) -> None:
         async with Refusing(self._audit, context, self._proxies[0]):
-            name, _expires = self._trainer(context)
+            name, _expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.ATTACH], version)
             connection = self._connections.get(frame.number(0))
@@ -378,22 +374,5 @@ class Hub:
                     connection.refusal = f"{connection.name} is revoked"
                     connection.end.set()
             self._groups.revoke(revoked)
-
-    def _identify(self, context: Any) -> tuple[str, float]:
-        """The name of the calling member, and the end of its certificate. Raises `LinkError`."""
-        check_tls(context)
-        (pem,) = context.auth_context().get("x509_pem_cert", [b""])
-        try:
-            certificate = x509.load_pem_x509_certificate(pem)
-        except ValueError:
-            raise LinkError("no certificate was presented") from None
-        name = member_name(certificate)
-        if certificate.issuer != self._authorities.issuer.certificate.subject:
-            raise Outdated("the hub has a new authority, which renews this certificate")
-        known = self._state.member(name)
-        if known is None or known.key != key_digest(certificate):
-            raise LinkError(f"the name {name} belongs to another key")
-        if known.revoked:
-            raise LinkError(f"{name} is revoked")
-        self._proxies[0].authenticated(context.peer())
-        return name, certificate.not_valid_after_utc.timestamp()
+            if self._publishers:
+                self._publishers.forbid(revoked)

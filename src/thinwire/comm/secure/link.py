@@ -61,7 +61,7 @@ class HubLink:
         listen: Listen | None = None,
     ) -> None:  # fmt: skip
         self._advice, self._insists = advice, insists
-        self._enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
+        self.enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
         )
@@ -98,7 +98,7 @@ class HubLink:
     @property
     def run(self) -> str:
         """The run file of the hub."""
-        return self._enrolment.run
+        return self.enrolment.run
 
     async def begin(self) -> None:
         """Connect, and stay connected until `leave`."""
@@ -110,7 +110,7 @@ class HubLink:
             return self._placed.result(seconds)
         except TimeoutError:
             raise LinkError(
-                f"{self._enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size} replicas, "
+                f"{self.enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size} replicas, "
                 "with the same run and number of replicas."
             ) from None
 
@@ -126,7 +126,7 @@ class HubLink:
                 return
             except LinkError as error:
                 if isinstance(error, Outdated):
-                    self._enrolment.forget()
+                    self.enrolment.forget()
                 if self._place is None and not self._insists:
                     self._lose(error)
                     return
@@ -198,8 +198,8 @@ class HubLink:
 
     async def _connected(self) -> None:
         """One connection, from dialling to its end. Raises `LinkError`; returns after `leave`."""
-        admitted = await self._enrolment.admitted()
-        token, own = self._enrolment.token, admitted.credentials
+        admitted = await self.enrolment.admitted()
+        token, own = self.enrolment.token, admitted.credentials
         await self.straight.begin(own)
         of_hub = token.host, token.port, own.authorities, own
         # The control connection detects silence for all, because no bulk is queued before its pings.
@@ -354,6 +354,13 @@ class HubLink:
         self._free_at = begin + 8 * nbytes / (PAYLOAD * self.rate)
         if begin > now:
             await asyncio.sleep(begin - now)
+
+    async def spare(self, nbytes: int) -> None:
+        """See `upload.SpareLink`: wait until every message that others requested has arrived."""
+        while self._going and self.messages.unfinished:
+            self._changed.clear()
+            await self._changed.wait()
+        await self.paced(nbytes)
 
     async def _written(self, stream: Any, frame: bytes) -> None:
         await written(stream, frame)

@@ -1,0 +1,63 @@
+"""Identifies the members that call the hub by their certificates, and checks what their names and invitations permit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cryptography import x509
+
+from thinwire.comm.secure.calls import Outdated
+from thinwire.comm.secure.channels import check_tls
+from thinwire.comm.secure.fetch import FOLLOWER
+from thinwire.comm.secure.keys import Authorities, key_digest, member_name
+from thinwire.comm.secure.proxy import TcpProxy
+from thinwire.comm.secure.state import HubState
+from thinwire.errors import LinkError
+
+
+class Callers:
+    """Identifies members.
+
+    Args:
+        state, authorities: those of the hub.
+    """
+
+    def __init__(self, state: HubState, authorities: Authorities) -> None:
+        self._state, self.authorities = state, authorities
+        self.proxy: TcpProxy | None = None  # the proxy for members; set by the hub
+
+    def identify(self, context: Any) -> tuple[str, float]:
+        """The name of the calling member, and the end of its certificate. Raises `LinkError`."""
+        check_tls(context)
+        (pem,) = context.auth_context().get("x509_pem_cert", [b""])
+        try:
+            certificate = x509.load_pem_x509_certificate(pem)
+        except ValueError:
+            raise LinkError("no certificate was presented") from None
+        name = member_name(certificate)
+        if certificate.issuer != self.authorities.issuer.certificate.subject:
+            raise Outdated("the hub has a new authority, which renews this certificate")
+        known = self._state.member(name)
+        if known is None or known.key != key_digest(certificate):
+            raise LinkError(f"the name {name} belongs to another key")
+        if known.revoked:
+            raise LinkError(f"{name} is revoked")
+        assert self.proxy
+        self.proxy.authenticated(context.peer())
+        return name, certificate.not_valid_after_utc.timestamp()
+
+    def trainer(self, context: Any) -> tuple[str, float]:
+        """Like `identify`, for requests that followers must not make."""
+        name, expires = self.identify(context)
+        if name.startswith(FOLLOWER):
+            raise LinkError(f"{name} is a follower, which receives only; join with a token for another name")
+        return name, expires
+
+    def check_bound(self, name: str, asked: Callable[[str], bool]) -> None:
+        """Raise `LinkError` if the member's invitation names certain runs, and none of them is `asked`."""
+        bound = self._state.bound(name)
+        if bound and not any(map(asked, bound)):
+            raise LinkError(
+                f"{name} was invited to {', '.join(bound)} and may join no other run: thinwire join --group {bound[0]}"
+            )
