@@ -21,7 +21,7 @@ from thinwire.pieces.inner_optimizers import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
-from thinwire.pieces.placement import Anchors, check_anchors
+from thinwire.pieces.placement import Anchors, StateDtype, check_anchors, check_state_dtype
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
 from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
@@ -115,6 +115,7 @@ class Strategy:
         privacy: clips deltas and adds noise; None: off.
         guard: clips a replica's own delta that is out of all proportion; None: off.
         anchors: where anchors and outer state are kept: in "host" memory, on the model's "device", or on "disk".
+        state_dtype: the type of outer state and feedback, "fp32" or "bf16".
         seed: of all random draws of codecs, a whole number.
 
     Raises:
@@ -145,6 +146,7 @@ class Strategy:
     privacy: Privacy | None = None
     guard: Guard | None = Guard()
     anchors: Anchors = "host"
+    state_dtype: StateDtype = "fp32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -170,6 +172,7 @@ class Strategy:
         self.exchange.check_beside(self)
         deltas = isinstance(self.signal, Deltas) and self.exchange.agrees
         check_anchors(self.anchors, self.schedule, self.merge, deltas)
+        check_state_dtype(self.state_dtype, deltas)
         self._check_period()
         plain = (Every(1), Average(), Mix())
         if isinstance(self.signal, Gradients) and (self.schedule, self.outer, self.merge) != plain:
@@ -179,10 +182,10 @@ class Strategy:
             )
 
     def __repr__(self) -> str:
-        """The text of the dataclass, without the aggregate if it is the mean, and without the guard if it is the default, so that strategies
+        """The text of the dataclass, without the aggregate, the guard and the type of state if they are the defaults, so that strategies
         without them have the same text as in earlier versions.
         """
-        usual = {"aggregate": Mean(), "guard": Guard()}
+        usual = {"aggregate": Mean(), "guard": Guard(), "state_dtype": "fp32"}
         named = [f.name for f in fields(self) if f.name not in usual or getattr(self, f.name) != usual[f.name]]
         return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
 
@@ -338,10 +341,8 @@ class Strategy:
 
     def warnings(self, fragments: Sequence[Shapes] = (), size: int = 2) -> list[str]:
         """What works, but not as its source has it, or is of no use for fragments of tensors of such shapes."""
-        said = []
-        of_both = [
-            (of, max(1, sum(math.prod(s) for shapes in of for s in shapes))) for of in (fragments, [((1024, 1024),)])
-        ]
+        said, both = [], (fragments, [((1024, 1024),)])
+        of_both = [(of, max(1, sum(math.prod(s) for shapes in of for s in shapes))) for of in both]
         bits, large = (8 * self.nbytes_per_period(of, size) / numel / max(1, size - 1) for of, numel in of_both)
         if bits >= 16 and bits > 2 * large:  # half of fp32, for shapes that this codec is not made for
             said.append(

@@ -257,6 +257,15 @@ CONFIGURATIONS = {
         lambda: tw.Strategy(signal=tw.strategy.Gradients),
         "signal=<class 'thinwire.strategy.Gradients'>: Deltas() or Gradients() is needed.",
     ),
+    "type of state": (
+        lambda: tw.Strategy(state_dtype="fp16"),
+        "state_dtype='fp16': 'fp32' or 'bf16' is needed.",
+    ),
+    "type of state with gradients": (
+        lambda: tw.Strategy(state_dtype="bf16", signal=tw.strategy.Gradients()),
+        "state_dtype='bf16': state that every inner step changes would be rounded as often, and gossip has no outer state; choose 'fp32', "
+        "or deltas.",
+    ),
     "anchors": (
         lambda: tw.Strategy(anchors="gpu"),
         "anchors='gpu': 'host', 'device' or 'disk' is needed.",

@@ -77,12 +77,15 @@ def test_the_peak_of_an_inner_step_is_within_five_percent(
 
 
 def test_predicted_state_equals_the_tensors_of_a_replica():
-    """Anchors and outer state, with momentum, without it, and for eager updates."""
+    """Anchors, outer state and feedback, with momentum, without it, for eager updates, and in bf16."""
     model_of = Run.of(model="tiny")
     for strategy in (
         streaming_diloco(every=4, delay=1),
         diloco(every=4, outer_momentum=0.0),
         eager_diloco(every=2, partition=Strided(1)),
+        replace(streaming_diloco(every=4, delay=1), state_dtype="bf16"),
+        replace(streaming_sign(every=4, delay=1), state_dtype="bf16"),
+        replace(eager_diloco(every=2, partition=Strided(1)), state_dtype="bf16"),
     ):
 
         def kept(group, strategy=strategy):
@@ -94,9 +97,7 @@ def test_predicted_state_equals_the_tensors_of_a_replica():
             for _ in range(4 * strategy.schedule.every):
                 optimizer.step()
             tensors, _ = replica.state()
-            nbytes = sum(
-                4 * t.numel() for name, t in tensors.items() if "guard." not in name and not name.endswith("delta")
-            )
+            nbytes = sum(t.nbytes for name, t in tensors.items() if "guard." not in name and not name.endswith("delta"))
             replica.finish()
             return nbytes, [f.numel for f in replica.fragments]
 

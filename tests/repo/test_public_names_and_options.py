@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("late_imports")
 
 # The options of `train` and `compare`, which are also the keys of a run file.
 RUN = """
-strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors privacy guard carrier
-aggregate attack liars topology buffers
+strategy replicas steps seed every delay fragments merge codec partition offsets exchange outer_lr outer_momentum anchors state_dtype
+privacy guard carrier aggregate attack liars topology buffers
 least grace weigh evict link uplink listen timeout
 model job lora positions text own_text column tokenizer batch sequence accumulate optimizer lr warmup
 weight_decay clip precision models eval_every eval_batches checkpoint_every keep publish slow

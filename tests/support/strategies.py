@@ -96,6 +96,9 @@ METHODS: dict[str, tw.Strategy] = {
         feedback=tw.pieces.feedback.Feedback(1, 0.5, 1.0),
         seed=3,
     ),
+    "state in bf16, in the air": replace(
+        _IN_THE_AIR, codec=tw.codecs.E3M0(8), feedback=tw.pieces.feedback.Feedback(1, 0.5, 1.0), state_dtype="bf16"
+    ),
     "low rank with feedback": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         partition=tw.pieces.partition.Strided(2),

@@ -41,8 +41,8 @@ class Buffers:
         return self.bytes(4 * count).view(torch.float32)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A flat fp32 buffer with the number of values and the device of `tensor`; only CPU buffers are reused."""
-        return self.floats(tensor.numel()) if tensor.device.type == "cpu" else torch.empty_like(tensor)
+        """A flat buffer with the number of values, the type and the device of `tensor`; only CPU buffers are reused."""
+        return self.bytes(tensor.nbytes).view(tensor.dtype) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
     def give(self, *tensors: Tensor) -> None:
         """Return buffers, which must not be used afterwards; other tensors are ignored."""

@@ -71,6 +71,8 @@ class MethodSpec(CheckedSettings):
     """Nesterov momentum of the outer step."""
     anchors: Literal["host", "device", "disk"] | None = None
     """Where anchors and outer state are kept; on disk, only fragments that depart next or are in flight are in memory."""
+    state_dtype: Literal["fp32", "bf16"] | None = None
+    """Type of outer momentum and feedback: in bf16 they take half the memory. Default: the recipe's own, fp32."""
     topology: str | None = None
     """Gossip: graph of neighbours: Ring, RandomPairs, Exponential, Torus, RandomRegular(3), ..., or a JSON file of edges (thinwire docs gossip)."""
     privacy: str | None = None
@@ -92,12 +94,14 @@ class MethodSpec(CheckedSettings):
                 raise ConfigurationError(
                     f"privacy={self.privacy!r} with {self.label}: deltas of a Strategy can be clipped and made noisy; choose a recipe."
                 )
-            if self.aggregate is not None or self.guard is not None or attack:
+            if self.aggregate is not None or self.guard is not None or self.state_dtype is not None or attack:
                 raise ConfigurationError(
-                    f"aggregate={self.aggregate!r}, guard={self.guard!r}, attack={self.attack!r} with {self.label}: a method with its own "
-                    "loop has none of them; choose a recipe."
+                    f"aggregate={self.aggregate!r}, guard={self.guard!r}, state_dtype={self.state_dtype!r}, attack={self.attack!r} with "
+                    f"{self.label}: a method with its own loop has none of them; choose a recipe."
                 )
             return made
+        if self.state_dtype is not None:
+            made = dataclasses.replace(made, state_dtype=self.state_dtype)
         if self.guard is not None:
             guard = None if self.guard == "off" else parse(self.guard, offered=("off", "Guard"))
             made = dataclasses.replace(made, guard=guard)
@@ -170,7 +174,7 @@ class MethodSpec(CheckedSettings):
     @property
     def label(self) -> str:
         """The strategy for display: its name and its settings."""
-        named = (*OF_THE_RECIPE, "aggregate", "guard", "attack", "liars")
+        named = (*OF_THE_RECIPE, "state_dtype", "aggregate", "guard", "attack", "liars")
         given = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
         return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
 

@@ -29,6 +29,7 @@ Place = Literal["device", "host", "disk"]
 FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
 # Bytes: glibc keeps pieces of up to 32 MiB only, and the next step of a large model takes them again.
 MOST_FREED = 256 << 20
+_STATE_NBYTES = {"fp32": 4, "bf16": 2}  # of a value of outer state and feedback
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def replica_memory(
 
 
 def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], replicas: int = 1) -> dict[str, int]:
-    """Bytes that a replica of `replicas` keeps between two inner steps, in fp32: 4 bytes for each value of a parameter. The exchange's
-    state is that of the first replica, which has the largest share.
+    """Bytes that a replica of `replicas` keeps between two inner steps: 4 for each value of a parameter, 2 for one of outer state and
+    feedback in bf16. The exchange's state is that of the first replica, which has the largest share.
 
     >>> from thinwire import streaming_diloco
     >>> kept_nbytes(1000, streaming_diloco(), [600, 400])
@@ -139,13 +140,14 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     exchanged = sum(numels)
     kept = {"parameters": FP32.weight * parameters, "AdamW": FP32.optimizer * parameters, "anchors": 4 * exchanged}
     if not isinstance(strategy.signal, Gradients):
-        kept["outer momentum"] = momentum = 4 * exchanged * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
+        momentum = exchanged * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
+        kept["outer momentum"] = _STATE_NBYTES[strategy.state_dtype] * momentum
         if strategy.merge.eager:
-            kept["deviation and own delta"] = 8 * exchanged + momentum
+            kept["deviation and own delta"] = 8 * exchanged + 4 * momentum
         elif strategy.merge.whole_period:
             kept["own delta"] = 4 * exchanged
     if strategy.feedback:
-        kept["feedback"] = sum(4 * exchanged for _ in strategy.feedback.init(0))
+        kept["feedback"] = _STATE_NBYTES[strategy.state_dtype] * exchanged * len(strategy.feedback.init(0))
     if strategy.filters:
         kept["filters"] = sum(4 * exchanged for one in strategy.filters for t in one.init(0).values() if not t.numel())
     owned = 0
@@ -214,9 +216,10 @@ def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
     if isinstance(strategy.signal, Gradients):
         return _gradient_exchange(strategy, numels, replicas)
     at_once = most_at_once(strategy, numels)
-    states = _states(strategy.outer) + (2 if strategy.feedback else 0)  # type: ignore[arg-type]  # frozen values hash
-    largest = max(numels, default=0)
-    return (8 + 4 * states) * at_once + 4 * largest + strategy.codec.nbytes(at_once) * replicas
+    largest, each = max(numels, default=0), _STATE_NBYTES[strategy.state_dtype]
+    states = each * _states(strategy.outer) + (4 + each if strategy.feedback else 0)  # type: ignore[arg-type]  # frozen values hash
+    whole = 8 * largest if each < 4 and strategy.codec.grain is None else 0  # state in fp32 while it is computed
+    return (8 + states) * at_once + 4 * largest + whole + strategy.codec.nbytes(at_once) * replicas
 
 
 def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:

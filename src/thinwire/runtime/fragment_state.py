@@ -7,7 +7,7 @@ fragment's own buffers stay until `commit`. Only methods of `FragmentState` touc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.runtime.disk import DiskTensors
+from thinwire.runtime.state_dtype import in_fp32, store, typed
 from thinwire.strategy import Strategy
 from thinwire.types import State
 
@@ -36,8 +37,8 @@ class FragmentState:
     fragment: Fragment
     index: int
     anchor: Tensor  # flat fp32; the next anchor is written to another buffer, after which this one may be reused
-    state: State
-    feedback: State  # errors of the codec, for the next delta; on the CPU
+    state: State  # of the outer step, in the strategy's `state_dtype`
+    feedback: State  # errors of the codec, for the next delta; on the CPU, in `state_dtype`
     codec: Codec  # the strategy's, fitted to this fragment
     exchange: State = field(default_factory=dict)  # the exchange's state; on the CPU
     aggregate: State = field(default_factory=dict)  # the aggregate's, for the part aggregated here; on the CPU
@@ -191,14 +192,14 @@ def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: in
     parts = [local(p.detach()) for _, p in fragment.parameters]
     device = parts[0].device if strategy.anchors == "device" else torch.device("cpu")
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
-    feedback = strategy.feedback.init(anchor.numel()) if strategy.feedback else {}
+    feedback = typed(strategy.feedback.init(anchor.numel()), strategy, anchor) if strategy.feedback else {}
     codec = strategy.codec.fitted(fragment.shapes)
     strategy.aggregate.check(size)
     memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
     aggregated = strategy.aggregate.init(strategy.exchange.owns(codec, anchor.numel(), rank, size), size)
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
-    policy, state = strategy.policy.init(codec), strategy.outer.init(anchor)
+    policy, state = strategy.policy.init(codec), typed(strategy.outer.init(anchor), strategy, anchor)
     guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
     held = FragmentState(
         fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard
@@ -272,7 +273,7 @@ class RoundUpdate:
         if self._signal is None or self._signal.numel() < end - begin:
             self._buffers.give(*self._tensors(self._signal))
             self._signal = self._buffers.floats(end - begin)
-        return self._feedback.signal(coded, _range(self.fragment.feedback, begin, end), self._signal[: end - begin])
+        return self._feedback.signal(coded, in_fp32(self.fragment.feedback, begin, end), self._signal[: end - begin])
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
         """Take the mean of a range, and compute its results."""
@@ -283,8 +284,9 @@ class RoundUpdate:
         if self._feedback:
             if not self.feedback:
                 self.feedback = self._like(self.fragment.feedback)
-            before, after = _range(self.fragment.feedback, begin, end), _range(self.feedback, begin, end)
+            before, after = in_fp32(self.fragment.feedback, begin, end), in_fp32(self.feedback, begin, end)
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
+            store(after, self.feedback, begin, end)
         if self._given is not None:
             return
         if self._step is not None and self._step.elementwise and self.fragment.anchor.is_cpu and not filters:
@@ -305,7 +307,8 @@ class RoundUpdate:
                 self._whole = None if estimate is self._whole else self._whole
             else:
                 here = estimate.to(fragment.anchor.device)
-                self.anchor, self.outer = self._step.step(fragment.anchor, here, fragment.state)
+                self.anchor, after = self._step.step(fragment.anchor, here, in_fp32(fragment.state))
+                self.outer = {name: value.to(fragment.state[name].dtype) for name, value in after.items()}
             self._check(self.anchor)
         return self._finite and self.anchor is not None
 
@@ -379,8 +382,9 @@ class RoundUpdate:
         if self.anchor is None:
             self.anchor, self.outer = self._buffers.like(self.fragment.anchor), self._like(self.fragment.state)
         moved = self.anchor[begin:end]
-        before, after = _range(self.fragment.state, begin, end), _range(self.outer, begin, end)
+        before, after = in_fp32(self.fragment.state, begin, end), in_fp32(self.outer, begin, end)
         outer.step_into(self.fragment.anchor[begin:end], mean, before, moved, after)
+        store(after, self.outer, begin, end)
         self._check(moved)
 
     def _check(self, moved: Tensor) -> None:
@@ -394,7 +398,3 @@ class RoundUpdate:
     @staticmethod
     def _tensors(tensor: Tensor | None) -> list[Tensor]:
         return [] if tensor is None else [tensor]
-
-
-def _range(state: Mapping[str, Tensor], begin: int, end: int) -> State:
-    return {name: kept[begin:end] for name, kept in state.items()}

@@ -95,7 +95,11 @@ def weights(model: nn.Module) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether `a` and `b` are equal bit for bit: NaN equals NaN, and 0 is not −0."""
-    return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def validation(model: nn.Module) -> Callable[[], list[float]]:
