@@ -94,7 +94,7 @@ def curve(
     """Returns the loss of the agreed weights over virtual time, as replica 0 knows them; the last entry is after the last round.
 
     `ledgers` count what each replica sends. The data have as many `shares` as replicas, or more, of which the last are not read. `batches`
-    are the micro-batches of all replicas; a step of replica m takes slow[m] with its own one.
+    are the micro-batches of all replicas, which read equal shares; a step of replica m takes slow[m] with its own one.
     """
     settings = SETTINGS | ({"batch": batches} if batches else {})
     run = Run.of(**settings, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
@@ -103,7 +103,7 @@ def curve(
     def replica(group: tw.Group) -> list[tuple[float, float]]:
         group = CountedGroup(group, ledgers[group.rank]) if ledgers else group
         job = TextJob(run, None, group.rank)
-        job.begin(Share(run.seed, group.rank, shares or group.size, batches=run.data.batches))
+        job.begin(Share(run.seed, group.rank, shares or group.size))
         model, told = job.make_model(), []
         optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
         attached: Any = (

@@ -4,9 +4,9 @@
 
 *Simulated*: the cells of `python benchmarks/unequal.py --time`. Replica m has micro-batches of 4 / slow[m] sequences, at least 1, and trains
 with decoupled_diloco. A step takes as long as it has sequences, which is an assumption: a real machine also has a fixed cost a step. The
-losses beside it, of decoupled_diloco with equal batches and of the fast alone, are those of unequal-time.json with the same seed; shares of
-the data are as large as the batches, so that the samples differ. Differences are paired by seed. Saved after each seed; what the file has
-is not run again. --quick: 20 steps of one cell, printed only.
+losses beside it, of decoupled_diloco with equal batches and of the fast alone, are those of unequal-time.json with the same seed. The data are
+cut into equal shares here, so that the fast machines read the same samples in all three. Differences are paired by seed. Saved after each
+seed; what the file has is not run again. --quick: 20 steps of one cell, printed only.
 """
 
 from __future__ import annotations
