@@ -197,7 +197,8 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
     seconds = (np.full(20, 0.4), np.array([0.1] * 15 + [9.0] * 5))  # one is often interrupted
     slower = replace(
         record,
-        settings=record.settings | {"strategy": "streaming-sign", "batch": 8, "carrier": "processes", "job": None},
+        settings=record.settings
+        | {"strategy": "streaming-sign", "replicas": 2, "batch": 8, "carrier": "processes", "job": None},
         replicas=[replace(one, compute_seconds=each) for one, each in zip(record.replicas, seconds, strict=True)],
     )
     told = of_speeds(slower)
