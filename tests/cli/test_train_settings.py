@@ -205,7 +205,14 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
     assert told == (
         "replica 0's steps took 4.0 times as long as the fastest ones; with --batch 2 8 all would take about equally long"
     )
-    for other in ({"batch": [8, 2]}, {"batch": 1}, {"carrier": "elastic"}, {"job": "job.py"}, {"strategy": "noloco"}):
+    for other in (
+        {"batch": [8, 2]},
+        {"batch": 1},
+        {"batch": 3},
+        {"carrier": "elastic"},
+        {"job": "job.py"},
+        {"strategy": "noloco"},
+    ):
         assert of_speeds(replace(slower, settings=slower.settings | other)) == "", other
     for each in (np.full(20, 0.14), np.full(9, 0.4)):  # nearly as fast; too few steps
         first = replace(slower.replicas[0], compute_seconds=each)

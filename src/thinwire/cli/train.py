@@ -368,7 +368,7 @@ def of_speeds(record: RunRecord) -> str:
     seconds = [statistics.median(one.compute_seconds.tolist()) for one in replicas]
     slow = [one / max(min(seconds), 1e-9) for one in seconds]
     slowest = slow.index(max(slow))
-    if slow[slowest] < UNEQUAL:
+    if not UNEQUAL <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
         return ""
     several = " ".join(str(max(1, round(batch / one))) for one in slow)
     return (
