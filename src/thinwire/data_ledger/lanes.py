@@ -36,8 +36,8 @@ class LanesReader:
 
     Args:
         seed: of the order; an integer number.
-        batches: samples in a micro-batch of each replica.
-        index: of this replica.
+        batches: number of samples in a micro-batch of each replica.
+        index: number of this replica, from 0.
 
     >>> readers = [LanesReader(seed=0, batches=[2, 1], index=index) for index in range(2)]
     >>> for reader in readers:
