@@ -20,7 +20,10 @@ from thinwire.errors import DataError
 
 
 def lanes_of(batches: Sequence[int]) -> list[range]:
-    """The numbers of the lanes of each replica, by the micro-batches of all.
+    """The numbers of the lanes of each replica.
+
+    Args:
+        batches: number of samples in a micro-batch of each replica.
 
     >>> lanes_of([8, 4, 2])
     [range(0, 4), range(4, 6), range(6, 7)]
