@@ -89,18 +89,20 @@ def asynchronous(slow: tuple[float, ...]) -> str:
 
 def curve(
     strategy: str, slow: tuple[float, ...], steps: int, seed: int, every: int, ledgers: Sequence[Ledger] = (),
-    shares: int = 0,
+    shares: int = 0, batches: tuple[int, ...] = (),
 ) -> list[tuple[float, float]]:  # fmt: skip
     """Returns the loss of the agreed weights over virtual time, as replica 0 knows them; the last entry is after the last round.
 
-    `ledgers` count what each replica sends. The data have as many `shares` as replicas, or more, of which the last are not read.
+    `ledgers` count what each replica sends. The data have as many `shares` as replicas, or more, of which the last are not read. `batches`
+    are the micro-batches of all replicas, which read equal shares; a step of replica m takes slow[m] with its own one.
     """
-    run = Run.of(**SETTINGS, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
+    settings = SETTINGS | ({"batch": batches} if batches else {})
+    run = Run.of(**settings, strategy=strategy, steps=steps, replicas=len(slow), seed=seed)
     method, cpu = run.make_method(), torch.device("cpu")
 
     def replica(group: tw.Group) -> list[tuple[float, float]]:
         group = CountedGroup(group, ledgers[group.rank]) if ledgers else group
-        job = TextJob(run, None)
+        job = TextJob(run, None, group.rank)
         job.begin(Share(run.seed, group.rank, shares or group.size))
         model, told = job.make_model(), []
         optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
@@ -109,6 +111,8 @@ def curve(
             if method
             else tw.Replica(run.make_strategy(), model, optimizer, group)
         )
+        if batches:
+            attached.tokens = float(batches[group.rank])
         pace = slow[group.rank] if method else max(slow)
 
         def progress() -> int:

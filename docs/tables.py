@@ -616,6 +616,23 @@ def same_time(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def smaller_batches(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/unequal_batches.py: a cell a row; times are steps of the fastest machine."""
+    heads = ["speeds", "batches", "seeds", "time", "smaller batches", "equal batches", "the fast alone"]
+    heads += ["against equal batches", "against the fast"]
+    rows = []
+    for row in result["rows"]:
+        each = list(row["losses"].values())
+        changes = [
+            f"{row[of]:+.2%}" + ("" if row[f"error_{of}"] is None else f" ± {row[f'error_{of}']:.2%}")
+            for of in ("of_default", "of_fast")
+        ]
+        means = [f"{sum(losses) / len(each):.4f}" for losses in zip(*each)]
+        batches = ", ".join(map(str, dict.fromkeys(row["batches"])))
+        rows.append([row["speeds"], batches, f"{len(each)}", f"{row['time']:.0f}", *means, *changes])
+    return heads, rows
+
+
 def sites(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/unequal.py --sites: times are steps of the fastest machine, bytes those that all replicas sent."""
     heads = ["method", "number is", "loss", "against the control", "time", "MB between sites", "MB within sites"]
@@ -831,6 +848,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "unequal": unequal,
     "sites": sites,
     "same_time": same_time,
+    "smaller_batches": smaller_batches,
     "coding": coding,
     "deadlines": deadlines,
     "decentralised": decentralised,

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from thinwire.cli import checks as machine
 from thinwire.cli import main
-from thinwire.cli.train import of_stalls
+from thinwire.cli.train import of_speeds, of_stalls
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
@@ -187,3 +188,32 @@ def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callab
         alike = replace(record, settings=record.settings | {"strategy": strategy})
         said = f"; thinwire doctor {thin / 'run.toml'} shows {advice}" if advice else ""
         assert of_stalls(alike, thin) == waited + said, strategy
+
+
+def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    record = RunRecord.load(make_run(tmp_path / "run"))
+    seconds = (np.full(20, 0.4), np.array([0.1] * 15 + [9.0] * 5))  # one is often interrupted
+    slower = replace(
+        record,
+        settings=record.settings
+        | {"strategy": "streaming-sign", "replicas": 2, "batch": 8, "carrier": "processes", "job": None},
+        replicas=[replace(one, compute_seconds=each) for one, each in zip(record.replicas, seconds, strict=True)],
+    )
+    told = of_speeds(slower)
+    assert told == (
+        "replica 0's steps took 4.0 times as long as the fastest ones; with --batch 2 8 all would take about equally long"
+    )
+    for other in (
+        {"batch": [8, 2]},
+        {"batch": 1},
+        {"batch": 3},
+        {"carrier": "elastic"},
+        {"job": "job.py"},
+        {"strategy": "noloco"},
+    ):
+        assert of_speeds(replace(slower, settings=slower.settings | other)) == "", other
+    for each in (np.full(20, 0.14), np.full(9, 0.4)):  # nearly as fast; too few steps
+        first = replace(slower.replicas[0], compute_seconds=each)
+        assert of_speeds(replace(slower, replicas=[first, *slower.replicas[1:]])) == ""

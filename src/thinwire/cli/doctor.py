@@ -165,12 +165,12 @@ def text(run: Run) -> Generator[CheckResult, None, int]:
         yield CheckResult("text", "ok", f"{text_of_nbytes(nbytes)}; not tokenised here, the run does that first")
         return 256
     corpus = open_corpus(run.data, run.model.model)
-    corpus.batch(run.seed, 0, run.placement.replicas, 0, run.data.batch, run.data.sequence)
-    corpus.held_out(run.data.batch, run.data.sequence, run.data.eval_batches)
+    corpus.batch(run.seed, 0, run.placement.replicas, 0, run.data.largest_batch, run.data.sequence)
+    corpus.held_out(run.data.largest_batch, run.data.sequence, run.data.eval_batches)
     epochs = (
         run.optimizer.steps
-        * run.data.batch
-        * run.data.accumulate
+        * run.data.tokens
+        / run.data.sequence
         * run.placement.replicas
         / max(1, corpus.windows(run.data.sequence))
     )
@@ -256,7 +256,7 @@ def predicted_nbytes(
         bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and gpu)
         needed = replica_memory(
             model.architecture, strategy, numels, run.placement.replicas,
-            batch=run.data.batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
+            batch=run.data.largest_batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
         )  # fmt: skip
         kept = needed.in_memory()
         total, aside = needed.peak() if gpu else needed.process_nbytes(base), ""
@@ -285,7 +285,7 @@ def measured_step(run: Run, vocabulary: int) -> float:
             began = time.perf_counter()
             for _ in range(run.data.accumulate):
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    loss = loss_of(run.data.batch)
+                    loss = loss_of(run.data.largest_batch)
                 torch.autograd.backward(loss)
             for optimizer in optimizers:
                 optimizer.step()

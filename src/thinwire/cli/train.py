@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,8 @@ from thinwire.report.trackers.follow import following
 from thinwire.report.trackers.sinks import named
 
 DEMO = Run.of(link="5mbit,30ms")
+FEW_STEPS, UNEQUAL = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
+WEIGH = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,8 @@ def finish(
         console.print(paths, soft_wrap=True, highlight=False)
     if told := of_stalls(record, folder):
         console.print(told, soft_wrap=True, highlight=False)
+    if told := of_speeds(record):
+        console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
     if stopped:
         console.print(f"to resume: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
@@ -345,6 +350,31 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
         return told
     what = "delay" if text else "--delay"  # what is written as text has its delay in the parentheses
     return f"{told}; thinwire doctor {folder / 'run.toml'} shows the {what} without waits"
+
+
+def of_speeds(record: RunRecord) -> str:
+    """Advice for a fixed group with machines of unequal speed and equal batches; empty for others."""
+    asked, replicas = record.settings, record.replicas
+    batch, name = asked.get("batch"), recipe_name(str(asked.get("strategy")).partition("(")[0])
+    if (
+        name not in WEIGH
+        or "elastic" in str(asked.get("carrier"))
+        or asked.get("job")
+        or len(replicas) != asked.get("replicas")
+    ):
+        return ""
+    if not isinstance(batch, int) or batch < 2 or min(len(one.compute_seconds) for one in replicas) < FEW_STEPS:
+        return ""
+    seconds = [statistics.median(one.compute_seconds.tolist()) for one in replicas]
+    slow = [one / max(min(seconds), 1e-9) for one in seconds]
+    slowest = slow.index(max(slow))
+    if not UNEQUAL <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
+        return ""
+    several = " ".join(str(max(1, round(batch / one))) for one in slow)
+    return (
+        f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones; with --batch {several} "
+        "all would take about equally long"
+    )
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The samples of each replica: the order of an epoch, and a ledger of each replica's part of it."""
 
+from thinwire.data_ledger.lanes import LanesReader, lanes_of
 from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Named, ReadCount, in_order
 from thinwire.data_ledger.order import Order, Permutation, part_of
 from thinwire.data_ledger.reader import FixedReader, LeasedReader, Reader, drawn_for_ever
@@ -8,6 +9,7 @@ __all__ = [
     "Claim",
     "DataLedger",
     "FixedReader",
+    "LanesReader",
     "Lease",
     "LeasedReader",
     "Named",
@@ -17,5 +19,6 @@ __all__ = [
     "Reader",
     "drawn_for_ever",
     "in_order",
+    "lanes_of",
     "part_of",
 ]  # fmt: skip

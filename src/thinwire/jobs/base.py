@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinwire.data_ledger import FixedReader, Reader, drawn_for_ever
+from thinwire.data_ledger import FixedReader, LanesReader, Reader, drawn_for_ever
 from thinwire.data_ledger.packs import attention_cost, packs
 from thinwire.rng import derive
 
 
 @dataclass(frozen=True)
 class Share:
-    """A replica's share of the data: part `index` of `count`, in an order that follows from `seed`.
+    """A replica's share of the data: part `index` of `count`, in an order that follows from `seed`. `batches` are the micro-batches of all
+    replicas, if these differ: then a part is as large as its replica's micro-batch.
 
     For data with a length and an index use `sampler`: then each sample is trained once per epoch, also in an elastic run, and if a
     run resumes with another number of replicas (docs/data.md).
@@ -28,6 +29,7 @@ class Share:
     index: int
     count: int
     reader: Reader | None = field(default=None, repr=False, compare=False)
+    batches: tuple[int, ...] = ()
 
     def sampler(self, samples: int) -> Sampler:
         """Iterates without end over the indices of this replica's samples, of `samples` in all: for a DataLoader's `sampler=`, or a loop."""
@@ -51,7 +53,13 @@ class Share:
     def reading(self) -> Reader:
         """The reader with this replica's position in its samples."""
         names = [f"replica-{number}" for number in range(self.count)]
-        return self.reader or FixedReader(self.seed, names, names[self.index])
+        if self.reader is not None:
+            return self.reader
+        return (
+            LanesReader(self.seed, self.batches, self.index)
+            if self.batches
+            else FixedReader(self.seed, names, names[self.index])
+        )
 
     @classmethod
     def of(cls, seed: int, replicas: int, name: str) -> Share:

@@ -79,11 +79,14 @@ MOST_TOKENS = 1e12  # most tokens of a micro-batch
 class OwnJob(Job):
     """The job of a file, for one replica; `batches(share)` yields its samples."""
 
-    def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1) -> None:
+    def __init__(
+        self, job: str, seed: int, batch: int = 1, eval_batches: int = 1, eval_batch: int | None = None
+    ) -> None:
         path, self._digest = taken_apart(job)
         self._path, self._seed, self._eval_batches = path.absolute(), seed, eval_batches
         self._own = functions(job)
         self._collated = batch if "collate" in self._own else None  # number of samples in a micro-batch
+        self._evaluated = self._collated and (eval_batch or batch)  # and in one of the evaluation
         self.unit = "samples" if self._collated else "batches"
         self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
@@ -154,7 +157,7 @@ class OwnJob(Job):
         if not self._held_out:
             share = Share(derive(self._seed, "evaluation"), 0, 1)
             source = Batches(self._path, self._own["batches"], share)
-            self._held_out = [self._micro_batch(source, self._collated) for _ in range(self._eval_batches)]
+            self._held_out = [self._micro_batch(source, self._evaluated) for _ in range(self._eval_batches)]
         losses = [self._loss(model, moved(batch, device)) for batch in self._held_out]
         of_each = [(float(one.total), one.tokens) if isinstance(one, Summed) else (float(one), 1.0) for one in losses]
         return {"loss": sum(total for total, _ in of_each) / sum(tokens for _, tokens in of_each)}

@@ -24,7 +24,8 @@ class CheckedSettings:
                 raise ConfigurationError(f"{field.name}={value!r:.200}: {_in_words(hints[field.name])} is needed.")
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name in self.at_least_one:
-            if given.get(name, 1) < 1:
+            several = value if isinstance(value := given.get(name, 1), tuple) else (value,)
+            if not several or min(several) < 1:
                 raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
         for name in self.positive:
             if not 0 < given.get(name, 1) < math.inf:
@@ -32,6 +33,21 @@ class CheckedSettings:
         for name in self.not_negative:
             if not 0 <= given.get(name, 0) < math.inf:
                 raise ConfigurationError(f"{name}={given[name]}: 0 or more is needed.")
+
+
+def check_batches(batch: int | tuple[int, ...], replicas: int, carrier: str) -> None:
+    """Raise `ConfigurationError` if `batch` has one number for each replica and does not suit them."""
+    if isinstance(batch, int):
+        return
+    if len(batch) != replicas:
+        raise ConfigurationError(
+            f"batch={list(batch)} with replicas={replicas}: one number for each is needed, or one for all; give --replicas {len(batch)}, or "
+            "another --batch."
+        )
+    if len(set(batch)) > 1 and "elastic" in carrier:
+        raise ConfigurationError(
+            f"batch={list(batch)} with carrier={carrier!r}: micro-batches differ in a fixed group only; give one number, or choose another carrier."
+        )
 
 
 def _in_words(hint: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from thinwire import checkpoint
 from thinwire.comm import Group
+from thinwire.decoupled.driver import Unequal
 from thinwire.errors import CheckpointError, EndedError, LinkError
 from thinwire.lm.place import Place
 from thinwire.lm.text_job import TextJob, TextProbe
@@ -30,7 +31,8 @@ class FixedTrainer(Trainer):
         compare_settings(self.group, facts | {"resume": self.place.resume})
 
     def _attach(self, facts: dict[str, Any]) -> Replica | Attached:
-        log = self.log
+        log, data = self.log, self.run.data
+        tokens = float(self.batch * data.sequence * data.accumulate)
         if isinstance(self.method, Codistill):
             assert isinstance(self.job, TextJob), "`check` refuses others"
             probe = TextProbe(self.job, self.model, self.method.probe, self.device, self.bf16)
@@ -41,13 +43,15 @@ class FixedTrainer(Trainer):
             return talking
         if self.method:
             attached = self.method.attach(self.model, self.optimizer, self.group, observer=log.emit, clock=log.seconds)
+            if isinstance(attached, Unequal):
+                attached.tokens = tokens
             self._log_start(attached.strategy, attached.fragments)
             return attached
         strategy = self.run.make_strategy()
         self._log_start(strategy, strategy.partition.fragments(self.model))  # before the kernels are compiled
-        tokens = self.run.data.tokens if self.run.placement.weigh == "tokens" else None
         return Replica(
-            strategy, self.model, self.optimizer, self.group, tokens=tokens,
+            strategy, self.model, self.optimizer, self.group,
+            tokens=tokens if self.run.placement.weigh == "tokens" else None,
             site=self.place.site, buffers=self.run.model.buffers, validation=self._validation, observer=self._hear,
             clock=log.seconds,
         )  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from thinwire.decoupled.method import Decoupled
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import Job
 from thinwire.jobs.own import OwnJob
@@ -19,13 +20,14 @@ from thinwire.runtime.weighing import cannot_weigh, check_weighing
 from thinwire.strategy import Gradients
 
 
-def open_job(run: Run, folder: Path | None = None) -> Job:
-    """The job of `run`: the user's own file, or a language model on text. `folder`: the run's folder, which may hold its
+def open_job(run: Run, folder: Path | None = None, replica: int = 0) -> Job:
+    """The job of `run` for one replica: the user's own file, or a language model on text. `folder`: the run's folder, which may hold its
     tokenizer.
     """
     if run.model.job:
-        return OwnJob(run.model.job, run.seed, run.data.batch, run.data.eval_batches)
-    return TextJob(run, folder)
+        data = run.data
+        return OwnJob(run.model.job, run.seed, data.batch_of(replica), data.eval_batches, data.largest_batch)
+    return TextJob(run, folder, replica)
 
 
 def check(run: Run, folder: Path | None = None) -> nn.Module:
@@ -36,8 +38,8 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
 
 
 def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Run, str]:
-    """Like `check`. Also returns `run` with deltas weighed by their tokens, if its job packs documents and no other weights are set, and a
-    line about that, or "".
+    """Like `check`. Also returns `run` with deltas weighed by their tokens, if replicas have unequal micro-batches or the job packs documents,
+    and no other weights are set, and a line about that, or "".
     """
     each = dict.fromkeys(run.of_replica(rank) for rank in range(run.placement.replicas))
     if run.model.models:
@@ -52,10 +54,12 @@ def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Ru
     models = [_check(one, job) for one, job in zip(each, jobs, strict=True)]
     largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()))
     packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
-    return largest, *(_weighed(run) if packs else (run, ""))
+    if run.data.batches:
+        return largest, *_weighed(run, "micro-batches differ")
+    return largest, *(_weighed(run, "the job packs documents") if packs else (run, ""))
 
 
-def _weighed(run: Run) -> tuple[Run, str]:
+def _weighed(run: Run, why: str) -> tuple[Run, str]:
     """See `check_and_weigh`. Gradients are already those of the loss over all tokens; a method with its own loop has its own weights."""
     if run.placement.weigh or run.make_method():
         return run, ""
@@ -64,7 +68,7 @@ def _weighed(run: Run) -> tuple[Run, str]:
         return run, ""
     if what := cannot_weigh(strategy):
         return run, f"deltas weigh 1, though packed batches have different numbers of tokens, because of {what}"
-    told = "the weight of a delta is its number of tokens, because the job packs documents; --weigh alike: all weigh 1"
+    told = f"the weight of a delta is its number of tokens, because {why}; --weigh alike: all weigh 1"
     return run.changed(weigh="tokens"), told
 
 
@@ -80,6 +84,8 @@ def _check(run: Run, job: Job) -> nn.Module:
         raise ConfigurationError(
             f"attack={run.method.attack!r} with job={run.model.job!r}: the targets of a job are its own; choose another attack."
         )
+    if run.data.batches:
+        _check_batches(run)
     model = job.try_out(placement.replicas)
     if job.make_optimizer(model):
         _check_own_optimizer(run)
@@ -106,6 +112,22 @@ def _check(run: Run, job: Job) -> nn.Module:
     if strategy.privacy:
         strategy.privacy.epsilon(1)  # raises an error if the accountant is not installed
     return model
+
+
+def _check_batches(run: Run) -> None:
+    """Raise `ConfigurationError` if replicas cannot have micro-batches of different sizes in `run`."""
+    given, method = f"batch={list(run.data.batches)} with", run.make_method()
+    if method and not isinstance(method, Decoupled):
+        raise ConfigurationError(
+            f"{given} {run.method.label}, which does not weigh replicas by their samples; give one --batch for all, or choose "
+            "streaming_sign, streaming_diloco or decoupled_diloco."
+        )
+    strategy = None if method else run.make_strategy()
+    if strategy and not isinstance(strategy.signal, Gradients) and (what := cannot_weigh(strategy)):
+        raise ConfigurationError(
+            f"{given} {what}: deltas cannot be weighed by their samples there; give one --batch for all, or choose streaming_sign, "
+            "streaming_diloco or decoupled_diloco."
+        )
 
 
 def _check_own_optimizer(run: Run) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from thinwire.comm import Group
 from thinwire.jobs.base import Share
 from thinwire.lm.membership import MemberSpec
+from thinwire.lm.run import Run
 
 if TYPE_CHECKING:
     from thinwire.comm.secure.upload import HubUploader
@@ -44,9 +45,9 @@ class Place:
         """Whether this rank writes the model: all replicas hold the same, so only the first rank does, or each in its own folder."""
         return (self.group.rank == 0 or self.alone) and self.shard == 0
 
-    def share(self, seed: int, replicas: int) -> Share:
+    def share(self, run: Run) -> Share:
         """Its share of the data."""
-        return Share(seed, self.group.rank, self.group.size)
+        return Share(run.seed, self.group.rank, self.group.size, batches=run.data.batches)
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ class ElasticPlace:
         """See `Place`."""
         return self.member.uploader
 
-    def share(self, seed: int, replicas: int) -> Share:
+    def share(self, run: Run) -> Share:
         """Its share of the data."""
-        return Share.of(seed, replicas, self.member.name)
+        return Share.of(run.seed, run.placement.replicas, self.member.name)
 
 
 def shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:

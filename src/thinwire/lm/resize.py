@@ -9,6 +9,7 @@ are dropped like failed rounds: their deltas are still in the weights of the rep
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from thinwire import checkpoint
 from thinwire.checkpoint import Checkpoint
-from thinwire.data_ledger import Claim, ReadCount
+from thinwire.data_ledger import Claim, ReadCount, lanes_of
 from thinwire.data_ledger.layout import decoded, encoded
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.lm.run import Run
@@ -43,12 +44,13 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
     """
     before = Run.load(folder / "run.toml")
     old, new = before.placement.replicas, run.placement.replicas
-    if other := run.unlike(before.changed(replicas=new)):
+    begun = before.changed(replicas=new, batch=run.data.batch)
+    if other := run.unlike(begun):
         raise ConfigurationError(f"{folder} was begun with other settings: {other}. Resume with the run's own.")
     if any(being_written(path) for path in folder.glob("events/*.jsonl")):
         raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped.")
     if run.placement.elastic:
-        before.changed(replicas=new).save(folder / "run.toml")
+        begun.save(folder / "run.toml")
         return (
             f"from {old} to {new} replicas: a new replica takes over the state of the others; the text is split again"
         )
@@ -65,12 +67,21 @@ def resize(run: Run, folder: Path, model: nn.Module) -> str:
         raise ConfigurationError(
             f"{old} replicas there, {new} given: {run.method.label} keeps what each replica has not sent; resume with {old}."
         )
+    by_tokens = before.placement.weigh == "tokens" or isinstance(strategy.signal, Gradients)
+    if run.data.batches and not by_tokens:
+        raise ConfigurationError(
+            f"batch={list(run.data.batches)} given, {before.data.batch} there: there all deltas weigh 1, and unequal micro-batches need weights from "
+            "the first round on; resume with one --batch for all."
+        )
     shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
-    step, data = _make(made, _newest_set(folder, old), new, strategy, strategy.partition.fragments(model), run.seed)
+    fragments = strategy.partition.fragments(model)
+    step, data = _make(
+        made, _newest_set(folder, old), new, strategy, fragments, run.seed, _batches(before), _batches(run)
+    )
     aside = next(path for n in itertools.count(1) if not (path := folder / f"checkpoints-{n}").exists())
     (folder / "checkpoints").rename(aside)
     made.rename(folder / "checkpoints")
-    before.changed(replicas=new).save(folder / "run.toml")
+    begun.save(folder / "run.toml")
     for rank in range(new, old):  # a log without an end event would mean a killed replica
         (folder / f"events/replica-{rank}.jsonl").rename(aside / f"replica-{rank}.jsonl")
     return _line(old, new, step, data, aside.name)
@@ -114,13 +125,14 @@ def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
 
 
 def _make(
-    into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, fragments: Sequence[Fragment], seed: int
-) -> tuple[int, str]:
+    into: Path, found: Sequence[Checkpoint], new: int, strategy: Strategy, fragments: Sequence[Fragment], seed: int,
+    before: Sequence[int], after: Sequence[int],
+) -> tuple[int, str]:  # fmt: skip
     """Write the set for `new` replicas. Returns its step, and a line about the data."""
     outer = [load_file(one.path / "outer.safetensors") for one in found]
     _check_memory(strategy, fragments, outer, new)
     gradients = isinstance(strategy.signal, Gradients)
-    samples, data = _samples(found, new, strategy)
+    samples, data = _samples(found, before, after, strategy)
     for rank in range(new):
         donor = rank % len(found)
         manifest, facts = dict(found[donor].manifest), dict(found[donor].manifest["facts"])
@@ -141,33 +153,50 @@ def _make(
     return found[0].step, data
 
 
-def _samples(found: Sequence[Checkpoint], new: int, strategy: Strategy) -> tuple[list[dict[str, Any]], str]:
-    """The position in the data of each of `new` replicas, and a line about it: the rest of the epoch is split again."""
+def _batches(run: Run) -> Sequence[int]:
+    """The micro-batch of each replica."""
+    return [run.data.batch_of(rank) for rank in range(run.placement.replicas)]
+
+
+def _samples(
+    found: Sequence[Checkpoint], before: Sequence[int], after: Sequence[int], strategy: Strategy
+) -> tuple[list[dict[str, Any]], str]:
+    """The position in the data of each replica for the micro-batches `after`, and a line about it: the rest of the epoch is split again."""
     notes = [one.manifest["notes"].get("samples") for one in found]
     if not notes[0]:
-        return [{}] * new, "the job reads its data independently, so that some of it may be read twice or not at all"
+        told = "the job reads its data independently, so that some of it may be read twice or not at all"
+        return [{}] * len(after), told
     ledger = decoded(bytes.fromhex(notes[0]["ledger"]))
+    owners, parts = [rank for rank, lanes in enumerate(lanes_of(before)) for _ in lanes], lanes_of(after)
+    places = [dict(lane) for note in notes for lane in note.get("lanes", [note])]
+    begin = int(places[0]["count"]) + int(places[0]["offset"])  # the first sample of the next micro-batch in its lane
     claims, present = dict[str, Claim](), dict[str, ReadCount]()
-    for rank, one in enumerate(found):
-        name = f"replica-{rank}"
-        lease, count, offset = ledger.lease(name), int(notes[rank]["count"]), int(notes[rank]["offset"])
-        assert lease is not None  # every replica of the run has one
+    for number, (rank, place) in enumerate(zip(owners, places, strict=True)):
+        name, one = f"replica-{number}", found[rank]
+        lease, count, offset = ledger.lease(name), int(place["count"]), int(place["offset"])
+        assert lease is not None  # every lane of the run has one
         low = high = count  # the weights of a replica that stays contain its training
-        if rank >= new:
+        if rank >= len(after):
             steps, (step, rest) = _landed(one, strategy), divmod(count + offset, one.step)
             low, high = (lease.first, count) if rest else (max(lease.first, s * step - offset) for s in steps)
         claims[name] = Claim(lease.serial, lease.version, ((lease.first, low), (high, high)))
-        if rank < new:
-            present[name] = ReadCount(lease.serial, lease.version, count)
-    present |= {f"replica-{rank}": ReadCount() for rank in range(len(found), new)}
-    after, named = ledger.commit(0, claims, present)
-    shared = {"ledger": encoded(after).hex()}
+        if number < parts[-1].stop:
+            present[name] = ReadCount(lease.serial, lease.version, high)
+            place["count"] = high
+    present |= {f"replica-{number}": ReadCount() for number in range(len(places), parts[-1].stop)}
+    ledger, named = ledger.commit(0, claims, present)
     told = "the rest of the epoch is split again" + "".join(
-        f", samples {begin} to {end - 1} of its order are lost with {name}" for name, (begin, end) in named.lost
+        f", samples {first} to {last - 1} of its order are lost with replica-{owners[int(name.split('-')[1])]}"
+        for name, (first, last) in named.lost
     )
-    kept = [{"offset": note["offset"], "count": note["count"]} for note in notes]
-    added = {"offset": int(notes[0]["count"]) + int(notes[0]["offset"]), "count": 0}
-    return [{"samples": shared | (kept[rank] if rank < len(found) else added)} for rank in range(new)], told
+    if math.gcd(*before) != math.gcd(*after):
+        begin = begin // math.gcd(*before) * math.gcd(*after)
+    counts = [int(place["count"]) for place in places] + [0] * parts[-1].stop
+    lanes = [{"offset": begin - counts[number], "count": counts[number]} for number in range(parts[-1].stop)]
+    shared = {"ledger": encoded(ledger).hex()}
+    unequal = len(set(after)) > 1
+    noted = [{"lanes": [lanes[n] for n in part]} if unequal else lanes[part.start] for part in parts]
+    return [{"samples": shared | one} for one in noted], told
 
 
 def _landed(one: Checkpoint, strategy: Strategy) -> tuple[int, int]:

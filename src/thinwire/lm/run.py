@@ -15,7 +15,7 @@ import tomli_w
 from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
-from thinwire.lm.checked import fits
+from thinwire.lm.checked import check_batches, fits
 from thinwire.lm.model import SIZES
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement
 from thinwire.methods import Codistill, Method
@@ -111,6 +111,7 @@ class Run:
             )
         if isinstance(strategy, Strategy):
             strategy.exchange.check_size(self.placement.replicas)
+        check_batches(self.data.batch, self.placement.replicas, self.placement.carrier)
         if self.needs_hub and self.placement.carrier != "secure":
             raise ConfigurationError(
                 f"exchange={self.method.exchange!r} with carrier={self.placement.carrier!r}: a hub that averages is needed; choose "
@@ -279,7 +280,13 @@ class Run:
         if self.model.job is None:
             return self
         job = pinned_file(self.model.job)
-        return self.changed(job=job, sequence=1, batch=self.data.batch if "collate" in functions(job) else 1)
+        collates = "collate" in functions(job)
+        if self.data.batches and not collates:
+            raise ConfigurationError(
+                f"batch={list(self.data.batches)} with job={self.model.job!r}, whose batches(share) makes its own batches; write "
+                "collate(samples), or leave batch out."
+            )
+        return self.changed(job=job, sequence=1, batch=self.data.batch if collates else 1)
 
     def made_of(self) -> dict[str, Any]:
         """The strategy with the choices of its recipe, and the source of the learning rate."""
@@ -298,6 +305,8 @@ class Run:
             for name in OF_A_CHECKPOINT
             if given[name] != there[name]
         ]
+        if self.data.batches != other.data.batches:
+            said.append(f"batch {there['batch']} there, {given['batch']} given")
         if _digest(given["job"]) != _digest(there["job"]):
             said.append(f"job {there['job']!r} there, {given['job']!r} given")
         # the checkpoints of elastic runs have rounds, those of others have flights

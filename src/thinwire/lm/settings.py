@@ -194,8 +194,8 @@ class DataSpec(CheckedSettings):
     tokenizer: str | None = None
     """bytes, bpe:SIZE (trained on the text), bpe:FILE.json (trained before), or hf:FOLDER_OR_NAME (of a Hugging Face model).
     Default: the tokenizer with which --model was trained, otherwise bytes."""
-    batch: int = 8
-    """Sequences per micro-batch of a replica."""
+    batch: int | tuple[int, ...] = 8
+    """Sequences per micro-batch of a replica; or one number for each replica, smaller for a slow machine, such as 8 4 2."""
     sequence: int = 128
     """Tokens per sequence."""
     accumulate: int = 1
@@ -206,9 +206,29 @@ class DataSpec(CheckedSettings):
     """Batches of held-out text per evaluation."""
 
     @property
+    def batches(self) -> tuple[int, ...]:
+        """The micro-batch of each replica, if they differ; otherwise ()."""
+        several = self.batch if isinstance(self.batch, tuple) else ()
+        return several if len(set(several)) > 1 else ()
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest micro-batch of a replica."""
+        return self.batch if isinstance(self.batch, int) else max(self.batch)
+
+    @property
+    def mean_batch(self) -> float:
+        """The micro-batch of a replica, in the mean over all."""
+        return sum(self.batches) / len(self.batches) if self.batches else self.largest_batch
+
+    def batch_of(self, replica: int) -> int:
+        """The micro-batch of this replica."""
+        return self.batches[replica] if self.batches else self.largest_batch
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a replica in one inner step."""
-        return self.batch * self.sequence * self.accumulate
+        """Tokens of a replica in one inner step, in the mean over all."""
+        return round(self.mean_batch * self.sequence * self.accumulate)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ class TextJob:
 
     unit = "tokens"
 
-    def __init__(self, run: Run, folder: Path | None) -> None:
-        self._run = run
+    def __init__(self, run: Run, folder: Path | None, replica: int = 0) -> None:
+        self._run, self._batch = run, run.data.batch_of(replica)
         self.corpus = open_corpus(run.data, run.model.model, folder)
         self._shard, self._shards, self._flips = 0, 1, False
         self.begin(Share(run.seed, 0, 1))
@@ -38,8 +38,9 @@ class TextJob:
     def try_out(self, replicas: int) -> nn.Module:
         run, data = self._run, self._run.data
         last = replicas - 1  # the replica with the fewest windows
-        self.corpus.batch(run.seed, last, replicas, 0, data.batch, data.sequence)
-        self.corpus.held_out(data.batch, data.sequence, data.eval_batches)
+        self.corpus.batch(run.seed, last, replicas, 0, data.largest_batch, data.sequence)
+        self.corpus.held_out(data.largest_batch, data.sequence, data.eval_batches)
+        Share(run.seed, last, replicas, batches=data.batches).reading.open(self.corpus.windows(data.sequence))
         return outline_model(run.model, data.sequence, run.seed, self.corpus.vocabulary)
 
     def make_model(self) -> nn.Module:
@@ -59,8 +60,8 @@ class TextJob:
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor:
         data = self._run.data
-        rows = data.batch // self._shards
-        windows = self._reader.micro_batch(micro, data.batch)[self._shard * rows :][:rows]
+        rows = self._batch // self._shards
+        windows = self._reader.micro_batch(micro, self._batch)[self._shard * rows :][:rows]
         tokens, targets = self.corpus.cut(windows, data.sequence)
         if self._flips:
             targets = self.corpus.vocabulary - 1 - targets
@@ -69,13 +70,13 @@ class TextJob:
 
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         data, losses = self._run.data, []
-        for tokens, targets in self.corpus.held_out(data.batch, data.sequence, data.eval_batches):
+        for tokens, targets in self.corpus.held_out(data.largest_batch, data.sequence, data.eval_batches):
             losses.append(float(model(tokens.to(device), targets.to(device)).loss))
         return {"loss": sum(losses) / len(losses)}
 
     def validation(self, model: nn.Module, device: torch.device) -> Sequence[float]:
         data = self._run.data
-        held_out = self.corpus.held_out(data.batch, data.sequence, VALIDATION_BATCHES)
+        held_out = self.corpus.held_out(data.largest_batch, data.sequence, VALIDATION_BATCHES)
         return [float(model(tokens.to(device), targets.to(device)).loss) for tokens, targets in held_out]
 
     def describe(self) -> Mapping[str, Any]:

@@ -29,6 +29,11 @@ from thinwire.strategy import Gradients
 _TOKENS = struct.Struct("<d")
 
 
+def by_samples(loss: Tensor | Summed, samples: int) -> Summed:
+    """A mean over samples as a sum over them, so that a replica with larger micro-batches than others counts as much more."""
+    return loss if isinstance(loss, Summed) else Summed(loss * samples, samples)
+
+
 def descend(
     model: nn.Module, replica: Replica | Attached, loss: Callable[[int], Tensor | Summed], accumulate: int
 ) -> float:

@@ -32,7 +32,7 @@ from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.start import start
-from thinwire.lm.tokens_mean import descend
+from thinwire.lm.tokens_mean import by_samples, descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
@@ -69,7 +69,8 @@ class Trainer(ABC):
         self.ledger, self.clock, self.losses = Ledger(), Clock(), dict[str, float]()
         self._publisher: Publisher | None = None
         self._landed = False  # whether a round has landed since the last version was published
-        self.job, self.share = open_job(run, place.folder), place.share(run.seed, run.placement.replicas)
+        self.share = place.share(run)
+        self.job, self.batch = open_job(run, place.folder, self.share.index), run.data.batch_of(self.share.index)
         self.reader: Reader = self.share.reading
         self.share = dataclasses.replace(self.share, reader=self.reader)
         facts = run.shared() | dict(self.job.facts)
@@ -248,7 +249,7 @@ class Trainer(ABC):
         self.clock.trained += 1
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
-        tokens = round(run.data.batch * run.data.sequence * self.micros)
+        tokens = round(self.batch * run.data.sequence * self.micros)
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
         )  # fmt: skip
@@ -287,7 +288,8 @@ class Trainer(ABC):
 
     def _loss(self, micro: int) -> Tensor | Summed:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            return self.job.loss(self.model, micro, self.device)
+            part = self.job.loss(self.model, micro, self.device)
+            return by_samples(part, self.batch) if self.run.data.batches else part
 
     def _evaluate(self) -> None:
         """Evaluate the anchors on the held-out text. The loss is the same on every replica that has the anchors."""
@@ -349,7 +351,7 @@ class Trainer(ABC):
     def _tokens(self) -> int:
         """Tokens that all replicas have trained; for an elastic member only its own."""
         steps = self.counted_steps * self.counted_replicas + self.clock.other_steps
-        return round(steps * self.run.data.batch * self.run.data.sequence * self.micros)
+        return round(steps * self.run.data.mean_batch * self.run.data.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         run, totals = self.run, self._totals()

@@ -56,10 +56,12 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
         return []
     shape, run = shape_of(task.base), best.run
     machine = task.machine(best.places[0])
-    micro = machine.micro_seconds(shape, run.data.sequence, run.data.batch)
-    found = [cost.tensor_parallel(task.links, shape, run.data.sequence, run.data.batch, micro)]
+    micro = machine.micro_seconds(shape, run.data.sequence, run.data.largest_batch)
+    found = [cost.tensor_parallel(task.links, shape, run.data.sequence, run.data.largest_batch, micro)]
     places = best.places if len(best.places) > 1 else range(len(task.links))
-    order, chain = placement.best_chain(task.links, places, 4 * run.data.batch * run.data.sequence * shape.width)
+    order, chain = placement.best_chain(
+        task.links, places, 4 * run.data.largest_batch * run.data.sequence * shape.width
+    )
     stages, micros = len(places), max(len(places), run.data.accumulate)
     step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
     share = micros * micro / stages / step

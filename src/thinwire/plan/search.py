@@ -187,7 +187,7 @@ class _Search:
             law = scaling.predict("batch_tokens", self.shape.parameters(), _law_replicas(candidate, replicas), "joint")
             wanted, warnings = law.value, law.warnings
         else:
-            wanted = task.base.data.batch * task.base.data.accumulate * task.base.data.sequence * replicas
+            wanted = task.base.data.largest_batch * task.base.data.accumulate * task.base.data.sequence * replicas
             says = f"the batch law is for language models of {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
             warnings = (Outside("batch-outside-fit", says),)
         return max(task.ranks, round(wanted / replicas / task.base.data.sequence)), warnings
