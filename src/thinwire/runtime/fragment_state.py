@@ -165,7 +165,7 @@ class FragmentState:
         if strategy.merge.eager:
             self._apply_own_share(delta, strategy.outer, share, buffers)
         else:
-            buffers.give(*([] if self.own is None else [self.own]))
+            buffers.give(self.own)
             self.own = delta
         self.load_into_parameters(self.base)
 
@@ -270,7 +270,7 @@ class RoundUpdate:
         if self._feedback is None:
             return coded
         if self._signal is None or self._signal.numel() < end - begin:
-            self._buffers.give(*self._tensors(self._signal))
+            self._buffers.give(self._signal)
             self._signal = self._buffers.floats(end - begin)
         return self._feedback.signal(coded, _range(self.fragment.feedback, begin, end), self._signal[: end - begin])
 
@@ -311,8 +311,7 @@ class RoundUpdate:
 
     def close(self) -> None:
         """Release the buffers that only the exchange needed."""
-        for room in (self._signal, self._whole, self._sent):
-            self._buffers.give(*self._tensors(room))
+        self._buffers.give(self._signal, self._whole, self._sent)
         self._signal = self._whole = self._sent = None
 
     def wait(self) -> None:
@@ -343,15 +342,12 @@ class RoundUpdate:
 
     def discard(self) -> None:
         """Leave the fragment unchanged, and release the round's results."""
+        fragment = self.fragment
+        made = (self.outer, self.feedback, self.exchange, self.aggregate)
+        kept = (fragment.state, fragment.feedback, fragment.exchange, fragment.aggregate)
         self._buffers.swap(
-            [
-                *(*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values()),
-                *(*self.exchange.values(), *self.aggregate.values()),
-            ],
-            [
-                *(*self.fragment.state.values(), *self.fragment.feedback.values()),
-                *(*self.fragment.exchange.values(), *self.fragment.aggregate.values()),
-            ],
+            [self.anchor, *(tensor for state in made for tensor in state.values())],
+            [tensor for state in kept for tensor in state.values()],
         )
         self._over()
 
@@ -390,10 +386,6 @@ class RoundUpdate:
 
     def _like(self, state: State) -> dict[str, Tensor]:
         return {name: self._buffers.like(kept) for name, kept in state.items()}
-
-    @staticmethod
-    def _tensors(tensor: Tensor | None) -> list[Tensor]:
-        return [] if tensor is None else [tensor]
 
 
 def _range(state: Mapping[str, Tensor], begin: int, end: int) -> State:
