@@ -300,8 +300,7 @@ class ElasticDriver(Driver):
             if flight and merge.keeps_flight:
                 fragment.carry_over(before - counted.delta)
             elif flight == delay:
-                for part, values in fragment.slices(anchor):
-                    merge.into(part, values.to(part.device))
+                fragment.mix_anchor(merge)
             else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole
                 kept = 1 - (1 - merge.alpha) * delay / flight
                 fragment.carry_over(before - counted.delta, merge.alpha, kept)

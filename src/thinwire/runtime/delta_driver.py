@@ -143,8 +143,7 @@ class DeltaDriver(Driver):
             update.commit()
             fragment.counted = update.trained
             if not kept and not merge.whole_period:
-                for part, values in fragment.slices(fragment.anchor):
-                    merge.into(part, values.to(part.device))
+                fragment.mix_anchor(merge)
             fragment.since = training.step if merge.forgets else fragment.since
         else:
             update.discard()

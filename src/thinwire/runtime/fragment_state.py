@@ -18,6 +18,7 @@ from thinwire.codecs import Codec, in_full
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.guard import Guard, Judged, norm_of
+from thinwire.pieces.merge import Merge
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
@@ -140,6 +141,11 @@ class FragmentState:
         """Overwrite the replica's own parameters."""
         for part, values in self.slices(flat):
             part.copy_(values)
+
+    def mix_anchor(self, merge: Merge) -> None:
+        """Merge the anchor into the replica's own parameters."""
+        for part, values in self.slices(self.anchor):
+            merge.into(part, values.to(part.device))
 
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed); `departed` are the parameters at the departure of a round."""

@@ -265,8 +265,7 @@ class GossipDriver(Driver):
         if departed is not None:
             fragment.carry_over(departed)
         else:
-            for part, values in fragment.slices(fragment.anchor):
-                merge.into(part, values.to(part.device))
+            fragment.mix_anchor(merge)
         landed()
 
     def _losses(self, fragment: FragmentState, theta: Tensor) -> list[float]:
