@@ -16,7 +16,7 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.driver import Driver, Training, saved_flights
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
@@ -83,8 +83,7 @@ class DeltaDriver(Driver):
         check_saved("tokens" in facts, self._by_tokens)
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, digest(self.anchors()))
-        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
-        for departed, index, number in flights:
+        for departed, index, number in saved_flights(facts):
             fragment = training.fragments[index]
             delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor if a round takes a whole period
             assert delta is not None

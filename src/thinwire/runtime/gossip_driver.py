@@ -21,7 +21,7 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
-from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.driver import Driver, Training, saved_flights
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
@@ -193,8 +193,7 @@ class GossipDriver(Driver):
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, bytes(16))
         self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
-        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
-        for departed, index, number in flights:
+        for departed, index, number in saved_flights(facts):
             theta = tensors[f"{index}.delta"].clone()
             self._launch(training.fragments[index], theta, departed, number, resumed=True)
 
