@@ -130,8 +130,9 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
             os.fsync(out.fileno())
         tokens, skipped, nbytes = (a + b for a, b in zip(first, second))
         if not tokens:
-            why = "not UTF-8" if skipped else "empty"
-            raise DataError(f"{name}: all of {len(sources)} files {why}; text in UTF-8 is needed. Give other files.")
+            raise DataError(
+                f"{name}: {len(sources)} files were read, and none holds text in UTF-8 ({skipped} have other bytes); give other files."
+            )
         dtype = dtype_of(tokenizer.vocabulary)
         boundary = first[0] if by_files else tokens - int(tokens * share)
         manifest = Manifest(
