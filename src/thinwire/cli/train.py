@@ -29,6 +29,7 @@ from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.plan.delay import follows_link
+from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
@@ -293,7 +294,7 @@ def finish(
             raise KeyboardInterrupt(stop.number) from None
         raise
     summary = summary_of(record)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
     if told := explained(record.steps):
         console.print(told, soft_wrap=True, highlight=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
+from thinwire.records.files import write_whole
 from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Gradients, Strategy
 from thinwire.topology import read_edges
@@ -318,10 +318,8 @@ class Run:
         for part in PARTS:
             values = vars(getattr(self, part))
             tables[part] = {name: value for name, value in values.items() if value is not None}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")  # several processes may write the same file at once
         said = "".join(f"# {name}: {value}\n" for name, value in self.made_of().items())
-        partial.write_bytes(f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}".encode())
-        partial.replace(path)
+        write_whole(path, f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}")
 
     @classmethod
     def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import DataError, PacketError
-from thinwire.records.files import contents, opened, parsed
+from thinwire.records.files import contents, opened, parsed, write_whole
 
 FORMAT = 1
 CHUNK_NBYTES = 1 << 20
@@ -214,12 +213,12 @@ class Store:
         """Store an object; one that is stored already is not written again."""
         found = Resource(hashlib.sha256(data).hexdigest(), len(data))
         if not (self._objects / found.digest).exists():
-            _write(self._objects / found.digest, data)
+            write_whole(self._objects / found.digest, data)
         return found
 
     def announce(self, publication: Publication, layout: Layout) -> None:
         """Replace the list, then delete the objects that neither it nor the list before names."""
-        _write(self._folder / "list.json", publication.written())
+        write_whole(self._folder / "list.json", publication.written())
         named = {publication.layout.digest, layout.rest.digest, *(one.digest for one in layout.files.values())}
         for fragment in publication.fragments:
             named |= {fragment.full.patch.digest, *(change.patch.digest for change in fragment.changes)}
@@ -227,12 +226,6 @@ class Store:
             if path.name not in named | self._before:
                 path.unlink(missing_ok=True)
         self._before = named
-
-
-def _write(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(data)
-    draft.replace(path)
 
 
 def _hash(value: Any) -> str:
