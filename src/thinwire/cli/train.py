@@ -136,9 +136,8 @@ def main(arguments: Sequence[str]) -> int:
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
         doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
-        if follows_link(run) and not (
-            asked.resume or asked.joining or place
-        ):  # one process decides, and writes the file that all replicas read
+        # one process decides, and writes the file that all replicas read
+        if follows_link(run) and not (asked.resume or asked.joining or place):
             run, delay = doctor.fitted_to_link(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)

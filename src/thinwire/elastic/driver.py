@@ -63,9 +63,8 @@ class ElasticDriver(Driver):
         self._waiting: dict[int, Ready] = {}  # by fragment
         self._trained = 0.0  # tokens or steps of this replica
         self._in_anchors = [0.0] * len(self._fragments)  # the part of `_trained` that is in the anchors, by fragment
-        self._renewals = [0] * len(
-            self._fragments
-        )  # outcomes after which older deltas must not be counted, by fragment
+        # outcomes after which older deltas must not be counted, by fragment
+        self._renewals = [0] * len(self._fragments)
         self._owed: set[int] = set()  # fragments whose departure was due but not possible
         self._seen: int | None = None  # the last step at which departures were checked
         self._own_steps = 0  # inner steps of this replica

@@ -66,9 +66,8 @@ class Summary:
     samples_trained: int | None = None
     samples_in_flight: int | None = None
     samples_lost: int | None = None
-    losses: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
+    # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""

@@ -111,9 +111,8 @@ class DeltaDriver(Driver):
         if self._window and not self._ended:
             self._window.departs(fragment.index)
         delta = fragment.delta(buffers.like(fragment.anchor))
-        if (
-            strategy.guards and fragment.since != DROPPED and not self._alone
-        ):  # otherwise the number of steps of the delta is unknown
+        # after a dropped delta the number of its steps is unknown
+        if strategy.guards and fragment.since != DROPPED and not self._alone:
             training.guard(fragment, delta, training.step - fragment.since)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
