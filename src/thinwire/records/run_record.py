@@ -112,10 +112,8 @@ class RunRecord:
         folder = Path(folder)
         paths = sorted(folder.glob("events/*.jsonl"))
         if not paths:
-            raise DataError(
-                f"{folder} {'is no run folder' if folder.exists() else 'does not exist'}: there is no events/replica-0.jsonl "
-                "in it. Give the folder that `thinwire train` wrote."
-            )
+            why = "is no run folder: it has no events/*.jsonl" if folder.exists() else "does not exist"
+            raise DataError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
         records = ReplicaRecord.load_all(paths)
         if not records:
             raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
