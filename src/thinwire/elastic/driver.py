@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.data_ledger import DataLedger, layout
+from thinwire.data_ledger import DataLedger
 from thinwire.elastic.data import tell_reader
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Outcome, Point, Ready
@@ -212,15 +212,12 @@ class ElasticDriver(Driver):
 
     def facts(self) -> dict[str, Any]:
         """The values to save beside the fragments' tensors, for JSON."""
-        return {
-            "round": self._at.round,
-            "state_digest": self._at.state_digest,
-            "run": self.rounds.report.run,
-            "counted": {str(number): who for number, who in self._at.counted.items()},
+        at, run = self._at, self.rounds.report.run
+        agreed = GlobalState([], [], at.round, at.state_digest, dict(at.counted), run, at.ledger)
+        return agreed.facts() | {
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._in_anchors,
-            "ledger": layout.encoded(self._at.ledger).hex() if self._at.ledger else "",
             "reader": self._reader.state() if self._reader else {},
         }
 
