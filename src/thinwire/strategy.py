@@ -227,8 +227,8 @@ class Strategy:
             )
         if self.outer.needs_whole_period and not self.merge.whole_period:
             raise ConfigurationError(
-                f"{self.outer} with {self.merge}: gap corrects for how far the anchor moves during a flight, which needs rounds of a whole period; choose "
-                "gap=0, or merge=Reset() with delay=every."
+                f"{self.outer} with {self.merge}: gap corrects for how far the anchor moves during a flight, which needs rounds of a whole "
+                "period; choose gap=0, or merge=Reset() with delay=every."
             )
 
     def _check_privacy(self) -> None:

@@ -93,7 +93,7 @@ class DeltaDriver(Driver):
             )
             if self._by_tokens:
                 update.trained = facts["tokens"][2][str(index)]
-            self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False, resumed=True)
+            self._flights.depart_again(update)
 
     def request_stop(self) -> None:
         self._flights.request_stop()
