@@ -199,7 +199,7 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     folder = make_run(tmp_path / "run", steps=20)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DataError, match=r"No space left on device.*Free some space"):
         write_report([folder], tmp_path / "page.html")
     assert not list(tmp_path.glob("page*"))
