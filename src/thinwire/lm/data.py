@@ -132,7 +132,7 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
         tokens, skipped, nbytes = (a + b for a, b in zip(first, second))
         if not tokens:
             raise DataError(
-                f"{name}: {len(sources)} files were read, and none holds text in UTF-8 ({skipped} have other bytes); give other files."
+                f"{name}: no text (files found: {len(sources)}, not UTF-8: {skipped}, the others empty); text in UTF-8 is needed. Give other files."
             )
         dtype = dtype_of(tokenizer.vocabulary)
         boundary = first[0] if by_files else tokens - int(tokens * share)
