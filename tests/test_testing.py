@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -302,3 +303,16 @@ def test_the_page_lists_every_declaration_of_a_protocol():
             "settle",
         }
         assert own - work <= known, (protocol, own - work - known)
+
+
+def test_the_page_lists_what_a_piece_must_define():
+    """docs/own-pieces.md names each protocol by its whole path, and exactly the methods that it leaves to a piece."""
+    page = (EXAMPLE.parents[1] / "docs/own-pieces.md").read_text()
+    table = page.split("## What a piece must define")[1].split("## What a piece declares")[0]
+    rows = re.findall(r"^\| `thinwire\.([\w.]+)` \| (.*?) \| (.*?) ?\|$", table, re.MULTILINE)
+    assert len(rows) == 9
+    for path, needed, more in rows:
+        protocol = operator.attrgetter(path)(tw)
+        names = set(re.findall(r"`(\w+)`", needed))
+        assert all(hasattr(protocol, name) for name in names | set(re.findall(r"`(\w+)`", more))), path
+        assert protocol.__abstractmethods__ in (frozenset(), names), path

@@ -79,7 +79,7 @@ def check_piece(name: str, value: object, protocol: Any) -> None:
         lacks = [member for member in _members(protocol) if not hasattr(value, member)]
         needed = (
             f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
-            f"thinwire.{name.title()}, which has an answer for all the rest."
+            f"thinwire.{name.title()}, which has defaults for the rest."
         )
     raise ConfigurationError(f"{name}={value!r}: {needed}")
 
@@ -166,7 +166,7 @@ class Strategy:
         self._check_aggregate()
         if isinstance(self.policy, Deciding) and not self.exchange.sends_own:
             raise ConfigurationError(
-                f"{self.policy} with {self.exchange}: what sites send is not what replica 0 could measure; choose Direct()."
+                f"{self.policy} with {self.exchange}: the policy measures replica 0's own values, and this exchange sends sums; choose Direct()."
             )
         self._check_privacy()
         self.exchange.check_beside(self)
@@ -199,7 +199,7 @@ class Strategy:
         elif self.aggregate.needs_products and not self.exchange.multiplies:
             reason = f"{self.exchange} has no inner products of whole fragments, which it needs; choose Direct() or TwoShot()"
         elif self.codec.joint:
-            reason = f"{self.codec} says itself what packets make together; choose the codec inside it"
+            reason = f"{self.codec} combines the packets of all replicas itself; choose the codec inside it"
         elif self.feedback and self.feedback.kappa:
             reason = (
                 f"{self.feedback} keeps the mean of all references, and would drift from what is agreed; choose kappa=0"
@@ -230,8 +230,8 @@ class Strategy:
             )
         if self.outer.needs_whole_period and not self.merge.whole_period:
             raise ConfigurationError(
-                f"{self.outer} with {self.merge}: only where rounds land a whole period late has the anchor moved meanwhile; choose gap=0, "
-                "or merge=Reset() with delay=every."
+                f"{self.outer} with {self.merge}: gap corrects for how far the anchor moves during a flight, which needs rounds of a whole "
+                "period; choose gap=0, or merge=Reset() with delay=every."
             )
 
     def _check_privacy(self) -> None:
@@ -249,9 +249,9 @@ class Strategy:
         elif self.merge.keeps_flight:
             reason = f"{self.merge} takes the noise of a delta out again with the next; choose Mix()"
         elif self.filters:
-            reason = f"{self.filters} may say more of older deltas than one clip allows; leave filters=()"
+            reason = f"{self.filters} may send more of older deltas than one clip allows; leave filters=()"
         elif not self.policy.constant:
-            reason = f"{self.policy} may choose by what it sees; choose Constant()"
+            reason = f"{self.policy} may choose the codec by the data; choose Constant()"
         elif self.codec.joint:
             reason = f"with {self.codec} one replica may count for all; choose the codec inside it"
         if self.privacy and reason:

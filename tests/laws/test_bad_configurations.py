@@ -302,8 +302,8 @@ CONFIGURATIONS = {
     ),
     "two aggregates": (
         lambda: tw.Strategy(codec=tw.codecs.OverSenders(tw.codecs.Sign()), aggregate=tw.pieces.aggregate.MeanOverSenders()),
-        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.codecs.OverSenders(tw.codecs.Sign())} says itself what packets "
-        "make together; choose the codec inside it.",
+        f"aggregate=MeanOverSenders() is no mean over all replicas: {tw.codecs.OverSenders(tw.codecs.Sign())} combines the packets "
+        "of all replicas itself; choose the codec inside it.",
     ),
     "no mean, under references": (
         lambda: tw.Strategy(codec=tw.codecs.TopK(), feedback=tw.pieces.feedback.Feedback(1, 0.0), aggregate=tw.pieces.aggregate.MeanOverSenders()),

@@ -225,7 +225,7 @@ def test_files_that_are_not_utf8_are_skipped_and_counted(text: Path, tmp_path: P
 
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
-    with pytest.raises(DataError, match=r"all of 1 files not UTF-8; .*\. Give other files"):
+    with pytest.raises(DataError, match=r"\(files found: 1, not UTF-8: 1, the others empty\); .*\. Give other files"):
         Corpus.open([tmp_path], cache=tmp_path / "cache")
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no text"):

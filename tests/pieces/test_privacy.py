@@ -239,7 +239,7 @@ def test_an_outer_step_moves_by_at_most_the_clip():
         ),
         (
             lambda p: tw.Strategy(codec=tw.codecs.TopK(), policy=tw.pieces.policy.DensityWarmup(2), privacy=p),
-            "choose by what it sees",
+            "choose the codec by the data",
         ),
         (lambda p: tw.Strategy(privacy=1.0), "Privacy"),
         (lambda p: tw.pieces.privacy.Privacy(0.0), "above 0"),

@@ -15,8 +15,10 @@ from thinwire.cli import VERBS
 from thinwire.cli.train import DEMO
 from thinwire.diagnosis import Rules
 from thinwire.diagnosis.records import recorded
+from thinwire.lm.data import Corpus
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.settings import NAMED, Placement
+from thinwire.lm.tokens import SUFFIXES
 from thinwire.membership import channel, server
 from thinwire.runtime import gradient_driver
 
@@ -90,6 +92,14 @@ def test_the_start_page_describes_the_demo_truly():
     assert f"{DEMO.optimizer.steps} steps each" in text and "5 Mbit/s up and 30 ms one way" in text
     assert f"The first fragment lands after step {landing}." in text
     assert f"the last {['none', 'one', 'two', 'three'][DEMO.placement.keep]}" in text
+
+
+def test_the_start_page_describes_text_truly():
+    text = page("docs/start.md").split("## Your own text")[1].split("## The next run")[0]
+    assert f"reads {', '.join(SUFFIXES[:-1])} and {SUFFIXES[-1]}" in text
+    assert f"in the field `{DEMO.data.column}`" in text
+    share = inspect.signature(Corpus.open).parameters["held_out_share"].default
+    assert f"{100 * share:g} % of the text is held out" in text
 
 
 def test_pages_name_the_defaults_of_the_code():

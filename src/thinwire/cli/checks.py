@@ -26,12 +26,13 @@ from thinwire.errors import LinkError
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.version import __version__
 
+# module: extra
 EXTRAS = {
     "pyarrow": "parquet",
     "transformers": "hf",
     "tensorboard": "tensorboard",
     "zstandard": "zstd",
-}  # module: extra
+}
 ROUND_TRIP_LIMIT = 20.0  # seconds for the self-test of gloo; a busy machine needs some of them
 
 

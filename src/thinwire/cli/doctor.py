@@ -325,9 +325,8 @@ def enough(
         advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"
     else:
         advice = "every round waits: streaming_diloco trains on meanwhile"
-    yield warn_unless(
-        flight <= max(delay, 0.05 * every) * seconds, "delay", says, advice
-    )  # 5 % of the time is no problem
+    # 5 % of the time is no problem
+    yield warn_unless(flight <= max(delay, 0.05 * every) * seconds, "delay", says, advice)
 
 
 def timeouts(

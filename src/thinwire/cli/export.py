@@ -43,9 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
     out.mkdir(parents=True, exist_ok=True)
     dcp = asked.to == "dcp"
-    hf = not dcp and (
-        asked.to == "hf" or not isinstance(trained.model, Transformer)
-    )  # a model of transformers has only one form
+    # a model of transformers has only one form
+    hf = not dcp and (asked.to == "hf" or not isinstance(trained.model, Transformer))
     if dcp:
         store_as_dcp(out, trained.spec, trained.model)
     elif hf and isinstance(trained.model, Transformer):

@@ -23,7 +23,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.run import Run
 from thinwire.plan.compute import probe_machine
-from thinwire.plan.links import replace
+from thinwire.plan.links import store
 from thinwire.plan.machine import Machine
 from thinwire.plan.probe import Probe, probe_links
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -153,7 +153,7 @@ def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> d
         "Edit freely: thinwire docs plan."
     )
     links.save(path, comment)
-    replace(raw, json.dumps(probe.samples) + "\n")
+    store(raw, json.dumps(probe.samples) + "\n")
     table = Table("from", "to", "rate", "delay", "together", title=f"Links ({word})")
     for (a, b), link in sorted(links.alone.items()):
         together = text_of_rate(links.together.get((a, b)))

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from thinwire.cli import options
+from thinwire.records.files import write_whole
 from thinwire.report.scraped import ScrapedTop, is_address
 from thinwire.report.top import Top
 
@@ -74,6 +75,4 @@ def _write(path: Path, picture: RenderableType, live: bool) -> None:
     sheet.print(picture)
     text = sheet.export_html(inline_styles=True)
     head = "<head><title>thinwire top</title>" + ('<meta http-equiv="refresh" content="2">' if live else "")
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(text.replace("<head>", head, 1), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, text.replace("<head>", head, 1))

@@ -30,6 +30,7 @@ from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.plan.delay import follows_link
+from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
@@ -138,9 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
         doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
-        if follows_link(run) and not (
-            asked.resume or asked.joining or place
-        ):  # one process decides, and writes the file that all replicas read
+        # one process decides, and writes the file that all replicas read
+        if follows_link(run) and not (asked.resume or asked.joining or place):
             run, delay = doctor.fitted_to_link(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
@@ -296,7 +296,7 @@ def finish(
             raise KeyboardInterrupt(stop.number) from None
         raise
     summary = summary_of(record)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
     if told := explained(record.steps):
         console.print(told, soft_wrap=True, highlight=False)

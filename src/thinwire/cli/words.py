@@ -14,11 +14,12 @@ from thinwire.errors import ConfigurationError
 from thinwire.records.choices import nearest
 
 _TYRO = ("-h", "--help", "--tyro-")  # options that tyro adds
+# by what `--help` calls them
 _KINDS = {
     "INT": ("a whole number", "whole numbers"),
     "FLOAT": ("a number", "numbers"),
     "PATH": ("a file or folder", "files or folders"),
-}  # by what `--help` calls them
+}
 
 
 class _Taken(NamedTuple):

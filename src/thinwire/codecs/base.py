@@ -244,9 +244,8 @@ class Codec(Protocol):
         return self
 
 
-VALUES = frozenset(
-    {"exact", "odd", "contractive", "idempotent"}
-)  # claims that a codec may take over from one inside it
+# claims that a codec may take over from one inside it
+VALUES = frozenset({"exact", "odd", "contractive", "idempotent"})
 
 
 def chance(parts: Sequence[Codec], own: Literal["", "unbiased", "drawn"] = "", fair: bool = True) -> frozenset[str]:

@@ -58,9 +58,8 @@ class Levelled(Codec):
     """
 
     codecs: tuple[Codec, ...]
-    level: int = field(
-        default=0, repr=False, compare=False
-    )  # set by the replica; all levels are the same codec to receivers
+    # set by the replica; all levels are the same codec to receivers
+    level: int = field(default=0, repr=False, compare=False)
     skips: int = 0
 
     varies: ClassVar[bool] = True

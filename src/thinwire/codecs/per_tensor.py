@@ -112,9 +112,8 @@ class Each(Codec):
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
         decoded, begin = [], 0
-        for number, (codec, part) in enumerate(
-            self._coded(out)
-        ):  # decode all before `out` changes, because one may raise
+        # decode all before `out` changes, because one may raise
+        for number, (codec, part) in enumerate(self._coded(out)):
             end = begin + codec.nbytes(part.numel())
             decoded.append(torch.zeros_like(part))
             codec.decode_add(payload[begin:end], decoded[-1], _keyed(key, number), weight)

@@ -31,6 +31,7 @@ from thinwire.codecs.cast import Cast
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
+# factors of a density, dense near 1, because policies trade in small steps
 _FACTORS = (
     0.25,
     0.5,
@@ -42,7 +43,7 @@ _FACTORS = (
     1.5,
     2.0,
     4.0,
-)  # factors of a density, dense near 1, because policies trade in small steps
+)
 
 
 class LargestOfChunks(Codec, ABC):

@@ -97,9 +97,8 @@ def places_coded(plain: Bytes, of: Places) -> Bytes:
 
     places = of.unpack(torch.from_numpy(plain))
     k, gaps = rice.parameter(places, of.count), rice.gaps(places, of.count)
-    found = min(
-        (_gaps_framed(gaps, shift) for shift in {0, max(0, k - 5)}), key=len
-    )  # 5: most high parts are below 255
+    # 5: most high parts are below 255
+    found = min((_gaps_framed(gaps, shift) for shift in {0, max(0, k - 5)}), key=len)
     nbytes = rice.nbytes(places, of.count, k)
     if len(found) <= nbytes:
         return found

@@ -42,9 +42,8 @@ from thinwire.errors import LinkError, PacketError
 
 MAGIC = b"TWHO"
 VERSION = 3
-MESSAGE_NBYTES = (
-    1 << 20
-)  # bytes of one message: small, so that a long transfer shares the link, and each message is short
+# bytes of one message: small, so that a long transfer shares the link, and each message is short
+MESSAGE_NBYTES = 1 << 20
 _LAYOUT = struct.Struct("<4sIQ")
 _DIGEST = 32
 _FACTS = "facts"

@@ -273,9 +273,8 @@ class SiteHost(Host):
         }
         facts = []
         for index, one in enumerate(self._exchanged):
-            waiting = [
-                given.up for (_, of, _), given in self.syncer.given.items() if of == index
-            ]  # they are sent again
+            # they are sent again
+            waiting = [given.up for (_, of, _), given in self.syncer.given.items() if of == index]
             tokens, steps = sum(up.tokens for up in waiting), sum(up.steps for up in waiting)
             sent = one.away and [one.away.tokens, one.away.steps, one.away.rounds]
             facts.append([one.version, one.number, one.rounds, one.tokens - tokens, one.steps - steps, sent])

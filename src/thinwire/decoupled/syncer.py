@@ -96,9 +96,8 @@ class Syncer:
     given: dict[tuple[int, int, int], Given] = field(default_factory=dict)  # by kind, fragment, replica
     counted: dict[tuple[int, int], int] = field(default_factory=dict)
     until: dict[tuple[int, int], int] = field(default_factory=dict)  # by replica and fragment: its steps in held rounds
-    weights: dict[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # by fragment and replica: the weight of its last delta
+    # by fragment and replica: the weight of its last delta
+    weights: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, method: Composition, states: Sequence[FragmentState], messages: SyncerMessages) -> Syncer:

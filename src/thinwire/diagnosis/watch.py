@@ -134,17 +134,15 @@ class Watch:
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules, self.count = rules or Rules(), 0
-        self.latest: dict[Cell, deque[Reading]] = defaultdict(
-            lambda: deque(maxlen=LATEST)
-        )  # the last readings of every way
+        # the last readings of every way
+        self.latest: dict[Cell, deque[Reading]] = defaultdict(lambda: deque(maxlen=LATEST))
         self._usual = Usual(self.rules.known)
         self._ways: dict[Cell, _Past] = defaultdict(self._past)
         self._own: dict[str, _Past] = defaultdict(self._past)
         self._began: dict[str, float] = {}  # when the last round began, on each replica's clock
         self._now = 0.0  # seconds since the first round, by the median of the clocks
-        self._steps: deque[float] = deque(
-            maxlen=2 * self.rules.rounds
-        )  # seconds of an inner step: the median of the replicas
+        # seconds of an inner step: the median of the replicas
+        self._steps: deque[float] = deque(maxlen=2 * self.rules.rounds)
 
     def _past(self) -> _Past:
         return _Past(maxlen=2 * self.rules.rounds)

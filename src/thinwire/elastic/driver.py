@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.data_ledger import DataLedger, layout
+from thinwire.data_ledger import DataLedger
 from thinwire.elastic.data import tell_reader
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_thread import RoundThread
 from thinwire.elastic.states import State
-from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError
+from thinwire.errors import ConfigurationError, EndedError, LinkError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
@@ -43,7 +43,7 @@ from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.weighing import tokens_of_step
+from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.strategy import Strategy
 
 VIEWS_ALONE = 5  # views in a row without other members, after which the end of a run is abandoned
@@ -58,29 +58,30 @@ class ElasticDriver(Driver):
         strategy = training.strategy
         self._schedule = check(strategy)
         self.by_tokens = counts_tokens(training)
-        self.training, self.strategy, self.pieces = training, strategy, training.fragments
+        self.training, self.strategy, self._fragments = training, strategy, training.fragments
         self._observe = training.observe
         self._waiting: dict[int, Ready] = {}  # by fragment
         self._trained = 0.0  # tokens or steps of this replica
-        self._in_anchors = [0.0] * len(self.pieces)  # the part of `_trained` that is in the anchors, by fragment
-        self._renewals = [0] * len(self.pieces)  # outcomes after which older deltas must not be counted, by fragment
+        self._in_anchors = [0.0] * len(self._fragments)  # the part of `_trained` that is in the anchors, by fragment
+        # outcomes after which older deltas must not be counted, by fragment
+        self._renewals = [0] * len(self._fragments)
         self._owed: set[int] = set()  # fragments whose departure was due but not possible
         self._seen: int | None = None  # the last step at which departures were checked
         self._own_steps = 0  # inner steps of this replica
         self._reader = training.reader
         self._at = Point()  # the agreed state that the fragments hold
-        anchors = [piece.anchor for piece in self.pieces]
-        agreed = GlobalState(anchors, [piece.state for piece in self.pieces], state_digest=digest(anchors).hex())
+        anchors = [one.anchor for one in self._fragments]
+        agreed = GlobalState(anchors, [one.state for one in self._fragments], state_digest=digest(anchors).hex())
         if self._reader and (template := self._template()):
             agreed.set_ledger(template)
-            self._reader.connect(membership.name, len(self.pieces), self._ask_for_samples)
-        codecs = [piece.codec for piece in self.pieces]
+            self._reader.connect(membership.name, len(self._fragments), self._ask_for_samples)
+        codecs = [one.codec for one in self._fragments]
         self.rounds = RoundThread(
             strategy,
             membership,
             agreed,
             codecs,
-            in_turn(self._schedule, len(self.pieces)),
+            in_turn(self._schedule, len(self._fragments)),
             observe=self._observe,
             most_weight=MOST_WEIGHT if self.by_tokens else 1.0,
             clock=training.clock,
@@ -107,7 +108,7 @@ class ElasticDriver(Driver):
     def _template(self) -> DataLedger | None:
         """The ledger before the first view."""
         schedule = self._schedule
-        return self._reader.template(len(self.pieces), schedule.every, schedule.delay) if self._reader else None
+        return self._reader.template(len(self._fragments), schedule.every, schedule.delay) if self._reader else None
 
     def _ask_for_samples(self) -> None:
         """Hold one more round to get a lease, because this replica is new or others have its samples. Raises `EndedError`, and the error
@@ -134,15 +135,11 @@ class ElasticDriver(Driver):
     def after_inner_step(self) -> None:
         """Send the deltas that are due, and take over the outcomes that have arrived."""
         step, tokens = self.training.step, self.training.tokens
-        if self.by_tokens != (tokens is not None):
-            raise ConfigurationError(
-                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas "
-                "alike from the first round on. Give Replica(tokens=...) at the start."
-            )
+        check_unchanged(self.by_tokens, tokens)
         self._trained += tokens_of_step(tokens) if self.by_tokens else 1
         self._own_steps += 1
         self.rounds.trained(step, *((self._reader.generation, self._reader.read_count) if self._reader else ()))
-        due = self._schedule.departs(step, len(self.pieces))
+        due = self._schedule.departs(step, len(self._fragments))
         late = [index for index in due if index in self._waiting]
         for index in late:
             self._observe("late", step, fragment=index)
@@ -165,7 +162,7 @@ class ElasticDriver(Driver):
         """Fragments that were due at steps which this replica skipped because it was behind, without those that depart now."""
         seen = step - 1 if self._seen is None else self._seen
         over = range(max(seen, step - self._schedule.every) + 1, step)
-        departs, count = self._schedule.departs, len(self.pieces)
+        departs, count = self._schedule.departs, len(self._fragments)
         due = {index for s in over for index in departs(s, count)} - set(departs(step, count))
         return sorted(due - self._waiting.keys())
 
@@ -215,34 +212,26 @@ class ElasticDriver(Driver):
 
     def facts(self) -> dict[str, Any]:
         """The values to save beside the fragments' tensors, for JSON."""
-        return {
-            "round": self._at.round,
-            "state_digest": self._at.state_digest,
-            "run": self.rounds.report.run,
-            "counted": {str(number): who for number, who in self._at.counted.items()},
+        at, run = self._at, self.rounds.report.run
+        agreed = GlobalState([], [], at.round, at.state_digest, dict(at.counted), run, at.ledger)
+        return agreed.facts() | {
             "by_tokens": self.by_tokens,
             "trained": self._trained,
             "travelled": self._in_anchors,
-            "ledger": layout.encoded(self._at.ledger).hex() if self._at.ledger else "",
             "reader": self._reader.state() if self._reader else {},
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
         """Resume from `facts` and the fragments that were saved with them, before or after `join`. No delta may have departed yet."""
-        if facts["by_tokens"] != self.by_tokens:
-            ways = {True: "the number of its tokens", False: "1"}
-            raise CheckpointError(
-                f"in the checkpoint's run the weight of a delta is {ways[facts['by_tokens']]}, here it is "
-                f"{ways[self.by_tokens]}; resume with the run's own setting."
-            )
-        states = [piece.state for piece in self.pieces]
-        agreed = GlobalState([piece.anchor for piece in self.pieces], states, ledger=self._template())
+        check_saved(facts["by_tokens"], self.by_tokens)
+        states = [one.state for one in self._fragments]
+        agreed = GlobalState([one.anchor for one in self._fragments], states, ledger=self._template())
         agreed.load(facts)
         self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
         self._trained, self._in_anchors = facts["trained"], list(facts["travelled"])
         if self._reader and not self._reader.load(facts["reader"], agreed.ledger, self.rounds.report.ledger):
             self.training.load_anchors()  # other replicas train the samples that were in the parameters
-            self._in_anchors = [self._trained] * len(self.pieces)
+            self._in_anchors = [self._trained] * len(self._fragments)
         self.rounds.load(agreed)
         if self._reader:  # its status says from now on where it reads
             self.rounds.trained(self.training.step, self._reader.generation, self._reader.read_count)
@@ -253,18 +242,18 @@ class ElasticDriver(Driver):
 
     @torch.no_grad()
     def _bring(self, index: int, step: int) -> Ready:
-        piece = self.pieces[index]
+        fragment = self._fragments[index]
         behind = self._trained - self._in_anchors[index]
         weight = behind if self.by_tokens else min(1.0, behind)
-        delta = piece.delta(torch.empty_like(piece.anchor))
+        delta = fragment.delta(torch.empty_like(fragment.anchor))
         if self.strategy.guards:
-            self.training.guard(piece, delta, behind / (self.training.tokens or 1.0))
+            self.training.guard(fragment, delta, behind / (self.training.tokens or 1.0))
         claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
         renewals = self._renewals[index]
-        ready = Ready(index, delta, weight, step, piece.feedback, claim, generation, self._trained, renewals)
+        ready = Ready(index, delta, weight, step, fragment.feedback, claim, generation, self._trained, renewals)
         self._waiting[index] = ready
         self._owed.discard(index)
-        self._observe("depart", step, fragment=index, round=piece.rounds, nbytes=0, seconds_spent=0.0)
+        self._observe("depart", step, fragment=index, round=fragment.rounds, nbytes=0, seconds_spent=0.0)
         return ready
 
     def _pick_up(self, step: int) -> None:
@@ -294,36 +283,35 @@ class ElasticDriver(Driver):
 
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
-        piece, counted, merge = self.pieces[outcome.fragment], outcome.counted, self.strategy.merge
-        before, piece.anchor, piece.state = piece.anchor, anchor, outcome.state
-        piece.rounds += 1
+        fragment, counted, merge = self._fragments[outcome.fragment], outcome.counted, self.strategy.merge
+        before, fragment.anchor, fragment.state = fragment.anchor, anchor, outcome.state
+        fragment.rounds += 1
         if counted is not None:
-            piece.feedback, self._in_anchors[outcome.fragment] = outcome.feedback, counted.trained
+            fragment.feedback, self._in_anchors[outcome.fragment] = outcome.feedback, counted.trained
             self._renewals[outcome.fragment] += outcome.recalled
         if self._reader:
             tell_reader(self._reader, outcome)
         if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight and merge.keeps_flight:
-                piece.carry_over(before - counted.delta)
+                fragment.carry_over(before - counted.delta)
             elif flight == delay:
-                for part, values in piece.slices(anchor):
-                    merge.into(part, values.to(part.device))
+                fragment.mix_anchor(merge)
             else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole
                 kept = 1 - (1 - merge.alpha) * delay / flight
-                piece.carry_over(before - counted.delta, merge.alpha, kept)
+                fragment.carry_over(before - counted.delta, merge.alpha, kept)
             return
         if outcome.anew:
             self._renewals[outcome.fragment] += 1
-            piece.load_into_parameters(anchor)
+            fragment.load_into_parameters(anchor)
             self._in_anchors[outcome.fragment] = self._trained
             return
         moved = anchor - before
         if outcome.returned is not None:
             moved -= outcome.returned.delta
-            piece.feedback = outcome.returned.feedback
+            fragment.feedback = outcome.returned.feedback
             self._in_anchors[outcome.fragment] -= outcome.returned.weight
-        for part, values in piece.slices(moved):
+        for part, values in fragment.slices(moved):
             part.copy_(part.to(values) + values)
 
 

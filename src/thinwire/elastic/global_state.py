@@ -30,14 +30,12 @@ class GlobalState:
     states: list[State]
     round: int = 0
     state_digest: str = ""
-    counted: dict[int, tuple[int, tuple[str, ...], str]] = field(
-        default_factory=dict
-    )  # by round: its fragment, the names that were counted, its mark
+    # by round: its fragment, the names that were counted, its mark
+    counted: dict[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)
     run: str = ""  # identifies the run: the id of its first view
     ledger: DataLedger | None = None  # assigns samples to replicas; None: the replicas choose their data themselves
-    arrived: dict[int, tuple[tuple[int, str], dict[str, Tensor]]] = field(
-        default_factory=dict
-    )  # by fragment: its version and tensors, from a transfer that was cut off, or from before a checkpoint was loaded
+    # by fragment: its version and tensors, from a transfer that was cut off, or from before a checkpoint was loaded
+    arrived: dict[int, tuple[tuple[int, str], dict[str, Tensor]]] = field(default_factory=dict)
 
     def fragment(self, index: int, codec: Codec, feedback: State) -> FragmentState:
         """A `FragmentState` for a round: the shared state of a fragment, with this replica's `feedback`, and without parameters, which

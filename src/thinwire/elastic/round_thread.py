@@ -62,7 +62,7 @@ class RoundThread:
             if not self.report.reason:
                 return
             if self.report.alone or clock() >= until:
-                raise LinkError(f"replica {self.membership.name!r} could not join: {self.report.reason}")
+                raise LinkError(f"could not join: {self.report.reason}")
 
     def ask(self, step: int) -> None:
         """Hold one round without a delta, to get what it agrees on."""

@@ -43,7 +43,6 @@ class AllReduce(Exchange):
     AllReduce()
     """
 
-    gathers: ClassVar[bool] = False
     needs_fixed_group: ClassVar[str] = ""
 
     def check(self, codec: Codec, feedback: Feedback | None) -> None:

@@ -44,11 +44,11 @@ class Buffers:
         """A flat buffer with the number of values, the type and the device of `tensor`; only CPU buffers are reused."""
         return self.bytes(tensor.nbytes).view(tensor.dtype) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
-    def give(self, *tensors: Tensor) -> None:
-        """Return buffers, which must not be used afterwards; other tensors are ignored."""
+    def give(self, *tensors: Tensor | None) -> None:
+        """Return buffers, which must not be used afterwards; other tensors and None are ignored."""
         with self._lock:
             for tensor in tensors:
-                whole = self._lent.pop(_place(tensor), None)
+                whole = None if tensor is None else self._lent.pop(_place(tensor), None)
                 if whole is not None:
                     self._free.setdefault(whole.numel(), []).append(whole)
 
@@ -57,10 +57,10 @@ class Buffers:
         with self._lock:
             self._free.clear()
 
-    def swap(self, old: Iterable[Tensor], new: Iterable[Tensor]) -> None:
+    def swap(self, old: Iterable[Tensor | None], new: Iterable[Tensor]) -> None:
         """Take back the buffers in `old` that are not in `new`."""
         kept = {_place(tensor) for tensor in new}
-        self.give(*(tensor for tensor in old if _place(tensor) not in kept))
+        self.give(*(tensor for tensor in old if tensor is not None and _place(tensor) not in kept))
 
 
 def _place(tensor: Tensor) -> int:

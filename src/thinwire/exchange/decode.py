@@ -30,7 +30,7 @@ class Decoder:
         self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
         self._round, self._aggregate = round_, round_.aggregate
         self.needs_products = self._aggregate.needs_products and not self._joins
-        self._products = torch.zeros(round_.size, round_.size, dtype=torch.float64)
+        self.products = torch.zeros(round_.size, round_.size, dtype=torch.float64)  # what `measure` has added up
         self._tolerates = self._aggregate.tolerates(round_.size)
 
     def void(self, flags: Iterable[int]) -> bool:
@@ -47,12 +47,7 @@ class Decoder:
             {name: kept[begin:end] for name, kept in state.items()}
             for state in (self._round.remembered, self._round.remembers(self._round.remembered))
         )
-        self._products += inner_products(self._aggregate.measured(values, before, after))
-
-    @property
-    def products(self) -> Tensor:
-        """The inner products that `measure` has added up, [size, size] in fp64."""
-        return self._products
+        self.products += inner_products(self._aggregate.measured(values, before, after))
 
     def choose(self, products: Tensor) -> None:
         """Give the aggregate the whole fragment's `products`; `mean` uses what it returns."""

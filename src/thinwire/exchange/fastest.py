@@ -115,9 +115,8 @@ class Fastest(Exchange):
     def depart(self, round_: Round, state: State) -> _Departure:
         exchange = self.chosen(round_.codec, round_.numel, round_.size)
         due = exchange.init(round_.codec, round_.numel, round_.rank, round_.size)
-        remembered = (
-            state if due.keys() == state.keys() else {}
-        )  # otherwise the state of another exchange, for another codec
+        # a state with other names is that of another exchange, for another codec
+        remembered = state if due.keys() == state.keys() else {}
         return _Departure(exchange, exchange.depart(round_, remembered), state)
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:

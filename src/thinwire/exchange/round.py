@@ -124,7 +124,7 @@ class Round:
     packets: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     trace: Trace = field(default_factory=Trace)
-    nbytes_sent: int = 0  # purpose "packet", all peers together, headers included
+    nbytes_sent: int = 0
 
     def __post_init__(self) -> None:
         self.begun = self.context.clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +63,6 @@ class Star(Exchange):
 
     center: int | str = 0
     feedback: Feedback | None = None
-
-    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_owners(self, self.feedback)

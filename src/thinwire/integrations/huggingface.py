@@ -160,9 +160,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if self._member:
             self.replica = self._join(args, state, loader, model, inner, resume)
             self._catch_up(args, state, TrainerControl(), given["lr_scheduler"])
-            if (
-                state.global_step >= state.max_steps
-            ):  # the run has ended, and a member has kept the final state for this one
+            # the run has ended, and a member has kept the final state for this one
+            if state.global_step >= state.max_steps:
                 self._end()
         else:
             if not self.own_data:

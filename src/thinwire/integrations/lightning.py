@@ -144,9 +144,8 @@ class ThinwireCallback(Callback):
         self._ended, self._loaded = False, {}
         if self._member:
             _catch_up(trainer, self.replica.step - trainer.global_step)
-            if (
-                self.replica.step >= trainer.max_steps
-            ):  # the run has ended, and a member has kept the final state for this one
+            # the run has ended, and a member has kept the final state for this one
+            if self.replica.step >= trainer.max_steps:
                 self._end()
         self._began = trainer.global_step - self.replica.step
         if self.rank == 0:

@@ -143,9 +143,8 @@ def _follows(trainer: Built, replica: Replica) -> Iterator[None]:
 
     move(replica.step)
     optimizers = trainer.optimizers
-    before = optimizers.register_step_pre_hook(
-        lambda *_: move(replica.step + 1)
-    )  # torchtitan has counted the next step
+    # torchtitan has counted the next step
+    before = optimizers.register_step_pre_hook(lambda *_: move(replica.step + 1))
     after = optimizers.register_step_post_hook(lambda *_: move(replica.step))
     try:
         yield

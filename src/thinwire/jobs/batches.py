@@ -61,9 +61,8 @@ class Batches:
             self._source: Any = self._make(self._share)
             if state is not None:
                 self._source.load_state_dict(state)
-            if not isinstance(
-                self._share.reader, LeasedReader
-            ):  # otherwise a loader that reads ahead would request samples too early
+            # with leases, a loader that reads ahead would request samples too early
+            if not isinstance(self._share.reader, LeasedReader):
                 self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
@@ -82,9 +81,8 @@ class Batches:
         """The next sample."""
         reader = self._share.reader
         with self._user():
-            void = (
-                reader is not None and reader.generation != self._generation
-            )  # samples read ahead may belong to others now
+            # samples read ahead may belong to others now
+            void = reader is not None and reader.generation != self._generation
             iterator = self._iterate() if void or self._iterator is None else self._iterator
             try:
                 value = next(iterator)

@@ -69,9 +69,8 @@ def encode_signs(x: Tensor, payload: Tensor, block: int, norm: Norm) -> bool:
     _flat(programs.encode_signs, numel, x, payload, worst, numel)
     block = min(block, max(1, numel))
     blocks = -(-numel // block)
-    means = _sums(x, block, norm) / _sizes(
-        x, block
-    )  # divide by tensors, because for a number torch multiplies by its reciprocal on CUDA
+    # divide by tensors, because for a number torch multiplies by its reciprocal on CUDA
+    means = _sums(x, block, norm) / _sizes(x, block)
     scales = (means if norm == "mean" else means.sqrt()).float()
     payload[len(payload) - 4 * blocks :] = scales.view(torch.uint8)
     return int(worst) < _INFINITE

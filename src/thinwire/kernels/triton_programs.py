@@ -144,9 +144,8 @@ def _code(
     if DRAWN:
         noise = _noise(stream, index)
         low_code = low.to(tl.int32)
-        low_code += (low - low_code.to(tl.float32) > noise.to(tl.float32) * 5.9604644775390625e-08).to(
-            tl.int32
-        )  # 2^-24
+        # the last factor is 2^-24
+        low_code += (low - low_code.to(tl.float32) > noise.to(tl.float32) * 5.9604644775390625e-08).to(tl.int32)
         high = bits + (noise & ((1 << DROPPED) - 1))
     else:
         low_code = (low + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000

@@ -42,10 +42,11 @@ from thinwire.rng import derive
 
 FORMAT = 1  # format of the cache; a new number rebuilds every cache
 SAMPLE = 256 << 20  # bytes of text from which merges are learned
+# number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
 BLOCKS, BLOCK = (
     64,
     1 << 20,
-)  # number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
+)
 
 
 # The cache: tokens on disk
@@ -130,8 +131,9 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
             os.fsync(out.fileno())
         tokens, skipped, nbytes = (a + b for a, b in zip(first, second))
         if not tokens:
-            why = "not UTF-8" if skipped else "empty"
-            raise DataError(f"{name}: all of {len(sources)} files {why}; text in UTF-8 is needed. Give other files.")
+            raise DataError(
+                f"{name}: no text (files found: {len(sources)}, not UTF-8: {skipped}, the others empty); text in UTF-8 is needed. Give other files."
+            )
         dtype = dtype_of(tokenizer.vocabulary)
         boundary = first[0] if by_files else tokens - int(tokens * share)
         manifest = Manifest(

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.lm.tokens import Tokenizer
 from thinwire.lm.trained import TrainedModel
-from thinwire.records.files import contents, opened, parsed
+from thinwire.records.files import contents, opened, parsed, write_whole
 
 FORMAT = 1  # format of expert.json
 FILE = "expert.json"
@@ -80,9 +79,7 @@ class Expert:
 
     def write(self, folder: Path) -> None:
         """Make `folder` an expert of the ensemble above it."""
-        partial = folder / f".{FILE}.{os.getpid()}"
-        partial.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
-        partial.replace(folder / FILE)
+        write_whole(folder / FILE, json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

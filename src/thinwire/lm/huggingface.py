@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 
 UNBOUNDED = 1 << 20  # the context of a model without a limit (a recurrent one)
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")  # a folder with none of these is a config alone
+# one of these is enough
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
-)  # one of these is enough
+)
 
 
 class HuggingFace(nn.Module):
@@ -150,9 +151,8 @@ def save_model(folder: Path, model: HuggingFace, weights: Mapping[str, Tensor], 
     inner.config.thinwire = {"tokenizer": tokenizer}
     with _quiet(_transformers(folder)):
         inner.save_pretrained(str(folder), state_dict=state, max_shard_size="1000TB")  # one file
-    modes = stat.S_IMODE(
-        (folder / "config.json").stat().st_mode
-    )  # safetensors makes files that only their owner can read
+    # safetensors makes files that only their owner can read
+    modes = stat.S_IMODE((folder / "config.json").stat().st_mode)
     (folder / "model.safetensors").chmod(modes)
 
 

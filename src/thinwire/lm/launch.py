@@ -222,10 +222,8 @@ def run_processes(
     run: Run, folder: Path, replicas: Sequence[tuple[list[str], dict[str, str]]], tick: Tick, stop: Stop | None = None
 ) -> None:
     """Run one process for each replica: its command, and its variables in addition to this environment. Their output goes to RUN/logs."""
-    stop, goes_on = (
-        stop or Stop(),
-        isinstance(run.make_method(), Composition),
-    )  # such a run continues without lost replicas
+    stop = stop or Stop()
+    goes_on = isinstance(run.make_method(), Composition)  # such a run continues without lost replicas
     open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)

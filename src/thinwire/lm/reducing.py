@@ -34,9 +34,8 @@ def joined(folder: Path, replicas: int, word: str) -> SecureGroup:
     """The next group of `replicas` replicas at the hub in `folder`, with this process as the last member. Raises `LinkError`."""
     with opened_state(folder) as state:
         listens = state.meta("listen") or "127.0.0.1"
-    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
-        listens, listens
-    )  # the hub's public address may not be reachable from the hub's machine
+    # the hub's public address may not be reachable from the hub's machine
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listens, listens)
     token = replace(invite(folder, seconds=600.0, name=REDUCER), host=own)
     return join(str(token), REDUCER, replicas + 1, folder / KEYS, with_reducer(word), threading.TIMEOUT_MAX, place=1)
 

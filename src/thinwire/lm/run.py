@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,53 +22,24 @@ from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
 from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
+from thinwire.records.files import write_whole
 from thinwire.records.run_file import read_run_file
 from thinwire.strategy import Gradients, Strategy
 from thinwire.topology import read_edges
 
+# settings that may differ between replicas, for `Run.shared`
 MAY_DIFFER = (
-    *(
-        "text",
-        "link",
-        "uplink",
-        "listen",
-        "carrier",
-        "timeout",
-        "replicas",
-        "strategy",
-        "model",
-        "job",
-        "keep",
-        "publish",
-    ),
+    *("text", "link", "uplink", "listen", "carrier", "timeout", "replicas"),
+    *("strategy", "model", "job", "keep", "publish"),
     *OF_THE_RECIPE,
-)  # settings that may differ between replicas, for `Run.shared`
-OF_PIECES = (
-    "strategy",
-    "codec",
-    "partition",
-    "exchange",
-    "privacy",
-    "guard",
-    "aggregate",
-    "topology",
-    "optimizer",
-)  # as text
+)
+# settings that hold a piece as text
+OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "guard", "aggregate", "topology", "optimizer")
+# settings that must be those of the checkpoint, beside the strategy
+OF_A_CHECKPOINT = ("replicas", "seed", "model", "models", "lora", "positions", "tokenizer", "optimizer")
 LR = 6e-3  # peak learning rate of models without a known width
-LR_AND_WIDTH: dict[type[Inner], tuple[float, float]] = {
-    AdamW: (10.24, 1.5),
-    Muon: (1.92, 1.0),
-}  # peak rate on the built-in sizes: 10.24 / width^1.5 for AdamW; docs/log.md has the experiments
-OF_A_CHECKPOINT = (
-    "replicas",
-    "seed",
-    "model",
-    "models",
-    "lora",
-    "positions",
-    "tokenizer",
-    "optimizer",
-)  # beside the strategy
+# factor and power of the peak rate on the built-in sizes, such as 10.24 / width^1.5; docs/log.md has the experiments
+LR_AND_WIDTH: dict[type[Inner], tuple[float, float]] = {AdamW: (10.24, 1.5), Muon: (1.92, 1.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,10 +297,8 @@ class Run:
         for part in PARTS:
             values = vars(getattr(self, part))
             tables[part] = {name: value for name, value in values.items() if value is not None}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")  # several processes may write the same file at once
         said = "".join(f"# {name}: {value}\n" for name, value in self.made_of().items())
-        partial.write_bytes(f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}".encode())
-        partial.replace(path)
+        write_whole(path, f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}")
 
     @classmethod
     def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:

@@ -33,12 +33,12 @@ def start(
         "unit": job.unit,
         "exchanges": composition.choices(shapes, run.placement.replicas) if isinstance(composition, Strategy) else [],
     }
+    # in tables own names come last
+    place = share.index if share.count == run.placement.replicas else run.placement.replicas
     on = machine()  # before `wall_time`, because it takes time
     return {
         "wall_time": time.time(),
-        "replica": share.index
-        if share.count == run.placement.replicas
-        else run.placement.replicas,  # in tables own names come last
+        "replica": place,
         "replicas": run.placement.replicas,
         "run": run.settings() | made_of,
         "strategy": run.method.label,

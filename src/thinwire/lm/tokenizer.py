@@ -28,9 +28,8 @@ def open_corpus(data: DataSpec, model: str, folder: Path | None = None) -> Corpu
     """
     corpus = Corpus.open(data.text, make_tokenizer(data, model), column=data.column)
     kept = _kept(data, model, folder)
-    if (
-        kept and kept.fingerprint != corpus.tokenizer.fingerprint
-    ):  # it was trained on other text, or its file was replaced
+    # it was trained on other text, or its file was replaced
+    if kept and kept.fingerprint != corpus.tokenizer.fingerprint:
         corpus = Corpus.open(data.text, kept, column=data.column)
     known = _trained_with(data, model)
     if known and known != corpus.tokenizer.fingerprint:

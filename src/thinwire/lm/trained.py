@@ -79,9 +79,8 @@ def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, T
     """A checkpoint's agreed weights, with buffers and frozen parameters; in gossip, which has no agreed weights, the replica's own."""
     weights: dict[str, Tensor] = load_file(saved.path / "model.safetensors")
     strategy = run.make_strategy()
-    if (
-        isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees
-    ):  # weights are equal on all replicas, or on none
+    # weights are equal on all replicas, or on none
+    if isinstance(strategy.signal, Gradients) or not strategy.exchange.agrees:
         return weights
     state = load_file(saved.path / "outer.safetensors")
     return weights | at_the_anchors(weights, state, strategy.partition.fragments(model))

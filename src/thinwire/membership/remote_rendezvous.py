@@ -101,9 +101,8 @@ class RemoteRendezvous(ABC):
         """See `Rendezvous`."""
         self._left.set()
         for thread in self._threads:
-            thread.join(
-                2 * ANSWER + 2 * PROBE
-            )  # the heartbeat thread may be waiting for a response; it tells the server afterwards
+            # the heartbeat thread may be waiting for a response; it tells the server afterwards
+            thread.join(2 * ANSWER + 2 * PROBE)
         self._lose()
 
     def _begin(self, body: Callable[[], None]) -> None:

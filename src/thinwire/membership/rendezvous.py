@@ -229,7 +229,8 @@ class Membership:
             pause = min(2 * pause, 0.25)  # so that all call again within the lighthouse's wait
         if self._left:
             raise self._gone()
-        raise LinkError(f"replica {self.name!r} found no view within {seconds:g} s: {reason}.")
+        waited = float(f"{seconds:.3g}")  # `timeouts.view` follows from measured times
+        raise LinkError(f"replica {self.name!r} found no view within {waited:g} s: {reason}.")
 
     def note_end(self, *what: str) -> None:
         """Write a note at the rendezvous that a run with these facts has ended. `what` is the run's id, and further details of its end.

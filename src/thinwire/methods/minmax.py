@@ -181,9 +181,8 @@ class Extragradient:
     def advance(self, at: Saddle) -> Next | None:
         here = at.mean_of(at.operator(at.z))
         ahead = self.prox(at.z - self.step * here.mean) if here else at.z
-        told = at.mean_of(
-            at.operator(ahead), part=1
-        )  # also after a refusal, which all replicas see, so that messages match
+        # also after a refusal, which all replicas see, so that messages match
+        told = at.mean_of(at.operator(ahead), part=1)
         return here and told and Next(self.prox(at.z - self.step * told.mean), at.residual)
 
     def messages(self) -> int:

@@ -228,10 +228,8 @@ class Calendar:
         # asked once: `isinstance` compares all attributes of a protocol
         self._adaptive = schedule if isinstance(schedule, Adaptive) else None
         self._fixed = None if isinstance(schedule, Adaptive) else schedule
-        self._began, self._length = (
-            0,
-            0,
-        )  # the last inner step before this round; and its number of inner steps, once it is known
+        # the last inner step before this round; and its number of inner steps, once it is known
+        self._began, self._length = 0, 0
         self._lr: float | None = None  # the learning rate of its first step
 
     def departs(self, step: int) -> tuple[int, ...]:

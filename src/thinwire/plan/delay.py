@@ -19,9 +19,8 @@ from thinwire.records.units import text_of_seconds
 from thinwire.strategy import Strategy
 
 MOST = 10  # inner steps of a flight that are tried
-_OF_TOKENS = (
-    -0.118
-)  # d ln(loss) / d ln(tokens) of data-parallel training, 500 to 2,000 steps: family.json, quality.json
+# d ln(loss) / d ln(tokens) of data-parallel training, 500 to 2,000 steps: family.json, quality.json
+_OF_TOKENS = -0.118
 
 
 def follows_link(run: Run) -> bool:

@@ -112,9 +112,8 @@ def rates_of_runs(records: Sequence[RunRecord]) -> Chart | None:
     """
     data: list[Json] = []
     for number, record in enumerate(records[:DRAWN]):
-        with suppress(
-            ThinwireError, ArithmeticError, LookupError, TypeError, ValueError
-        ):  # the record is of another version, or damaged
+        # the record is of another version, or damaged
+        with suppress(ThinwireError, ArithmeticError, LookupError, TypeError, ValueError):
             data += _of_run(record, number)
     if not data:
         return None

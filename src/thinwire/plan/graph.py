@@ -202,9 +202,8 @@ def graph_chart(edges: Edges, values: Floats, unit: str, names: tuple[str, ...] 
     angle = np.pi / 2 - 2 * np.pi * np.arange(len(edges)) / len(edges)
     places = np.stack([np.cos(angle), np.sin(angle)], 1).round(4)
     found = np.where(edges, values, np.where(edges.T, values.T, 0.0))
-    found = np.array(
-        [[float(f"{value:.3g}") for value in row] for row in found]
-    )  # values that differ by rounding become equal
+    # values that differ by rounding become equal
+    found = np.array([[float(f"{value:.3g}") for value in row] for row in found])
     bounds = sorted({float(value) for value in np.quantile(found[both], (1 / 3, 2 / 3, 1), method="inverted_cdf")})
     data: list[Json] = []
     for number, bound in enumerate(bounds):

@@ -15,7 +15,6 @@ measured, otherwise the fastest of its rates `alone`.
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.plan.quantities import rate, rounded
-from thinwire.records.files import contents, parsed
+from thinwire.records.files import contents, parsed, write_whole
 
 Pair = tuple[int, int]  # sender, receiver
 _KEYS = {"from", "to", "between", "alone", "together"}
@@ -129,7 +128,7 @@ class Links:
                 row["together"] = str(rounded(Link(self.together[a, b])))
             rows.append(row)
         written = tomli_w.dumps({"word": self.word, "names": list(self.names), "link": rows})
-        replace(path, "".join(f"# {line}\n" for line in comment.splitlines()) + written)
+        store(path, "".join(f"# {line}\n" for line in comment.splitlines()) + written)
 
     @classmethod
     def load(cls, path: Path) -> Links:
@@ -169,12 +168,10 @@ def read(path: Path, advice: str) -> dict[str, Any]:
         raise ConfigurationError(f"{path} cannot be read ({error}); {advice}.") from None
 
 
-def replace(path: Path, text: str) -> None:
-    """Write `path` whole or not at all."""
+def store(path: Path, text: str) -> None:
+    """Write `path` whole or not at all, in a folder that is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    write_whole(path, text)
 
 
 def _pairs(row: Any, names: Sequence[str], where: str) -> list[Pair]:

@@ -21,7 +21,7 @@ import tomli_w
 
 from thinwire.errors import ConfigurationError
 from thinwire.plan import quantities
-from thinwire.plan.links import read, replace
+from thinwire.plan.links import read, store
 from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import Outside
 
@@ -177,7 +177,7 @@ class Machine:
             for name, timed in self.codecs.items()
             for c in timed
         ]
-        replace(path, "".join(f"# {line}\n" for line in comment.splitlines()) + tomli_w.dumps(facts))
+        store(path, "".join(f"# {line}\n" for line in comment.splitlines()) + tomli_w.dumps(facts))
 
     @classmethod
     def load(cls, path: Path) -> Machine:

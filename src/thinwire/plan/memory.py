@@ -77,9 +77,8 @@ def saved_nbytes(shape: Shape, tokens: int, bf16: bool = False) -> int:
     a = shape
     if isinstance(a, Outline):
         saved = a.saved_nbytes + (-(-tokens // a.sequence) - 1) * a.more_nbytes
-        return (
-            3 * saved // 4 + 2 * a.numel if bf16 else saved
-        )  # as with Thinwire's models, autocast saves three quarters, and the cast matrices
+        # as with Thinwire's models, autocast saves three quarters, and the cast matrices
+        return 3 * saved // 4 + 2 * a.numel if bf16 else saved
     layer = (64 if bf16 else 88) * a.width + 12 * a.heads + 8
     head = (10 if bf16 else 12) * a.width + 4 * a.vocabulary + 24
     cast = 2 * (12 * a.layers * a.width**2 + a.vocabulary * a.width) if bf16 else 0
@@ -224,9 +223,8 @@ def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
 
 def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
     """Bytes of a data-parallel exchange: all gradients in a flat buffer, their packets, and the mean."""
-    filters = (
-        4 * (len(strategy.filters) + 2) if strategy.filters else 0
-    )  # what each replica's packet decodes to, what was sent, and the next state
+    # what each replica's packet decodes to, what was sent, and the next state
+    filters = 4 * (len(strategy.filters) + 2) if strategy.filters else 0
     return (8 + filters) * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
 
 

@@ -35,11 +35,12 @@ from thinwire.simulate.replicas import delays
 
 __all__ = ["SEARCHED", "Setting", "Task", "fits", "settings"]
 
+# None: the recipe's codec
 CODECS: dict[str, tuple[str | None, ...]] = {
     "data_parallel": (None, "Cast('bf16')"),
     "diloco": ("Cast('bf16')", "E3M0()"),
     "streaming_diloco": (None, "Cast('bf16')"),
-}  # None: the recipe's codec
+}
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
 SIGN_DELAY = (1, 2, 3)  # the delays of streaming_sign that were measured
@@ -103,9 +104,8 @@ class _Search:
         self.task, self.shape = task, shape_of(task.base)
         job = task.base.model.job
         self.divisible = not job or "collate" in functions(job)
-        self.within = (
-            not job and FITTED[0] * 0.8 <= self.shape.parameters() <= 10e9 * 1.2
-        )  # the law was fitted, or at least checked, at this size
+        # the law was fitted, or at least checked, at this size
+        self.within = not job and FITTED[0] * 0.8 <= self.shape.parameters() <= 10e9 * 1.2
         self.kinds: list[Machine] = []
         for machine in task.machines:
             if machine not in self.kinds:

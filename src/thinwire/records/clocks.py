@@ -142,9 +142,8 @@ def offsets_of(files: Mapping[str, Sequence[Sequence[Event]]]) -> dict[str, Offs
                     told.setdefault(record.key, []).append((name, opened, record))
     found: dict[tuple[str, str], list[Bounds]] = {}
     for same in told.values():
-        by_name = {
-            record.name: (name, opened, record) for name, opened, record in same
-        }  # of a round done again, the last
+        # of a round done again, the last
+        by_name = {record.name: (name, opened, record) for name, opened, record in same}
         took = {
             way: min(stamp.apparent for stamp in seen) + by_name[way[1]][1] - by_name[way[0]][1]
             for way, seen in stamps(record for _, _, record in by_name.values()).items()

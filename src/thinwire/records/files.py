@@ -1,4 +1,4 @@
-"""Reads files that others may have written: only regular files are opened, and at most an allowed number of bytes is read.
+"""Reads files that others may have written: only regular files are opened, and at most an allowed number of bytes is read. Writes files.
 
 Opening a FIFO would wait for ever, a device has no end, and a few bytes of brackets exhaust the stack. Functions here raise `OSError` or
 `ValueError` with the reason; each caller adds what is needed and what to do.
@@ -51,6 +51,17 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         return parse(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Write `path` whole or not at all: a reader sees the old or the new content. Several processes may write it at once. Raises `OSError`."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(data.encode() if isinstance(data, str) else data)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:

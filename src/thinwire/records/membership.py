@@ -57,9 +57,8 @@ class Steps:
 
     def __init__(self, name: str) -> None:
         self.name, self.at, self.trained, self._fragments = name, 0, 0, 1
-        self._pending: Counter[int] = (
-            Counter()
-        )  # steps since it was counted last, by fragment; with its checkpoint; in the air
+        # by fragment: steps since it was counted last; these at its last checkpoint; these of its delta in flight
+        self._pending: Counter[int] = Counter()
         self._saved, self._departed, self._counted = Counter[int](), Counter[int](), Counter[int]()
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import DataError, PacketError
-from thinwire.records.files import contents, opened, parsed
+from thinwire.records.files import contents, opened, parsed, write_whole
 
 FORMAT = 1
 CHUNK_NBYTES = 1 << 20
@@ -238,13 +237,6 @@ class Store:
             if path.name not in named | self._before:
                 path.unlink(missing_ok=True)
         self._before = named
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file atomically."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(data)
-    draft.replace(path)
 
 
 def _hash(value: Any) -> str:

@@ -66,9 +66,8 @@ class Summary:
     samples_trained: int | None = None
     samples_in_flight: int | None = None
     samples_lost: int | None = None
-    losses: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
+    # by name, the first is `eval_loss`; where a job names several, or replicas have unlike models
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self) -> list[tuple[str, str]]:
         """(what, value as text), in the order in which they are shown everywhere; all of them are `provenance`."""
@@ -113,10 +112,8 @@ class RunRecord:
         folder = Path(folder)
         paths = sorted(folder.glob("events/*.jsonl"))
         if not paths:
-            raise DataError(
-                f"{folder} {'is no run folder' if folder.exists() else 'does not exist'}: there is no events/replica-0.jsonl "
-                "in it. Give the folder that `thinwire train` wrote."
-            )
+            why = "is no run folder: it has no events/*.jsonl" if folder.exists() else "does not exist"
+            raise DataError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
         records = ReplicaRecord.load_all(paths)
         if not records:
             raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")

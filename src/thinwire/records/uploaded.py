@@ -16,8 +16,8 @@ from pathlib import Path
 
 from thinwire.comm.secure.frames import CHUNK_NBYTES
 from thinwire.errors import DataError, PacketError
-from thinwire.records.files import contents, flush
-from thinwire.records.published import Layout, Publication, PublishedFolder, Resource, write_whole
+from thinwire.records.files import contents, flush, write_whole
+from thinwire.records.published import Layout, Publication, PublishedFolder, Resource
 
 LIST_NBYTES = 4 << 20  # most bytes of a list, and of a layout, which are read whole
 

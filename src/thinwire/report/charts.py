@@ -142,9 +142,8 @@ def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
     packets do.
     """
     ends = [float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)]
-    ends += [
-        flight.link_end for replica in record.replicas for flight in replica.flights
-    ]  # the last ones follow the last step
+    # the last ones follow the last step
+    ends += [flight.link_end for replica in record.replicas for flight in replica.flights]
     whole = max(filter(math.isfinite, ends), default=1.0)
     cycle = _cycle(record.replicas[0])
     bins = max(1, min(BINS, int(whole / cycle))) if cycle else BINS

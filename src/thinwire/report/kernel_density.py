@@ -65,9 +65,8 @@ def bandwidth(values: Floats) -> Bandwidth:
         return Bandwidth(math.nan, doubt)
     rule = silverman(values)
     some = values[:: math.ceil(n / MOST)]
-    squares = np.square(
-        (some[:, None] - some[None]) / (rule * (n / len(some)) ** (1 / 5))
-    )  # in units of Silverman's for these
+    # in units of Silverman's for these
+    squares = np.square((some[:, None] - some[None]) / (rule * (n / len(some)) ** (1 / 5)))
     np.fill_diagonal(squares, np.inf)
     likely = max(GRID, key=lambda h: _likelihood(squares, h))
     apart = max(likely, 1 / likely)

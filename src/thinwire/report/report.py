@@ -12,6 +12,7 @@ import numpy as np
 
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.records.clocks import text_of_clocks
+from thinwire.records.files import write_whole
 from thinwire.records.run_record import RunRecord, best_loss, explained, text_of_privacy
 from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -94,13 +95,10 @@ def write_report(
     )
     out = Path(out)
     title = " · ".join(record.name for record in records)
-    draft = out.with_name(out.name + ".part")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        draft.write_text(page(f"Thinwire: {title}", body, charts), encoding="utf-8")
-        draft.replace(out)  # nobody reads an unfinished page
+        write_whole(out, page(f"Thinwire: {title}", body, charts))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise DataError(
             f"the page {out} cannot be written ({error}); about 5 MB are needed. Free some space, or choose another --out."
         ) from error

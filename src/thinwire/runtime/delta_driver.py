@@ -14,15 +14,14 @@ from torch import Tensor
 
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
-from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.driver import Driver, Training, saved_flights
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.weighing import tokens_of_step
+from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
 _PIECE = 1 << 15  # values that a landing moves at a time, so that they stay in the cache
@@ -43,11 +42,7 @@ class DeltaDriver(Driver):
 
     def after_inner_step(self) -> None:
         training = self.training
-        if (training.tokens is not None) != self._by_tokens:
-            raise ConfigurationError(
-                "tokens were set for a replica that began without them, or removed: all replicas weigh deltas alike from the first round "
-                "on. Give Replica(tokens=...) at the start."
-            )
+        check_unchanged(self._by_tokens, training.tokens)
         if self._by_tokens:
             training.trained += tokens_of_step(training.tokens)
         for index in training.calendar.departs(training.step):
@@ -85,16 +80,10 @@ class DeltaDriver(Driver):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
-        if ("tokens" in facts) != self._by_tokens:
-            ways = {True: "the number of its tokens", False: "1"}
-            raise CheckpointError(
-                f"in the checkpoint's run the weight of a delta is {ways[not self._by_tokens]}, here it is {ways[self._by_tokens]}; resume "
-                "with the run's own setting."
-            )
+        check_saved("tokens" in facts, self._by_tokens)
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, digest(self.anchors()))
-        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
-        for departed, index, number in flights:
+        for departed, index, number in saved_flights(facts):
             fragment = training.fragments[index]
             delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor if a round takes a whole period
             assert delta is not None
@@ -104,7 +93,7 @@ class DeltaDriver(Driver):
             )
             if self._by_tokens:
                 update.trained = facts["tokens"][2][str(index)]
-            self._flights.pipeline.launch(update, training.stall_seconds, scheduled=False, resumed=True)
+            self._flights.depart_again(update)
 
     def request_stop(self) -> None:
         self._flights.request_stop()
@@ -122,9 +111,8 @@ class DeltaDriver(Driver):
         if self._window and not self._ended:
             self._window.departs(fragment.index)
         delta = fragment.delta(buffers.like(fragment.anchor))
-        if (
-            strategy.guards and fragment.since != DROPPED and not self._alone
-        ):  # otherwise the number of steps of the delta is unknown
+        # after a dropped delta the number of its steps is unknown
+        if strategy.guards and fragment.since != DROPPED and not self._alone:
             training.guard(fragment, delta, training.step - fragment.since)
         given = fragment.snapshot(buffers.like(fragment.anchor)) if self._alone else None
         if strategy.merge.whole_period:
@@ -153,8 +141,7 @@ class DeltaDriver(Driver):
             update.commit()
             fragment.counted = update.trained
             if not kept and not merge.whole_period:
-                for part, values in fragment.slices(fragment.anchor):
-                    merge.into(part, values.to(part.device))
+                fragment.mix_anchor(merge)
             fragment.since = training.step if merge.forgets else fragment.since
         else:
             update.discard()

@@ -147,6 +147,11 @@ class Training:
             fragment.counted = tokens
 
 
+def saved_flights(facts: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """The flights in the `facts` of `Training.state`, in the order of departure: its step, the fragment, and the number of the round."""
+    return sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+
+
 class Driver(Protocol):
     """The interface of a driver. `Replica` calls it on the main thread.
 

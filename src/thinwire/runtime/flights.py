@@ -45,6 +45,10 @@ class Flights:
         fields = {"fragment": update.fragment.index, "round": update.number, "nbytes": update.nbytes}
         training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
 
+    def depart_again(self, update: RoundUpdate) -> None:
+        """Begin the round of `update`, which was in flight when the checkpoint was saved."""
+        self.pipeline.launch(update, self.training.stall_seconds, scheduled=False, resumed=True)
+
     def land(self, update: RoundUpdate) -> Callable[[], None]:
         """Wait for `update`, and report its arrival. Returns a function that reports the landing; call it after commit or discard."""
         training = self.training

@@ -18,6 +18,7 @@ from thinwire.codecs import Codec, in_full
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.guard import Guard, Judged, norm_of
+from thinwire.pieces.merge import Merge
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
@@ -142,6 +143,11 @@ class FragmentState:
         for part, values in self.slices(flat):
             part.copy_(values)
 
+    def mix_anchor(self, merge: Merge) -> None:
+        """Merge the anchor into the replica's own parameters."""
+        for part, values in self.slices(self.anchor):
+            merge.into(part, values.to(part.device))
+
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed); `departed` are the parameters at the departure of a round."""
         rest = torch.lerp(self.anchor, departed, alpha) - kept * departed
@@ -166,7 +172,7 @@ class FragmentState:
         if strategy.merge.eager:
             self._apply_own_share(delta, strategy.outer, share, buffers)
         else:
-            buffers.give(*([] if self.own is None else [self.own]))
+            buffers.give(self.own)
             self.own = delta
         self.load_into_parameters(self.base)
 
@@ -271,7 +277,7 @@ class RoundUpdate:
         if self._feedback is None:
             return coded
         if self._signal is None or self._signal.numel() < end - begin:
-            self._buffers.give(*self._tensors(self._signal))
+            self._buffers.give(self._signal)
             self._signal = self._buffers.floats(end - begin)
         return self._feedback.signal(coded, in_fp32(self.fragment.feedback, begin, end), self._signal[: end - begin])
 
@@ -314,8 +320,7 @@ class RoundUpdate:
 
     def close(self) -> None:
         """Release the buffers that only the exchange needed."""
-        for room in (self._signal, self._whole, self._sent):
-            self._buffers.give(*self._tensors(room))
+        self._buffers.give(self._signal, self._whole, self._sent)
         self._signal = self._whole = self._sent = None
 
     def wait(self) -> None:
@@ -346,15 +351,12 @@ class RoundUpdate:
 
     def discard(self) -> None:
         """Leave the fragment unchanged, and release the round's results."""
+        fragment = self.fragment
+        made = (self.outer, self.feedback, self.exchange, self.aggregate)
+        kept = (fragment.state, fragment.feedback, fragment.exchange, fragment.aggregate)
         self._buffers.swap(
-            [
-                *(*self._tensors(self.anchor), *self.outer.values(), *self.feedback.values()),
-                *(*self.exchange.values(), *self.aggregate.values()),
-            ],
-            [
-                *(*self.fragment.state.values(), *self.fragment.feedback.values()),
-                *(*self.fragment.exchange.values(), *self.fragment.aggregate.values()),
-            ],
+            [self.anchor, *(tensor for state in made for tensor in state.values())],
+            [tensor for state in kept for tensor in state.values()],
         )
         self._over()
 
@@ -394,7 +396,3 @@ class RoundUpdate:
 
     def _like(self, state: State) -> dict[str, Tensor]:
         return {name: self._buffers.like(kept) for name, kept in state.items()}
-
-    @staticmethod
-    def _tensors(tensor: Tensor | None) -> list[Tensor]:
-        return [] if tensor is None else [tensor]

@@ -21,7 +21,7 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
-from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.driver import Driver, Training, saved_flights
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
@@ -193,10 +193,9 @@ class GossipDriver(Driver):
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, bytes(16))
         self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
-        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
-        for departed, index, number in flights:
+        for departed, index, number in saved_flights(facts):
             theta = tensors[f"{index}.delta"].clone()
-            self._launch(training.fragments[index], theta, departed, number, resumed=True)
+            self._flights.depart_again(self._begin_round(training.fragments[index], theta, departed, number))
 
     def anchors(self) -> Sequence[Tensor]:
         """This replica's own weights; after `finish`, the mean over all."""
@@ -223,17 +222,14 @@ class GossipDriver(Driver):
         if fragment.index == 0:
             self._flights.begins(fragment.rounds)
         theta = fragment.snapshot(self._flights.buffers.like(fragment.anchor))
-        update = self._launch(fragment, theta, training.step, fragment.rounds, resumed=False)
-        fields = {"fragment": fragment.index, "round": update.number, "nbytes": update.nbytes}
-        training.observe("depart", training.step, **fields, seconds_spent=training.clock() - began)
+        self._flights.depart(self._begin_round(fragment, theta, training.step, fragment.rounds), began)
         fragment.since = training.step
 
     def _key(self, fragment: FragmentState, number: int) -> Key:
         return Key(self.training.strategy.seed, fragment.index, number, self._group.rank)
 
-    def _launch(
-        self, fragment: FragmentState, theta: Tensor, departed: int, number: int, *, resumed: bool
-    ) -> RoundUpdate:
+    def _begin_round(self, fragment: FragmentState, theta: Tensor, departed: int, number: int) -> RoundUpdate:
+        """See `FragmentState.begin_round`; `theta` are the parameters at the departure."""
         training, buffers, key = self.training, self._flights.buffers, self._key(fragment, number)
         rule, judging = self._rule, self._gossip.judging
         lands = departed + training.strategy.schedule.delay
@@ -247,7 +243,6 @@ class GossipDriver(Driver):
         else:
             update = GossipUpdate(fragment, theta, rule, buffers, number=number, departed=departed, lands=lands)
         fragment.flight, fragment.rounds = update, max(fragment.rounds, number + 1)
-        self._flights.pipeline.launch(update, training.stall_seconds, scheduled=not resumed, resumed=resumed)
         return update
 
     @torch.no_grad()
@@ -265,8 +260,7 @@ class GossipDriver(Driver):
         if departed is not None:
             fragment.carry_over(departed)
         else:
-            for part, values in fragment.slices(fragment.anchor):
-                merge.into(part, values.to(part.device))
+            fragment.mix_anchor(merge)
         landed()
 
     def _losses(self, fragment: FragmentState, theta: Tensor) -> list[float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.errors import ConfigurationError, PacketError
+from thinwire.errors import CheckpointError, ConfigurationError, PacketError
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.strategy import Gradients, Strategy
 
@@ -49,6 +49,24 @@ def check_weighing(strategy: Strategy) -> None:
     """Raise `ConfigurationError` for what cannot weigh deltas in a fixed group."""
     if what := cannot_weigh(strategy):
         raise ConfigurationError(f"tokens= with {what}: deltas cannot be weighed there; leave it out.")
+
+
+def check_unchanged(by_tokens: bool, tokens: float | None) -> None:
+    """Raise `ConfigurationError` if a replica that began with or without `tokens` (`by_tokens`) has changed that since."""
+    if by_tokens != (tokens is not None):
+        raise ConfigurationError(
+            "tokens were set for a replica that began without them, or removed: all replicas weigh deltas alike from the first round "
+            "on. Give Replica(tokens=...) at the start."
+        )
+
+
+def check_saved(saved: bool, here: bool) -> None:
+    """Raise `CheckpointError` unless deltas have weights of one kind in the checkpoint's run and `here`; true: the number of tokens."""
+    if saved != here:
+        ways = {True: "the number of its tokens", False: "1"}
+        raise CheckpointError(
+            f"in the checkpoint's run the weight of a delta is {ways[saved]}, here it is {ways[here]}; resume with the run's own setting."
+        )
 
 
 class TokenCount:

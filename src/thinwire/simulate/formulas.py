@@ -2,7 +2,7 @@
 
 In all of them `load` is c = κ·b·N / (B·T): the number of steps that the link needs for one exchange of the whole model. N are the
 parameters, b the bits of one on the wire, B the rate, T the seconds of an inner step. κ is the number of message sizes that the
-collective sends: `ring_factor`, or M − 1 if every replica sends to every other. For two replicas all κ are 1.
+collective sends: 2·(M−1)/M for a ring, or a reduce-scatter and a gather; M − 1 if every replica sends to every other.
 """
 
 from __future__ import annotations
@@ -12,18 +12,6 @@ from collections.abc import Sequence
 from thinwire.simulate.layers import FORWARD
 
 BACKWARD = 1 - FORWARD  # share of a step
-
-
-def ring_factor(replicas: int) -> float:
-    """κ = 2·(M−1)/M: the message sizes that a ring all-reduce, or a reduce-scatter and a gather, sends.
-
-    Args:
-        replicas: number M of replicas.
-
-    >>> ring_factor(2), ring_factor(4)
-    (1.0, 1.5)
-    """
-    return 2 * (replicas - 1) / replicas
 
 
 def load(parameters: float, bits_per_parameter: float, bits_per_second: float, step_seconds: float) -> float:
@@ -132,25 +120,3 @@ def streaming_utilization(
             late = max(late, arrival - (BACKWARD + delay + layer * FORWARD / layers))
         stalls += late
     return every / (every + stalls)
-
-
-def flight_fits(
-    load: float, share: float, delay: int, step_seconds: float, round_trip_seconds: float, trips: int = 1
-) -> bool:
-    """RTT·trips + f·c·T ≤ τ·T: whether a fragment with `share` f of the model lands in time on an idle link.
-
-    `trips` are the collective's sequential round trips: 1 if every replica sends to every other, 2·(M−1) for a ring.
-    Necessary for full utilisation, up to the slack of one step between layers; not sufficient: see `floor_bits_per_second`.
-
-    Args:
-        load: number c of steps that the link needs for one exchange of the whole model.
-        share: share f of the model in the fragment, (0, 1].
-        delay: inner steps τ from departure to landing.
-        step_seconds: seconds T of an inner step.
-        round_trip_seconds: seconds from a message to its answer.
-        trips: number of consecutive round trips of the collective.
-
-    >>> flight_fits(2.0, share=1 / 8, delay=1, step_seconds=0.1, round_trip_seconds=0.15)
-    False
-    """
-    return round_trip_seconds * trips + share * load * step_seconds <= delay * step_seconds

@@ -347,9 +347,8 @@ class _Fleet:
             at, seconds = self.fails_at[failed], (self.clock - begin)[failed]
             late = self.clock[failed] - at
             lost = np.minimum(late, seconds)
-            undone[failed] = np.ceil(
-                steps * lost / np.maximum(seconds, 1e-12)
-            )  # a random time of steps can be nearly 0
+            # a random time of steps can be nearly 0
+            undone[failed] = np.ceil(steps * lost / np.maximum(seconds, 1e-12))
             self.compute[failed] -= lost
             self.stall[failed] -= late - lost  # these died while they waited
             self.clock[failed] = at

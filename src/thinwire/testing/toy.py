@@ -232,9 +232,8 @@ class Shuffled:
         def carry() -> None:
             for peer in peers:
                 threading.Event().wait(delays[peer])
-                with suppress(
-                    *[LinkError] * (purpose == "finish")
-                ):  # nobody waits for these, so the group may be closed
+                # nobody waits for these, so the group may be closed
+                with suppress(*[LinkError] * (purpose == "finish")):
                     self.group.post(tag, {peer: send[peer]}, {}, purpose)
 
         thread = threading.Thread(target=carry, daemon=True)

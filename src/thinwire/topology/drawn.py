@@ -218,9 +218,8 @@ class BarabasiAlbert(Topology):
         rng, edges = np.random.default_rng(derive(seed, "barabasi-albert")), np.zeros((size, size), dtype=bool)
         edges[0, 1 : self.attach + 1] = edges[1 : self.attach + 1, 0] = True
         for newcomer in range(self.attach + 1, size):
-            ends = np.repeat(
-                np.arange(newcomer), edges[:newcomer].sum(1)
-            )  # each replica once for each of its neighbours
+            # each replica once for each of its neighbours
+            ends = np.repeat(np.arange(newcomer), edges[:newcomer].sum(1))
             chosen: set[int] = set()
             while len(chosen) < self.attach:
                 chosen.add(int(ends[rng.integers(len(ends))]))

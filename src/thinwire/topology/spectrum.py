@@ -56,9 +56,8 @@ def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
     >>> round(spectrum(Ring(), size=8).gap, 3)
     0.195
     """
-    if (
-        topology.drawn
-    ):  # W is a projection: E[WᵀW] = E[W], whose rows hold 1/g, and (g − 1)/g shared out among the others
+    # W is a projection: E[WᵀW] = E[W], whose rows hold 1/g, and (g − 1)/g shared out among the others
+    if topology.drawn:
         root = float(np.sqrt(max(0.0, (size / topology.drawn - 1) / (size - 1)))) if size > 1 else 0.0
         return Spectrum(root, root, 1)
     matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN)]

@@ -22,7 +22,7 @@ from thinwire.lm.run import Run
 from thinwire.plan import exchanges, explain, quantities
 from thinwire.plan.compute import shape_of
 from thinwire.plan.figure import frontier_chart, rates_chart
-from thinwire.plan.links import Links, replace
+from thinwire.plan.links import Links, store
 from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
 from thinwire.plan.search import settings
@@ -260,7 +260,7 @@ def _write(path: Path, best: Setting, task: Task) -> None:
         f"{text_of_nbytes(best.memory_nbytes)} a rank, {text_of_seconds(best.seconds)} in all.",
         *explain.warnings(task, best),
     ]
-    replace(path, "".join(f"# {line}\n" for line in comment) + path.read_text())
+    store(path, "".join(f"# {line}\n" for line in comment) + path.read_text())
 
 
 def _command(path: Path, best: Setting, task: Task) -> str:

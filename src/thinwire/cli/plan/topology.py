@@ -21,7 +21,7 @@ from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.settings import topology_of
 from thinwire.plan.graph import graph_chart, halving_seconds, within_budget
-from thinwire.plan.links import Links, replace
+from thinwire.plan.links import Links, store
 from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
 from thinwire.topology.base import Weights
@@ -186,7 +186,7 @@ def _written(
         return
     edges = topology.edges(size)
     if asked.out:
-        replace(asked.out, json.dumps([[int(a), int(b)] for a, b in np.argwhere(np.triu(edges))]) + "\n")
+        store(asked.out, json.dumps([[int(a), int(b)] for a, b in np.argwhere(np.triu(edges))]) + "\n")
         say(f"written: {asked.out}")
     if asked.plot:
         rates = _rates(topology, size) if asked.rates else None

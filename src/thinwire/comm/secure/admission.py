@@ -20,9 +20,8 @@ from thinwire.comm.secure.versions import JOINING, agreed_with_member
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
 JOIN_HEAD = struct.Struct("<8s16sBH")  # invitation, secret, bytes of the name and of the request
-ADMITTED = struct.Struct(
-    "<HHI?"
-)  # bytes of the certificate, of the authorities and of the run file; whether runs are elastic
+# bytes of the certificate, of the authorities and of the run file; whether runs are elastic
+ADMITTED = struct.Struct("<HHI?")
 
 
 class Admission:

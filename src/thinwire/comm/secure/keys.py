@@ -29,7 +29,6 @@ HUB = "hub.thinwire"
 AUTHORITY_DAYS = 3650
 IN_FORCE, NEXT = "authority", "authority-next"  # files in the hub's folder, without .key and .pem
 SKEW = timedelta(minutes=5)  # the largest difference between the clocks of two machines
-REQUEST_NBYTES = 4096  # the longest request for a certificate
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 

@@ -48,9 +48,8 @@ class InFlight:
         self._in_flight: dict[int, int] = {}  # bytes by peer
         self._syncing: dict[int, tuple[int, set[int]]] = {}  # number of PULLs still to come, and those that have come
         self._refused: dict[int, dict[int, int]] = {}  # by peer and receive: bytes of the message that did not fit
-        self.straight: Callable[[Posted], Collection[int]] = (
-            lambda _: ()
-        )  # the peers to which it does not go by the hub
+        # the peers to which it does not go by the hub
+        self.straight: Callable[[Posted], Collection[int]] = lambda _: ()
         self.arrived: Callable[[int, int, int], None] = lambda tag, peer, left: None  # called when a peer has a message
         self.away: set[int] = set()
         self.gone: dict[int, LinkError] = {}

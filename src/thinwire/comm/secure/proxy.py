@@ -146,9 +146,8 @@ class TcpProxy:
     def _forget(self, connection: _Proxied) -> None:
         if connection in self._strangers:
             del self._strangers[connection]
-            only_handshake = (
-                connection.reason == _ENDED and not self._stays
-            )  # it fetched the authority's certificate, as a machine that joins does first
+            # it fetched the authority's certificate, as a machine that joins does first
+            only_handshake = connection.reason == _ENDED and not self._stays
             if not connection.logged and not only_handshake:
                 why = f"{connection.reason} ({connection.nbytes} bytes)"
                 self._audit.stranger("refused a connection from", connection.address, why)

@@ -112,9 +112,8 @@ class Relay:
         self.gone = dict(group.gone)
         self.connections: dict[int, Connection] = {}
         self.away = dict.fromkeys(range(self.size), time.monotonic())  # the time of disconnection
-        self._synced: set[tuple[int, int]] = (
-            set()
-        )  # (rank, peer): rank has listed its receives to peer since both are connected
+        # (rank, peer): rank has listed its receives to peer since both are connected
+        self._synced: set[tuple[int, int]] = set()
         self._most = _RESENT * window_nbytes(self.size) + frames.LIMIT_NBYTES
 
     def connect(self, rank: int, connection: Connection) -> None:
