@@ -132,9 +132,7 @@ def test_a_broadcast_packet_is_uploaded_once(tmp_path):
         assert all(NBYTES < uploaded < 1.01 * NBYTES for uploaded in run_secure(hub, 4, share, tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("kills", "standby"), [(1, False), (1, True), pytest.param(5, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kills", "standby"), [(1, False), (1, True), pytest.param(5, False, marks=pytest.mark.slow)])
 def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills, standby):
     """The real command is killed during transfers, and starts again or in a copy of its folder. The model equals that of thread replicas."""
     hub = HubProcess(tmp_path / "hub")
