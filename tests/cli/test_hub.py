@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -16,16 +17,16 @@ from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
 
 
-@pytest.mark.parametrize("json", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
 def test_a_hub_whose_stdout_was_closed_before_the_token_serves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], json: tuple[str, ...]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
     """A line on stderr says how to get a token, and a machine joins with it."""
     for attempt in range(9):  # the next port may be taken
         folder = tmp_path / f"hub-{attempt}"
         reader, writer = os.pipe()
         os.close(reader)
-        at = ("--listen", f"127.0.0.1:{free_port()}", "--out", str(folder), *json)
+        at = ("--listen", f"127.0.0.1:{free_port()}", "--out", str(folder), *more)
         command = [sys.executable, "-m", "thinwire", "hub", *at]
         process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True)
         os.close(writer)
@@ -47,6 +48,34 @@ def test_a_hub_whose_stdout_was_closed_before_the_token_serves(
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list", "--uses", "9"], "--uses with list: only run and invite can use it"),
+        (["revoke", "oslo", "--now"], "--now with revoke: only rotate can use it"),
+        (["invite", "--elastic"], "--elastic with invite: only run can use it"),
+    ],
+)
+def test_an_option_of_another_verb_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    """It would be ignored otherwise."""
+    assert main(["hub", *arguments, "--out", str(tmp_path)]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_each_verb_ends_with_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Hub(tmp_path / "hub") as hub:
+        admit(str(hub.invite()), "oslo", tmp_path / "keys")
+    told = []
+    for verb in (["revoke", "oslo"], ["rotate"], ["rotate"], ["invite"], ["list"]):
+        assert main(["hub", *verb, "--out", str(tmp_path / "hub"), "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    begun, ended = {"ended": False, "behind": []}, {"ended": True, "behind": []}
+    assert told[:3] == [{"revoked": "oslo"}, begun, ended] and Token.is_one(told[3]["token"])
+    assert [one["name"] for one in told[4]["members"]] == ["oslo"] and len(told[4]["open"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import random
+import resource
 import socket
 import threading
 from datetime import timedelta
@@ -20,6 +21,7 @@ from secure_groups import run_secure
 from tcp_proxy import Proxy
 
 from thinwire.comm.secure import Hub, frames, join, streams
+from thinwire.comm.secure.channels import CONTROL
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.comm.secure.proxy import CLOSING, STRANGERS
 from thinwire.comm.secure.state import HubState
@@ -202,13 +204,28 @@ def test_a_dead_member_is_reported_after_patience(tmp_path, audit):
             )
 
 
-def test_oversized_frames_are_refused(hub, tmp_path):
-    """gRPC refuses a declared length before it allocates."""
+def test_oversized_frames_are_refused(hub, audit, tmp_path):
+    """gRPC refuses a declared length before it allocates. The audit log has the end of the stream."""
     with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as member:
         stream = member.hello(1)
         welcomed(stream)
         stream.raw(bytes(1 << 20))
         assert stream.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    audit.wait("disconnected oslo")
+    run_secure(hub, 2, rounds, tmp_path / "keys")
+
+
+def test_compressed_messages_are_refused_before_they_are_expanded(hub, audit, tmp_path):
+    """A kilobyte that claims to be gzip and would become a megabyte: gRPC names the algorithm, and nothing is expanded."""
+    with RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path)) as member:
+        bomb = member.channel.stream_stream(CONTROL)(
+            iter([bytes(1 << 20)]), metadata=[("thinwire-frames", member.stated)], compression=grpc.Compression.Gzip
+        )
+        with pytest.raises(grpc.RpcError) as refusal:
+            next(bomb)
+        assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED and "gzip" in refusal.value.details()
+    audit.wait("refused", "127.0.0.1:")
+    run_secure(hub, 2, rounds, tmp_path / "keys")
 
 
 def resident(pid: int) -> int:
@@ -246,6 +263,7 @@ def test_a_flooding_member_is_ended_with_bounded_memory(tmp_path):
             grown = resident(hub.process.pid) - before
         # of 12 that were sent; gRPC and the allocator need some memory, too
         assert grown < 8 * BUDGET_NBYTES, f"{grown:,} bytes"
+        print(f"the hub grew by {grown:,} bytes while {12 * BUDGET_NBYTES:,} were sent (measured)")
         assert "the sender floods" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         hub.close()
@@ -296,6 +314,24 @@ def test_a_revoked_member_is_disconnected_at_once(hub, audit, tmp_path):
     audit.wait("refused to admit", "oslo is revoked")
 
 
+def test_a_revoked_member_that_does_not_leave_is_disconnected(hub, audit, tmp_path):
+    """It ignores what it is told, in a group or while it waits for one."""
+    oslo, lima, kyoto = (admitted(hub.invite(), name, tmp_path) for name in ("oslo", "lima", "kyoto"))
+    with RawMember(hub.invite(), oslo) as first, RawMember(hub.invite(), lima) as second:
+        there, other = first.hello(2), second.hello(2)
+        welcomed(there), welcomed(other)
+        with RawMember(hub.invite(), kyoto, bytes(31) + b"1") as third:
+            waiting = third.hello(2)
+            audit.wait("waits kyoto")
+            state = HubState(tmp_path / "hub")
+            state.revoke("oslo"), state.revoke("kyoto")
+            state.close()
+            for stream, name in ((there, "oslo"), (waiting, "kyoto")):
+                code, told = stream.refusal()
+                assert code is grpc.StatusCode.PERMISSION_DENIED and f"{name} is revoked" in told
+                audit.wait("refused 127.0.0.1:", f"{name} is revoked")
+
+
 def test_certificates_are_renewed_during_training(tmp_path, audit):
     """Certificates are valid for a few seconds, and the rounds take longer; no message is lost."""
     with Hub(tmp_path / "hub", lifetime=timedelta(seconds=4), say=audit) as hub:
@@ -330,16 +366,19 @@ def test_a_restarted_process_ends_its_former_group(hub, audit, tmp_path):
                 assert {name for name in welcomed(second.hello(2)).names} == {name for name in welcomed(stream).names}
 
 
-def test_half_open_connections_hold_bounded_files(tmp_path):
-    """Hundreds of connections send nothing, or little. Rounds continue, and the hub's open files are bounded."""
+@pytest.mark.parametrize("connections", [900, pytest.param(5000, marks=pytest.mark.slow)])
+def test_half_open_connections_hold_bounded_files(connections, tmp_path):
+    """They send nothing, or little. Rounds continue, and the hub's open files and its memory are bounded."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     hub = HubProcess(tmp_path / "hub")
     opened: list[socket.socket] = []
     try:
         token = hub.invite(2)
         files = Path(f"/proc/{hub.process.pid}/fd")
-        before, most = len(list(files.iterdir())), 0
+        before, most, held = len(list(files.iterdir())), 0, resident(hub.process.pid)
         drip = random.Random(0)
-        for number in range(900):
+        for number in range(connections):
             one = socket.create_connection((token.host, (token.port, token.join_port)[number % 2]))
             if number % 3:
                 one.sendall(b"\x16\x03\x01\x02\x00\x01"[: drip.randint(1, 6)])
@@ -349,8 +388,12 @@ def test_half_open_connections_hold_bounded_files(tmp_path):
         run_secure(token, 2, rounds, tmp_path / "keys")
         most = max(most, len(list(files.iterdir())) - before)
         assert most <= 2 * 3 * (STRANGERS + CLOSING) + 256, most  # three files for each, some of which are being closed
+        grown = resident(hub.process.pid) - held
+        assert grown < 128 << 20, f"{grown:,} bytes"
+        print(f"{connections} connections: at most {most} more files, {grown:,} more bytes (measured)")
         assert "others connected" in (tmp_path / "hub" / "audit.txt").read_text()
     finally:
         for one in opened:
             one.close()
         hub.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from thinwire.errors import ConfigurationError, LinkError
 
 def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):
     """Neither phase ends a connection for good. Afterwards the old authority and its tokens are refused."""
-    keys, folder, token = tmp_path / "keys", tmp_path / "hub", hub.invite(3)
+    keys, folder, token = tmp_path / "keys", tmp_path / "hub", hub.invite(4)
     admit(str(token), "away", keys)
     begun, ended, over = threading.Event(), threading.Event(), threading.Event()
 
@@ -79,6 +80,8 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
     said = " ".join(capsys.readouterr().out.split())
     assert "away have no certificate of it yet" in said and "away need a new token" in said
     assert not list(folder.glob("authority-next.*"))
+    assert main(["hub", "list", "--out", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["open"] == []  # one use was left
     admit(str(token), "replica-0", keys)  # any token brings the new authority
     with pytest.raises(LinkError, match="rotated while this machine was away"):
         admit(str(token), "away", keys)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 
 import grpc
 import pytest
@@ -15,7 +17,8 @@ from hub_process import HubProcess
 from raw_member import RawMember, admitted, signed
 from secure_groups import run_secure
 
-from thinwire.comm.secure import Hub, Token, admit, join
+from thinwire.comm.secure import Hub, Token, admit, join, proxy
+from thinwire.comm.secure import hub as hub_module
 from thinwire.comm.secure.keys import Authority, Credentials, private_folder
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -28,6 +31,17 @@ def rounds(group):
 def refused(token: Token, own: Credentials) -> None:
     with RawMember(token, own) as member:
         assert member.hello(1).refusal()[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def speaking(own: Credentials, folder: Path | None) -> ssl.SSLContext:
+    """Returns a context that trusts the hub of `own`. It shows the certificate, by a file in `folder`, unless that is None."""
+    context = ssl.create_default_context(cadata=own.authorities.decode())
+    context.set_alpn_protocols(["h2"])
+    context.check_hostname = False  # at the port where machines join, the authority shows its own certificate
+    if folder:
+        (folder / "own.pem").write_bytes(own.key + own.certificate)
+        context.load_cert_chain(folder / "own.pem")
+    return context
 
 
 @pytest.mark.parametrize("kind", ["no certificate", "a foreign authority", "expired", "no TLS"])
@@ -123,6 +137,65 @@ def test_an_impostor_hub_gets_no_token_secret(hub, audit, tmp_path):
             admit(str(other.invite()), "oslo", tmp_path / "keys")
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["members", "joining"])
+def test_one_address_cannot_end_the_connections_of_others(place, tmp_path, audit, monkeypatch):
+    """It opens more than the hub holds without authentication, and ends its own: a slow machine still gets its handshake."""
+    monkeypatch.setattr(proxy, "STRANGERS", 8)
+    monkeypatch.setattr(hub_module, "STRANGER_SECONDS", 600.0)
+    with Hub(tmp_path / "hub", say=audit) as hub, ExitStack() as opened:
+        ports = hub.port, hub.join_port
+        slow = opened.enter_context(socket.create_connection((hub.host, ports[place])))
+        own = admitted(hub.invite(), "oslo", tmp_path / "keys")
+        for number in range(1, 25):
+            opened.enter_context(socket.create_connection((hub.host, ports[place]), source_address=("127.0.0.2", 0)))
+            if number > 7:  # one after the other, so that none is refused because many are being closed
+                ended = audit.wait("8 others connected, and it did not authenticate", nth=number - 7)
+                assert "from 127.0.0.2:" in ended
+        with speaking(own, tmp_path).wrap_socket(slow) as served:
+            assert served.version() == "TLSv1.3"
+            assert not any("127.0.0.1" in line and "refused" in line for line in audit.said)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["members", "joining"])
+def test_a_handshake_of_single_bytes_is_ended(place, tmp_path, audit, monkeypatch):
+    """A machine sends a byte of its handshake now and then, and has no more time for that than any other."""
+    monkeypatch.setattr(hub_module, "STRANGER_SECONDS", 0.3)
+    with Hub(tmp_path / "hub", say=audit) as hub:
+        with socket.create_connection((hub.host, (hub.port, hub.join_port)[place])) as slow, suppress(OSError):
+            for byte in b"\x16\x03\x01\x40\x00\x01" + bytes(1 << 14):
+                slow.sendall(bytes([byte]))
+                if any("did not authenticate in 0.3 s" in line for line in audit.said):
+                    break
+        assert "bytes)" in audit.wait("refused a connection from 127.0.0.1:", "it did not authenticate in 0.3 s")
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["members", "joining"])
+def test_arbitrary_bytes_within_tls_end_their_connection_only(place, hub, audit, tmp_path):
+    """HTTP/2 frames of random kinds, lengths and bytes, with a member's certificate at its port and without one at the other."""
+    own, random = admitted(hub.invite(), "oslo", tmp_path / "keys"), Random(place)
+    context = speaking(own, None if place else tmp_path)
+
+    def knock(*frames: bytes) -> None:
+        with socket.create_connection((hub.host, (hub.port, hub.join_port)[place])) as one, suppress(OSError):
+            with context.wrap_socket(one) as secured:
+                for frame in frames:
+                    secured.sendall(frame)
+
+    begin = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    for _ in range(40):
+        frames = [begin]
+        for _ in range(random.randint(1, 30)):
+            nbytes = random.choice([0, 1, 5, 300, 16_384])
+            declared = random.choice([nbytes, nbytes, nbytes, (1 << 24) - 1])
+            kind, flags, stream = random.randint(0, 12), random.randint(0, 255), random.choice([0, 1, 3, 1 << 30])
+            head = declared.to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
+            frames.append(head + random.randbytes(nbytes))
+        knock(*frames)
+    knock(b"\xff" * 16_384)  # one TLS record, so the hub cannot end the connection before it has all of them
+    assert int(audit.wait("refused a connection from 127.0.0.1:", "bytes)").rpartition("(")[2].split()[0]) > 0
+    run_secure(hub, 2, rounds, tmp_path / "keys")
+
+
 @pytest.mark.parametrize(
     "name", ["../oslo", "Oslo", "os lo", "oslo\x1b[31m", "", "a" * 64, "-oslo", "oslo/..", "оslo", "hub.thinwire"]
 )
@@ -138,19 +211,15 @@ def test_connections_older_than_tls_13_are_refused(tmp_path):
     try:
         token = hub.invite(1)
         own = admitted(token, "oslo", tmp_path / "keys")
-        pem = Path(tmp_path / "own.pem")
-        pem.write_bytes(own.key + own.certificate)
         for version, works in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):
-            context = ssl.create_default_context(cadata=own.authorities.decode())
+            context = speaking(own, tmp_path)
             context.maximum_version = version
-            context.load_cert_chain(pem)
-            context.set_alpn_protocols(["h2"])
             with socket.create_connection((token.host, token.port)) as one:
                 if works:
-                    with context.wrap_socket(one, server_hostname="hub.thinwire") as secured:
+                    with context.wrap_socket(one) as secured:
                         assert secured.version() == "TLSv1.3" and secured.recv(9)
                 else:
                     with pytest.raises(OSError):
-                        context.wrap_socket(one, server_hostname="hub.thinwire")
+                        context.wrap_socket(one)
     finally:
         hub.close()

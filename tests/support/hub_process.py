@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,13 @@ class HubProcess:
     def restart(self) -> None:
         """Restarts the hub in the same folder at the same ports."""
         assert self._start()
+
+    def replace(self, standby: Path) -> None:
+        """Kills the process, and starts another hub in `standby`, a copy of its folder that was made while it ran, at the same ports."""
+        shutil.copytree(self.folder, standby)
+        self.kill()
+        self._command[self._command.index(str(self.folder))], self.folder = str(standby), standby
+        self.restart()
 
     def invite(self, uses: int) -> Token:
         return invite(self.folder, uses)

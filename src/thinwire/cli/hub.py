@@ -28,6 +28,12 @@ from thinwire.records.run_file import names_of_files, read_run_file
 
 PORT = 29530
 PUBLISH_NBYTES = 64 << 30
+_FOR = {  # the verbs that take an option, where not all do
+    **dict.fromkeys(("listen", "address", "run_file", "published", "publishers", "publish_bytes"), ("run",)),
+    **dict.fromkeys(("reduce", "elastic", "heartbeat_timeout"), ("run",)),
+    **dict.fromkeys(("uses", "hours", "name", "group"), ("run", "invite")),
+    "now": ("rotate",),
+}
 # A cipher of TLS 1.2 that a P-256 key cannot use, so that gRPC accepts only TLS 1.3.
 ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 
@@ -96,6 +102,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"{given}: revoke, and only that, needs a member's name; write thinwire hub revoke NAME --out FOLDER."
         )
+    for option, verbs in _FOR.items():
+        if asked.do not in verbs and getattr(asked, option) != getattr(Options, option):
+            raise ConfigurationError(
+                f"--{option.replace('_', '-')} with {asked.do}: only {' and '.join(verbs)} can use it; leave it out."
+            )
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)
@@ -108,15 +119,16 @@ def main(arguments: Sequence[str]) -> int:
     if asked.do == "rotate":
         from thinwire.comm.secure.invitations import rotate
 
-        console.print(_rotated(*rotate(asked.out, asked.now), asked.out), soft_wrap=True, highlight=False)
-        return 0
+        ended, behind = rotate(asked.out, asked.now)
+        console.print(_rotated(ended, behind, asked.out), soft_wrap=True, highlight=False)
+        return _print_json(asked, {"ended": ended, "behind": behind})
     if asked.do == "revoke":
         from thinwire.comm.secure.invitations import opened_state
 
         with opened_state(asked.out) as state:
             state.revoke(asked.who or "")
         console.print(f"{asked.who} is revoked: a running hub removes it at once", highlight=False)
-        return 0
+        return _print_json(asked, {"revoked": asked.who})
     return _run(asked, console)
 
 
@@ -229,8 +241,12 @@ def _told(asked: Options, console: Console, token: str) -> int:
     console.print(f"join token, valid for {asked.hours:g} hours, to use {times}{who}{where}; keep it like a password:")
     console.print(f"  {token}", soft_wrap=True, highlight=False, markup=False)
     console.print("a replica joins by: thinwire join TOKEN [run.toml] --name NAME", highlight=False, markup=False)
+    return _print_json(asked, {"token": token})
+
+
+def _print_json(asked: Options, told: dict[str, object]) -> int:
     if asked.json:
-        print(json.dumps({"token": token}), flush=True)
+        print(json.dumps(told), flush=True)
     return 0
 
 

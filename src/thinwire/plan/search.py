@@ -86,7 +86,7 @@ def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | No
         own = base.method.codec if method == base.method.strategy else None
         tried = dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else [])))
         pairs = [(codec, every) for codec in tried for every in (EVERY if "every" in taken else (None,))]
-        delays = DELAY
+        delays: tuple[int, ...] = DELAY
         if method == "streaming_sign":
             pairs = [(own or one.codec, one.every) for one in expected.SIGNS]
             delays = SIGN_DELAY

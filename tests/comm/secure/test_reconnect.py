@@ -132,9 +132,9 @@ def test_a_broadcast_packet_is_uploaded_once(tmp_path):
         assert all(NBYTES < uploaded < 1.01 * NBYTES for uploaded in run_secure(hub, 4, share, tmp_path))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
-    """The real command is killed during transfers. The model equals that of thread replicas."""
+@pytest.mark.parametrize(("kills", "standby"), [(1, False), (1, True), pytest.param(5, False, marks=pytest.mark.slow)])
+def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills, standby):
+    """The real command is killed during transfers, and starts again or in a copy of its folder. The model equals that of thread replicas."""
     hub = HubProcess(tmp_path / "hub")
     rounds, ready = 4 * kills, threading.Barrier(3)
     failures: list[BaseException] = []
@@ -158,8 +158,11 @@ def test_a_hub_restart_changes_no_bit_of_the_model(tmp_path, kills):
         try:
             for _ in range(kills):
                 ready.wait()
-                hub.kill()
-                hub.restart()
+                if standby:
+                    hub.replace(tmp_path / "standby")
+                else:
+                    hub.kill()
+                    hub.restart()
         except BaseException as failure:
             failures.append(failure)
             ready.abort()

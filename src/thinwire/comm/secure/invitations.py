@@ -62,6 +62,7 @@ def rotate(folder: Path, now: bool = False) -> tuple[bool, list[str]]:
             ended = now or not behind
             if ended:
                 authorities.replaced()
+                state.end_invitations()
         state.keep("rotated", str(time.time()))  # a running hub notices the change
         return ended, behind
 

@@ -2,13 +2,16 @@
 
 gRPC listens on this machine only and does the TLS; the proxy forwards bytes and does not read them. A connection counts as
 authenticated from the first call that the hub has identified. There are at most `STRANGERS` others, for at most `seconds` each.
-When one more arrives, the oldest of them is closed: an honest member needs less than a second.
+When one more arrives, one of them is closed: the oldest of the address that has most of them. So who opens many ends its own, and nobody
+else's. An honest member needs less than a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
+from ipaddress import IPv6Address, ip_address, ip_network
 
 from thinwire.comm.pacing import keep_window
 from thinwire.comm.secure.audit import AuditLog
@@ -17,14 +20,15 @@ from thinwire.errors import LinkError
 
 STRANGERS = 256  # connections at once without authentication: 64 members reconnect with three each
 CLOSING = 64  # additional connections, which this proxy is closing
+HANDSHAKE_NBYTES = 4096  # most bytes of a machine that only fetches the authority's certificate
 _READ_NBYTES = 1 << 16
 _BACKLOG = 1024
 _ENDED = "it ended without authentication"
 
 
 class _Proxied:
-    def __init__(self, address: str, task: asyncio.Task[None]) -> None:
-        self.address, self.task = address, task
+    def __init__(self, host: str, port: int, task: asyncio.Task[None]) -> None:
+        self.address, self.source, self.task = f"{host}:{port}", _source(host), task
         self.authenticated, self.logged, self.nbytes, self.reason = False, False, 0, _ENDED
 
 
@@ -43,6 +47,7 @@ class TcpProxy:
         self._owner, self._audit, self._inner, self._seconds, self._stays = owner, audit, inner, seconds, stays
         self._by_port: dict[int, _Proxied] = {}  # by the local port that gRPC sees
         self._strangers: dict[_Proxied, None] = {}  # not authenticated yet, oldest first
+        self._of_source: Counter[str] = Counter()  # the number of them
         self._tasks: set[asyncio.Task[None]] = set()
         self._authenticated = 0  # the number of tasks that serve authenticated connections
 
@@ -79,7 +84,7 @@ class TcpProxy:
         if connection := self._by_port.get(_port(peer)):
             self._authenticated += not connection.authenticated
             connection.authenticated = True
-            self._strangers.pop(connection, None)
+            self._remove(connection)
 
     def logged(self, peer: str) -> None:
         """Log nothing when the connection `peer` ends: the audit log has its line."""
@@ -90,7 +95,7 @@ class TcpProxy:
         task = asyncio.current_task()
         assert task is not None
         host, port = (writer.get_extra_info("peername") or ("nobody", 0))[:2]
-        connection = _Proxied(f"{host}:{port}", task)
+        connection = _Proxied(host, port, task)
         if len(self._tasks) - self._authenticated >= STRANGERS + CLOSING:
             self._audit.stranger("refused a connection from", connection.address, "too many others connect")
             writer.transport.abort()
@@ -98,8 +103,9 @@ class TcpProxy:
         self._tasks.add(task)
         keep_window(writer.get_extra_info("socket"))
         if len(self._strangers) >= STRANGERS:
-            self._evict(next(iter(self._strangers)), f"{STRANGERS} others connected, and it did not authenticate")
+            self._evict(self._dispensable(), f"{STRANGERS} others connected, and it did not authenticate")
         self._strangers[connection] = None
+        self._of_source[connection.source] += 1
         timer = asyncio.get_running_loop().call_later(self._seconds, self._late, connection)
         try:
             await self._forward(connection, reader, writer)
@@ -138,19 +144,47 @@ class TcpProxy:
         if not (connection.authenticated and self._stays):
             self._evict(connection, f"it did not authenticate in {self._seconds:g} s")
 
+    def _dispensable(self) -> _Proxied:
+        """The oldest of the address that has most of those without authentication."""
+        most = max(self._of_source.values())
+        return next(one for one in self._strangers if self._of_source[one.source] == most)
+
+    def _remove(self, connection: _Proxied) -> bool:
+        """Whether `connection` was one without authentication, and no longer is."""
+        if connection not in self._strangers:
+            return False
+        del self._strangers[connection]
+        self._of_source[connection.source] -= 1
+        if not self._of_source[connection.source]:
+            del self._of_source[connection.source]
+        return True
+
     def _evict(self, connection: _Proxied, why: str) -> None:
         connection.reason = why
         connection.task.cancel()
         self._forget(connection)  # now, because its task may run later
 
     def _forget(self, connection: _Proxied) -> None:
-        if connection in self._strangers:
-            del self._strangers[connection]
-            # it fetched the authority's certificate, as a machine that joins does first
-            only_handshake = connection.reason == _ENDED and not self._stays
+        if self._remove(connection):
+            only_handshake = (
+                connection.reason == _ENDED and not self._stays and connection.nbytes <= HANDSHAKE_NBYTES
+            )  # it fetched the authority's certificate, as a machine that joins does first
             if not connection.logged and not only_handshake:
                 why = f"{connection.reason} ({connection.nbytes} bytes)"
                 self._audit.stranger("refused a connection from", connection.address, why)
+
+
+def _source(host: str) -> str:
+    """What one machine can have many of counts as one: of IPv6 the network of 64 bits.
+
+    >>> _source("192.0.2.7"), _source("2001:db8::1:2"), _source("nobody")
+    ('192.0.2.7', '2001:db8::/64', 'nobody')
+    """
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else host
 
 
 def _port(peer: str) -> int:

@@ -158,6 +158,11 @@ class HubState:
         )
         return [(int(uses), float(expires), name) for uses, expires, name in rows]
 
+    def end_invitations(self) -> None:
+        """Forget all invitations: their tokens name an authority that has ended."""
+        self._base.execute("delete from invitation")
+        self._base.execute("delete from invited_to")
+
     def admit(self, name: str, key: bytes, invitation: bytes, secret: bytes) -> bool:
         """Admit `name` with this key; return whether it is new. Raises `LinkError` with the reason.
 
