@@ -114,7 +114,7 @@ def streaming_sign(
     >>> streaming_sign().merge
     Keep()
     >>> streaming_sign().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    132864
+    78957
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),
