@@ -46,7 +46,7 @@ class Each(Codec):
 
     >>> from thinwire.codecs import TopK
     >>> Each(TopK(0.01), least=1024).fitted(((64, 64), (64,), (8, 8))).nbytes(64 * 64 + 64 + 8 * 8) - 4 * (64 + 8 * 8)
-    144
+    126
     """
 
     codec: Codec

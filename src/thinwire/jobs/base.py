@@ -66,7 +66,7 @@ class Share:
         """The share of `name`. The shares of replica-0, replica-1, ... never overlap; any other name reads all data in its own order.
 
         >>> Share.of(0, 3, "replica-1")
-        Share(seed=0, index=1, count=3)
+        Share(seed=0, index=1, count=3, batches=())
         >>> Share.of(0, 3, "paris").count
         1
         """

@@ -192,8 +192,7 @@ class DataSpec(CheckedSettings):
     column: str = "text"
     """Name of the text column in .jsonl and .parquet files."""
     tokenizer: str | None = None
-    """bytes, bpe:SIZE (trained on the text), bpe:FILE.json (trained before), or hf:FOLDER_OR_NAME (of a Hugging Face model).
-    Default: the tokenizer with which --model was trained, otherwise bytes."""
+    """bytes, bpe:SIZE (trained on the text), bpe:FILE.json, or hf:FOLDER_OR_NAME. Default: that of --model's training, otherwise bytes."""
     batch: int | tuple[int, ...] = 8
     """Sequences per micro-batch of a replica; or one number for each replica, smaller for a slow machine, such as 8 4 2."""
     sequence: int = 128
@@ -208,8 +207,7 @@ class DataSpec(CheckedSettings):
     @property
     def batches(self) -> tuple[int, ...]:
         """The micro-batch of each replica, if they differ; otherwise ()."""
-        several = self.batch if isinstance(self.batch, tuple) else ()
-        return several if len(set(several)) > 1 else ()
+        return self.batch if isinstance(self.batch, tuple) and len(set(self.batch)) > 1 else ()
 
     @property
     def largest_batch(self) -> int:
@@ -218,11 +216,9 @@ class DataSpec(CheckedSettings):
 
     @property
     def mean_batch(self) -> float:
-        """The micro-batch of a replica, in the mean over all."""
         return sum(self.batches) / len(self.batches) if self.batches else self.largest_batch
 
     def batch_of(self, replica: int) -> int:
-        """The micro-batch of this replica."""
         return self.batches[replica] if self.batches else self.largest_batch
 
     @property

@@ -147,7 +147,7 @@ def scafcom(
         ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> scafcom().nbytes_per_period(1_000_000, size=2)  # bytes
-    45048
+    30751
     """
     return ControlVariates(rule=Averaged(beta), every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 
@@ -182,7 +182,7 @@ def flasc(
         ConfigurationError: a setting cannot work; the message says what is needed.
 
     >>> flasc().nbytes_per_period(1_000_000, size=2, rank=1)  # bytes
-    1625048
+    1125048
     """
     return Flasc(up=up, down=down, every=every, sampled=sampled, outer_lr=outer_lr, codec=codec)
 

@@ -62,7 +62,7 @@ class Flasc:
 
     >>> hub, other = (Flasc(up=0.25, down=0.25).nbytes_per_period(1_000_000, size=3, rank=rank) for rank in (0, 1))
     >>> hub, other
-    (3250096, 1625048)
+    (2250096, 1125048)
     """
 
     up: float = 0.25

@@ -237,7 +237,7 @@ def l_greco(
     >>> l_greco(alpha=0.5).policy.alpha
     0.5
     >>> l_greco().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    225048
+    139111
     """
     return Strategy(
         schedule=Every(every),
@@ -283,7 +283,7 @@ def outer_dgc(
     >>> outer_dgc(every=50).schedule
     Every(every=50, delay=0)
     >>> outer_dgc().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    45048
+    30751
     """
     return Strategy(
         schedule=Every(every),

@@ -82,7 +82,7 @@ def dgc(
     >>> dgc(momentum=0.5).filters[1].decay
     0.5
     >>> dgc().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    4548
+    3543
     """
     return Strategy(
         signal=Gradients(),
@@ -153,7 +153,7 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
     >>> ef14().feedback.kappa
     0
     >>> ef14().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    45048
+    30751
     """
     return Strategy(
         signal=Gradients(),
@@ -183,7 +183,7 @@ def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
     >>> ef21().feedback.kappa
     1
     >>> ef21().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    45048
+    30751
     """
     return Strategy(
         signal=Gradients(),
@@ -217,7 +217,7 @@ def econtrol(
     >>> econtrol(eta=0.2).feedback.eta
     0.2
     >>> econtrol().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    45048
+    30751
     """
     return Strategy(
         signal=Gradients(),
