@@ -176,7 +176,7 @@ def flasc(
         up, down: share of the values that travel to the hub, and from it, in (0, 1]; 1 sends all, without indices.
         sampled: number of replicas that train in a round, drawn alike on all; None: all.
         outer_lr: the learning rate of the hub's Adam.
-        codec: how the values become bytes; indices take ⌈log₂ n⌉ bits of n values.
+        codec: how the values become bytes; an index takes about 2 − log₂ density bits.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.

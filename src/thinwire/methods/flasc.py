@@ -45,8 +45,8 @@ class Flasc:
     """The method: densities, inner steps a round, sampled replicas, the hub's learning rate.
 
     *Wire*, in a round: 48 + nbytes(up) from each replica that is drawn, 48 + nbytes(down) to each that the next round draws, 48 to each
-    other; the hub's own delta is not sent. At the end 48 + 4n to each. With fp32 values density·(32 + ⌈log₂ n⌉) bits a
-    parameter, so above about 0.6 the dense form (density 1) is smaller. *Memory* beside the model: 8 bytes a trained
+    other; the hub's own delta is not sent. At the end 48 + 4n to each. With fp32 values about density·(34 − log₂ density)
+    bits a parameter, so above about 0.9 the dense form (density 1) is smaller. *Memory* beside the model: 8 bytes a trained
     parameter, on the hub 16.
 
     Args:

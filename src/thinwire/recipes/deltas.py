@@ -265,8 +265,8 @@ def outer_dgc(
         anchor ← anchor − (1/M)·Σ_m s_m,   θ_m ← anchor
 
     *Differs*: the paper compresses gradients, and clips them; the use on deltas and the density of 1 % are ours.
-    *Wire*: (M−1)·(48 + N·density·(16 + ⌈log₂ n⌉)/8) bytes every H steps from each of M replicas, for N parameters
-    in matrices of n; more in the first rounds of `policy`.
+    *Wire*: (M−1)·(48 + N·density·(18 − log₂ density)/8) bytes every H steps from each of M replicas, for N parameters
+    in matrices, about; more in the first rounds of `policy`.
 
     Args:
         every: H, inner steps between two rounds of a fragment.

@@ -65,8 +65,8 @@ def dgc(
 
     *Differs*: the k largest values of each matrix are exact, where the paper estimates a threshold; the stages of
     the warm-up are 10 rounds, the paper's are epochs; `SGD_RATE` is ours.
-    *Wire*: (M−1)·(48 + N·density·(16 + ⌈log₂ n⌉)/8) bytes a step from each of M replicas, for N parameters in
-    matrices of n; more in the warm-up.
+    *Wire*: (M−1)·(48 + N·density·(18 − log₂ density)/8) bytes a step from each of M replicas, for N parameters in
+    matrices, about; more in the warm-up.
 
     Args:
         density: share of a matrix's values that are sent, in (0, 1].
