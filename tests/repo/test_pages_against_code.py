@@ -109,7 +109,6 @@ def test_pages_name_the_defaults_of_the_code():
     bits = codec.nbytes(numel) * 8 / numel
     every = strategy.schedule.every
     assert f"{bits:.2f} / {every} = {bits / every:.3f} bits per parameter and step (predicted)" in page("README.md")
-    assert f"the default {thinwire.streaming_diloco().outer.lr}" in page("docs/measured.md")
     assert f"the fewest replicas that hold a round ({Placement.least})" in page("docs/elastic.md")
 
 
