@@ -79,10 +79,10 @@ def test_a_run_file_works_in_any_folder_and_lists_the_settings_of_its_recipe(
     assert train("run", "--codec", "E2M1", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     written = Path("run/run.toml").read_text()
-    assert tomllib.loads(written)["data"]["text"] == [str(here / "text.txt")] and "# every: 7\n# delay: 1\n" in written
+    assert tomllib.loads(written)["data"]["text"] == [str(here / "text.txt")] and "# every: 4\n# delay: 1\n" in written
     assert "every" not in tomllib.loads(written)  # so --strategy can choose another one with its own defaults
     made_of = summary["made_of"]
-    assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (7, 1, 4)
+    assert (made_of["every"], made_of["delay"], made_of["fragments"]) == (4, 1, 4)
     assert made_of["lr"] == "0.02 (the default, 10.24 / 64^1.5, by the model's width)"
     assert made_of["codec"].startswith("E2M1(") and made_of["composition"].startswith("Strategy(")
     page = Path("run/report.html").read_text()

@@ -8,6 +8,7 @@ from pieces import POLICIES
 from strategies import METHODS
 
 import thinwire as tw
+from thinwire.codecs.bits import ascending_nbytes
 from thinwire.pieces.policy import LONG_RUN, Deciding
 from thinwire.testing.toy import journey, same_bits, toy
 
@@ -72,10 +73,10 @@ def test_a_round_is_dense_where_the_sparse_packet_is_no_smaller():
 
 
 def test_predicted_bytes_depend_on_the_round():
-    """The bytes of each stage of DGC: a header of 48 bytes, 16 bits per value and 20 bits per index."""
+    """The bytes of each stage of DGC: a header of 48 bytes, 16 bits per value, and the indices of k of n."""
     sizes = [WARMING.nbytes_per_period([1 << 20], 2, number) for number in (0, 10, 20, 30, 40)]
     kept = [262_144, 65_536, 16_384, 4_195, 1_049]
-    assert sizes == [48 + 2 * k + -(-20 * k // 8) for k in kept]
+    assert sizes == [48 + 2 * k + ascending_nbytes(k, 1 << 20) for k in kept]
     assert WARMING.nbytes_per_period([1 << 20], 2) == sizes[-1]
     said = WARMING.describe(torch.nn.Linear(1024, 1024, bias=False), 2)
     assert f"rounds 0 to 9 of a fragment: {sizes[0]:,} bytes" in said and "rounds 30 to 39" in said

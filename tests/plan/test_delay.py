@@ -25,7 +25,7 @@ Capture = pytest.CaptureFixture[str]
         ("20mbit,100ms", 0.07, 2),
         ("20mbit,150ms", 0.05, 3),
         ("20mbit,150ms", 0.2, 1),
-        ("20mbit,2s", 0.4, 5),
+        ("20mbit,2s", 0.4, 3),  # the longest that lands before the next departure
         ("10kbit,1ms", 0.07, 1),  # no delay helps a wire that is always busy
     ],
 )
@@ -41,7 +41,7 @@ def test_a_longer_delay_says_what_it_costs_and_what_to_type() -> None:
     run = Run.of(model="nano", link="20mbit,150ms")
     said = with_delay(run, skeleton(run), 0.05)[1]
     kept, waits = (int(share) for share in re.findall(r"at most (\d+)% of the time", said))
-    assert waits < kept and "end about 2.4% lower after as many steps" in said
+    assert waits < kept and "end about 4.1% lower after as many steps" in said
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ METHODS: dict[str, tw.Strategy] = {
     ),
     "entropy, two shots": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
-        codec=tw.codecs.Entropy(tw.codecs.TopK(0.5)),
+        codec=tw.codecs.Entropy(tw.codecs.ChunkedTopK(4096, 2048)),
         exchange=tw.exchange.TwoShot(tw.pieces.feedback.Feedback()),
         merge=tw.pieces.merge.Mix(0.5),
     ),

@@ -52,7 +52,7 @@ def pack_ascending(index: Tensor, numel: int) -> Tensor:
         begin = packed_nbytes(count, low)
         if low:
             packed[:begin] = pack(index & ((1 << low) - 1), low)
-        high = (index >> low) + torch.arange(count, device=index.device)
+        high = (index >> low).add_(torch.arange(count, device=index.device))
         kernels.of(high, packed).set_bits(high, packed[begin:])
     return packed
 
@@ -64,7 +64,7 @@ def unpack_ascending(packed: Tensor, count: int, numel: int) -> Tensor:
     index = torch.empty(count, dtype=torch.int64, device=packed.device)
     if kernels.of(packed, index).find_bits(packed[begin:], index) != count:
         raise not_ascending(numel)
-    index = index - torch.arange(count, device=packed.device) << low
+    index.sub_(torch.arange(count, device=packed.device)).bitwise_left_shift_(low)
     if low:
         index |= unpack(packed[:begin], count, low)
     check_ascending(index, numel)

@@ -24,7 +24,7 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.runtime.disk import DiskTensors
-from thinwire.runtime.state_dtype import in_fp32, store, typed
+from thinwire.runtime.state_dtype import in_fp32, part_in_fp32, store, typed
 from thinwire.strategy import Strategy
 from thinwire.types import State
 
@@ -279,7 +279,9 @@ class RoundUpdate:
         if self._signal is None or self._signal.numel() < end - begin:
             self._buffers.give(self._signal)
             self._signal = self._buffers.floats(end - begin)
-        return self._feedback.signal(coded, in_fp32(self.fragment.feedback, begin, end), self._signal[: end - begin])
+        return self._feedback.signal(
+            coded, part_in_fp32(self.fragment.feedback, begin, end), self._signal[: end - begin]
+        )
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
         """Take the mean of a range, and compute its results."""
@@ -290,7 +292,7 @@ class RoundUpdate:
         if self._feedback:
             if not self.feedback:
                 self.feedback = self._like(self.fragment.feedback)
-            before, after = in_fp32(self.fragment.feedback, begin, end), in_fp32(self.feedback, begin, end)
+            before, after = part_in_fp32(self.fragment.feedback, begin, end), part_in_fp32(self.feedback, begin, end)
             mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
             store(after, self.feedback, begin, end)
         if self._given is not None:
@@ -384,7 +386,7 @@ class RoundUpdate:
         if self.anchor is None:
             self.anchor, self.outer = self._buffers.like(self.fragment.anchor), self._like(self.fragment.state)
         moved = self.anchor[begin:end]
-        before, after = in_fp32(self.fragment.state, begin, end), in_fp32(self.outer, begin, end)
+        before, after = part_in_fp32(self.fragment.state, begin, end), part_in_fp32(self.outer, begin, end)
         outer.step_into(self.fragment.anchor[begin:end], mean, before, moved, after)
         store(after, self.outer, begin, end)
         self._check(moved)

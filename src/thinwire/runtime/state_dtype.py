@@ -19,7 +19,12 @@ def typed(state: State, strategy: Strategy, anchor: Tensor) -> State:
     return {name: kept.to(torch.bfloat16) if kept.numel() == anchor.numel() else kept for name, kept in state.items()}
 
 
-def in_fp32(state: State, begin: int = 0, end: int | None = None) -> State:
+def in_fp32(state: State) -> State:
+    """`state` in fp32: what is in fp32 itself, copies of the rest."""
+    return {name: kept.float() for name, kept in state.items()}
+
+
+def part_in_fp32(state: State, begin: int, end: int) -> State:
     """Elements `begin` … `end` of `state` in fp32: views of what is in fp32, copies of the rest."""
     return {name: kept[begin:end].float() for name, kept in state.items()}
 
