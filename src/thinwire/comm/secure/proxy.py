@@ -22,7 +22,7 @@ STRANGERS = 256  # connections at once without authentication: 64 members reconn
 CLOSING = 64  # additional connections, which this proxy is closing
 HANDSHAKE_NBYTES = 4096  # most bytes of a machine that only fetches the authority's certificate
 _READ_NBYTES = 1 << 16
-_BACKLOG = 1024
+BACKLOG = 1024  # connections that wait until they are accepted, or that asyncio accepts at once
 _ENDED = "it ended without authentication"
 
 
@@ -54,7 +54,7 @@ class TcpProxy:
     async def open(self, host: str, port: int) -> int:
         """Begin to listen, and return the port. Raises `LinkError` if it is taken."""
         try:
-            self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=_BACKLOG)
+            self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=BACKLOG)
         except OSError as error:
             raise LinkError(
                 f"{self._owner} cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
