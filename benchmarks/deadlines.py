@@ -94,13 +94,15 @@ def trained(levels: Levels, seed: int) -> float:
         with tw.Replica(STRATEGY, model, optimizer, group) as attached:
             for step in range(STEPS):
                 optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
-                model(*corpus.batch(seed, group.rank, 2, step, run.data.batch, run.data.sequence)).loss.backward()
+                model(
+                    *corpus.batch(seed, group.rank, 2, step, run.data.largest_batch, run.data.sequence)
+                ).loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
             attached.finish()
         with torch.no_grad():
-            held = corpus.held_out(run.data.batch, run.data.sequence, 32)
+            held = corpus.held_out(run.data.largest_batch, run.data.sequence, 32)
             return statistics.fmean(float(model(*batch).loss) for batch in held)
 
     kept, RoundPipeline._set_level = RoundPipeline._set_level, set_level  # type: ignore[method-assign]

@@ -80,7 +80,9 @@ def measure(run: Run, steps: int) -> list[dict[str, Any]]:
                     visit(publisher, version, attached)
                 for step in range(steps):
                     optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
-                    tokens, targets = corpus.batch(run.seed, group.rank, 2, step, run.data.batch, run.data.sequence)
+                    tokens, targets = corpus.batch(
+                        run.seed, group.rank, 2, step, run.data.largest_batch, run.data.sequence
+                    )
                     model(tokens, targets).loss.backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)
                     optimizer.step()

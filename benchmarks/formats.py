@@ -123,7 +123,7 @@ def train(strategy: tw.Strategy, steps: int, of: Run = RUN) -> None:
             for step in range(steps):
                 optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
                 tokens, targets = corpus.batch(
-                    run.seed, group.rank, run.placement.replicas, step, run.data.batch, run.data.sequence
+                    run.seed, group.rank, run.placement.replicas, step, run.data.largest_batch, run.data.sequence
                 )
                 model(tokens, targets).loss.backward()
                 attached.exchange_gradients()

@@ -61,7 +61,7 @@ def predicted(run: Run, vocabulary: int) -> Memory:
     numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
     return replica_memory(
         model.architecture, strategy, numels, run.placement.replicas,
-        batch=run.data.batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=run.model.precision == "bf16",
+        batch=run.data.largest_batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=run.model.precision == "bf16",
     )  # fmt: skip
 
 

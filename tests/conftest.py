@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from thinwire.testing import values
+
 TESTS = Path(__file__).parent
 # child processes inherit these
 sys.path[:0] = [
@@ -54,6 +56,15 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_numbers(request):
+    """Each test draws the same numbers, whichever tests ran before it in this process."""
+    values._draw.manual_seed(0)
+    for drawn in ("random", "_draw"):
+        if isinstance(generator := getattr(request.module, drawn, None), torch.Generator):
+            generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
