@@ -150,7 +150,7 @@ def test_a_run_of_two_homes_behind_nat_and_a_cloud_survives_address_changes(sile
             )
             space.start(0, [sys.executable, "-c", unasked]).wait()
             for home in (1, 2):
-                nat.move_after(home, (60_000 if silent else 150_000) * home)  # of at least 440,000 in all
+                nat.move_after(home, (60_000 if silent else 100_000) * home)  # of more than 200,000 in all
             token = str(invite(folder, 2))
             homes = [space.start(1 + place, joining(token, name, tmp_path)) for place, name in enumerate(names)]
             said = [home.communicate()[0] for home in homes]
