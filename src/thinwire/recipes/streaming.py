@@ -79,7 +79,7 @@ def streaming_sign(
     every: int = 4,
     fragments: int | None = None,
     delay: int = 1,
-    codec: Codec = TopK(0.1, Sign(block=512)),
+    codec: Codec = TopK(0.1, Sign(block=1024)),
     feedback: Feedback | None = Feedback(),
     partition: Partition | None = None,
     offsets: tuple[int, ...] | None = None,
@@ -98,7 +98,7 @@ def streaming_sign(
     *Differs*: from `streaming_diloco`: signs of the largest tenth and feedback, H = 4, no outer momentum, and a landing keeps the
     steps of the flight.
     *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 0.63: a sign, 5.25 bits of
-    index and 32/512 of a scale for each tenth value.
+    index and 32/1024 of a scale for each tenth value.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
@@ -114,7 +114,7 @@ def streaming_sign(
     >>> streaming_sign().merge
     Keep()
     >>> streaming_sign().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    78957
+    78565
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),
