@@ -224,6 +224,7 @@ class Strategy:
                 f"{self.merge} with delay={delay}, every={every}: such a round takes a whole period; choose delay={every}, and "
                 "Every or Staggered."
             )
+        self.merge.check(delay, self.feedback)
         if self.merge.eager and not self.outer.linear:
             raise ConfigurationError(
                 f"{self.merge} with {self.outer!r}: a linear outer step is needed; choose Nesterov or Average."

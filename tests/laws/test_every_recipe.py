@@ -129,6 +129,7 @@ REFERENCES = {
     "muloco": of_deltas(0.7, 0.9),
     "streaming_diloco": of_deltas(0.4, 0.9),  # one fragment, no delay, no mixing
     "streaming_sign": of_deltas(1.0, 0.0),  # as above
+    "streaming_sparse": of_deltas(1.0, 0.0),  # as above
     "finetune": of_deltas(1.0, 0.3),  # as above
 }
 ELSEWHERE = {
@@ -151,7 +152,7 @@ def plain(name):
     strategy = dataclasses.replace(
         unclipped((METHODS | GOSSIP)[name]), codec=tw.codecs.Identity(), policy=tw.pieces.policy.Constant()
     )
-    if name in ("streaming_diloco", "streaming_sign", "finetune"):
+    if name in ("streaming_diloco", "streaming_sign", "streaming_sparse", "finetune"):
         strategy = dataclasses.replace(
             strategy,
             schedule=tw.pieces.schedule.Every(6),

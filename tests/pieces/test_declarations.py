@@ -14,10 +14,10 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon
-from thinwire.pieces.merge import Keep, Merge, Mix
+from thinwire.pieces.merge import Keep, KeepUnsent, Merge, Mix
 from thinwire.pieces.outer import Average, DelayedNesterov, HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import BySize, Sequential, Strided
-from thinwire.pieces.policy import Constant, DenseUntil, DensityWarmup, Policy
+from thinwire.pieces.policy import Constant, DenseLast, DenseUntil, DensityWarmup, Policy
 from thinwire.pieces.schedule import Every, Quadratic, Staggered
 from thinwire.pieces.staleness import ByTokens, HeLoCo
 from thinwire.pieces.transforms import Clip, Filter, Moments, Momentum, Settled, Signs
@@ -30,6 +30,7 @@ DEFAULTS = [
     (Feedback(), "Feedback(kappa=0, eta=1.0, beta=1.0, alpha=1.0)"),
     (Mix(), "Mix(alpha=0.0)"),
     (Keep(), "Keep()"),
+    (KeepUnsent(), "KeepUnsent(share=0.65)"),
     (ByTokens(), "ByTokens(power=0.5)"),
     (HeLoCo(), "HeLoCo(strength=1.0)"),
     (Every(4), "Every(every=4, delay=0)"),
@@ -38,6 +39,7 @@ DEFAULTS = [
     (Strided(), "Strided(count=None, layers=None, share=1.0)"),
     (Sequential(), "Sequential(count=None, layers=None, share=1.0)"),
     (BySize(3), "BySize(count=3)"),
+    (DenseLast(), "DenseLast(dense=E3M0(block=128, scale='exponent', rounding='nearest'))"),
     (DenseUntil(3), "DenseUntil(rounds=3, dense=Identity())"),
     (DensityWarmup(3), "DensityWarmup(rounds=3, densities=(0.25, 0.0625, 0.015625, 0.004), dense=Identity())"),
     (Clip(), "Clip(norm=1.0)"),

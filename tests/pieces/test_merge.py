@@ -51,6 +51,62 @@ def test_keep_without_a_delay_has_the_bits_of_mix_0():
         assert all(torch.equal(x, y) for x, y in zip(a, b))
 
 
+def unsent(share, start, step):
+    """The parameters of two replicas and their residuals after the first landing; each starts at 0 and moves by `start[rank]` a step."""
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(EVERY, 1),
+        codec=tw.codecs.TopK(0.25, tw.codecs.Identity()),
+        policy=tw.pieces.policy.DenseLast(tw.codecs.Identity()),
+        feedback=tw.pieces.feedback.Feedback(),
+        merge=tw.pieces.merge.KeepUnsent(share),
+    )
+
+    def replica(group):
+        model = torch.nn.Linear(4, 1, bias=False)
+        model.weight.data.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with tw.Replica(strategy, model, optimizer, group) as trained:
+            for _ in range(step):
+                model.weight.grad = -torch.tensor([start[group.rank]])
+                optimizer.step()
+            during = model.weight.detach().clone()[0], trained.state()[0]["0.feedback.residual"].clone()
+        return *during, model.weight.detach()[0]
+
+    return tw.run_threads(2, replica, timeout=600.0)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_share_of_what_was_not_sent_stays_in_the_parameters(share):
+    """With the largest of four values sent, θ ← anchor − ρ·e + flight and e ← (1 − ρ)·e; the dense end is the plain mean of all steps."""
+    moves = ([8.0, 4.0, 2.0, 1.0], [1.0, 2.0, 4.0, -8.0])
+    trained = unsent(share, moves, EVERY + 1)  # departs after 4 steps, lands after 5
+    sent = torch.tensor([[-8.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 8.0]]) * EVERY
+    anchor = -sent.mean(0)
+    for (during, residual, final), move, own in zip(trained, torch.tensor(moves), sent):
+        rest = -EVERY * move - own
+        assert torch.equal(residual, (1 - share) * rest)
+        assert torch.equal(during, anchor - share * rest + move)
+        assert torch.equal(final, (EVERY + 1) * torch.tensor(moves).mean(0))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"feedback": None},
+        {"feedback": tw.pieces.feedback.Feedback(1, 0.3)},
+        {"schedule": tw.pieces.schedule.Every(4)},
+    ],
+    ids=str,
+)
+def test_what_was_not_sent_needs_a_residual_and_a_flight(others):
+    settings = {"schedule": tw.pieces.schedule.Every(4, 1), "feedback": tw.pieces.feedback.Feedback()}
+    with pytest.raises(tw.ConfigurationError, match="is the residual of a round"):
+        tw.Strategy(codec=tw.codecs.TopK(0.1), merge=tw.pieces.merge.KeepUnsent(), **settings | others)
+    for share in (0.0, 1.01):
+        with pytest.raises(tw.ConfigurationError, match="above 0 and at most 1"):
+            tw.pieces.merge.KeepUnsent(share)
+
+
 class Undeclared(tw.pieces.merge.Merge):
     """A merge that declares nothing beyond the defaults."""
 
@@ -63,6 +119,7 @@ DECLARED = [  # whole_period, eager, forgets, keeps_flight, and whether replicas
     (tw.pieces.merge.Mix(), (False, False, True, False, True)),
     (tw.pieces.merge.Mix(0.5), (False, False, False, False, True)),
     (tw.pieces.merge.Keep(), (False, False, False, True, True)),
+    (tw.pieces.merge.KeepUnsent(), (False, False, False, True, True)),
     (tw.pieces.merge.Eager(), (True, True, False, False, False)),
     (tw.pieces.merge.Reset(), (True, False, False, False, False)),
 ]

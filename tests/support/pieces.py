@@ -255,6 +255,7 @@ MERGES = [
     row(tw.pieces.merge.Mix(0.5)),
     row(tw.pieces.merge.Mix(1.0)),
     row(tw.pieces.merge.Keep()),
+    row(tw.pieces.merge.KeepUnsent()),
     row(tw.pieces.merge.Eager()),
     row(tw.pieces.merge.Reset()),
 ]
@@ -288,6 +289,7 @@ FEEDBACKS = [
 ]
 POLICIES = [
     row(tw.pieces.policy.Constant()),
+    row(tw.pieces.policy.DenseLast()),
     row(tw.pieces.policy.DenseUntil(3)),
     row(tw.pieces.policy.DenseUntil(1, tw.codecs.Cast())),
     row(tw.pieces.policy.DensityWarmup(2)),

@@ -60,6 +60,9 @@ METHODS: dict[str, tw.Strategy] = {
     "diloco": RECIPES["diloco"](every=4),
     "streaming_diloco": RECIPES["streaming_diloco"](every=6, fragments=2, delay=2),
     "streaming_sign": RECIPES["streaming_sign"](every=6, fragments=2, delay=2, codec=tw.codecs.Sign(block=16)),
+    "streaming_sparse": RECIPES["streaming_sparse"](
+        every=6, fragments=2, delay=2, codec=tw.codecs.TopK(0.2, tw.codecs.Sign(block=16))
+    ),
     "finetune": RECIPES["finetune"](every=6, fragments=2, delay=1),
     "eager_diloco": RECIPES["eager_diloco"](every=4, fragments=2),
     "sparse_loco": RECIPES["sparse_loco"](every=4, codec=tw.codecs.ChunkedTopK(32, 4, tw.codecs.Sign(block=4))),

@@ -57,6 +57,7 @@ from thinwire.pieces.partition import Whole as Whole
 
 # How the codec changes over time.
 from thinwire.pieces.policy import Constant as Constant
+from thinwire.pieces.policy import DenseLast as DenseLast
 from thinwire.pieces.policy import DenseUntil as DenseUntil
 from thinwire.pieces.policy import DensityWarmup as DensityWarmup
 from thinwire.pieces.lgreco import LGreCo as LGreCo
@@ -141,6 +142,7 @@ from thinwire.pieces.staleness import HeLoCo as HeLoCo
 # How a replica receives the anchor.
 from thinwire.pieces.merge import Eager as Eager
 from thinwire.pieces.merge import Keep as Keep
+from thinwire.pieces.merge import KeepUnsent as KeepUnsent
 from thinwire.pieces.merge import Mix as Mix
 from thinwire.pieces.merge import Reset as Reset
 

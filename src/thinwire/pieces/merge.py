@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import unwritten
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.feedback import Feedback
 
 
 @runtime_checkable
@@ -42,6 +43,11 @@ class Merge(Protocol):
         return False
 
     @property
+    def keeps_unsent(self) -> bool:
+        """With `keeps_flight`: whether `leave` is called after a landing during training."""
+        return False
+
+    @property
     def needs_fixed_group(self) -> str:
         """Why the same replicas are needed in every round; empty: the membership may change, and `alpha` is declared."""
         return "needs rounds that take a whole period, no more and no less" if self.whole_period else _NOT_SAID
@@ -51,9 +57,16 @@ class Merge(Protocol):
         """The share of its own values that a replica keeps; a merge that needs no fixed group must declare it."""
         return 0.0
 
+    def check(self, delay: int, feedback: Feedback | None) -> None:
+        """Raise `ConfigurationError` for a strategy whose flights or feedback do not suit this merge."""
+
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
         """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
         raise unwritten(self, "no whole_period", "into")
+
+    def leave(self, parameter: Tensor, residual: Tensor) -> None:
+        """Leave a part of what was not sent in `parameter`, and the rest in this slice of feedback's `residual`; both in place."""
+        raise unwritten(self, "keeps_unsent", "leave")
 
 
 _NOT_SAID = "does not declare that rounds may land late (needs_fixed_group = '')"
@@ -120,6 +133,51 @@ class Keep(Merge):
     @torch.no_grad()
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
         parameter.copy_(anchor)
+
+
+@dataclass(frozen=True)
+class KeepUnsent(Keep):
+    """As `Keep`, and a share of what the codec did not send stays in the parameters; `Feedback` keeps the rest.
+
+        θ ← anchor − ρ·e + (θ − θ_d),   e ← (1 − ρ)·e          e: the residual of feedback; ρ: `share`
+
+    A very sparse codec sends a value after dozens of steps. With `Keep` a replica trains without it until then; here it trains on with a
+    share of what it has learned itself, and its next delta contains that share again. When a run ends, the anchors lack what was not
+    sent, so use `DenseLast` with it.
+
+    *Source*: with ρ = 1 a replica's own part never leaves it, as in CHOCO-SGD (arXiv 1902.00340) with γ = 1. *Differs*: deltas start at an
+    anchor that all know, there each replica tracks each neighbour; ρ is ours.
+
+    Args:
+        share: ρ, above 0 and at most 1.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed. A strategy needs `feedback` with kappa=0 and a delay of 1
+            or more.
+
+    >>> KeepUnsent()
+    KeepUnsent(share=0.65)
+    """
+
+    share: float = 0.65
+
+    keeps_unsent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigurationError(f"KeepUnsent(share={self.share}): a share above 0 and at most 1 is needed.")
+
+    def check(self, delay: int, feedback: Feedback | None) -> None:
+        if delay == 0 or not feedback or feedback.kappa:
+            raise ConfigurationError(
+                f"{self} with delay={delay}, feedback={feedback}: what was not sent is the residual of a round that lands during training; "
+                "choose Feedback() and a delay of at least 1."
+            )
+
+    @torch.no_grad()
+    def leave(self, parameter: Tensor, residual: Tensor) -> None:
+        parameter.copy_(parameter.float().sub(residual.to(parameter.device), alpha=self.share))
+        residual.mul_(1 - self.share)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity, nested, rebuilt
+from thinwire.codecs import E3M0, Codec, Identity, nested, rebuilt
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 from thinwire.types import State
@@ -35,6 +35,11 @@ class Policy(Protocol):
     def needs_fixed_group(self) -> str:
         """Why the same replicas are needed in every round; empty: the membership may change."""
         return "" if self.constant else "counts rounds that all have seen"
+
+    @property
+    def last(self) -> Policy:
+        """The policy of the rounds that end a run."""
+        return self
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -130,6 +135,45 @@ class DenseUntil(Policy):
 
 
 @dataclass(frozen=True)
+class DenseLast(Policy):
+    """`dense` in the rounds that end a run, otherwise the strategy's codec, so that the final model has what sparse rounds left out.
+
+        codec of a round = dense if no inner step follows, otherwise the strategy's
+
+    *Source*: none; our own. Meant for `Keep(unsent=...)`: what was not sent is in the parameters there, so it is a sum of recent steps. With
+    feedback alone it is older, and a dense end does harm (docs/log.md, 2026-11-26).
+
+    Args:
+        dense: the codec of the last rounds.
+
+    Raises:
+        ConfigurationError: a setting cannot work; the message says what is needed.
+
+    >>> from thinwire.codecs import TopK
+    >>> policy = DenseLast()
+    >>> [one.at(TopK(0.01), 8, 5, {}) for one in (policy, policy.last)]
+    [TopK(density=0.01, values=Cast(dtype='bf16'), block=None), E3M0(block=128, scale='exponent', rounding='nearest')]
+    """
+
+    dense: Codec = E3M0()
+
+    needs_fixed_group: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        _check_dense(self, self.dense)
+
+    @property
+    def last(self) -> Policy:
+        return DenseUntil(LONG_RUN, self.dense)
+
+    def codecs(self, codec: Codec) -> tuple[Codec, ...]:
+        return (self.dense, codec)
+
+    def at(self, codec: Codec, numel: int, number: int, state: State) -> Codec:
+        return codec
+
+
+@dataclass(frozen=True)
 class DensityWarmup(Policy):
     """A sparse codec keeps more at first: each of `densities` for `rounds` rounds, then its own density, and never fewer values than that.
 
@@ -193,5 +237,10 @@ def _check(policy: object, rounds: int, dense: Codec) -> None:
     name = type(policy).__name__
     if type(rounds) is not int or rounds < 1:
         raise ConfigurationError(f"{name}(rounds={rounds!r}): a whole number of rounds, at least 1, is needed.")
+    _check_dense(policy, dense)
+
+
+def _check_dense(policy: object, dense: Codec) -> None:
     if not isinstance(dense, Codec) or isinstance(dense, type):
+        name = type(policy).__name__
         raise ConfigurationError(f"{name}(dense={dense!r}): a Codec is needed, such as Identity() or Cast('bf16').")

@@ -39,13 +39,14 @@ from thinwire.recipes.gradients import (
     power_sgd,
     qsgd,
 )
-from thinwire.recipes.streaming import eager_diloco, finetune, streaming_diloco, streaming_sign
+from thinwire.recipes.streaming import eager_diloco, finetune, streaming_diloco, streaming_sign, streaming_sparse
 from thinwire.recipes.trust import bristle, sybil_wall
 
 RECIPES = {
     f.__name__: f
     for f in (
-        *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, finetune, eager_diloco, sparse_loco),
+        *(data_parallel, local_sgd, diloco, streaming_diloco, streaming_sign, streaming_sparse, finetune),
+        *(eager_diloco, sparse_loco),
         *(qsr, co2, l_greco),
         *(dgc, outer_dgc, one_bit_adam, ef14, ef21, econtrol, power_sgd, qsgd, cgx, demo, muloco),
         *(noloco, gasloc, d_psgd, choco, sgp, gradient_tracking, moshpit, dfedsam, dfedsam_mgs, bristle, sybil_wall),
@@ -86,5 +87,6 @@ __all__ = [
     "sparse_loco",
     "streaming_diloco",
     "streaming_sign",
+    "streaming_sparse",
     "sybil_wall",
 ]

@@ -119,7 +119,8 @@ class DeltaDriver(Driver):
             self._begin_next_period(fragment, delta)
         if strategy.privacy:
             strategy.privacy.apply(delta, self._group.size)
-        update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given)
+        codec = fragment.due(strategy.policy.last if self._ended else strategy.policy, fragment.rounds)
+        update = fragment.begin_round(strategy, delta, training.step, buffers, outer=outer, given=given, codec=codec)
         update.trained = training.trained
         self._flights.depart(update, began, scheduled=not self._ended)
         fragment.since = training.step
@@ -139,6 +140,9 @@ class DeltaDriver(Driver):
             if left_out:  # before the merge, which would hide values that are not finite
                 start_again(training, self._site)
             update.commit()
+            if kept and merge.keeps_unsent:
+                for part, residual in fragment.slices(fragment.feedback["residual"]):
+                    merge.leave(part, residual)
             fragment.counted = update.trained
             if not kept and not merge.whole_period:
                 fragment.mix_anchor(merge)

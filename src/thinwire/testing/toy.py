@@ -166,11 +166,11 @@ class Plan:
 
 def travel(plan: Plan, group: Group) -> Journey:
     """Train one replica, and return its journey."""
-    journey, has_state = Journey(), not plan.strategy.policy.constant
+    journey, has_state, ends = Journey(), not plan.strategy.policy.constant, False
 
     def observer(event: str, step: int, **fields: Any) -> None:
         if event == "depart":
-            fields["known"] = {}  # the state of the policy
+            fields |= {"last": ends, "known": {}}  # whether this round ends the run, and the state of the policy
             if has_state:
                 prefix = f"{fields['fragment']}.policy."
                 known = {name: t for name, t in replica.state()[0].items() if name.startswith(prefix)}
@@ -193,7 +193,7 @@ def travel(plan: Plan, group: Group) -> Journey:
             journey.agreed.append(agreed(replica))
             if replica.stopping:
                 break
-        journey.stopped_at = replica.step
+        journey.stopped_at, ends = replica.step, True
     journey.final, journey.final_agreed = weights(model), agreed(replica)
     journey.final_fragments = [
         torch.cat([p.detach().reshape(-1).float() for _, p in fragment.parameters]) for fragment in replica.fragments
@@ -207,7 +207,8 @@ def weighs(strategy: Strategy, departure: dict[str, Any], fragment: Fragment, si
     if departure["round"] < max((one.full for one in strategy.filters), default=0):
         codec = in_full(codec)
     else:
-        codec = strategy.policy.at(codec, fragment.numel, departure["round"], departure["known"])
+        policy = strategy.policy.last if departure["last"] else strategy.policy
+        codec = policy.at(codec, fragment.numel, departure["round"], departure["known"])
     return strategy.exchange.nbytes_sent(codec, fragment.numel, size, rank)
 
 
