@@ -295,9 +295,6 @@ class ElasticDriver(Driver):
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight and merge.keeps_flight:
                 fragment.carry_over(before - counted.delta)
-                if merge.keeps_unsent:
-                    for part, residual in fragment.slices(fragment.feedback["residual"]):
-                        merge.leave(part, residual)
             elif flight == delay:
                 fragment.mix_anchor(merge)
             else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole

@@ -337,8 +337,7 @@ class RoundLoop:
         fragment, own = plan.fragment, view.group.rank in plan.counted
         held = self.agreed.fragment(fragment, self.codecs[fragment], ready.feedback if own else {})
         context = self._sending_over(view.group)
-        policy = self.strategy.policy.last if plan.finished else self.strategy.policy
-        return fly(self.strategy, held.due(policy, plan.round), held, view, plan, ready, context, self._voter)
+        return fly(self.strategy, self.codecs[fragment], held, view, plan, ready, context, self._voter)
 
     def _sending_over(self, group: Group) -> SendContext:
         """The send context; it lives as long as the group."""

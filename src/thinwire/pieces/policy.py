@@ -157,7 +157,7 @@ class DenseLast(Policy):
 
     dense: Codec = E3M0()
 
-    needs_fixed_group: ClassVar[str] = ""
+    needs_fixed_group: ClassVar[str] = "ends a run with a round of all fragments that all replicas take part in"
 
     def __post_init__(self) -> None:
         _check_dense(self, self.dense)

@@ -54,8 +54,8 @@ class DeltaDriver(Driver):
             self._window.slide()
 
     def finish(self, keep_seconds: float) -> bool:
-        """See `Driver`. A fragment that was not trained since its last round has no round; all replicas know, because they take the same
-        steps."""
+        """See `Driver`. A fragment that was not trained since its last round has no round, unless the policy has one for the end; all replicas
+        know, because they take the same steps."""
         training, strategy = self.training, self.training.strategy
         self._ended = True
         self._flights.finish()
@@ -64,8 +64,9 @@ class DeltaDriver(Driver):
             if fragment.flight and not (trained and strategy.merge.whole_period):  # otherwise its departure lands it
                 self._land(fragment, fragment.flight)
         flying: list[FragmentState] = []
+        ends = strategy.policy.last is not strategy.policy and not strategy.merge.whole_period
         for fragment in training.fragments:
-            if fragment.since < training.step:
+            if ends or fragment.since < training.step:
                 self._depart(fragment, strategy.outer.last)
                 flying.append(fragment)
             if self._window and len(flying) > 1:  # not all of what is on disk is to be in memory
