@@ -149,7 +149,7 @@ class KeepUnsent(Keep):
     anchor that all know, there each replica tracks each neighbour; ρ is ours.
 
     Args:
-        share: ρ, above 0 and at most 1.
+        share: ρ, a number above 0 and at most 1.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed. A strategy needs `feedback` with kappa=0 and a delay of 1

@@ -152,7 +152,7 @@ class DenseLast(Policy):
     >>> from thinwire.codecs import TopK
     >>> policy = DenseLast()
     >>> [one.at(TopK(0.01), 8, 5, {}) for one in (policy, policy.last)]
-    [TopK(density=0.01, values=Cast(dtype='bf16'), block=None), E3M0(block=128, scale='exponent', rounding='nearest')]
+    [TopK(density=0.01, values=Cast(dtype='bf16')), E3M0(block=128, scale='exponent', rounding='nearest')]
     """
 
     dense: Codec = E3M0()
