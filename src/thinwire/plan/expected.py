@@ -47,7 +47,7 @@ class Form(NamedTuple):
 FORMS = (
     Form(4, None, 0.0, ((1, 0.0), (2, 0.008), (3, 0.037))),
     Form(7, "Sign(block=512)", 0.014, ((1, 0.0), (2, 0.009), (3, 0.025), (5, 0.054))),
-    Form(24, "TopK(0.05, values=Sign(block=512))", 0.062, ((1, 0.0), (5, 0.028)), steps=2000),
+    Form(24, "TopK(0.05, values=Sign(block=512))", 0.062, ((1, 0.0), (5, 0.028), (10, 0.049)), steps=2000),
 )
 
 
@@ -115,7 +115,7 @@ def cost_of_delay(every: int, delay: int) -> float:
     """
     measured = next((form.of_delay for form in FORMS if form.every == every), ((1, 0.0),))
     delays, costs = zip(*measured, strict=True)
-    beyond = max(0, delay - delays[-1])
+    beyond: int = max(0, delay - delays[-1])
     return 1 + float(np.interp(delay, delays, costs)) + _SIGN_DELAY * beyond / every
 
 
