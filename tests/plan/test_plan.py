@@ -80,20 +80,20 @@ def test_learning_rate_and_batch_follow_the_laws_where_they_hold(found: list[Set
 
 
 def test_a_longer_delay_of_signs_raises_the_predicted_loss_with_a_warning(found: list[Setting]) -> None:
-    every = expected.SIGNS[0].every  # the recipe's
+    every = expected.FORMS[0].every  # the recipe's
     signs = [s for s in found if s.method == "streaming_sign" and s.replicas == 4 and s.run.method.every == every]
     losses = {setting.run.method.delay: setting.loss.value for setting in signs}
-    assert sorted(losses) == [1, 2] and losses[1] < losses[2]
+    assert sorted(losses) == [1, 2, 3] and losses[1] < losses[2] < losses[3]
     (diloco,) = (s for s in found if s.label == "streaming_diloco(every=30, delay=1)" and s.replicas == 4)
-    assert losses[1] < diloco.loss.value < losses[2]
+    assert losses[1] < diloco.loss.value < losses[3]
     assert {warning.name for warning in signs[0].loss.warnings} >= {"streaming_sign-unfitted"}
 
 
 def test_signs_with_fewer_bits_are_proposed_where_the_link_is_too_thin_for_the_recipe() -> None:
     """A sparser composition of the recorded frontier costs loss, so a link that carries the recipe gets the recipe."""
     wide, thin = (settings(task(link, methods=("streaming_sign",)))[0] for link in ("1gbit,10ms", "2mbit,10ms"))
-    assert wide.run.method.codec is None and wide.run.method.every == expected.SIGNS[0].every
-    sparser = {(one.every, one.codec) for one in expected.SIGNS[1:]}
+    assert wide.run.method.codec is None and wide.run.method.every == expected.FORMS[0].every
+    sparser = {(one.every, one.codec) for one in expected.FORMS[1:]}
     assert thin.replicas > 1 and (thin.run.method.every, thin.run.method.codec) in sparser
     assert thin.loss.value > wide.loss.value and thin.period_nbytes < wide.period_nbytes
 

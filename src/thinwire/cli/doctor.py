@@ -34,8 +34,8 @@ from thinwire.lm.setup import outline_model
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find
 from thinwire.plan.base import base_nbytes
+from thinwire.plan.by_link import by_link, follows_link
 from thinwire.plan.compute import timed
-from thinwire.plan.delay import follows_link, with_delay
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import Memory, kept_nbytes, placed, replica_memory
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
@@ -148,10 +148,10 @@ def set_up(
         told: set[str] = set()
         if follows_link(run):
             told.add("delay")
-            run, says = with_delay(run, model, step_seconds)
+            run, says = by_link(run, model, step_seconds)
             strategy = run.make_strategy()
             fragments = strategy.partition.fragments(model)
-            yield CheckResult("delay", "ok", f"thinwire train takes {says}")
+            yield CheckResult("rounds", "ok", f"thinwire train takes {says}")
         shapes, wire = [fragment.shapes for fragment in fragments], link or parse_link(run.placement.link)
         found = enough(strategy, shapes, run.placement.replicas, wire, step_seconds)
         yield from (finding for finding in found if finding.what not in told)
@@ -298,10 +298,10 @@ def measured_step(run: Run, vocabulary: int) -> float:
 
 
 def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:
-    """`run`, whose delay follows its link, with the delay for its link and for the time of an inner step here; and a line about it."""
+    """`run`, of which `follows_link` is true, with the rounds for its link and for the time of an inner step here; and a line about them."""
     with torch.random.fork_rng():  # its random draws do not change those of the run
         seconds = measured_step(run, getattr(model, "vocabulary", 256))
-    return with_delay(run, model, seconds)
+    return by_link(run, model, seconds)
 
 
 def enough(

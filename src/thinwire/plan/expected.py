@@ -25,25 +25,29 @@ _EAGER = (
 )
 _DELAY = 10  # a flight of up to so many steps costs less than 0.2 %
 # streaming_sign: its distance to data-parallel training as a share of DiLoCo's (2026-11-26), and the cost of each step of a flight after
-# the first, as a share of H (2026-11-22); measured with 0.18 M parameters, 500 steps and two replicas (docs/log.md)
+# the first, as a share of H, where a form's own was not measured (2026-11-22); with 0.18 M parameters, 500 steps and two replicas
 _SIGN, _SIGN_DELAY = 0.1, 0.085
 _RATIO = (0.9 * TOKENS_PER_PARAMETER, 250.0)  # tokens per parameter: the laws, and 1 B on Dolma
 _OF_TOKENS = -0.0395  # d ln(loss) / d ln(tokens), 1 B on Dolma, from 25 to 100 and 250 billion tokens
 _OF_COMPUTE = LAWS["loss"][0].exponent / 2  # C = 6·N·20·N: loss ∝ C^(a/2)
 
 
-class SparserSigns(NamedTuple):
-    """A form of `streaming_sign` on the recorded frontier: H, the codec (None: the recipe's), and its loss above the recipe's."""
+class Form(NamedTuple):
+    """A form of `streaming_sign`: H, the codec (None: the recipe's), and what it costs."""
 
     every: int
     codec: str | None
-    above: float
+    above: float  # its loss over the recipe's, less 1
+    of_delay: tuple[tuple[int, float], ...]  # delays that were measured, and what each adds to the loss
+    steps: int = 0  # of a run for which it is proposed; a shorter one ends higher than `above`
 
 
-# measured after 2,000 steps with 0.18 M parameters and two replicas (benchmarks/frontier.py, docs/measured.md)
-SIGNS = (
-    SparserSigns(4, None, 0.0),
-    SparserSigns(24, "TopK(0.05, values=Sign(block=512))", 0.062),
+# measured with 0.18 M parameters and two replicas after 500 steps (docs/log.md, 2026-11-22, -23 and -26); the last after 2,000
+# (benchmarks/frontier.py, docs/measured.md), where after 500 it is 0.162 above, and what its delays add
+FORMS = (
+    Form(4, None, 0.0, ((1, 0.0), (2, 0.008), (3, 0.037))),
+    Form(7, "Sign(block=512)", 0.014, ((1, 0.0), (2, 0.009), (3, 0.025), (5, 0.054))),
+    Form(24, "TopK(0.05, values=Sign(block=512))", 0.062, ((1, 0.0), (5, 0.028), (10, 0.049)), steps=2000),
 )
 
 
@@ -104,15 +108,22 @@ def _of_period(
 
 
 def cost_of_delay(every: int, delay: int) -> float:
-    """The factor on the loss of `streaming_sign` for a flight of `delay` steps."""
-    return 1 + _SIGN_DELAY * max(0, delay - 1) / every
+    """The factor on the loss of `streaming_sign` for a flight of `delay` steps.
+
+    >>> [round(cost_of_delay(4, delay), 3) for delay in (1, 2, 3)]
+    [1.0, 1.008, 1.037]
+    """
+    measured = next((form.of_delay for form in FORMS if form.every == every), ((1, 0.0),))
+    delays, costs = zip(*measured, strict=True)
+    beyond: int = max(0, delay - delays[-1])
+    return 1 + float(np.interp(delay, delays, costs)) + _SIGN_DELAY * beyond / every
 
 
 def _of_signs(parameters: float, replicas: int, every: int, delay: int) -> tuple[float, tuple[Outside, ...]]:
     control = predict("loss", parameters, None).value / predict("loss", parameters, replicas).value
     says = "no published law; DiLoCo's is used, corrected by a measurement of signs on 0.18 million parameters"
     factor = control + _SIGN * (1 - control)
-    known, above = [math.log(one.every) for one in SIGNS], [one.above for one in SIGNS]
+    known, above = [math.log(form.every) for form in FORMS], [form.above for form in FORMS]
     factor *= 1 + float(np.interp(math.log(every), known, above))
     return factor * cost_of_delay(every, delay), (Outside("streaming_sign-unfitted", says),)
 

@@ -43,7 +43,6 @@ CODECS: dict[str, tuple[str | None, ...]] = {
 }
 EVERY = (15, 30, 50, 100, 200, 500)
 DELAY = (1, 2, 5, 10)
-SIGN_DELAY = (1, 2, 3)  # the delays of streaming_sign that were measured
 BY_LAW = ("diloco", "streaming_diloco")  # recipes whose outer learning rate depends on the number of replicas
 
 
@@ -85,16 +84,18 @@ def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | No
         taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
         own = base.method.codec if method == base.method.strategy else None
         tried = dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else [])))
-        pairs = [(codec, every) for codec in tried for every in (EVERY if "every" in taken else (None,))]
-        delays: tuple[int, ...] = DELAY
+        rounds = [
+            (codec, every, delay)
+            for codec in tried
+            for every in (EVERY if "every" in taken else (None,))
+            for delay in (DELAY if "delay" in taken else (None,))
+            if not (delay and every and 2 * delay > every)
+        ]
         if method == "streaming_sign":
-            pairs = [(own or one.codec, one.every) for one in expected.SIGNS]
-            delays = SIGN_DELAY
-        for codec, every in pairs:
-            for delay in delays if "delay" in taken else (None,):
-                if not (delay and every and 2 * delay > every):
-                    outer_lr = None if method in BY_LAW else run.method.outer_lr
-                    yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
+            rounds = [(own or form.codec, form.every, delay) for form in expected.FORMS for delay, _ in form.of_delay]
+        outer_lr = None if method in BY_LAW else run.method.outer_lr
+        for codec, every, delay in rounds:
+            yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
 
 
 class _Search:
