@@ -75,7 +75,7 @@ SEVERAL: dict[str, tuple[float, ...]] = SPEEDS | {
 }
 TIMED: tuple[tuple[str, int, int], ...] = (  # speeds, inner steps in the mean, number of seeds
     ("1:2:4", 120, 6), ("1:1:10", 120, 6), ("1:2", 120, 3), ("1:2:4", 300, 3), ("1:2:4, 8 replicas", 120, 6),
-    ("1:1:10", 300, 3), ("1:2", 300, 3), ("1:2:4, 16 replicas", 120, 1), ("1:2:4, 64 replicas", 60, 1),
+    ("1:1:10", 300, 3), ("1:2", 300, 3), ("1:2:4, 16 replicas", 120, 3), ("1:2:4, 64 replicas", 60, 1),
 )  # fmt: skip
 
 
