@@ -106,13 +106,14 @@ def curve(
         job.begin(Share(run.seed, group.rank, shares or group.size))
         model, told = job.make_model(), []
         optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+        tokens = float(batches[group.rank]) if batches else None
         attached: Any = (
             method.attach(model, optimizer, group)
             if method
-            else tw.Replica(run.make_strategy(), model, optimizer, group)
+            else tw.Replica(run.make_strategy(), model, optimizer, group, tokens=tokens)
         )
-        if batches:
-            attached.tokens = float(batches[group.rank])
+        if method and tokens:
+            attached.tokens = tokens
         pace = slow[group.rank] if method else max(slow)
 
         def progress() -> int:
