@@ -75,7 +75,7 @@ SEVERAL: dict[str, tuple[float, ...]] = SPEEDS | {
 }
 TIMED: tuple[tuple[str, int, int], ...] = (  # speeds, inner steps in the mean, number of seeds
     ("1:2:4", 120, 6), ("1:1:10", 120, 6), ("1:2", 120, 3), ("1:2:4", 300, 3), ("1:2:4, 8 replicas", 120, 6),
-    ("1:1:10", 300, 3), ("1:2", 300, 3), ("1:2:4, 16 replicas", 120, 1), ("1:2:4, 64 replicas", 60, 1),
+    ("1:1:10", 300, 3), ("1:2", 300, 3), ("1:2:4, 16 replicas", 120, 3), ("1:2:4, 64 replicas", 60, 1),
 )  # fmt: skip
 
 
@@ -106,13 +106,14 @@ def curve(
         job.begin(Share(run.seed, group.rank, shares or group.size))
         model, told = job.make_model(), []
         optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+        tokens = float(batches[group.rank]) if batches else None
         attached: Any = (
             method.attach(model, optimizer, group)
             if method
-            else tw.Replica(run.make_strategy(), model, optimizer, group)
+            else tw.Replica(run.make_strategy(), model, optimizer, group, tokens=tokens)
         )
-        if batches:
-            attached.tokens = float(batches[group.rank])
+        if method and tokens:
+            attached.tokens = tokens
         pace = slow[group.rank] if method else max(slow)
 
         def progress() -> int:

@@ -624,10 +624,11 @@ def smaller_batches(result: Result) -> tuple[list[str], list[list[str]]]:
     for row in result["rows"]:
         each = list(row["losses"].values())
         changes = [
-            f"{row[of]:+.2%}" + ("" if row[f"error_{of}"] is None else f" ± {row[f'error_{of}']:.2%}")
+            ("–" if row[of] is None else f"{row[of]:+.2%}")
+            + ("" if row[f"error_{of}"] is None else f" ± {row[f'error_{of}']:.2%}")
             for of in ("of_default", "of_fast")
         ]
-        means = [f"{sum(losses) / len(each):.4f}" for losses in zip(*each)]
+        means = ["–" if None in losses else f"{sum(losses) / len(each):.4f}" for losses in zip(*each)]
         batches = ", ".join(map(str, dict.fromkeys(row["batches"])))
         rows.append([row["speeds"], batches, f"{len(each)}", f"{row['time']:.0f}", *means, *changes])
     return heads, rows

@@ -217,3 +217,8 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
     for each in (np.full(20, 0.14), np.full(9, 0.4)):  # nearly as fast; too few steps
         first = replace(slower.replicas[0], compute_seconds=each)
         assert of_speeds(replace(slower, replicas=[first, *slower.replicas[1:]])) == ""
+    first = replace(slower.replicas[0], compute_seconds=np.full(20, 1.04))
+    assert of_speeds(replace(slower, replicas=[first, *slower.replicas[1:]])) == (
+        "replica 0's steps took 10.4 times as long as the fastest ones; so slow a machine costs a run more than it brings: "
+        "leave it out, or let it follow (thinwire follow)"
+    )

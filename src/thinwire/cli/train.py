@@ -40,6 +40,7 @@ from thinwire.report.trackers.sinks import named
 
 DEMO = Run.of(link="5mbit,30ms")
 FEW_STEPS, UNEQUAL = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
+USELESS = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
 WEIGH = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
 
 
@@ -368,13 +369,13 @@ def of_speeds(record: RunRecord) -> str:
     seconds = [statistics.median(one.compute_seconds.tolist()) for one in replicas]
     slow = [one / max(min(seconds), 1e-9) for one in seconds]
     slowest = slow.index(max(slow))
+    told = f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones"
+    if slow[slowest] >= USELESS:
+        return f"{told}; so slow a machine costs a run more than it brings: leave it out, or let it follow (thinwire follow)"
     if not UNEQUAL <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
         return ""
     several = " ".join(str(max(1, round(batch / one))) for one in slow)
-    return (
-        f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones; with --batch {several} "
-        "all would take about equally long"
-    )
+    return f"{told}; with --batch {several} all would take about equally long"
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:

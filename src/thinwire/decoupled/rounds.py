@@ -6,9 +6,10 @@ expected soon:
     expected(m) = when m last sent this fragment + mean of its intervals + 2 · their mean deviation
     the round is held when no expected(m) is within the next `grace` · mean interval of the replicas that have sent
 
-Both means are moving averages, like those of TCP's round-trip time, so no time is fixed. If a replica has not sent yet, the round
-waits twice as long as the first delta of the fragment took. A dead replica costs one grace; after that its expected time is in the
-past. Replicas continue to train while a round waits.
+Both means are moving averages, like those of TCP's round-trip time, so no time is fixed. They begin with the time of the first delta.
+The first round of a fragment waits for replicas that have not sent yet too: one grace, and at most twice as long as the first delta
+took. Nobody knows their weights then, so without them the round would count only a part of the others' progress. A dead replica costs
+one grace; after that its expected time is in the past. Replicas continue to train while a round waits.
 """
 
 from __future__ import annotations
@@ -24,23 +25,20 @@ class Interval:
     """The intervals at which a replica sends a fragment."""
 
     last: float
-    mean: float | None = None
+    mean: float
     deviation: float = 0.0
 
     def heard(self, now: float) -> None:
         """Record an arrival."""
         gap = now - self.last
-        if self.mean is None:
-            self.mean = gap
-        else:
-            self.deviation += _GAIN * (abs(gap - self.mean) - self.deviation)
-            self.mean += _GAIN * (gap - self.mean)
+        self.deviation += _GAIN * (abs(gap - self.mean) - self.deviation)
+        self.mean += _GAIN * (gap - self.mean)
         self.last = now
 
     @property
-    def expected(self) -> float | None:
-        """The latest time at which the next delta is expected; None: not known yet."""
-        return None if self.mean is None else self.last + self.mean + 2 * self.deviation
+    def expected(self) -> float:
+        """The latest time at which the next delta is expected."""
+        return self.last + self.mean + 2 * self.deviation
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ class Quorum:
     there: set[int] = field(default_factory=set)
     intervals: dict[tuple[int, int], Interval] = field(default_factory=dict)
     waiting: dict[int, dict[int, float]] = field(default_factory=dict)  # by fragment and replica: the time of arrival
+    begun: set[int] = field(default_factory=set)  # fragments that have had a round
 
     def __post_init__(self) -> None:
         self.there = self.there or set(range(self.size))
@@ -86,7 +85,7 @@ class Quorum:
         """Record that `rank` has sent a delta of `fragment`."""
         before = self.intervals.get((rank, fragment))
         if before is None:
-            self.intervals[rank, fragment] = Interval(now)
+            self.intervals[rank, fragment] = Interval(now, now - self.began)
         else:
             before.heard(now)
         self.waiting.setdefault(fragment, {})[rank] = now
@@ -108,15 +107,12 @@ class Quorum:
         """The time until which the syncer waits for the last message of `rank`, which was asked for at `since`: twice as long as one of its
         deltas takes, and at least `patience`.
         """
-        longest = [
-            one.mean + 2 * one.deviation
-            for (of, _), one in self.intervals.items()
-            if of == rank and one.mean is not None
-        ]
+        longest = [one.mean + 2 * one.deviation for (of, _), one in self.intervals.items() if of == rank]
         return since + max(self.patience, 2 * max(longest, default=since - self.began))
 
     def _held(self, fragment: int, now: float) -> HeldRound:
         here = self.waiting.pop(fragment)
+        self.begun.add(fragment)
         return HeldRound(fragment, now, tuple((rank, now - here[rank]) for rank in sorted(here)))
 
     def _until(self, fragment: int) -> float | None:
@@ -127,18 +123,12 @@ class Quorum:
         if len(here) < enough:
             return None
         opened = sorted(here.values())[enough - 1]
-        known = [mean for rank in here if (mean := self.intervals[rank, fragment].mean) is not None]
-        period = sum(known) / len(known) if known else min(here.values()) - self.began
+        period = sum(self.intervals[rank, fragment].mean for rank in here) / len(here)
         last = opened + self.grace * period
-        expected = [self._expected(rank, fragment, here) for rank in missing]
+        expected = [one.expected for rank in missing if (one := self.intervals.get((rank, fragment)))]
+        if fragment not in self.begun and len(expected) < len(missing):
+            expected.append(min(min(here.values()) + period, last))
         return max([opened, *(at for at in expected if at <= last)])
-
-    def _expected(self, rank: int, fragment: int, here: dict[int, float]) -> float:
-        known = self.intervals.get((rank, fragment))
-        if known is not None and known.expected is not None:
-            return known.expected
-        first = min(here.values())
-        return first + (first - self.began)
 
 
 def own_every(every: int, own: float, speeds: Sequence[float]) -> int:
