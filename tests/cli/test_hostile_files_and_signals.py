@@ -297,12 +297,12 @@ def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Check that the command restores the signal handlers."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_exit_code_of_a_stopped_verb_names_the_signal(
     number: int, code: int, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:

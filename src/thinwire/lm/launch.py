@@ -36,7 +36,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.records.events import EventLog, being_written
-from thinwire.records.printable import printable_lines
+from thinwire.records.printable import printable_lines, quoted
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"
@@ -324,7 +324,7 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
         lines.append(f"{who} ({', '.join(ends)}): {words}")
     whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
     full, kept = of_full_disk(folder)
-    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole and not kept else ""
+    advice = f" `thinwire resume {quoted(folder)}` continues from the last checkpoint." if whole and not kept else ""
     return "\n".join(
         [*lines, *([full] if full else []), f"All that the replicas printed is in {folder / 'logs'}.{advice}"]
     )
@@ -336,11 +336,12 @@ def _end_of_process(code: int) -> str:
 
 @contextmanager
 def stopping(stop: Stop) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`, the second ends a process that was not launched. Only the main thread can listen."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) sets `stop`. A second SIGINT or SIGTERM ends a process that was not launched.
+    Only the main thread can listen. A SIGHUP that nohup lets the process ignore stays ignored."""
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
-            if stop.launched:
+            if stop.launched or number == signal.SIGHUP:  # a shell may send a second SIGHUP at once
                 return
             raise KeyboardInterrupt(number)
         stop.number = number
@@ -350,6 +351,8 @@ def stopping(stop: Stop) -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handle)
     try:
         yield
     finally:

@@ -89,7 +89,7 @@ class ScrapedTop:
                 self._missed += 1
                 return
             raise DataError(
-                f"{self.address} cannot be read ({type(error).__name__}: {error}); a run that trains with --log prometheus is needed. "
+                f"{self.address} cannot be read ({getattr(error, 'reason', error)}); a run that trains with --log prometheus is needed. "
                 "Its endpoint ends with it."
             ) from None
         self._missed = 0

@@ -57,8 +57,8 @@ class TcpProxy:
             self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=BACKLOG)
         except OSError as error:
             raise LinkError(
-                f"{self._owner} cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
-                "another with --listen."
+                f"{self._owner} cannot listen at {host}:{port} ({error.strerror or error}). Give --listen an address of this machine, and a "
+                "free port."
             ) from None
         return int(self._server.sockets[0].getsockname()[1])
 
