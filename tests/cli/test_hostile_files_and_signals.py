@@ -363,14 +363,17 @@ def test_a_signal_after_the_last_step_leaves_summary_and_report(
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/report.html").exists()
 
 
-def test_the_display_fits_sixty_columns(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "columns"), [(60, "tokens/s compute stalled"), (40, "replica  step   loss tokens/s compute")]
+)
+def test_the_display_fits_narrow_terminals(trained: Path, width: int, columns: str) -> None:
     import io
 
     from thinwire.report.progress import Progress
 
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=60, height=40, color_system=None)
+    console = Console(file=out, force_terminal=True, width=width, height=40, color_system=None)
     with Progress(trained, steps=4, replicas=2, console=console) as progress:
         progress.update()
     shown = out.getvalue()
-    assert "elapsed" in shown and "tokens/s compute stalled" in shown and "…" not in shown
+    assert "elapsed" in shown and columns in shown and "…" not in shown

@@ -32,7 +32,7 @@ from thinwire.membership.view import Presence
 from thinwire.plan.delay import follows_link
 from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
-from thinwire.records.printable import quoted
+from thinwire.records.printable import quoted, reason
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -308,7 +308,7 @@ def finish(
     try:
         drawn = f"report: {write_report([folder], folder / 'report.html')}"
     except DataError as error:  # the run is complete without it
-        drawn = f"no report: {error}"
+        drawn = f"no report: {reason(error)}"
     console.print(drawn, soft_wrap=True, highlight=False)
     if paths := summary.get("paths"):
         console.print(paths, soft_wrap=True, highlight=False)
