@@ -41,7 +41,7 @@ SKIPS = 2
 LEVELS = Levelled((Int(8), E3M0(32), Sign(block=512)), skips=SKIPS)
 STEPS, STEP_SECONDS, BUSY = 300, 0.5, 0.6
 RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2, steps=STEPS)
-STRATEGY = tw.streaming_sign(delay=5, codec=LEVELS)
+STRATEGY = tw.streaming_sign(every=7, delay=5, codec=LEVELS)
 SCHEDULE = cast(Staggered, STRATEGY.schedule)
 Levels = dict[tuple[int, int], int]
 

@@ -297,12 +297,12 @@ def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Check that the command restores the signal handlers."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_exit_code_of_a_stopped_verb_names_the_signal(
     number: int, code: int, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
@@ -363,14 +363,17 @@ def test_a_signal_after_the_last_step_leaves_summary_and_report(
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/report.html").exists()
 
 
-def test_the_display_fits_sixty_columns(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "columns"), [(60, "tokens/s compute stalled"), (40, "replica  step   loss tokens/s compute")]
+)
+def test_the_display_fits_narrow_terminals(trained: Path, width: int, columns: str) -> None:
     import io
 
     from thinwire.report.progress import Progress
 
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=60, height=40, color_system=None)
+    console = Console(file=out, force_terminal=True, width=width, height=40, color_system=None)
     with Progress(trained, steps=4, replicas=2, console=console) as progress:
         progress.update()
     shown = out.getvalue()
-    assert "elapsed" in shown and "tokens/s compute stalled" in shown and "…" not in shown
+    assert "elapsed" in shown and columns in shown and "…" not in shown

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
     def interrupt() -> None:
         wait_for_step(folder, 5)
         listening.update(addresses(*tree(os.getpid())))
-        replicas = [
-            one for one in tree(os.getpid()) if b"thinwire.lm.launch" in Path(f"/proc/{one}/cmdline").read_bytes()
-        ]
+        replicas = [one for one in tree(os.getpid()) if _is_replica(one)]
         assert len(replicas) == 2 and {os.getsid(one) for one in replicas} == set(replicas)
         for one in replicas:
             os.kill(one, signal.SIGTERM)
@@ -212,3 +211,36 @@ def test_repeated_ctrl_c_stops_thread_replicas_cleanly(tmp_path: Path, text: str
     _, said = process.communicate(timeout=900)
     assert process.returncode == 130, said.decode()
     assert events_of(folder, "stop") and events_of(folder, "end")
+
+
+def _is_replica(process: int) -> bool:
+    return b"thinwire.lm." in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", ["processes", "elastic"])
+def test_replicas_end_if_their_launcher_is_killed_before_they_begin(tmp_path: Path, text: str, carrier: str) -> None:
+    """They load their modules meanwhile, and have another parent when they begin to watch for it."""
+    small_run(text, carrier=carrier, steps=1_000_000).save(tmp_path / "run.toml")
+    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
+    launcher, replicas = subprocess.Popen(command, stdout=subprocess.DEVNULL), list[int]()
+    try:
+        while len(replicas) < 2:
+            time.sleep(0.01)
+            replicas = [one for one in tree(launcher.pid)[1:] if _is_replica(one)]
+        launcher.kill()
+        launcher.wait()
+        while any(map(_lives, replicas)):
+            time.sleep(0.1)
+    finally:
+        for one in (launcher.pid, *replicas):
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+    assert not (tmp_path / "run/model.safetensors").exists()

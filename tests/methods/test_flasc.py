@@ -14,7 +14,6 @@ import thinwire as tw
 from thinwire import checkpoint
 from thinwire.comm import CountedGroup, Ledger
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.lm.adapters import averaging_gap
 from thinwire.methods import Federated, Flasc, flasc
 from thinwire.packet import HEADER_NBYTES
 from thinwire.rng import derive
@@ -291,21 +290,3 @@ def test_replicas_of_another_method_are_refused():
 
     with pytest.raises(DisagreementError, match="strategy"):
         tw.run_threads(2, replica)
-
-
-def test_averaging_factors_differs_from_averaging_products():
-    """mean(B)·mean(A) equals mean(B·A) only where one factor is shared."""
-    generator = torch.Generator().manual_seed(0)
-    names = "x.lora_A.default.weight", "x.lora_B.default.weight"
-
-    def drawn(shape: tuple[int, int]) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    a, b = drawn((2, 6)), drawn((5, 2))
-    apart = [{names[0]: drawn((2, 6)), names[1]: drawn((5, 2))} for _ in range(2)]
-    averaged_factors = (apart[0][names[1]] + apart[1][names[1]]) @ (apart[0][names[0]] + apart[1][names[0]]) / 4
-    product = sum(one[names[1]] @ one[names[0]] for one in apart) / 2
-    assert averaging_gap(apart) == pytest.approx(float((averaged_factors - product).norm() / product.norm()), rel=1e-5)
-    assert averaging_gap([one | {names[0]: a} for one in apart]) < 1e-12
-    assert averaging_gap([one | {names[1]: b} for one in apart]) < 1e-12
-    assert averaging_gap([{names[0]: a, names[1]: torch.zeros(5, 2)}] * 2) == 0

@@ -72,6 +72,14 @@ def test_wrong_options_and_strategies_are_found():
     ]  # fmt: skip
 
 
+def test_benchmarks_can_be_imported():
+    """The strategies that they make at once exist with today's defaults."""
+    program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    command = [sys.executable, "-c", program, *(file.stem for file in FILES)]
+    ended = subprocess.run(command, cwd=FILES[0].parent, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [file.name for file in FILES if '"--quick"' in file.read_text()])
 def test_a_quick_benchmark_runs(name, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import signal
 import sys
 import threading
@@ -11,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 
+from thinwire.cli.streams import outliving_their_reader
 from thinwire.errors import JobError, ThinwireError
 from thinwire.records.choices import listed, nearest
-from thinwire.records.printable import printable_lines
+from thinwire.records.printable import printable_lines, reason
 from thinwire.version import __version__
 
 VERBS = {
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the verb and its options; None: those of this process.
 
     Returns:
-        The exit code: 0, 1 (it failed), 2 (wrong arguments), 130 or 143 (stopped by SIGINT or SIGTERM).
+        The exit code: 0, 1 (it failed), 2 (wrong arguments), 128 + the number of the signal that stopped it (130 after Ctrl-C).
 
     >>> import contextlib, io
     >>> with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -67,7 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> code, printed.getvalue().strip() == __version__
     (0, True)
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    with outliving_their_reader():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0
@@ -86,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(printable_lines(str(error)), file=sys.stderr)
         return 1
     except ThinwireError as error:
-        print(_one_sentence(verb, error), file=sys.stderr)
+        print(printable_lines(f"thinwire {verb}: {reason(error)}"), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except OSError as error:  # a full disk, a missing folder
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
@@ -98,14 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
 
 
-def _one_sentence(verb: str, error: Exception) -> str:
-    """The message of an error, without the numbers that Python puts before the words of the system."""
-    return printable_lines(f"thinwire {verb}: " + re.sub(r"\[Errno -?\d+\] ", "", str(error)))
-
-
 @contextmanager
 def _heard() -> Iterator[None]:
-    """Let SIGTERM end a verb like Ctrl-C, so that it cleans up. A verb that trains has its own handler."""
+    """Let SIGTERM and SIGHUP (a closed terminal) end a verb like Ctrl-C, so that it cleans up. A verb that trains has its own handler."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt(number)
@@ -113,8 +112,11 @@ def _heard() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup lets the verb ignore it
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

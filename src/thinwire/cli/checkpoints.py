@@ -91,5 +91,5 @@ def _told(folder: Path, sets: Sequence[CheckpointSet], here: int, run: Run, each
     if each:
         return "each replica resumes from its own newest whole one"
     elsewhere = run.placement.replicas - len({name.split(".")[0] for name in replicas_of(folder)})
-    there = f", if the {elsewhere} of other machines have it" if here and elsewhere > 0 else ""
+    there = f", if the replicas of other machines have it too: {elsewhere}" if here and elsewhere > 0 else ""
     return f"a resume starts at step {whole[-1]}{there}"

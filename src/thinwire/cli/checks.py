@@ -23,6 +23,7 @@ from torch import distributed as dist
 
 from thinwire.comm.torch import connected
 from thinwire.errors import LinkError
+from thinwire.records.printable import reason
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.version import __version__
 
@@ -197,7 +198,7 @@ def meeting_point(address: str, port: int) -> Iterator[CheckResult]:
         theirs = {str(info[4][0]) for info in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
     except OSError as error:
         advice = "give --master-addr an address, or add the name to the hosts file"
-        yield CheckResult("rank 0", "problem", f"{address} does not resolve ({error})", advice)
+        yield CheckResult("rank 0", "problem", f"{address} does not resolve ({reason(error)})", advice)
         return
     own = {a for addresses in interfaces().values() for a in addresses}
     chosen = min(theirs & own or theirs)
@@ -214,10 +215,10 @@ def meeting_point(address: str, port: int) -> Iterator[CheckResult]:
         except OSError as error:
             if theirs & own:
                 advice = "end what holds it, or take another --master-port"
-                yield CheckResult("rank 0", "problem", f"port {port} cannot be used here ({error})", advice)
+                yield CheckResult("rank 0", "problem", f"port {port} cannot be used here ({reason(error)})", advice)
             else:
                 advice = "as it must be while rank 0 does not run; else open the port"
-                yield CheckResult("rank 0", "warning", f"{address}:{port} does not answer ({error})", advice)
+                yield CheckResult("rank 0", "warning", f"{address}:{port} does not answer ({reason(error)})", advice)
     try:
         here = socket.gethostbyname(socket.gethostname())
     except OSError:

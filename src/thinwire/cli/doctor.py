@@ -38,6 +38,7 @@ from thinwire.plan.by_link import by_link, follows_link
 from thinwire.plan.compute import timed
 from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import Memory, kept_nbytes, placed, replica_memory
+from thinwire.records.printable import reason
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.strategy import Strategy
 
@@ -110,7 +111,7 @@ def set_up(
     try:
         run = Run.load(file, options.advise)
     except ConfigurationError as error:
-        yield CheckResult("run file", "problem", str(error))
+        yield CheckResult("run file", "problem", reason(error))
         return
     yield CheckResult(
         "run file",

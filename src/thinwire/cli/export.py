@@ -18,6 +18,7 @@ from thinwire.lm.export import draft_folder, store, store_as_dcp
 from thinwire.lm.model import Transformer
 from thinwire.lm.tokenizer import keep_tokenizer
 from thinwire.lm.trained import TrainedModel, trained_model
+from thinwire.records.printable import quoted
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")
     uses = {
         "hf": f'AutoModelForCausalLM.from_pretrained("{out}")',
-        "safetensors": f"thinwire train --model {out / 'model.safetensors'}",
+        "safetensors": f"thinwire train --model {quoted(out / 'model.safetensors')}",
         "dcp": f'torch.distributed.checkpoint.load({{"model": model.state_dict()}}, checkpoint_id="{out}")',
     }
     console.print(f"{out}: {uses['hf' if hf else asked.to]}", soft_wrap=True, highlight=False)

@@ -8,10 +8,9 @@ import os
 import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,9 +19,10 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import options
+from thinwire.cli.streams import unread
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
-from thinwire.records.printable import printable
+from thinwire.records.printable import printable, quoted
 from thinwire.records.published import PublishedFolder
 from thinwire.records.run_file import names_of_files, read_run_file
 
@@ -166,8 +166,7 @@ def _run(asked: Options, console: Console) -> int:
     host, port = _listen(asked, fresh)
 
     def say(line: str) -> None:
-        with suppress(SystemExit):  # from rich, when its output is closed: the hub continues
-            console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+        console.print(printable(line), soft_wrap=True, highlight=False)
 
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
@@ -179,7 +178,7 @@ def _run(asked: Options, console: Console) -> int:
         if fresh:
             _told_or_kept(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name, asked.group)))
         else:
-            say(f"admitted members may come again; for others: thinwire hub invite --out {folder}")
+            say(f"admitted members may come again; for others: thinwire hub invite --out {quoted(folder)}")
         with _reducing(asked, folder, say):
             while not ended:
                 time.sleep(0.2)
@@ -252,33 +251,23 @@ def _print_json(asked: Options, told: dict[str, object]) -> int:
 
 def _told_or_kept(asked: Options, console: Console, token: str) -> None:
     """`_told` of a hub that serves. If nobody reads its stdout any more, a line on stderr says how to get a token."""
-    unread = False
-    try:
-        _told(asked, console, token)
-    except SystemExit:  # from rich, which prints nothing more then
-        pass
-    except BrokenPipeError:
-        unread = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the exit does not try again
-    if unread or (console.quiet and not asked.json):
-        with suppress(OSError):
-            print(
-                f"the hub serves, but nobody reads its stdout; for a join token: thinwire hub invite --out {asked.out}",
-                file=sys.stderr,
-                flush=True,
-            )
+    _told(asked, console, token)
+    if unread():
+        options.advise(
+            f"the hub serves, but nobody reads its stdout; for a join token: thinwire hub invite --out {quoted(asked.out)}"
+        )
 
 
 def _rotated(ended: bool, behind: list[str], folder: Path) -> str:
-    names = ", ".join(behind)
+    names, own = ", ".join(behind), quoted(folder)
     if ended:
         lost = f"; {names} need a new token" if behind else ""
-        return f"the old authority and its tokens have ended{lost}: thinwire hub invite --out {folder}"
+        return f"the old authority and its tokens have ended{lost}: thinwire hub invite --out {own}"
     if not behind:
-        return f"a new authority is made; to end the old one: thinwire hub rotate --out {folder}"
+        return f"a new authority is made; to end the old one: thinwire hub rotate --out {own}"
     return (
         f"a new authority is made, and {names} have no certificate of it yet: they get one when they connect. "
-        f"Then, to end the old one: thinwire hub rotate --out {folder} (without them: --now)"
+        f"Then, to end the old one: thinwire hub rotate --out {own} (without them: --now)"
     )
 
 

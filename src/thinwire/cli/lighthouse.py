@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.membership.channel import PORT, secret_in
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 from thinwire.membership.server import Lighthouse
+from thinwire.records.printable import quoted
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda told, _: ended.append(told))
 
-    def say(line: str) -> None:
-        with suppress(SystemExit):  # from rich, when its output is closed: the lighthouse continues
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    say = options.teller(console)
 
     lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout, secret, say)
-    held = f" --secret {asked.secret}" if asked.secret else ""
+    held = f" --secret {quoted(asked.secret)}" if asked.secret else ""
     only = "nothing is encrypted, and the replicas' own ports are open: trusted networks or tunnels only."
     says = [
         f"lighthouse at {lighthouse.address}",

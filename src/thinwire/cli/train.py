@@ -32,6 +32,7 @@ from thinwire.membership.view import Presence
 from thinwire.plan.by_link import follows_link
 from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
+from thinwire.records.printable import quoted, reason
 from thinwire.records.run_record import RunRecord, explained, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
@@ -99,11 +100,9 @@ class Options:
 
     @property
     def joining(self) -> JoiningReplica | None:
-        return (
-            JoiningReplica(AtLighthouse(self.lighthouse, self.secret), self.name)
-            if self.lighthouse and self.name
-            else None
-        )
+        if not (self.lighthouse and self.name):
+            return None
+        return JoiningReplica(AtLighthouse(self.lighthouse, self.secret), self.name)
 
 
 DESCRIPTION = """Train one model on several replicas: a language model, or a job of your own.
@@ -282,7 +281,7 @@ def _membership_options(asked: Options) -> str:
     """The options of a replica whose lighthouse is on another machine."""
     if asked.joining is None:
         return ""
-    held = f" --secret {asked.secret}" if asked.secret else ""
+    held = f" --secret {quoted(asked.secret)}" if asked.secret else ""
     return f" --lighthouse {asked.lighthouse} --name {asked.name}{held}"
 
 
@@ -310,7 +309,7 @@ def finish(
     try:
         drawn = f"report: {write_report([folder], folder / 'report.html')}"
     except DataError as error:  # the run is complete without it
-        drawn = f"no report: {error}"
+        drawn = f"no report: {reason(error)}"
     console.print(drawn, soft_wrap=True, highlight=False)
     if paths := summary.get("paths"):
         console.print(paths, soft_wrap=True, highlight=False)
@@ -320,7 +319,11 @@ def finish(
         console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
     if stopped:
-        console.print(f"to resume: thinwire {verb} --resume --out {folder}{options}", soft_wrap=True, highlight=False)
+        console.print(
+            f"to resume: thinwire {verb} --resume --out {quoted(folder)}{options}",
+            soft_wrap=True,
+            highlight=False,
+        )
     if as_json:
         print(json.dumps(summary))
     if told := without_result([record]):
@@ -350,7 +353,7 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     if recipe is not None and "delay" not in inspect.signature(recipe).parameters:
         return told
     what = "delay" if text else "--delay"  # what is written as text has its delay in the parentheses
-    return f"{told}; thinwire doctor {folder / 'run.toml'} shows the {what} without waits"
+    return f"{told}; thinwire doctor {quoted(folder / 'run.toml')} shows the {what} without waits"
 
 
 def of_speeds(record: RunRecord) -> str:

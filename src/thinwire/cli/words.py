@@ -51,10 +51,10 @@ def check(kind: Any, prog: str, arguments: Sequence[str], registry: ConstructorR
     while words and words[0] != "--":
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        if not re.match("--?[a-z]", flag):
+        if not re.match("--?[a-z]", flag):  # a folder may be named _texts
             free.append(word)
             continue
+        flag = flag.replace("_", "-")
         if flag.startswith(_TYRO):
             return
         if flag not in named:
@@ -75,7 +75,7 @@ def _values(spec: PrimitiveConstructorSpec[Any], words: list[str], left: int) ->
     """Take an option's values from `words`; a list of any length leaves `left` words for arguments that are needed."""
     least, most = (1, spec.nargs) if isinstance(spec.nargs, int) else (0, len(words) - left)
     given: list[str] = []
-    while words and len(given) < max(least, most) and not re.match("--?[a-z]|--$", words[0].replace("_", "-")):
+    while words and len(given) < max(least, most) and not re.match("--?[a-z]|--$", words[0]):
         given.append(words.pop(0))
     return given
 

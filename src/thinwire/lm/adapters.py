@@ -11,7 +11,7 @@ Needs the extra: pip install thinwire[lora].
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +104,3 @@ def _peft(rank: int) -> Any:
             f"lora={rank}: the package peft is needed for adapters; pip install 'thinwire[lora]'."
         ) from error
     return peft
-
-
-def averaging_gap(several: Sequence[Mapping[str, Tensor]]) -> float:
-    """The relative error of averaging factors instead of products: ‖mean B · mean A − mean (B·A)‖ / ‖mean (B·A)‖ over all layers.
-
-    `several` are the weights (state dicts) of separately trained replicas. The result is 0 if all A are equal (for example frozen), or
-    all B.
-    """
-    apart = whole = 0.0
-    for name in several[0]:
-        if name.endswith(".lora_A.default.weight"):
-            other = name.replace(".lora_A.", ".lora_B.")
-            made = torch.stack([weights[other].double() @ weights[name].double() for weights in several]).mean(0)
-            a, b = (torch.stack([weights[key].double() for weights in several]).mean(0) for key in (name, other))
-            apart += float((b @ a - made).square().sum())
-            whole += float(made.square().sum())
-    return (apart / whole) ** 0.5 if whole else 0.0

@@ -29,7 +29,7 @@ class CheckedSettings:
                 raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
         for name in self.positive:
             if not 0 < given.get(name, 1) < math.inf:
-                raise ConfigurationError(f"{name}={given[name]}: more than 0 is needed.")
+                raise ConfigurationError(f"{name}={given[name]}: a finite number above 0 is needed.")
         for name in self.not_negative:
             if not 0 <= given.get(name, 0) < math.inf:
                 raise ConfigurationError(f"{name}={given[name]}: 0 or more is needed.")

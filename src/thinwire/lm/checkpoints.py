@@ -8,6 +8,7 @@ from pathlib import Path
 
 from thinwire.checkpoint import drop, found_in, read, step_of
 from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.records.printable import quoted
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
         whole = [[one.step for one in sets if not one.problems]] * len(groups)
     if not all(steps for steps, group in zip(whole, groups) if group):
         raise ConfigurationError(
-            f"{folder} has no whole set of checkpoints, so nothing was deleted; `thinwire checkpoints {folder} --verify` says what is wrong."
+            f"{folder} has no whole set of checkpoints, so nothing was deleted; `thinwire checkpoints {quoted(folder)} --verify` says what is wrong."
         )
     gone = [
         saved

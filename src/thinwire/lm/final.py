@@ -13,6 +13,7 @@ from thinwire import checkpoint
 from thinwire.errors import CheckpointError
 from thinwire.jobs.base import Job
 from thinwire.lm.run import Run
+from thinwire.records.printable import quoted
 
 _PAGE = 4096  # bytes: a disk with fewer is full
 
@@ -74,4 +75,4 @@ def _left(folder: Path, writer: str, nbytes: int) -> str:
     found, _ = checkpoint.newest(folder / "checkpoints" / writer)
     if found is None:
         return f"There is no checkpoint either, so the training is lost: free {nbytes:,} bytes, and train again in another --out."
-    return f"Free {nbytes:,} bytes, then `thinwire resume {folder}` goes on from the checkpoint of step {found.step}."
+    return f"Free {nbytes:,} bytes, then `thinwire resume {quoted(folder)}` goes on from the checkpoint of step {found.step}."

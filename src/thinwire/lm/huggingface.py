@@ -286,4 +286,5 @@ def _why(source: object, error: Exception) -> str:
     """The reason why transformers found nothing. A missing path is reported as such, not as an invalid name of the hub."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)) and not Path(str(source)).is_dir():
         return "there is no such folder"
-    return str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow
+    first = str(error).splitlines()[0].split(" Should contain one of")[0]  # several hundred names follow
+    return first.rstrip(".")

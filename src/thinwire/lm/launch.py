@@ -36,7 +36,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
 from thinwire.records.events import EventLog, being_written
-from thinwire.records.printable import printable_lines
+from thinwire.records.printable import printable_lines, quoted
 
 Tick = Callable[[], object]
 STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"
@@ -233,7 +233,7 @@ def run_processes(
             begins.append(output.tell())  # earlier lines belong to an earlier session
             processes.append(
                 subprocess.Popen(
-                    command,
+                    [*command, str(os.getpid())],
                     env=sharing_cores(len(replicas)) | environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -320,27 +320,26 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
     for words in dict.fromkeys(last[rank] for rank in causes):  # equal messages of several replicas are shown once
         alike = [rank for rank in causes if last[rank] == words]
         who = f"replica{'s' if len(alike) > 1 else ''} {', '.join(map(str, alike))}"
-        ends = dict.fromkeys(_end_of_process(codes[rank]) for rank in alike)
+        ends = dict.fromkeys(
+            f"exit code {n}" if n >= 0 else f"killed by signal {-n}" for n in (codes[rank] for rank in alike)
+        )
         lines.append(f"{who} ({', '.join(ends)}): {words}")
     whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
     full, kept = of_full_disk(folder)
-    advice = f" `thinwire resume {folder}` continues from the last checkpoint." if whole and not kept else ""
+    advice = f" `thinwire resume {quoted(folder)}` continues from the last checkpoint." if whole and not kept else ""
     return "\n".join(
         [*lines, *([full] if full else []), f"All that the replicas printed is in {folder / 'logs'}.{advice}"]
     )
 
 
-def _end_of_process(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-
-
 @contextmanager
 def stopping(stop: Stop) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`, the second ends a process that was not launched. Only the main thread can listen."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) sets `stop`. A second SIGINT or SIGTERM ends a process that was not launched.
+    Only the main thread can listen. A SIGHUP that nohup lets the process ignore stays ignored."""
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
-            if stop.launched:
+            if stop.launched or number == signal.SIGHUP:  # a shell may send a second SIGHUP at once
                 return
             raise KeyboardInterrupt(number)
         stop.number = number
@@ -350,6 +349,8 @@ def stopping(stop: Stop) -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handle)
     try:
         yield
     finally:
@@ -358,10 +359,10 @@ def stopping(stop: Stop) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def stop_with_the_launcher(stop: threading.Event) -> None:
-    """Stop as after Ctrl-C when the launcher is gone, because a killed launcher cannot forward a signal."""
-    launcher = os.getppid()
-    while os.getppid() == launcher:
+def _stop_with_the_launcher(stop: threading.Event) -> None:
+    """Stop as after Ctrl-C when the launcher is gone, because a killed launcher cannot forward a signal. It may be gone before this process
+    has loaded its modules, so the last word of the command is its number."""
+    while os.getppid() == int(sys.argv[-1]):
         time.sleep(1.0)
     stop.set()
 
@@ -373,20 +374,20 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """`python -m thinwire.lm.launch FOLDER [--resume]`: one replica, as `train_processes` starts it."""
+    """`python -m thinwire.lm.launch FOLDER [--resume] LAUNCHER`: one replica, as `train_processes` starts it."""
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
     return as_replica(lambda stop: train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop))
 
 
-def as_replica(train: Callable[[Stop], object]) -> int:
-    """Train in a process that `run_processes` started, and end with the launcher. Returns the exit code."""
+def as_replica(train: Callable[[Stop], object], failed: int = 1) -> int:
+    """Train in a process that a launcher started, and end with the launcher. Returns the exit code; `failed` if it is an error of ours."""
     stop = Stop(launched=True)
-    threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
+    threading.Thread(target=_stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
     try:
         train(stop)
     except ThinwireError as error:
         print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return 1
+        return failed
     except KeyboardInterrupt:
         return 130
     return 0

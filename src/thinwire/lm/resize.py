@@ -29,6 +29,7 @@ from thinwire.lm.trained import at_the_anchors
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
 from thinwire.records.events import being_written
+from thinwire.records.printable import quoted
 from thinwire.rng import derive
 from thinwire.runtime.fragment_state import DROPPED
 from thinwire.strategy import Gradients, Strategy
@@ -119,7 +120,7 @@ def _newest_set(folder: Path, replicas: int) -> list[Checkpoint]:
     if not common:
         raise CheckpointError(
             f"{folder} has no step of which all {replicas} replicas have a whole checkpoint, and all are needed for another number; "
-            f"bring them into one folder (thinwire checkpoints {folder} --verify), or resume with {replicas} replicas."
+            f"bring them into one folder (thinwire checkpoints {quoted(folder)} --verify), or resume with {replicas} replicas."
         )
     return [own[max(common)] for own in found]
 

@@ -1,6 +1,6 @@
 """Replicas that meet at a hub: all on this machine with their own hub, or one replica with a hub anywhere.
 
-python -m thinwire.lm.secure FOLDER INDEX [--resume]     one replica, as `train_secure` starts it
+python -m thinwire.lm.secure FOLDER INDEX [--resume] LAUNCHER    one replica, as `train_secure` starts it
 """
 
 from __future__ import annotations

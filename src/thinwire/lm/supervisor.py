@@ -1,6 +1,6 @@
 """Starts and restarts the replicas of an elastic run on this machine, each a process with a name that it keeps.
 
-    python -m thinwire.lm.supervisor FOLDER NAME INDEX begin|resume WORDS     one replica, as `train_elastic` starts it: see `meeting_of`
+    python -m thinwire.lm.supervisor FOLDER NAME INDEX begin|resume WORDS LAUNCHER     one replica, as `train_elastic` starts it: see `meeting_of`
 
 A replica that dies is started again and resumes from its own newest checkpoint; if it dies again at once, the waits grow. A
 replica that ends with an error that a restart cannot cure (different settings, a full disk) is given up. The run
@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,16 +24,16 @@ from pathlib import Path
 import torch
 
 from thinwire.checkpoint import newest
-from thinwire.errors import CheckpointError, LinkError, ThinwireError
+from thinwire.errors import CheckpointError, LinkError
 from thinwire.lm.final import of_full_disk
 from thinwire.lm.job import open_job
 from thinwire.lm.launch import (
     Stop,
     Tick,
+    as_replica,
     end,
     raise_for_job,
     sharing_cores,
-    stop_with_the_launcher,
     stopping,
     train_here,
 )
@@ -42,7 +41,6 @@ from thinwire.lm.meeting import Meeting, meeting_of, own_meeting
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.records.events import Tail
-from thinwire.records.printable import printable_lines
 
 FINAL = 3  # exit code of a replica that would fail again
 TRIES = 5  # deaths in a row after which a replica is given up
@@ -143,7 +141,7 @@ class _Replica:
 
     def begin(self, resume: bool) -> None:
         given = [str(self.folder), self.name, str(self.index), "resume" if resume else "begin", *self.meeting.words()]
-        command = [sys.executable, "-m", "thinwire.lm.supervisor", *given]
+        command = [sys.executable, "-m", "thinwire.lm.supervisor", *given, str(os.getpid())]
         with self._output.open("ab") as output:
             self._spoken = output.tell()
             self.process = subprocess.Popen(
@@ -264,19 +262,14 @@ def _signal(number: int) -> str:
 def main() -> int:
     """One replica, as `train_elastic` starts it."""
     folder, name, index, resume = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "resume"
-    stop = Stop(launched=True)
-    threading.Thread(target=stop_with_the_launcher, args=(stop,), name="thinwire-launcher-watch", daemon=True).start()
-    try:
+
+    def train(stop: Stop) -> None:
         with stopping(stop):
             gpu, run = index % max(1, torch.cuda.device_count()), Run.load(folder / "run.toml")
-            member = meeting_of(sys.argv[5:]).member(run, name)
+            member = meeting_of(sys.argv[5:-1]).member(run, name)
             train_here(run, ElasticPlace(member, folder, resume, gpu, stop))
-    except ThinwireError as error:
-        print(printable_lines(f"{type(error).__name__}: {error}"), file=sys.stderr)
-        return FINAL
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return as_replica(train, failed=FINAL)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.group import TAGS, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
@@ -199,6 +200,7 @@ class Attached(Participant):
         self.strategy, self.model, self.optimizer = method, model, optimizer
         self.fragments: list[Fragment] = Whole().fragments(model)
         self.parameters = [parameter for _, parameter in trainable(model)]
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def evaluated(self) -> str:
@@ -241,6 +243,8 @@ class Attached(Participant):
 
     def close(self) -> None:
         """Detach. The group stays open; it is the caller's."""
+        for hook in self._hooks:
+            hook.remove()
 
     def introduce(self, facts: Mapping[str, Any]) -> None:
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""

@@ -361,10 +361,6 @@ class Talking(Attached):
                 self._land(self._flying)
             self.close()
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:
         raise ConfigurationError("the group of a codistillation is fixed; resume all from checkpoints with another.")
 

@@ -280,10 +280,6 @@ class Controlled(Attached):
                 for parameter, kept in zip(self.parameters, own):
                     parameter.copy_(kept)
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     # ---- the group
 
     def meet(self, group: Group, names: Sequence[str] | None = None) -> None:

@@ -143,7 +143,7 @@ class Federated(Attached):
         self.start = self._flat()  # s
         self.p = nn.Parameter(self.start.clone())  # on other replicas than the hub: the values that were received last
         self._adam = torch.optim.AdamW([self.p], lr=method.outer_lr, weight_decay=0.0)
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hooks = [optimizer.register_step_post_hook(lambda *_: self._after_step())]
         self.meet(group, self.names)
 
     # ---- the loop
@@ -268,9 +268,6 @@ class Federated(Attached):
             yield
         finally:
             self._load(own)
-
-    def close(self) -> None:
-        self._hook.remove()
 
     # ---- the group
 

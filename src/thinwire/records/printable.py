@@ -1,6 +1,10 @@
-"""Escapes untrusted text for a terminal."""
+"""Text for a terminal: untrusted text is escaped."""
 
 from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
 
 LONGEST = 4000  # most characters of one text
 
@@ -21,3 +25,17 @@ def printable(text: object, most: int = LONGEST) -> str:
 def printable_lines(text: object, most: int = LONGEST) -> str:
     """The same for text of several lines, each bounded by itself."""
     return "\n".join(printable(line, most) for line in str(text).split("\n"))
+
+
+def reason(error: Exception) -> str:
+    """The message of an error, without the numbers that Python puts before the words of the system."""
+    return re.sub(r"\[Errno -?\d+\] ", "", str(error))
+
+
+def quoted(path: Path) -> str:
+    """A path for a command that a person copies into a shell: in quotes if it needs them.
+
+    >>> quoted(Path("runs/first")), quoted(Path("my runs/first"))
+    ('runs/first', "'my runs/first'")
+    """
+    return shlex.quote(str(path))

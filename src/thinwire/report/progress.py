@@ -41,7 +41,10 @@ from thinwire.report.terminal import Terminal
 SILENT_SECONDS = 20.0  # seconds without an event after which a replica does not count as living
 COLUMNS = ("replica", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused")
 NARROW = tuple(name for name in COLUMNS if name not in ("in the air", "link", "refused"))
-WIDE = 80  # least width of a terminal for all columns
+WIDE, SLIM = (
+    80,
+    60,
+)  # least width of a terminal for all columns, and for the narrow ones; below it the first five of them are shown
 QUIET_SECONDS = 10.0  # seconds between plain lines, or a hundredth of the run so far if that is longer
 
 
@@ -237,7 +240,8 @@ class Progress:
         if phase := self._phase():
             return Group(Text(f"{phase} · {self._elapsed()}"))
         left = f"{text_of_seconds(self._seconds_left())} left (predicted)" if self.step < self.steps else "done"
-        shown = COLUMNS if self.console.width >= WIDE else NARROW
+        width = self.console.width
+        shown = COLUMNS if width >= WIDE else NARROW if width >= SLIM else NARROW[:5]
         troubles = "" if shown == COLUMNS else self._troubles()
         said = (
             f"{self._elapsed()} elapsed", left, self._evaluation(), self._membership_line(), self._steps_line(), troubles,

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.errors import ConfigurationError, DataError
+from thinwire.records.losses import for_json
 from thinwire.records.printable import printable
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.progress import SILENT_SECONDS
@@ -89,7 +90,7 @@ class ScrapedTop:
                 self._missed += 1
                 return
             raise DataError(
-                f"{self.address} cannot be read ({type(error).__name__}: {error}); a run that trains with --log prometheus is needed. "
+                f"{self.address} cannot be read ({getattr(error, 'reason', error)}); a run that trains with --log prometheus is needed. "
                 "Its endpoint ends with it."
             ) from None
         self._missed = 0
@@ -108,8 +109,8 @@ class ScrapedTop:
         return {
             "run": self._run, "address": self.address, "step": self._step,
             "replicas": [
-                {"name": name, "state": self._state(one, now), "step": _whole(one.now("step")), "loss": _finite(one.now("loss")),
-                 "tokens_per_second": _finite(one.rate("tokens")), "nbytes": _whole(one.now("sent_bytes"))}
+                {"name": name, "state": self._state(one, now), "step": _whole(one.now("step")), "loss": for_json(one.now("loss")),
+                 "tokens_per_second": for_json(one.rate("tokens")), "nbytes": _whole(one.now("sent_bytes"))}
                 for name, one in sorted(self._seen.items())
             ],
         }  # fmt: skip
@@ -152,7 +153,3 @@ def is_address(text: str) -> bool:
 
 def _whole(value: float) -> int:
     return int(value) if math.isfinite(value) else 0
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -14,6 +14,7 @@ from rich.text import Text
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks
 from thinwire.records.events import Event, Tail, being_written, read_events
+from thinwire.records.losses import for_json
 from thinwire.records.membership import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
@@ -120,10 +121,10 @@ class Top:
     def facts(self, now: float) -> dict[str, Any]:
         """The contents of the screen, for JSON."""
         return {
-            "run": str(self.folder), "step": self._step, "steps": self._steps, "seconds_left": _finite(self._seconds_left()),
+            "run": str(self.folder), "step": self._step, "steps": self._steps, "seconds_left": for_json(self._seconds_left()),
             "replicas": [
-                {"name": one.name, "state": self._state(one, now), "step": one.progress.step, "loss": _finite(one.progress.loss),
-                 "tokens_per_second": _finite(one.progress.tokens_per_second), "nbytes": one.progress.nbytes,
+                {"name": one.name, "state": self._state(one, now), "step": one.progress.step, "loss": for_json(one.progress.loss),
+                 "tokens_per_second": for_json(one.progress.tokens_per_second), "nbytes": one.progress.nbytes,
                  "checkpoint": one.saved and one.saved[0]}
                 for one in self._all
             ],
@@ -241,7 +242,3 @@ def _run_in(folder: Path) -> Path:
             "`thinwire train` wrote, or the one above."
         )
     return logs[-1].parent.parent
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

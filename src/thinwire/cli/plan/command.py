@@ -29,6 +29,7 @@ from thinwire.plan.search import settings
 from thinwire.plan.setting import SEARCHED, Setting, Task
 from thinwire.plan.sharding import Shards
 from thinwire.plan.targets import Targets, meeting
+from thinwire.records.printable import quoted
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.report.charts import Chart
 
@@ -264,14 +265,14 @@ def _write(path: Path, best: Setting, task: Task) -> None:
 
 
 def _command(path: Path, best: Setting, task: Task) -> str:
-    run = best.run
+    run, file = best.run, quoted(path)
     if run.placement.link != "none" or task.links.word == "emulated" or run.placement.replicas * task.ranks == 1:
-        return f"thinwire train {path}"
+        return f"thinwire train {file}"
     if task.ranks == 1:
-        return f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --master-addr HOST -m thinwire train {path} --out runs/planned"
+        return f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --master-addr HOST -m thinwire train {file} --out runs/planned"
     return (
         f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
-        f"-m thinwire train {path} --out runs/planned"
+        f"-m thinwire train {file} --out runs/planned"
     )
 
 

@@ -65,7 +65,38 @@ async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
         raise PacketError(f"the request of a follower has {len(question)} bytes and cannot be read; {SAME_RELEASE}")
 
 
-class PublishedAtHub:
+class HubClient:
+    """A member that calls its hub, over one connection that is made again with each new certificate. Use it in one thread, and close it.
+
+    Args:
+        enrolment: the member's name and key at the hub.
+        most_nbytes: of one message that it takes.
+    """
+
+    def __init__(self, enrolment: Enrolment, most_nbytes: int) -> None:
+        self._enrolment, self._most_nbytes, self._thread = enrolment, most_nbytes, LoopThread.shared()
+        self._channel: grpc.aio.Channel | None = None
+        self._used: object = None  # the channel's certificate
+
+    def close(self) -> None:
+        """Close the connection."""
+        channel, self._channel = self._channel, None
+        if channel:
+            self._thread.run(channel.close(None))
+        self._thread.release()
+
+    async def _dialled(self) -> grpc.aio.Channel:
+        admitted = await self._enrolment.admitted()
+        if self._channel is None or self._used is not admitted:
+            if self._channel:
+                await self._channel.close(None)
+            token, own = self._enrolment.token, admitted.credentials
+            self._channel = dialled(token.host, token.port, own.authorities, own, self._most_nbytes)
+            self._used = admitted
+        return self._channel
+
+
+class PublishedAtHub(HubClient):
     """The published versions at the hub of `token`. Use it in one thread, and close it.
 
     Args:
@@ -78,10 +109,8 @@ class PublishedAtHub:
     """
 
     def __init__(self, token: str, name: str, folder: Path) -> None:
-        self._enrolment = Enrolment(Token.read(token), name, folder)
-        self._thread, self._list = LoopThread.shared(), b""
-        self._channel: grpc.aio.Channel | None = None
-        self._used: object = None  # the channel's certificate
+        super().__init__(Enrolment(Token.read(token), name, folder), ANSWER_NBYTES)
+        self._list = b""
 
     def newest(self) -> bytes | None:
         """The newest list; an unchanged list is not sent again. Raises `LinkError`."""
@@ -92,13 +121,6 @@ class PublishedAtHub:
     def read(self, digest: str, offset: int) -> Iterator[bytes]:
         """An object from `offset` on. Raises `DataError` if it was deleted, `LinkError` if the connection breaks."""
         return self._answer(OBJECT + _OBJECT.pack(bytes.fromhex(digest), offset), 1 << 62)
-
-    def close(self) -> None:
-        """Close the connection."""
-        channel, self._channel = self._channel, None
-        if channel:
-            self._thread.run(channel.close(None))
-        self._thread.release()
 
     def __enter__(self) -> PublishedAtHub:
         return self
@@ -120,14 +142,7 @@ class PublishedAtHub:
             self._thread.loop.call_soon_threadsafe(call.cancel)
 
     async def _asked(self, question: bytes) -> Any:
-        admitted = await self._enrolment.admitted()
-        if self._channel is None or self._used is not admitted:
-            if self._channel:
-                await self._channel.close(None)
-            token, own = self._enrolment.token, admitted.credentials
-            self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES)
-            self._used = admitted
-        call = self._channel.unary_stream(FOLLOW)(question, metadata=stated(FOLLOWING))
+        call = (await self._dialled()).unary_stream(FOLLOW)(question, metadata=stated(FOLLOWING))
         try:
             await agreed_with_hub(call, ANSWER_SECONDS, FOLLOWING)
         except grpc.aio.AioRpcError as error:

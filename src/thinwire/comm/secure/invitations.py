@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,9 @@ def invite(
     with opened_state(folder) as state:
         host, ports = state.meta("host"), state.meta("ports")
         if host is None or ports is None:
-            raise ConfigurationError(f"the hub in {folder} never ran; start it first: thinwire hub --out {folder}")
+            raise ConfigurationError(
+                f"the hub in {folder} never ran; start it first: thinwire hub --out {shlex.quote(str(folder))}"
+            )
         number, secret = state.invite(uses, seconds, check_name(name) if name else None, [*map(check_name, runs)])
         port, join_port = map(int, ports.split())
         return Token(host, port, join_port, Authority(folder).fingerprint, number, secret)
@@ -71,7 +74,7 @@ def rotate(folder: Path, now: bool = False) -> tuple[bool, list[str]]:
 def opened_state(folder: Path) -> Iterator[HubState]:
     """The state of the hub in `folder`, whether it runs or not. Raises `ConfigurationError` if there is none."""
     if not (folder / "authority.pem").exists():
-        raise ConfigurationError(f"{folder} holds no hub; thinwire hub --out {folder} makes one.")
+        raise ConfigurationError(f"{folder} holds no hub; thinwire hub --out {shlex.quote(str(folder))} makes one.")
     state = HubState(folder)
     try:
         yield state

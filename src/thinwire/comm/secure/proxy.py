@@ -9,6 +9,7 @@ else's. An honest member needs less than a second.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -56,9 +57,12 @@ class TcpProxy:
         try:
             self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=BACKLOG)
         except OSError as error:
+            told = (
+                os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+            )  # below 0: no such host
             raise LinkError(
-                f"{self._owner} cannot listen at {host}:{port} ({error.strerror or error}). End what holds that port, or choose "
-                "another with --listen."
+                f"{self._owner} cannot listen at {host}:{port} ({told}). Give --listen an address of this machine, and a "
+                "free port."
             ) from None
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -22,11 +22,10 @@ import grpc.aio
 
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
-from thinwire.comm.secure.channels import PUBLISH, dialled
+from thinwire.comm.secure.channels import PUBLISH
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
-from thinwire.comm.secure.fetch import Published
-from thinwire.comm.secure.frames import CHUNK_NBYTES, SAME_RELEASE
-from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.fetch import HubClient, Published
+from thinwire.comm.secure.frames import CHUNK_NBYTES, LIMIT_NBYTES, SAME_RELEASE
 from thinwire.comm.secure.streams import first
 from thinwire.comm.secure.versions import PUBLISHING, agreed_with_hub, agreed_with_member, stated
 from thinwire.errors import DataError, LinkError, PacketError
@@ -127,7 +126,7 @@ class Uploads:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
 
-class HubUploader:
+class HubUploader(HubClient):
     """A publisher's end, which sends versions to its hub in the pauses of its rounds. Use it in one thread, and close it.
 
     Args:
@@ -136,9 +135,8 @@ class HubUploader:
     """
 
     def __init__(self, enrolment: Enrolment, link: Callable[[], SpareLink | None]) -> None:
-        self._enrolment, self._link, self._thread = enrolment, link, LoopThread.shared()
-        self._channel: grpc.aio.Channel | None = None
-        self._used: object = None  # the channel's certificate
+        super().__init__(enrolment, LIMIT_NBYTES)
+        self._link = link
         self.state = "has sent no version"
 
     def send(self, folder: Path, over: Callable[[], bool]) -> bool:
@@ -157,13 +155,6 @@ class HubUploader:
         if error:
             raise error
         return True
-
-    def close(self) -> None:
-        """Close the connection."""
-        channel, self._channel = self._channel, None
-        if channel:
-            self._thread.run(channel.close(None))
-        self._thread.release()
 
     async def _sent(self, folder: Path) -> None:
         listed = (folder / "list.json").read_bytes()
@@ -186,15 +177,6 @@ class HubUploader:
         finally:
             if call:
                 call.cancel()
-
-    async def _dialled(self) -> grpc.aio.Channel:
-        admitted = await self._enrolment.admitted()
-        if self._channel is None or self._used is not admitted:
-            if self._channel:
-                await self._channel.close(None)
-            token, own = self._enrolment.token, admitted.credentials
-            self._channel, self._used = dialled(token.host, token.port, own.authorities, own), admitted
-        return self._channel
 
 
 async def _read(call: Any) -> bytes:
