@@ -20,6 +20,7 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.memory import replica_memory
 from thinwire.plan.search import SEARCHED, Setting, Task, settings
 from thinwire.plan.targets import Targets, meeting
+from thinwire.recipes import RECIPES
 
 GPU = Machine("gpu", memory_nbytes=80 * 10**9, flops_per_second=1.5e14, device="cuda")
 BILLION = Run.of(model="1b", tokenizer="bpe:32000", sequence=2048)
@@ -96,6 +97,14 @@ def test_signs_with_fewer_bits_are_proposed_where_the_link_is_too_thin_for_the_r
     sparser = {(one.every, one.codec) for one in expected.FORMS[1:]}
     assert thin.replicas > 1 and (thin.run.method.every, thin.run.method.codec) in sparser
     assert thin.loss.value > wide.loss.value and thin.period_nbytes < wide.period_nbytes
+
+
+def test_the_sparse_recipe_is_proposed_where_the_link_is_too_thin_for_signs() -> None:
+    signs = ("streaming_sign", "streaming_sparse")
+    wide, thin = (settings(task(link, methods=signs))[0] for link in ("1gbit,10ms", "2mbit,10ms"))
+    assert wide.method == "streaming_sign" and thin.method == "streaming_sparse"
+    assert thin.run.method.every == RECIPES["streaming_sparse"]().schedule.every and thin.run.method.codec is None
+    assert {warning.name for warning in thin.loss.warnings} >= {"streaming_sparse-unfitted"}
 
 
 def test_a_replica_with_thin_links_is_left_out() -> None:

@@ -162,7 +162,9 @@ class KeepUnsent(Keep):
     share: float = 0.65
 
     keeps_unsent: ClassVar[bool] = True
-    needs_fixed_group: ClassVar[str] = "leaves a part of a counted delta in the parameters, which a round that is taken back would count twice"
+    needs_fixed_group: ClassVar[str] = (
+        "leaves a part of a counted delta in the parameters, which a round that is taken back would count twice"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:

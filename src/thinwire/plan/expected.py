@@ -49,13 +49,15 @@ FORMS = (
     Form(7, "Sign(block=512)", 0.014, ((1, 0.0), (2, 0.009), (3, 0.025), (5, 0.054))),
     Form(24, "TopK(0.05, values=Sign(block=512))", 0.062, ((1, 0.0), (5, 0.028), (10, 0.049)), steps=2000),
 )
+# streaming_sparse: H, and its loss over the default's after 2,000 steps, less 1 (benchmarks/frontier.py); other H and delays were not measured
+SPARSE_EVERY, _SPARSE = 8, 0.028
 
 
 def loss(method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float) -> Prediction:
     """Evaluation loss of `method` (a recipe's name) at its best learning rates, in nats per token.
 
-    `sparse_loco`, `local_sgd` and `streaming_sign` have no published law. DiLoCo's law is used for them, with a named warning; that of
-    `streaming_sign` is corrected by our measurement with a small model.
+    `sparse_loco`, `local_sgd`, `streaming_sign` and `streaming_sparse` have no published law. DiLoCo's law is used for them, with a named
+    warning; those of the last two are corrected by our measurement with a small model.
 
     >>> round(loss("streaming_diloco", 1e9, 2, every=100, delay=5, tokens=20e9).value, 3)
     2.537
@@ -91,7 +93,10 @@ def _of_period(
 ) -> tuple[float, tuple[Outside, ...]]:
     """The factor on the loss for H and the length of a flight, and warnings for what is outside the tables."""
     if method == "streaming_sign":
-        return _of_signs(parameters, replicas, every, delay)
+        return _of_signs(method, parameters, replicas, every, delay)
+    if method == "streaming_sparse":
+        factor, warnings = _of_signs(method, parameters, replicas, FORMS[0].every, 1)
+        return factor * (1 + _SPARSE + _SIGN_DELAY * max(0, delay - 1) / every), warnings
     cost = _H_COST[2] + (_H_COST[4] - _H_COST[2]) * min(2.0, max(0.0, math.log2(replicas / 2)))
     factor = 1 + cost * max(0.0, math.log(every / _H[0]) / math.log(_H[1] / _H[0]))
     warnings = outside("every", every, *_H)
@@ -119,13 +124,15 @@ def cost_of_delay(every: int, delay: int) -> float:
     return 1 + float(np.interp(delay, delays, costs)) + _SIGN_DELAY * beyond / every
 
 
-def _of_signs(parameters: float, replicas: int, every: int, delay: int) -> tuple[float, tuple[Outside, ...]]:
+def _of_signs(
+    method: str, parameters: float, replicas: int, every: int, delay: int
+) -> tuple[float, tuple[Outside, ...]]:
     control = predict("loss", parameters, None).value / predict("loss", parameters, replicas).value
     says = "no published law; DiLoCo's is used, corrected by a measurement of signs on 0.18 million parameters"
     factor = control + _SIGN * (1 - control)
     known, above = [math.log(form.every) for form in FORMS], [form.above for form in FORMS]
     factor *= 1 + float(np.interp(math.log(every), known, above))
-    return factor * cost_of_delay(every, delay), (Outside("streaming_sign-unfitted", says),)
+    return factor * cost_of_delay(every, delay), (Outside(f"{method}-unfitted", says),)
 
 
 def _interpolated(parameters: float, table: Sequence[tuple[float, float]]) -> float:

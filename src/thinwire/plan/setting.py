@@ -18,7 +18,10 @@ from thinwire.plan.scaling import Outside, Prediction
 from thinwire.plan.sites import Places
 from thinwire.strategy import Strategy
 
-SEARCHED = ("data_parallel", "diloco", "streaming_diloco", "streaming_sign", "eager_diloco", "sparse_loco")
+SEARCHED = (
+    *("data_parallel", "diloco", "streaming_diloco", "streaming_sign", "streaming_sparse", "eager_diloco"),
+    "sparse_loco",
+)
 RANKS = 1024  # most ranks of a replica
 
 
