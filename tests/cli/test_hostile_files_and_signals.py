@@ -295,7 +295,7 @@ def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
 
 
 @pytest.fixture
-def handlers() -> Iterator[None]:
+def handlers(terminal: None) -> Iterator[None]:
     """Check that the command restores the signal handlers."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     yield

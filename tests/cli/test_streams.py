@@ -65,7 +65,7 @@ def test_a_command_that_begins_with_closed_output_works(tmp_path: Path) -> None:
     assert "def model()" in (tmp_path / "job.py").read_text()
 
 
-def test_a_run_whose_terminal_is_closed_stops_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_whose_terminal_is_closed_stops_with_a_checkpoint(tmp_path: Path, terminal: None) -> None:
     """Nobody reads its output any more, and a shell sends two SIGHUPs. The same holds for `| tee`, which the Ctrl-C ends too."""
     (tmp_path / "job.py").write_text(JOB)
     folder = tmp_path / "run"

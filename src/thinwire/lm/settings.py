@@ -58,7 +58,7 @@ class MethodSpec(CheckedSettings):
     merge: float | None = None
     """alpha: share of its own values that a replica keeps when a round lands, 0 to 1."""
     codec: str | None = None
-    """Codec of the deltas: E3M0 or E3M0(block=32) (4 bits), Cast('bf16'), Identity (fp32)."""
+    """Codec of the deltas: TopK(0.1, Sign(block=512)) (0.6 bits), E3M0(block=32) (4 bits), Cast('bf16'), Identity (fp32)."""
     partition: str | None = None
     """Strided(4), Sequential(4), BySize(4) or Whole; replaces --fragments."""
     offsets: tuple[int, ...] | None = None
