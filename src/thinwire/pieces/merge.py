@@ -59,6 +59,7 @@ class Merge(Protocol):
 
     def check(self, delay: int, feedback: Feedback | None) -> None:
         """Raise `ConfigurationError` for a strategy whose flights or feedback do not suit this merge."""
+        return
 
     def into(self, parameter: Tensor, anchor: Tensor) -> None:
         """Merge a slice of the anchor (fp32, same shape) into `parameter` in place, in the parameter's own dtype."""
