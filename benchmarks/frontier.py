@@ -1,4 +1,4 @@
-"""The frontier: how much loss do fewer bits cost? Compositions from 15 to 10,000 times fewer bits, beside data-parallel training.
+"""The frontier: how much loss do fewer bits cost? Compositions from 15 to 2,000 times fewer bits, beside data-parallel training.
 
     python benchmarks/frontier.py [--seeds 3] [--steps 2000] [--out FOLDER] [--into FILE]
 
@@ -25,7 +25,6 @@ COMPOSITIONS = {
     "streaming_sign": "10 %, H = 4",
     "streaming_sparse(every=4)": "1 %, H = 4",
     "streaming_sparse": "1 %, H = 8",
-    "streaming_sparse(every=40, dense=Sign(block=1024))": "1 %, H = 40",
 }  # and the names of their dots; the control first
 GOAL = {"loss_above": 0.02, "times_fewer_bits": 2000}
 

@@ -299,6 +299,7 @@ def test_the_page_lists_every_declaration_of_a_protocol():
             "step",
             "step_into",
             "into",
+            "leave",
             "signal",
             "settle",
         }

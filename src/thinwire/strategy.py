@@ -321,14 +321,14 @@ class Strategy:
         shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
         return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
 
-    def coded(self, shapes: Shapes, number: int = LONG_RUN) -> tuple[Codec, int]:
-        """The codec of round `number` of a fragment with tensors of these `shapes`, and its number of elements. If the policy decides by the
-        data, it is the codec before the first decision.
+    def coded(self, shapes: Shapes, number: int = LONG_RUN, last: bool = False) -> tuple[Codec, int]:
+        """The codec of round `number` of a fragment with tensors of these `shapes`, `last` in the run or not, and its number of elements. If
+        the policy decides by the data, it is the codec before the first decision.
         """
         codec, numel = self.codec.fitted(shapes), sum(map(math.prod, shapes))
         if number < max((one.full for one in self.filters), default=0):
             return in_full(codec), numel
-        return self.policy.at(codec, numel, number, self.policy.init(codec)), numel
+        return (self.policy.last if last else self.policy).at(codec, numel, number, self.policy.init(codec)), numel
 
     @property
     def bound(self) -> str:

@@ -77,11 +77,12 @@ class Oracle:
             if key in self.asleep and self.complete(key):
                 self.later(now, self.asleep.pop(key))
 
-    def depart(self, rank: int, fragment: int, number: int, now: float) -> None:
+    def depart(self, rank: int, fragment: int, number: int, now: float, last: bool) -> None:
         """Books the uplink at `now`. Events come in order of time, so the first to ask is served first."""
         wire = self.scenario.shares[rank] if self.scenario.shares else rank
         link = self.scenario.wires[wire].link
-        nbytes = self.strategy.nbytes_per_period([self.numels[fragment]], self.size, number)
+        coded = self.strategy.coded(((self.numels[fragment],),), number, last)
+        nbytes = self.strategy.exchange.nbytes_sent(*coded, self.size)
         if self.size == 1:
             return self.arrive(fragment, number, (rank,), now)
         peers = [peer for peer in range(self.size) if peer != rank] if self.messages else [rank]
@@ -102,8 +103,10 @@ class Oracle:
         throws_away = not eager and self.strategy.merge.forgets  # the training during the flight
         now = yield ("until", 0.0)
 
-        def depart(p: int, step: int) -> None:
-            self.depart(rank, p, rounds[p], now)
+        ends = not eager and self.strategy.policy.last is not self.strategy.policy  # every fragment has a last round
+
+        def depart(p: int, step: int, last: bool = False) -> None:
+            self.depart(rank, p, rounds[p], now, last)
             flying[p] = (rounds[p], step)
             rounds[p] += 1
             counted[p] = step
@@ -132,10 +135,10 @@ class Oracle:
                     now = yield from land(p)
                     counted[p] = steps if throws_away else counted[p]
             for p in fragments:
-                if counted[p] < steps:  # otherwise nothing was trained since
+                if ends or counted[p] < steps:  # otherwise nothing was trained since
                     if p in flying:
                         now = yield from land(p)
-                    depart(p, steps)
+                    depart(p, steps, last=True)
             for p in fragments:
                 if p in flying:
                     now = yield from land(p)

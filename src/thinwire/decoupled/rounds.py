@@ -7,7 +7,7 @@ expected soon:
     the round is held when no expected(m) is within the next `grace` · mean interval of the replicas that have sent
 
 Both means are moving averages, like those of TCP's round-trip time, so no time is fixed. They begin with the time of the first delta.
-The first round of a fragment waits for replicas that have not sent yet too: one grace, and at most twice as long as the first delta
+The first round of a fragment waits for replicas that have not sent yet too: one grace, and at most as long again as the first deltas
 took. Nobody knows their weights then, so without them the round would count only a part of the others' progress. A dead replica costs
 one grace; after that its expected time is in the past. Replicas continue to train while a round waits.
 """
@@ -62,10 +62,10 @@ class Quorum:
     >>> rounds = Quorum(size=3, quorum=2, grace=1.0)
     >>> rounds.arrived(4.0, 0, 0), rounds.due(4.0)
     (None, [])
-    >>> rounds.arrived(5.0, 1, 0), rounds.due(5.0), rounds.deadline()  # replica 2 may need twice as long as the first, no longer
-    (None, [], 8.0)
-    >>> rounds.due(8.0)
-    [HeldRound(fragment=0, at=8.0, waited=((0, 4.0), (1, 3.0)))]
+    >>> rounds.arrived(5.0, 1, 0), rounds.due(5.0), rounds.deadline()  # replica 2 may need as long again as the others did
+    (None, [], 8.5)
+    >>> rounds.due(8.5)
+    [HeldRound(fragment=0, at=8.5, waited=((0, 4.5), (1, 3.5)))]
     """
 
     size: int

@@ -234,11 +234,12 @@ class _Fleet:
         for p in fragments:
             if p in self.flying and not (eager and self.since[p] < step):
                 self._land(p, step)
+        ends = self.strategy.policy.last is not self.strategy.policy and not eager
         for p in fragments:
-            if self.since[p] < step:
+            if ends or self.since[p] < step:
                 if p in self.flying:
                     self._land(p, step)
-                self._depart(p, step)
+                self._depart(p, step, last=True)
         for p in fragments:
             if p in self.flying:
                 self._land(p, step)
@@ -276,9 +277,9 @@ class _Fleet:
             seconds = seconds + np.bincount(who, lengths, minlength=len(seconds))
         return seconds
 
-    def _depart(self, p: int, step: int) -> None:
+    def _depart(self, p: int, step: int, last: bool = False) -> None:
         there, exchange = ~self.away, self.strategy.exchange
-        codec, numel = self.strategy.coded(self.shapes[p], self.rounds[p])
+        codec, numel = self.strategy.coded(self.shapes[p], self.rounds[p], last)
         present = int(there.sum())
         nbytes = exchange.nbytes_sent(codec, numel, present)
         ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * numel
