@@ -95,6 +95,14 @@ def test_a_share_of_what_was_not_sent_stays_in_the_parameters(share):
             assert torch.equal(final, steps * torch.tensor(moves).mean(0))
 
 
+def test_what_stays_is_subtracted_in_the_wider_type():
+    leave, exact = tw.pieces.merge.KeepUnsent(0.5).leave, 1 + 2**-40
+    for dtype, due in ((torch.float64, exact - 0.25), (torch.float32, 0.75), (torch.bfloat16, 0.75)):
+        parameter, residual = torch.tensor([exact], dtype=dtype), torch.tensor([0.5])
+        leave(parameter, residual)
+        assert parameter.item() == due and parameter.dtype == dtype and residual.item() == 0.25
+
+
 @pytest.mark.parametrize(
     "others",
     [

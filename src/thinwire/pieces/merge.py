@@ -180,7 +180,7 @@ class KeepUnsent(Keep):
 
     @torch.no_grad()
     def leave(self, parameter: Tensor, residual: Tensor) -> None:
-        parameter.copy_(parameter.float().sub(residual.to(parameter.device), alpha=self.share))
+        parameter.copy_(parameter.sub(residual.to(parameter.device), alpha=self.share))
         residual.mul_(1 - self.share)
 
 
