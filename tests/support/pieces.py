@@ -332,7 +332,7 @@ INNERS = [
 
 def missing(table: list[Row], protocol: type) -> list[Row]:
     """Returns a row for each piece of the catalogue without one in `table`: its default instance, with the claims that it declares."""
-    there = {type(row.piece) for row in table}
+    there = {type(one.piece) for one in table}
     made = [
         piece() for piece in PIECES.values() if protocol in piece.__mro__ and piece not in there | {tw.exchange.Gossip}
     ]

@@ -30,7 +30,7 @@ class Place:
     site: Group | None = None
     shard: int = 0
     shards: int = 1
-    gpu: int = 0
+    gpu: int = 0  # see `device_of`
     stop: threading.Event = field(default_factory=threading.Event)
     alone: bool = False  # whether it is the only replica in its folder, because the others have their own
     uploader: Callable[[], HubUploader] | None = None  # makes what sends published versions to a hub elsewhere
@@ -57,7 +57,7 @@ class ElasticPlace:
     member: MemberSpec
     folder: Path
     resume: bool = False
-    gpu: int = 0
+    gpu: int = 0  # see `device_of`
     stop: threading.Event = field(default_factory=threading.Event)
 
     alone: ClassVar[bool] = False
@@ -82,6 +82,12 @@ class ElasticPlace:
     def share(self, run: Run) -> Share:
         """Its share of the data."""
         return Share.of(run.seed, run.placement.replicas, self.member.name)
+
+
+def device_of(gpu: int) -> torch.device:
+    """The device of a process that is number `gpu` on its machine: GPUs are given out in turn, so several may share one."""
+    gpus = torch.cuda.device_count()
+    return torch.device("cuda", gpu % gpus) if gpus else torch.device("cpu")
 
 
 def shard(model: nn.Module, replicas: int, shards: int, device: torch.device) -> None:

@@ -10,8 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from thinwire.comm import Group, parse_link
 from thinwire.comm.secure import Hub, SecureGroup, join
 from thinwire.comm.secure.frames import with_reducer
@@ -124,7 +122,7 @@ def main() -> int:
             token = (hub / TOKEN).read_text()
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:
                 own = _replicas_of(run, group)
-                train_here(run, Place(own, folder, resume, gpu=index % max(1, torch.cuda.device_count()), stop=stop))
+                train_here(run, Place(own, folder, resume, gpu=index, stop=stop))
                 if index == 0:
                     _note(group, folder)
 

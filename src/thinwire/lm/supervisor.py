@@ -21,8 +21,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from thinwire.checkpoint import newest
 from thinwire.errors import CheckpointError, LinkError
 from thinwire.lm.final import of_full_disk
@@ -265,9 +263,9 @@ def main() -> int:
 
     def train(stop: Stop) -> None:
         with stopping(stop):
-            gpu, run = index % max(1, torch.cuda.device_count()), Run.load(folder / "run.toml")
+            run = Run.load(folder / "run.toml")
             member = meeting_of(sys.argv[5:-1]).member(run, name)
-            train_here(run, ElasticPlace(member, folder, resume, gpu, stop))
+            train_here(run, ElasticPlace(member, folder, resume, index, stop))
 
     return as_replica(train, failed=FINAL)
 

@@ -26,7 +26,7 @@ from thinwire.jobs.base import Summed, mean_of
 from thinwire.lm import final
 from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches, model_folder
-from thinwire.lm.place import ElasticPlace, Place, shard
+from thinwire.lm.place import ElasticPlace, Place, device_of, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
@@ -76,7 +76,7 @@ class Trainer(ABC):
         facts = run.shared() | dict(self.job.facts)
         self._agree(facts)
         self.job.keep(place.folder, place.name)
-        self.device = torch.device("cuda", place.gpu) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = device_of(place.gpu)
         self.bf16 = run.model.precision == "bf16" or (
             run.model.precision == "auto" and self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         )

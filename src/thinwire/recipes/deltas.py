@@ -253,7 +253,7 @@ def outer_dgc(
     *,
     every: int = 30,
     density: float = 0.01,
-    momentum: float = 0.9,
+    momentum: float = 0.1,
     codec: Codec | None = None,
     policy: Policy = DensityWarmup(1),
     exchange: Exchange = Direct(),
@@ -264,7 +264,7 @@ def outer_dgc(
         u ← m·u + Δ_m,   v ← v + u,   s_m = the largest of v;   v ← v − s_m;   u ← 0 where something was sent
         anchor ← anchor − (1/M)·Σ_m s_m,   θ_m ← anchor
 
-    *Differs*: the paper compresses gradients, and clips them; the use on deltas and the density of 1 % are ours.
+    *Differs*: the paper compresses gradients, and clips them; the use on deltas, the density of 1 % and the momentum of 0.1 are ours.
     *Wire*: (M−1)·(48 + N·density·(18 − log₂ density)/8) bytes every H steps from each of M replicas, for N parameters
     in matrices, about; more in the first rounds of `policy`.
 
