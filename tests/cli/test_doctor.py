@@ -19,7 +19,9 @@ from thinwire.cli import doctor
 from thinwire.codecs import E3M0
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
+from thinwire.lm.place import device_of
 from thinwire.lm.run import Run
+from thinwire.lm.setup import outline_model
 
 REASON = missing()
 
@@ -171,3 +173,33 @@ def test_the_doctor_removes_its_network_namespace():
 
 def _has_ip() -> bool:
     return shutil.which("ip") is not None
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "where"),
+    [
+        (8e9, {}, "device"),
+        (1e6, {}, None),  # no room
+        (8e9, {"anchors": "host"}, "host"),
+        (8e9, {"strategy": "streaming_diloco"}, None),  # its rounds would not stay there
+        (8e9, {"strategy": "data_parallel"}, None),
+        (8e9, {"strategy": "fedavg"}, None),
+        (8e9, {"carrier": "elastic"}, None),
+    ],
+)
+def test_anchors_go_to_a_gpu_that_has_room(monkeypatch, free, settings, where):
+    """On a GPU that is only said to be there; nothing runs on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
+    run = Run.of(model="nano", **settings)
+    got, lines = doctor.fitted(run, outline_model(run, 256))
+    assert got.method.anchors == where and len(lines) == (where == "device")
+    assert doctor.fitted(run, outline_model(run, 256), got) == (got, [])  # a run that has begun keeps its choice
+
+
+def test_replicas_share_the_gpus_of_a_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [device_of(index).index for index in range(5)] == [0, 1, 0, 1, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_of(3).type == "cpu"

@@ -146,6 +146,22 @@ def test_pack_and_unpack_match_the_reference(width):
         assert torch.equal(back.cpu(), numbers)
 
 
+@pytest.mark.parametrize(("chunk", "count"), [(1, 1), (7, 3), (64, 64), (300, 2), (10_000, 40), (10_000, 0)])
+def test_the_largest_are_those_of_the_reference(chunk, count):
+    """Few different values, so that many are equal; a shorter last chunk; no value at all."""
+    for x in (torch.randint(-3, 4, (2111,)) / 2, everything(80).clamp(-9, 9), gaussian(0), torch.zeros(500)):
+        numel = max(1, len(x))
+        whole, rest = divmod(len(x), min(chunk, numel))
+        size = whole * min(count, numel) + -(-min(count, numel) * rest // min(chunk, numel))
+        wanted, got = (torch.full((size,), -1, device=device) for device in ("cpu", DEVICE))
+        fine = reference.select_largest(x, min(chunk, numel), min(count, numel), wanted)
+        assert gpu.select_largest(x.to(DEVICE), min(chunk, numel), min(count, numel), got) == fine
+        assert torch.equal(got.cpu(), wanted)
+    x = torch.ones(2111, device=DEVICE)
+    x[2000] = torch.nan
+    assert not gpu.select_largest(x, 64, 3, torch.empty(0, dtype=torch.int64, device=DEVICE))
+
+
 @pytest.mark.parametrize("row", [row for row in OUTERS if "momentum" in repr(row.piece)], ids=str)
 def test_nesterov_matches_the_reference(row):
     for x in inputs(1):

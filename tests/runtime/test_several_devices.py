@@ -14,5 +14,4 @@ def test_a_model_on_two_devices_has_the_bits_of_the_same_model_on_one(tmp_path):
     done = subprocess.run([sys.executable, PROGRAM, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
-    assert set(told["trained"]) == {"none", "streaming_diloco", "streaming_sign", "qsgd"}
-    assert all(told["trained"].values()) and all(told["resumed"].values()) and len(told["resumed"]) == 3, told
+    assert all(told["trained"].values()) and all(told["resumed"].values()) and len(told["resumed"]) == 7, told

@@ -31,6 +31,10 @@ STRATEGIES = {
     "streaming_diloco": tw.streaming_diloco(every=4, fragments=2, delay=2),
     "streaming_sign": tw.streaming_sign(every=4),
     "qsgd": tw.recipes.qsgd(),
+    "streaming_diloco there": tw.streaming_diloco(every=4, fragments=2, delay=2, anchors="device"),
+    "streaming_sign there": tw.streaming_sign(every=4, anchors="device"),
+    "streaming_sparse there": tw.recipes.streaming_sparse(every=4, anchors="device"),
+    "streaming_sparse": tw.recipes.streaming_sparse(every=4),
 }
 
 
@@ -94,7 +98,7 @@ class TwoLayers(nn.Module):
 
     def __init__(self, device):
         super().__init__()
-        self.here, self.there = nn.Linear(3, 5), nn.Linear(5, 1)
+        self.there, self.here = nn.Linear(5, 1), nn.Linear(3, 5)
         fill(self)
         for name, parameter in list(self.there.named_parameters()):
             setattr(self.there, name, nn.Parameter(parameter.detach().to(device)))

@@ -24,7 +24,6 @@ from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.run import Run
-from thinwire.plan.by_link import follows_link
 from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.run_record import RunRecord, Summary
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
@@ -68,14 +67,10 @@ def main(arguments: Sequence[str]) -> int:
             doctor.ready(run, model, run.placement.replicas, out, console)
             if weights:
                 console.print(f"{strategy}: {weights}", soft_wrap=True, highlight=False)
-            if follows_link(run):
-                begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
-                if begun:
-                    taken = Run.load(begun).method
-                    settings[strategy] = run.changed(every=taken.every, codec=taken.codec, delay=taken.delay)
-                else:
-                    settings[strategy], said = doctor.fitted_to_link(run, model)
-                    console.print(f"{strategy}: rounds {said}", soft_wrap=True, highlight=False)
+            begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
+            settings[strategy], chosen = doctor.fitted(run, model, Run.load(begun) if begun else None)
+            for line in chosen:
+                console.print(f"{strategy}: {line}", soft_wrap=True, highlight=False)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     stop = launch.Stop()
     with launch.stopping(stop):

@@ -40,8 +40,10 @@ from thinwire.plan.machine import BASE_NBYTES
 from thinwire.plan.memory import Memory, kept_nbytes, placed, replica_memory
 from thinwire.records.printable import reason
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.runtime.on_device import stays_on_device
 from thinwire.strategy import Strategy
 
+_SHARE_OF_GPU = 0.5  # of the free memory: anchors that nobody asked to be there take no more with all the rest
 _MEASURED_SECONDS = 3.0  # seconds after which no further step is timed
 LARGE = 1 << 28  # bytes of text above which it is not tokenised
 
@@ -296,6 +298,43 @@ def measured_step(run: Run, vocabulary: int) -> float:
         return min(taken[1:])
     finally:
         torch.set_num_threads(threads)
+
+
+def fitted(run: Run, model: nn.Module, begun: Run | None = None) -> tuple[Run, list[str]]:
+    """`run` with the rounds that its link chooses, and with its anchors where its GPU has room, unless it gives them or has `begun`; and lines
+    about the choices.
+    """
+    lines = []
+    if follows_link(run):
+        if begun:
+            taken = begun.method
+            run = run.changed(every=taken.every, codec=taken.codec, delay=taken.delay)
+        else:
+            run, rounds = fitted_to_link(run, model)
+            lines.append(f"rounds: {rounds}")
+    if begun:
+        return run.changed(anchors=begun.method.anchors), lines
+    nbytes = nbytes_on_gpu(run, model)
+    if nbytes and nbytes <= _SHARE_OF_GPU * torch.cuda.mem_get_info()[0]:
+        run = run.changed(anchors="device")
+        lines.append(f"anchors: --anchors device, because the GPU has room for {text_of_nbytes(nbytes)} (predicted)")
+    return run, lines
+
+
+def nbytes_on_gpu(run: Run, model: nn.Module) -> int:
+    """Bytes on one GPU of the replicas that share it, with their anchors there (predicted); 0 if `run` has another place for them, or rounds
+    cannot run there.
+    """
+    if not torch.cuda.is_available() or run.make_method() or run.placement.elastic or run.method.anchors:
+        return 0
+    try:
+        there = run.changed(anchors="device")
+    except ConfigurationError:  # a composition, or a recipe that has no anchors
+        return 0
+    strategy = there.make_strategy()
+    numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
+    sharing = -(-run.placement.replicas // torch.cuda.device_count())
+    return sharing * predicted_nbytes(there, model, strategy, numels, 0)[0] if stays_on_device(strategy) else 0
 
 
 def fitted_to_link(run: Run, model: nn.Module) -> tuple[Run, str]:

@@ -29,7 +29,6 @@ from thinwire.lm.settings import NAMED, recipe_name
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
-from thinwire.plan.by_link import follows_link
 from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.printable import quoted, reason
@@ -135,13 +134,13 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
     sharded = place is not None and place[1] > run.placement.replicas
     here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
-    rounds = ""
+    chosen: list[str] = []
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
         doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         # one process decides, and writes the file that all replicas read
-        if follows_link(run) and not (asked.resume or asked.joining or place):
-            run, rounds = doctor.fitted_to_link(run, model)
+        if not (asked.resume or asked.joining or place):
+            run, chosen = doctor.fitted(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
     if asked.resume and not asked.from_start and not asked.joining and other_number(run, folder):
@@ -149,8 +148,8 @@ def main(arguments: Sequence[str]) -> int:
     del model
     launch.new_folder(run, folder, asked.resume, asked.name or "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    if rounds:
-        console.print(f"rounds: {rounds}", soft_wrap=True, highlight=False)
+    for line in chosen:
+        console.print(line, soft_wrap=True, highlight=False)
     if weights:
         console.print(weights, soft_wrap=True, highlight=False)
     console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)

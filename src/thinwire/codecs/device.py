@@ -1,4 +1,4 @@
-"""Encodes a delta on the GPU into a packet in host memory."""
+"""Encodes a delta on the GPU into a packet in host memory, and says which packets are decoded there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from thinwire.rng import Key
 def runs_anywhere(codec: Codec) -> bool:
     """Whether `codec`, with all codecs inside it, makes the same bytes on every device."""
     return all(part.any_device for part in nested(codec))
+
+
+def whole_anywhere(codec: Codec) -> bool:
+    """Whether packets of `codec` are better decoded on the device of the values: a packet holds a whole fragment, so this takes few calls."""
+    return codec.grain is None and not codec.joint and runs_anywhere(codec)
 
 
 def encode_from(x: Tensor, codec: Codec, payload: Tensor, key: Key) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 class Buffers:
     """Lends flat CPU tensors, which are not cleared. Thread-safe.
@@ -36,12 +38,12 @@ class Buffers:
             self._lent[whole.data_ptr()] = whole
         return whole[:count]
 
-    def floats(self, count: int) -> Tensor:
-        """A buffer of `count` fp32 values."""
-        return self.bytes(4 * count).view(torch.float32)
+    def floats(self, count: int, device: torch.device = CPU) -> Tensor:
+        """A buffer of `count` fp32 values; only CPU buffers are reused, because torch has a pool for each other device."""
+        return self.bytes(4 * count).view(torch.float32) if device.type == "cpu" else torch.empty(count, device=device)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A flat buffer with the number of values, the type and the device of `tensor`; only CPU buffers are reused."""
+        """A flat buffer with the number of values, the type and the device of `tensor`; see `floats`."""
         return self.bytes(tensor.nbytes).view(tensor.dtype) if tensor.device.type == "cpu" else torch.empty_like(tensor)
 
     def give(self, *tensors: Tensor | None) -> None:
@@ -64,4 +66,4 @@ class Buffers:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.device.type == "cpu" else 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import CodedRange, Message
 from thinwire.exchange.round import Round
 from thinwire.packet import REFUSED, payload
@@ -22,13 +23,13 @@ from thinwire.rng import Key
 
 
 class Decoder:
-    """Decodes a round's packets, one range at a time. A returned tensor is valid until the next call."""
+    """Decodes a round's packets on `device`, one range at a time. A returned tensor is valid until the next call."""
 
-    def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message]) -> None:
+    def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message], device: torch.device = CPU) -> None:
         numel = max((coded.end - coded.begin for message in messages for coded in message.ranges), default=0)
         self._codec, self._joins, self._buffers = codec, codec.joint, round_.context.buffers
-        self._mean, self._sent = self._buffers.floats(numel), self._buffers.floats(numel)
-        self._round, self._aggregate = round_, round_.aggregate
+        self._mean, self._sent = self._buffers.floats(numel, device), self._buffers.floats(numel, device)
+        self._round, self._aggregate, self._device = round_, round_.aggregate, device
         self.needs_products = self._aggregate.needs_products and not self._joins
         self.products = torch.zeros(round_.size, round_.size, dtype=torch.float64)  # what `measure` has added up
         self._tolerates = self._aggregate.tolerates(round_.size)
@@ -77,14 +78,14 @@ class Decoder:
         if self._joins:
             return self.mean(coded, {owner: packet}, key)
         mean = self._mean[: coded.end - coded.begin].zero_()
-        self._codec.decode_add(payload(packet)[coded.first : coded.last], mean, key)
+        self._codec.decode_add(self._payload(coded, packet), mean, key)
         return mean
 
     def _values(self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]) -> list[Values]:
         numel = coded.end - coded.begin
         return [
             Values(
-                self._codec, payload(packets[sender])[coded.first : coded.last], replace(key, sender=sender), numel,
+                self._codec, self._payload(coded, packets[sender]), replace(key, sender=sender), numel,
                 bool(flags) and bool(flags[sender] & REFUSED),
             )
             for sender in sorted(packets)
@@ -93,8 +94,11 @@ class Decoder:
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
         """The values of the range `coded` in one replica's `packet`, its own or that of the sender of `key`."""
         out = self._sent[: coded.end - coded.begin].zero_()
-        self._codec.decode_add(payload(packet)[coded.first : coded.last], out, key)
+        self._codec.decode_add(self._payload(coded, packet), out, key)
         return out
+
+    def _payload(self, coded: CodedRange, packet: Tensor) -> Tensor:
+        return payload(packet)[coded.first : coded.last].to(self._device)
 
     def close(self) -> None:
         self._buffers.give(self._mean, self._sent)

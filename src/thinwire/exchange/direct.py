@@ -9,12 +9,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.codecs.device import whole_anywhere
 from thinwire.comm.emulated import Link
 from thinwire.exchange.base import Arrival, Exchange, Settle
+from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes
 from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.exchange.stage import Stage
+from thinwire.pieces.aggregate import Mean
 from thinwire.types import State
 
 
@@ -60,7 +63,8 @@ class Direct(Exchange):
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         round_, stage, own = departure.round, departure.stage, departure.own
         flags = [0] * round_.size
-        room = Decoder(round_, round_.codec, departure.messages)
+        there = whole_anywhere(round_.codec) and isinstance(round_.aggregate, Mean)
+        room = Decoder(round_, round_.codec, departure.messages, round_.device if there else CPU)
         for index, message in enumerate(departure.messages):
             heard = stage.receive(index)
             own[index].wait()

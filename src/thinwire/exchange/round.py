@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group, Transfer
 from thinwire.diagnosis.records import Record
 from thinwire.errors import LinkError
-from thinwire.exchange.buffers import Buffers
+from thinwire.exchange.buffers import CPU, Buffers
 from thinwire.exchange.chunks import Message, Signal
 from thinwire.exchange.send_queue import Order, SendQueue, Sent
 from thinwire.exchange.trace import Trace
@@ -97,6 +99,8 @@ class Round:
         outgoing: the packets that are being sent; filled by the exchange.
         packets: uint8 buffers that `close` gives back.
         anchor: the fragment's values before its inner steps, flat fp32.
+        device: where the signal is, and where `Direct` decodes packets of whole fragments.
+        on_stream: a context in which work on that device follows what was queued before the departure.
         trace: times of this replica's messages, for diagnosis.
         nbytes_sent: bytes of packets sent to all peers together, headers included.
 
@@ -123,6 +127,8 @@ class Round:
     outgoing: list[Outgoing] = field(default_factory=list)
     packets: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
+    device: torch.device = CPU
+    on_stream: Callable[[], AbstractContextManager[object]] = nullcontext
     trace: Trace = field(default_factory=Trace)
     nbytes_sent: int = 0
 

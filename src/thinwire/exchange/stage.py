@@ -161,9 +161,10 @@ class Stage:
         failure: BaseException | None = None
         end = message.nbytes
         try:
-            for coded in message.ranges:
-                room = body[coded.first : coded.last]
-                end = coded.first + encode_from(signal(coded.begin, coded.end), self.codec, room, key)
+            with self.round.on_stream():
+                for coded in message.ranges:
+                    room = body[coded.first : coded.last]
+                    end = coded.first + encode_from(signal(coded.begin, coded.end), self.codec, room, key)
         except BaseException as error:  # whatever it is, peers are not to wait for this packet
             failure = None if isinstance(error, NonFiniteError) else error
             end = message.nbytes

@@ -23,9 +23,8 @@ from thinwire.kernels.reference import divide_sent as divide_sent
 from thinwire.kernels.reference import encode_levels as encode_levels
 from thinwire.kernels.reference import find_bits as find_bits
 from thinwire.kernels.reference import mean_sent as mean_sent
-from thinwire.kernels.reference import select_above as select_above  # torch's sort and search on the device
+from thinwire.kernels.reference import select_above as select_above
 from thinwire.kernels.reference import select_drawn as select_drawn
-from thinwire.kernels.reference import select_largest as select_largest
 from thinwire.kernels.reference import set_bits as set_bits
 
 _TILE = 2048  # elements of a program
@@ -111,6 +110,28 @@ def pack(numbers: Tensor, packed: Tensor, width: int) -> None:
 
 def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     _flat(programs.unpack, numbers.numel(), packed, numbers, numbers.numel(), WIDTH=width)
+
+
+def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
+    if not bool(torch.isfinite(x).all()):
+        return False
+    whole = x.numel() // chunk * chunk
+    body = _largest(x[:whole].view(-1, chunk), count)
+    index[: len(body)] = body
+    index[len(body) :] = _largest(x[None, whole:], len(index) - len(body))
+    return True
+
+
+def _largest(rows: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest magnitudes of each row, ascending: all above the least of them, and the first that equal it. This
+    reads `rows` a few times; the reference sorts them."""
+    if not rows.numel() or not count:
+        return torch.empty(0, dtype=torch.int64, device=rows.device)
+    sizes = rows.abs()
+    least = sizes.topk(count, 1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = sizes > least, sizes == least
+    room = count - above.sum(1, keepdim=True)
+    return (above | (equal & (equal.cumsum(1) <= room))).nonzero()[:, 1]
 
 
 def nesterov(

@@ -23,6 +23,7 @@ from thinwire.pieces.outer import Outer
 from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.plan.outline import Outline, Shape
 from thinwire.plan.sharding import FP32, Shards
+from thinwire.runtime.on_device import stays_on_device
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host", "disk"]
@@ -114,17 +115,18 @@ def replica_memory(
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 gathers a layer and the next one
     flights = _flights(strategy, own, replicas)  # the buffers of a flight are kept for the next one
+    here: Place = "device" if stays_on_device(strategy) else "host"
     logits = tokens * max(12 * shape.vocabulary, (22 if bf16 else 40) * shape.width)
     before = gradients if accumulate > 1 else 0
     most = strategy.codec.nbytes(sum(own)) * replicas if not isinstance(strategy.signal, Gradients) else 0
     finish = 4 * sum(own) + most + 16 * max(own, default=0) if most else 0
-    phases: dict[str, Mapping[Place, int]] = {
-        "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered, "host": flights},
-        "update": {"device": gradients + gathered, "host": flights},
-        "evaluation": {"device": gradients + logits + gathered, "host": flights},
-        "finish": {"device": 0, "host": finish},
-        "export": {"device": gradients, "host": 4 * parameters},
+    phases: dict[str, dict[Place, int]] = {
+        "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered},
+        "update": {"device": gradients + gathered},
+        "evaluation": {"device": gradients + logits + gathered},
     }
+    phases = {name: {**of, here: of.get(here, 0) + flights} for name, of in phases.items()}
+    phases |= {"finish": {here: finish}, "export": {"device": gradients, "host": 4 * parameters}}
     return Memory(kept, phases)
 
 

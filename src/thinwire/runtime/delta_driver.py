@@ -20,11 +20,13 @@ from thinwire.runtime.driver import Driver, Training, saved_flights
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
+from thinwire.runtime.on_device import stays_on_device
 from thinwire.runtime.recovery import start_again
 from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
 _PIECE = 1 << 15  # values that a landing moves at a time, so that they stay in the cache
+_FAR_PIECE = 1 << 22  # the same for parameters on another device: few copies, and little memory
 
 
 class DeltaDriver(Driver):
@@ -33,6 +35,10 @@ class DeltaDriver(Driver):
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         self.training, self._group, self._site = training, group, site
         self._flights = Flights(training, fragments, group, site)
+        if stays_on_device(training.strategy):
+            for fragment in training.fragments:
+                fragment.device = fragment.anchor.device
+                fragment.feedback = {name: kept.to(fragment.device) for name, kept in fragment.feedback.items()}
         self._ended, self._by_tokens = False, training.tokens is not None
         self._window = Window(training) if training.strategy.anchors == "disk" else None
         s = training.strategy
@@ -176,13 +182,15 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
     no buffers of the fragment's size.
     """
-    room = torch.empty(_PIECE, device=anchor.device)
+    on_host = all(part.is_cpu for part in fragment.parts())
+    size = _PIECE if on_host else _FAR_PIECE
+    room = torch.empty(min(size, anchor.numel()), device=anchor.device)
     moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor))
     for (part, base), (_, change), (_, ahead) in moved:
         if not part.is_contiguous() or part.dtype == torch.float64:
             part.copy_(part.to(base) + (ahead - (base - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
+        for own, before, by, after in zip(*(torch.split(tensor, size) for tensor in flat)):
             piece = torch.sub(before, by, out=room[: own.numel()])
             own.add_(torch.sub(after, piece, out=piece).to(own.device))

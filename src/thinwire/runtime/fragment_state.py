@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec, in_full
 from thinwire.exchange import Buffers
+from thinwire.exchange.buffers import CPU
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.guard import Guard, Judged, norm_of
 from thinwire.pieces.merge import Merge
@@ -24,6 +25,7 @@ from thinwire.pieces.partition import Fragment, local
 from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.runtime.disk import DiskTensors
+from thinwire.runtime.on_device import stream_of
 from thinwire.runtime.state_dtype import in_fp32, part_in_fp32, store, typed
 from thinwire.strategy import Strategy
 from thinwire.types import State
@@ -39,7 +41,7 @@ class FragmentState:
     index: int
     anchor: Tensor  # flat fp32; the next anchor is written to another buffer, after which this one may be reused
     state: State  # of the outer step, in the strategy's `state_dtype`
-    feedback: State  # errors of the codec, for the next delta; on the CPU, in `state_dtype`
+    feedback: State  # errors of the codec, for the next delta; on `device`, in `state_dtype`
     codec: Codec  # the strategy's, fitted to this fragment
     exchange: State = field(default_factory=dict)  # the exchange's state; on the CPU
     aggregate: State = field(default_factory=dict)  # the aggregate's, for the part aggregated here; on the CPU
@@ -47,6 +49,7 @@ class FragmentState:
     filters: tuple[Filter, ...] = ()  # the strategy's, fitted to this fragment
     filtered: tuple[State, ...] = ()  # the state of each filter; on the CPU
     guard: State = field(default_factory=dict)  # the guard's state: this replica's norms; on the CPU
+    device: torch.device = CPU  # of feedback, and of the values that packets of whole fragments hold
     rounds: int = 0
     since: int = 0  # the inner step of the last departure; DROPPED if that delta was dropped
     counted: float = 0.0  # tokens trained before the last counted delta departed, if they are counted
@@ -86,6 +89,8 @@ class FragmentState:
     def delta(self, into: Tensor) -> Tensor:
         """Compute base − parameters, in one pass."""
         for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
+            if part.device != base.device and part.dtype != torch.float64:
+                part = slice_.copy_(part)  # without another tensor in between
             torch.sub(base, part.to(base.device), out=slice_)
         return into
 
@@ -108,33 +113,17 @@ class FragmentState:
         return all(bool(torch.isfinite(part).all()) for part in self.parts())
 
     def begin_round(
-        self,
-        strategy: Strategy,
-        delta: Tensor,
-        step: int,
-        buffers: Buffers,
-        *,
-        outer: Outer | None = None,
-        given: Tensor | None = None,
-        number: int | None = None,
-        codec: Codec | None = None,
-    ) -> RoundUpdate:
+        self, strategy: Strategy, delta: Tensor, step: int, buffers: Buffers, *, outer: Outer | None = None,
+        given: Tensor | None = None, number: int | None = None, codec: Codec | None = None,
+    ) -> RoundUpdate:  # fmt: skip
         """Begin the round in which `delta` departs after inner step `step`. Its number is the next one or `number`, and its codec the one that is
         due or `codec`. It is in flight until it is committed or discarded. See `RoundUpdate`.
         """
         number = self.rounds if number is None else number
         self.flight = RoundUpdate(
-            self,
-            delta,
-            outer,
-            strategy.feedback,
-            buffers,
-            number=number,
-            departed=step,
-            lands=step + strategy.schedule.delay,
-            codec=codec or self.due(strategy.policy, number),
-            given=given,
-        )
+            self, delta, outer, strategy.feedback, buffers, number=number, departed=step,
+            lands=step + strategy.schedule.delay, codec=codec or self.due(strategy.policy, number), given=given,
+        )  # fmt: skip
         self.rounds = max(self.rounds, number + 1)
         return self.flight
 
@@ -196,7 +185,7 @@ class FragmentState:
 def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
     """A replica's first state of `fragment`."""
     parts = [local(p.detach()) for _, p in fragment.parameters]
-    device = parts[0].device if strategy.anchors == "device" else torch.device("cpu")
+    device = parts[0].device if strategy.anchors == "device" else CPU
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
     feedback = typed(strategy.feedback.init(anchor.numel()), strategy, anchor) if strategy.feedback else {}
     codec = strategy.codec.fitted(fragment.shapes)
@@ -221,13 +210,14 @@ class RoundUpdate:
     Departure: `delta` departs after inner step `departed` as round `number`, encoded by `codec`, and must land after step `lands`.
 
     Results, written beside training: the next `anchor`, stepped by `outer` (without an outer step the estimate itself), and the next
-    states of `outer`, `feedback`, `filtered`, `exchange`, `aggregate` and `policy`. Flat fp32; all except anchor and outer state are on
-    the CPU.
+    states of `outer`, `feedback`, `filtered`, `exchange`, `aggregate` and `policy`. Flat fp32; all except anchor, outer state and
+    feedback are on the CPU.
 
     Known after `wait`: `good` (if false, it must be discarded), `refused_by` (replicas whose delta was not finite), `stop` (a replica
     asked to stop), `nbytes` that this replica expects to send and `nbytes_sent`, and times on the replica's clock.
 
-    `given` is the next anchor if it is known beforehand (one replica alone).
+    `given` is the next anchor if it is known beforehand (one replica alone). `on_stream` is a context in which work on the device of the delta
+    follows what this thread has queued there.
     """
 
     good: bool
@@ -263,9 +253,10 @@ class RoundUpdate:
         self.filtered: tuple[State, ...] = ()
         self.exchange, self.aggregate, self.policy = fragment.exchange, fragment.aggregate, fragment.policy
         self.arrival: Future[None] = Future()  # done when all results are known
+        self.on_stream = stream_of(delta)
         self._step, self._feedback, self._buffers, self._given = outer, feedback, buffers, given
-        remembers = feedback is not None or bool(fragment.filters)  # these keep state in host memory
-        self._inputs = [delta.cpu() if remembers else delta]  # the input of each filter, and last that of the codec
+        remembers = feedback is not None or bool(fragment.filters)  # these keep state on the fragment's device
+        self._inputs = [delta.to(fragment.device) if remembers else delta]  # of each filter, and last of the codec
         self._signal: Tensor | None = None
         self._whole: Tensor | None = None  # the whole estimate, for filters or an outer step that need it
         self._sent: Tensor | None = None  # the decoded own packet, for filters
@@ -278,7 +269,7 @@ class RoundUpdate:
             return coded
         if self._signal is None or self._signal.numel() < end - begin:
             self._buffers.give(self._signal)
-            self._signal = self._buffers.floats(end - begin)
+            self._signal = self._buffers.floats(end - begin, coded.device)
         return self._feedback.signal(
             coded, part_in_fp32(self.fragment.feedback, begin, end), self._signal[: end - begin]
         )
@@ -287,20 +278,22 @@ class RoundUpdate:
         """Take the mean of a range, and compute its results."""
         end, filters = begin + mean.numel(), self.fragment.filters
         if filters:
-            self._sent = self._room(self._sent)
+            self._sent = self._room(self._sent, mean.device)
             self._sent[begin:end] = sent()
         if self._feedback:
             if not self.feedback:
                 self.feedback = self._like(self.fragment.feedback)
             before, after = part_in_fp32(self.fragment.feedback, begin, end), part_in_fp32(self.feedback, begin, end)
-            mean = self._feedback.settle(self._coded()[begin:end], sent(), mean, before, after)
+            here = self.fragment.device
+            mean = self._feedback.settle(self._coded()[begin:end], sent().to(here), mean.to(here), before, after)
             store(after, self.feedback, begin, end)
         if self._given is not None:
             return
-        if self._step is not None and self._step.elementwise and self.fragment.anchor.is_cpu and not filters:
+        together = mean.device == self.fragment.anchor.device
+        if self._step is not None and self._step.elementwise and together and not filters:
             self._stepped(self._step, begin, end, mean)
         else:
-            self._whole = self._room(self._whole)
+            self._whole = self._room(self._whole, mean.device)
             self._whole[begin:end].copy_(mean)
 
     def finish(self) -> bool:
@@ -379,8 +372,8 @@ class RoundUpdate:
             self._inputs = said(self.fragment.filters, self.fragment.filtered, self._inputs[0])
         return self._inputs[-1]
 
-    def _room(self, room: Tensor | None) -> Tensor:
-        return self._buffers.floats(self._inputs[0].numel()) if room is None else room
+    def _room(self, room: Tensor | None, device: torch.device) -> Tensor:
+        return self._buffers.floats(self._inputs[0].numel(), device) if room is None else room
 
     def _stepped(self, outer: Outer, begin: int, end: int, mean: Tensor) -> None:
         if self.anchor is None:

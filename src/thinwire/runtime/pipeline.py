@@ -178,6 +178,8 @@ class RoundPipeline:
             self._aggregate,
             update.fragment.aggregate,
             anchor=update.fragment.anchor,
+            device=update.fragment.device,
+            on_stream=update.on_stream,
         )
         return round_, self.exchange.depart(round_, update.fragment.exchange), self._policy_message(update, round_)
 
@@ -185,7 +187,10 @@ class RoundPipeline:
         policy, codec = self._deciding, update.fragment.codec
         if policy is None or not (count := policy.tells(codec, update.number)):
             return None
-        own = Round(self.context, Identity(), count, round_.key, round_.signal, 0, round_.order, round_.step)
+        own = Round(
+            self.context, Identity(), count, round_.key, round_.signal, 0, round_.order, round_.step,
+            on_stream=update.on_stream,
+        )  # fmt: skip
         return PolicyMessage(own, lambda: policy.decide(codec, update.signal, round_.numel, round_.key))
 
     @torch.no_grad()
@@ -196,7 +201,18 @@ class RoundPipeline:
         own_seconds: float,
         scheduled: bool,
     ) -> None:
-        round_, departure, notice = departed.result()
+        with update.on_stream():
+            self._receive(*departed.result(), update, own_seconds, scheduled)
+
+    def _receive(
+        self,
+        round_: Round,
+        departure: Any,
+        notice: PolicyMessage | None,
+        update: RoundUpdate,
+        own_seconds: float,
+        scheduled: bool,
+    ) -> None:
         over = False
         try:
             _, settle = weighed(update, update.share)

@@ -78,9 +78,9 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
     if guard:  # older checkpoints have no guard; then it starts without norms
         _check(fragment, "norms of the guard", "this strategy", guard, fragment.guard)
         fragment.guard = {name: value.cpu() for name, value in guard.items()}
-    fragment.feedback, fragment.exchange, fragment.aggregate, fragment.policy, *filtered = (
-        {name: value.cpu() for name, value in kept.items()}
-        for kept in (feedback, exchange, aggregate, policy, *filtered)
+    fragment.feedback = {name: value.to(fragment.device) for name, value in feedback.items()}
+    fragment.exchange, fragment.aggregate, fragment.policy, *filtered = (
+        {name: value.cpu() for name, value in kept.items()} for kept in (exchange, aggregate, policy, *filtered)
     )
     fragment.filtered = tuple(filtered)
     fragment.anchor, fragment.state = here["anchor"], state
