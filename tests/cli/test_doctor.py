@@ -193,9 +193,10 @@ def test_anchors_go_to_a_gpu_that_has_room(monkeypatch, free, settings, where):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
     run = Run.of(model="nano", **settings)
-    got, lines = doctor.fitted(run, outline_model(run, 256))
+    model = outline_model(run.model, 128, 0, 256)
+    got, lines = doctor.fitted(run, model)
     assert got.method.anchors == where and len(lines) == (where == "device")
-    assert doctor.fitted(run, outline_model(run, 256), got) == (got, [])  # a run that has begun keeps its choice
+    assert doctor.fitted(run, model, got) == (got, [])  # a run that has begun keeps its choice
 
 
 def test_replicas_share_the_gpus_of_a_machine(monkeypatch):

@@ -143,6 +143,7 @@ def set_up(
         return
     tell("predicting the memory of a replica")
     fits = yield from room(run, model, strategy, [fragment.numel for fragment in fragments])
+    word = "measured" if step_seconds is None else "given"
     if step_seconds is None and fits:
         tell("timing an inner step")
         step_seconds = measured_step(run, vocabulary)
@@ -151,7 +152,7 @@ def set_up(
         told: set[str] = set()
         if follows_link(run):
             told.add("delay")
-            run, says = by_link(run, model, step_seconds)
+            run, says = by_link(run, model, step_seconds, word)
             strategy = run.make_strategy()
             fragments = strategy.partition.fragments(model)
             yield CheckResult("rounds", "ok", f"thinwire train takes {says}")

@@ -38,8 +38,9 @@ def follows_link(run: Run) -> bool:
     return named and run.placement.replicas > 1 and parse_link(run.placement.link) is not None
 
 
-def by_link(run: Run, model: nn.Module, step_seconds: float) -> tuple[Run, str]:
-    """`run`, of which `follows_link` is true, with the best rounds for inner steps of `step_seconds`; and one line that explains them.
+def by_link(run: Run, model: nn.Module, step_seconds: float, word: str = "measured") -> tuple[Run, str]:
+    """`run`, of which `follows_link` is true, with the best rounds for inner steps of `step_seconds`; and one line that explains them, in
+    which `word` says where `step_seconds` come from.
 
     A run that gives H, codec or offsets keeps them, and gets a delay.
     """
@@ -49,7 +50,7 @@ def by_link(run: Run, model: nn.Module, step_seconds: float) -> tuple[Run, str]:
     best, plain = min(tried, key=lambda one: one.utilization**_OF_TOKENS * one.cost), tried[0]
     said = (
         f"{_options(best.run)}{_kept(run)}: a round takes {text_of_seconds(best.flight_seconds)} at {run.placement.link} (predicted), "
-        f"a step {text_of_seconds(step_seconds)} (measured); at most {best.utilization:.0%} of the time is training"
+        f"a step {text_of_seconds(step_seconds)} ({word}); at most {best.utilization:.0%} of the time is training"
     )
     if best is not plain:
         said += (

@@ -43,14 +43,14 @@ class Form(NamedTuple):
 
 
 # measured with 0.18 M parameters and two replicas after 500 steps (docs/log.md, 2026-11-22, -23 and -26); the last after 2,000
-# (benchmarks/frontier.py, docs/measured.md), where after 500 it is 0.162 above, and what its delays add
+# (there too, 2026-11-26), where after 500 it is 0.162 above, and what its delays add
 FORMS = (
     Form(4, None, 0.0, ((1, 0.0), (2, 0.008), (3, 0.037))),
     Form(7, "Sign(block=512)", 0.014, ((1, 0.0), (2, 0.009), (3, 0.025), (5, 0.054))),
     Form(24, "TopK(0.05, values=Sign(block=512))", 0.062, ((1, 0.0), (5, 0.028), (10, 0.049)), steps=2000),
 )
-# streaming_sparse: H, and its loss over the default's after 2,000 steps, less 1 (benchmarks/frontier.py); other H and delays were not measured
-SPARSE_EVERY, _SPARSE = 8, 0.029
+# the loss of streaming_sparse over the default's after 2,000 steps, less 1 (benchmarks/frontier.py); other H and delays were not measured
+_SPARSE = 0.029
 
 
 def loss(method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float) -> Prediction:

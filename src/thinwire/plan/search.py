@@ -95,7 +95,7 @@ def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | No
         if method == "streaming_sign":
             rounds = [(own or form.codec, form.every, delay) for form in expected.FORMS for delay, _ in form.of_delay]
         elif method == "streaming_sparse":
-            rounds = [(own, expected.SPARSE_EVERY, delay) for delay in SPARSE_DELAY]
+            rounds = [(own, RECIPES[method]().schedule.every, delay) for delay in SPARSE_DELAY]
         outer_lr = None if method in BY_LAW else run.method.outer_lr
         for codec, every, delay in rounds:
             yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
