@@ -47,13 +47,14 @@ from secure_replica import Place
 from tls_sockets import make_keys
 
 from thinwire import Strategy, streaming_diloco, streaming_sign
+from thinwire.codecs import Sign
 from thinwire.comm import Link
 from thinwire.comm.secure.frames import CHUNK_NBYTES
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.pieces.schedule import short_first
 
 EVERY, DELAY, FRAGMENTS = 30, 5, 3
-SIGN_EVERY = 7
+SIGN_EVERY, SIGNS = 7, Sign(block=512)  # the form that `thinwire train` takes where a round lasts four steps and more
 MARGIN = 1.2
 RTTS = (0.3, 0.1, 0.002)  # falling, because BBR takes ten seconds to believe that a round trip has become longer
 BULK_NBYTES = 1_000_000
@@ -99,7 +100,7 @@ def stands(quick: bool) -> list[Stand]:
     diloco, nbytes = ours(
         streaming_diloco(every=EVERY, delay=DELAY, offsets=short_first(EVERY, fragments, DELAY)), EVERY
     )
-    sign, sign_nbytes = ours(streaming_sign(every=SIGN_EVERY, delay=DELAY), SIGN_EVERY)
+    sign, sign_nbytes = ours(streaming_sign(every=SIGN_EVERY, delay=DELAY, codec=SIGNS), SIGN_EVERY)
     if quick:
         small: dict[str, Any] = {"rtts": (0.1,), "warm": 1, "lead": 2}
         here = [

@@ -181,9 +181,9 @@ class DelayedNesterov(Outer):
         total, count = state["sum"] + delta, int(state["count"]) + 1
         if count < self.updates:
             after = {"momentum": state["momentum"].clone(), "sum": total, "count": torch.tensor([float(count)])}
-            return anchor.sub(delta, alpha=self.lr), after
+            return anchor - delta * self.lr, after
         momentum = torch.mul(state["momentum"], self.momentum).add_(total)
-        moved = anchor.sub(torch.add(delta, momentum, alpha=self.momentum), alpha=self.lr)
+        moved = anchor - (momentum * self.momentum).add_(delta).mul_(self.lr)
         return moved, {"momentum": momentum, "sum": torch.zeros_like(total), "count": torch.zeros(1)}
 
 
