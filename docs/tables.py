@@ -115,7 +115,8 @@ def provenance(result: Result, name: str, up: str) -> str:
     """Where the numbers are from, in one line."""
     machine, versions = result["machine"], result["versions"]
     commit = (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
-    where = f"{machine['cpu'].strip()}, {machine['cores']} cores, torch {versions['torch']}"
+    gpu = f"{result['gpu']}, " if "gpu" in result else ""
+    where = f"{gpu}{machine['cpu'].strip()}, {machine['cores']} cores, torch {versions['torch']}"
     return f"*{result['word'].capitalize()}: [{name}]({up}{name}), {result['date'][:10]}, commit {commit}; {where}.*"
 
 
@@ -568,6 +569,16 @@ def codecs(result: Result) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def codecs_gpu(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Rows of benchmarks/codecs_gpu.py, of the sizes at which the launch of a kernel does not decide."""
+    rows = []
+    for row in result["rows"]:
+        if row["nbytes"] >= 1 << 24:
+            speeds = [f"{row[name]:,.0f} ({row[f'{name}_of_copy']:.2f})" for name in ("encode", "decode")]
+            rows.append([f"`{_short(row['codec'])}`", f"{row['nbytes'] >> 20}", f"{row['copy']:,.0f}", *speeds])
+    return ["codec", "MiB", "copy", "encode (of copy)", "decode (of copy)"], rows
+
+
 def unequal(result: Result) -> tuple[list[str], list[list[str]]]:
     """Rows of benchmarks/unequal.py: times are steps of the fastest machine (simulated) or wall seconds (emulated)."""
     heads = ["speeds", "method", "number is", "loss", "against the control", "time", "time to the control's loss"]
@@ -836,6 +847,7 @@ TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
     "memory": memory,
     "passes": passes,
     "codecs": codecs,
+    "codecs_gpu": codecs_gpu,
     "family": family,
     "calibration": calibration,
     "elastic": elastic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import socket
 import ssl
 import threading
@@ -17,7 +18,7 @@ from hub_process import HubProcess
 from raw_member import RawMember, admitted, signed
 from secure_groups import run_secure
 
-from thinwire.comm.secure import Hub, Token, admit, join, proxy
+from thinwire.comm.secure import Hub, Token, admit, channels, join, proxy
 from thinwire.comm.secure import hub as hub_module
 from thinwire.comm.secure.keys import Authority, Credentials, private_folder
 from thinwire.errors import ConfigurationError, LinkError
@@ -223,3 +224,9 @@ def test_connections_older_than_tls_13_are_refused(tmp_path):
                         context.wrap_socket(one)
     finally:
         hub.close()
+
+
+def test_a_grpcio_that_does_not_say_which_tls_a_connection_has_is_refused(monkeypatch):
+    monkeypatch.setattr(grpc, "__version__", "1.84.0")
+    with pytest.raises(ConfigurationError, match=r"grpcio 1\.84\.0 .* pip install 'grpcio>=1\.85'"):
+        runpy.run_path(channels.__file__)

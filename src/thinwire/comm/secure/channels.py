@@ -11,7 +11,13 @@ import grpc.aio
 
 from thinwire.comm.secure.frames import LIMIT_NBYTES
 from thinwire.comm.secure.keys import HUB, Credentials
-from thinwire.errors import LinkError
+from thinwire.errors import ConfigurationError, LinkError
+
+LEAST = "1.85"  # the first grpcio that says which version of TLS a connection has
+if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST.split("."))):
+    raise ConfigurationError(
+        f"grpcio {grpc.__version__} is installed, which does not say whether a connection has TLS 1.3; pip install 'grpcio>={LEAST}'."
+    )
 
 SERVICE = "thinwire.Hub"
 STRAIGHT, LIVE = (f"/thinwire.Member/{name}" for name in ("Straight", "Live"))
