@@ -313,7 +313,7 @@ def fitted(run: Run, model: nn.Module, begun: Run | None = None) -> tuple[Run, l
         else:
             run, rounds = fitted_to_link(run, model)
             lines.append(f"rounds: {rounds}")
-    if begun:
+    if begun and not run.method.anchors:
         return run.changed(anchors=begun.method.anchors), lines
     nbytes = nbytes_on_gpu(run, model)
     if nbytes and nbytes <= _SHARE_OF_GPU * torch.cuda.mem_get_info()[0]:
