@@ -33,6 +33,7 @@ PAGES = (
     "docs/gossip.md",
     "docs/elastic.md",
     "docs/secure.md",
+    "docs/gpus.md",
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
 HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
