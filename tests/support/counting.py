@@ -131,7 +131,7 @@ def save(folder: Path, replica: tw.Replica, log: DurableLog, full: bool) -> None
         log.write("not saved", reason=problem, kept=sorted(folder.glob("step-*")) == there)
 
 
-def rendezvous(address: str, name: str, folder: Path, listen: str) -> Rendezvous:
+def rendezvous(address: str, name: str, folder: Path, listen: str = "") -> Rendezvous:
     if not address.startswith("tw1."):
         return LighthouseRendezvous(address)
     from thinwire.comm.secure import Token
