@@ -332,3 +332,14 @@ def test_short_host_memory_puts_outer_state_on_disk_and_says_what_the_disk_must_
     assert {setting.strategy.anchors for setting in settings(named)} == {"host"}
     best.run.save(tmp_path / "run.toml")
     assert Run.load(tmp_path / "run.toml").make_strategy().anchors == "disk"
+
+
+def test_on_a_gpu_that_has_room_anchors_are_there_if_rounds_can_run_there() -> None:
+    """With less memory, and for a method whose rounds run on the CPU, they stay in host memory."""
+    methods = ("streaming_sign", "streaming_diloco", "data_parallel")
+    base, taken = task(methods=methods), {method: "host" for method in methods}
+    assert {one.method: one.strategy.anchors for one in settings(base)} == taken | {"streaming_sign": "device"}
+    there = next(one for one in settings(base) if one.method == "streaming_sign" and one.run.placement.replicas == 4)
+    assert there.run.method.anchors == "device" and there.memory_nbytes == there.memory.peak("device")
+    tight = replace(base, memory_nbytes=there.memory.peak("device") // 2)
+    assert {one.method: one.strategy.anchors for one in settings(tight)} == taken

@@ -31,6 +31,7 @@ from thinwire.plan.scaling import FITTED, Outside, Prediction
 from thinwire.plan.setting import SEARCHED, Candidate, Setting, Task
 from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
+from thinwire.runtime.on_device import stays_on_device
 from thinwire.simulate.replicas import delays
 
 __all__ = ["SEARCHED", "Setting", "Task", "fits", "settings"]
@@ -129,17 +130,21 @@ class _Search:
         self._alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
         self._joining: dict[tuple[str, str, int], bool] = {}
         self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
-        self._on_disk: dict[str, Candidate | None] = {}
+        self._elsewhere: dict[str, Candidate | None] = {}
 
-    def on_disk(self, candidate: Candidate) -> Candidate | None:
-        """The candidate with its anchors and outer state on disk; None: its method does not allow it, or its run names another place."""
-        if (key := repr(candidate.strategy)) not in self._on_disk:
-            self._on_disk[key] = None
+    def elsewhere(self, candidate: Candidate, gpu: bool) -> Candidate | None:
+        """The candidate with its anchors and outer state on disk, or on a GPU if its rounds run there; None: its method does not allow it, or
+        its run names another place.
+        """
+        if (key := f"{gpu} {candidate.strategy!r}") not in self._elsewhere:
+            self._elsewhere[key] = None
             if candidate.run.method.anchors is None and candidate.strategy.anchors == "host":
                 with suppress(ConfigurationError):
-                    run = candidate.run.changed(anchors="disk")
-                    self._on_disk[key] = Candidate(run, run.make_strategy(), candidate.shapes)
-        return self._on_disk[key]
+                    run = candidate.run.changed(anchors="device" if gpu else "disk")
+                    strategy = run.make_strategy()
+                    if not gpu or stays_on_device(strategy):
+                        self._elsewhere[key] = Candidate(run, strategy, candidate.shapes)
+        return self._elsewhere[key]
 
     def candidates(self, replicas: int) -> list[Candidate]:
         """The candidates that so many replicas can run; one replica alone has only its outer step."""
@@ -268,10 +273,11 @@ class _Group:
         search, strategy = self.search, candidate.strategy
         batch, warnings = search.batch(candidate, self.size)
         micro, accumulate, memory = self._micro_batch(candidate, batch)
-        on_disk = None if self.gpu or self._needed(memory) <= self.limit else search.on_disk(candidate)
-        if on_disk:  # host memory is short even for the smallest micro-batch
-            candidate, strategy = on_disk, on_disk.strategy
-            micro, accumulate, memory = self._micro_batch(candidate, batch)
+        if self.gpu or self._needed(memory) > self.limit:  # or host memory is short even for the smallest micro-batch
+            other = search.elsewhere(candidate, self.gpu)
+            found = self._micro_batch(other, batch) if other else None
+            if other and found and (not self.gpu or self._needed(found[2]) <= self.limit):
+                candidate, strategy, (micro, accumulate, memory) = other, other.strategy, found
         step = self._inner_seconds(micro, accumulate)
         traffic = self._traffic_of(candidate)
         loss, density = search.expected(candidate, self.size)
@@ -286,7 +292,8 @@ class _Group:
 
     def has_room_for(self, candidates: Sequence[Candidate]) -> bool:
         """Whether one of the candidates fits the memory, in host memory or on disk."""
-        ways = [*candidates, *([] if self.gpu else filter(None, map(self.search.on_disk, candidates)))]
+        on_disk = [] if self.gpu else [self.search.elsewhere(candidate, gpu=False) for candidate in candidates]
+        ways = [*candidates, *filter(None, on_disk)]
         return any(self._needed(self._memory(c, self.task.ranks, 1)) <= self.limit for c in ways)
 
     def sequence_seconds(self) -> float:
