@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on the machine.
+"""Sums and quotients whose bits do not depend on the machine.
 
 A packet must decode to the same bits on every replica, but a library's matrix product adds in an order that depends on
 processor, version and number of threads. The sums here have a fixed order, or do not depend on it.
@@ -15,6 +15,11 @@ from torch import Tensor
 
 _LARGEST = torch.finfo(torch.float32).max
 _RUN = 1 << 20
+
+
+def divide(x: Tensor, by: float) -> Tensor:
+    """x ← x / by. If `by` is a number, torch multiplies by its reciprocal on CUDA, which rounds twice."""
+    return x.div_(torch.tensor(by, dtype=x.dtype, device=x.device))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, mean_over_senders
+from thinwire.codecs.exact import divide
 from thinwire.rng import Key
 from thinwire.types import State
 
@@ -129,7 +130,7 @@ class Mean(Aggregate):
         for one, weight in zip(values, weights or [1.0] * len(values)):
             one.add_to(out, weight)
         if weights is None and len(values) > 1:
-            out.div_(len(values))
+            divide(out, len(values))
 
 
 @dataclass(frozen=True)

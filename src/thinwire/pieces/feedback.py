@@ -92,11 +92,13 @@ class Feedback:
         """z, the values to encode for `delta`. Here and in `settle`, delta and state may also be the same range of each."""
         if self.kappa:
             z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
-        elif self.alpha == 1 and self.eta:  # the same bits in one pass
-            return torch.add(delta, state["residual"], alpha=self.eta, out=out)
+        elif self.alpha == 1 == self.eta:  # the same bits in one pass
+            return torch.add(delta, state["residual"], out=out)
         else:
             z = torch.mul(delta, self.alpha, out=out)
-        return z.add_(state["residual"], alpha=self.eta) if self.eta else z
+        if self.eta:  # rounded as two operations, so alike on all devices
+            z.add_(state["residual"] if self.eta == 1 else state["residual"] * self.eta)
+        return z
 
     def settle(self, delta: Tensor, sent: Tensor, mean: Tensor, state: State, after: State) -> Tensor:
         """The estimate of the mean delta, the same on all replicas, from the own c (`sent`) and the `mean` of all.

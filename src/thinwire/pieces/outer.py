@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.codecs import unwritten
-from thinwire.codecs.exact import energy
+from thinwire.codecs.exact import divide, energy
 from thinwire.errors import ConfigurationError
 from thinwire.types import State
 
@@ -240,7 +240,7 @@ class HeavyBall(Outer):
         return {"momentum": torch.zeros_like(anchor)}
 
     def step(self, anchor: Tensor, delta: Tensor, state: State) -> tuple[Tensor, State]:
-        momentum = torch.mul(state["momentum"], self.momentum).add_(torch.div(delta, self.penalty(delta, state)))
+        momentum = torch.mul(state["momentum"], self.momentum).add_(divide(delta.clone(), self.penalty(delta, state)))
         if self.clip is not None:
             momentum.clamp_(-self.clip, self.clip)
         return torch.sub(anchor, torch.mul(momentum, self.lr)), {"momentum": momentum}
