@@ -19,7 +19,7 @@ _RUN = 1 << 20
 
 def divide(x: Tensor, by: float) -> Tensor:
     """x ← x / by. If `by` is a number, torch multiplies by its reciprocal on CUDA, which rounds twice."""
-    return x.div_(torch.tensor(by, dtype=x.dtype, device=x.device))
+    return x.div_(x.new_full((), by))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
