@@ -55,6 +55,8 @@ class Trainers:
 
 @pytest.fixture
 def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainers]:
+    if request.param == "torchtitan":
+        pytest.importorskip("torchtitan")
     started = Trainers(request.param, tmp_path)
     yield started
     started.close()

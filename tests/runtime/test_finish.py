@@ -25,12 +25,15 @@ def ends_on_time(strategy: tw.Strategy, fragments: int, least: int = 9) -> int:
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in DELTAS])
 @pytest.mark.parametrize("over", [0, 1])
 def test_no_round_departs_without_a_step_trained(name, over):
-    """For each fragment, every round carries steps that no earlier one has carried; in the end all are carried or discarded."""
+    """For each fragment, every round carries steps that no earlier one has carried; in the end all are carried or discarded. A policy may have
+    one more round at the end, for what was not sent.
+    """
     strategy = METHODS[name]
     count = len(strategy.partition.fragments(toy()))
     steps = ends_on_time(strategy, count) + over
     departures = [(e["fragment"], e["step"]) for e in journey(strategy, 2, steps=steps)[0].heard("depart")]
-    assert len(departures) == len(set(departures)), "twice after one step"
+    twice = count if strategy.policy.last is not strategy.policy else 0
+    assert len(departures) <= len(set(departures)) + twice, "twice after one step"
     last = dict(departures)
     # then steps trained in flight are discarded
     forgets = isinstance(strategy.merge, tw.pieces.merge.Mix) and strategy.merge.alpha == 0
