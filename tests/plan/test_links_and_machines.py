@@ -11,7 +11,7 @@ from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES
 from thinwire.lm.run import Run
-from thinwire.plan import compute, quantities
+from thinwire.plan import compute, quantities, search
 from thinwire.plan.links import Links
 from thinwire.plan.machine import CodecSpeed, Machine, Step
 
@@ -92,6 +92,7 @@ def machine() -> Machine:
         flops_per_token=float(shape.flops_per_token(128)), parameters=shape.parameters(),
         steps=(Step(1, 0.02, 60_000_000), Step(4, 0.05, None)), update_seconds=0.001,
         codecs={"E3M0()": (CodecSpeed(1e8, 4e8, 10**6), CodecSpeed(5e7, 4e8, 10**8))}, base_nbytes=530_000_000,
+        on_gpu={"Sign()": (CodecSpeed(1e11, 2e11, 10**6),)},
         disk_nbytes_per_second=4e8, word="measured",
     )  # fmt: skip
 
@@ -172,12 +173,14 @@ def test_quantities_with_units_are_parsed() -> None:
 
 def test_probe_machine_measures_steps_and_codecs(tmp_path: Path) -> None:
     run = Run.of(model="nano", sequence=32)
-    own = compute.probe_machine(run, "here", 10**9, seconds=0.02, place=tmp_path)
+    own = compute.probe_machine(run, "here", 10**9, search.codecs(run), seconds=0.02, place=tmp_path)
     assert own.parameters == compute.shape_of(run).parameters() and own.word == "measured"
     assert own.steps[0].batch == 1 and all(step.seconds > 0 for step in own.steps)
     assert own.flops_per_second > 0 and own.base_nbytes > 100_000_000  # torch alone takes more
     assert {c.parameters for timed in own.codecs.values() for c in timed} == {own.parameters}  # the largest fragment
     assert not list(tmp_path.iterdir())
+    task = search.Task(run, Links.uniform(Link.parse("50mbit,30ms"), 3), (own,), tokens=1e6)
+    assert all(setting.candidate.codecs[0] in own.codecs for setting in search.settings(task)), "no codec is free"
 
 
 @pytest.mark.parametrize("change", [{"model": "hf:somewhere"}, {"tokenizer": "bpe:words.json"}])

@@ -16,7 +16,7 @@ from thinwire.lm.model import SIZES
 from thinwire.lm.run import Run
 from thinwire.plan import expected, explain, scaling
 from thinwire.plan.links import Links
-from thinwire.plan.machine import Machine
+from thinwire.plan.machine import CodecSpeed, Machine
 from thinwire.plan.memory import replica_memory
 from thinwire.plan.search import SEARCHED, Setting, Task, settings
 from thinwire.plan.targets import Targets, meeting
@@ -343,3 +343,12 @@ def test_on_a_gpu_that_has_room_anchors_are_there_if_rounds_can_run_there() -> N
     assert there.run.method.anchors == "device" and there.memory_nbytes == there.memory.peak("device")
     tight = replace(base, memory_nbytes=there.memory.peak("device") // 2)
     assert {one.method: one.strategy.anchors for one in settings(tight)} == taken
+    name, slow, fast = there.candidate.codecs[0], (CodecSpeed(1e8, 1e8),), (CodecSpeed(1e11, 1e11),)
+    timed = replace(base, machines=(replace(GPU, codecs={name: slow}, on_gpu={name: fast}),))
+    encoding = {
+        one.strategy.anchors: one.traffic[0].encode_seconds
+        for task in (timed, replace(timed, memory_nbytes=tight.memory_nbytes))
+        for one in settings(task)
+        if one.candidate.codecs[0] == name
+    }
+    assert encoding["host"] == pytest.approx(1000 * encoding["device"])

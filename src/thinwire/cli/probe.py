@@ -26,6 +26,7 @@ from thinwire.plan.compute import probe_machine
 from thinwire.plan.links import store
 from thinwire.plan.machine import Machine
 from thinwire.plan.probe import Probe, probe_links
+from thinwire.plan.search import codecs
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 
 
@@ -90,7 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     else:
         probe = _emulated(emulated, asked) if emulated and asked.what != "machine" else None
         machines = (
-            [probe_machine(run, name, here.memory()[1], 2 * asked.seconds, asked.out)] if asked.what != "links" else []
+            [probe_machine(run, name, here.memory()[1], codecs(run), 2 * asked.seconds, asked.out)]
+            if asked.what != "links"
+            else []
         )
     if probe:
         found["links"] = _write_links(probe, asked, console, "emulated" if emulated else "measured")
@@ -101,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             f"The machine {machine.name}, measured by `thinwire probe` on {_today()}. Edit freely: thinwire docs plan.",
         )
         found.setdefault("machines", []).append(str(path))
-        console.print(_machine_table(machine))
+        console.print(_machine_table(machine), _codec_table(machine), sep="\n\n")
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     if probe is None and asked.what == "all":
         console.print(
@@ -120,7 +123,7 @@ def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | No
     names = [text.decode() for text in gather(group, name.encode()[:80], 80, "probe")]
     share = here.memory()[1] // names.count(names[group.rank])  # ranks of one machine divide its memory
     unique = probe.links.names[group.rank] if probe else f"{name}-{group.rank}"
-    own = probe_machine(run, unique, share, 2 * asked.seconds, asked.out)
+    own = probe_machine(run, unique, share, codecs(run), 2 * asked.seconds, asked.out)
     path = asked.out / f".machine-{group.rank}.toml"
     own.save(path)
     text = path.read_bytes()
@@ -190,15 +193,18 @@ def _machine_table(machine: Machine) -> Table:
         tokens = f"{step.batch * machine.sequence / step.seconds:,.0f}"
         table.add_row(str(step.batch), text_of_seconds(step.seconds), tokens, text_of_nbytes(step.peak_nbytes))
     update, disk = text_of_seconds(machine.update_seconds), text_of_nbytes(machine.disk_nbytes_per_second)
-    speeds = "; ".join(
-        f"{name.split('(')[0]} "
-        + ", ".join(f"{c.encode / 1e6:,.0f} / {c.decode / 1e6:,.0f} of {text_of_count(c.parameters)}" for c in timed)
-        for name, timed in machine.codecs.items()
-    )
-    table.caption = (
-        f"update {update}; disk {disk}/s; a replica's process before it has a model {text_of_nbytes(machine.base_nbytes)}\n"
-        f"million parameters per second, encode / decode: {speeds}"
-    )
+    table.caption = f"update {update}; disk {disk}/s; a replica's process before it has a model {text_of_nbytes(machine.base_nbytes)}"
+    return table
+
+
+def _codec_table(machine: Machine) -> Table:
+    kinds = (("", machine.codecs), (" on the GPU", machine.on_gpu))
+    rows = [(f"{name}{where}", timed) for where, codecs in kinds for name, timed in codecs.items()]
+    fragments = [f"of {text_of_count(speed.parameters)}" for speed in rows[0][1]]
+    table = Table("codec", *fragments, title="Codecs, encode / decode (measured)")
+    table.caption = "million parameters a second, for fragments of so many parameters"
+    for name, timed in rows:
+        table.add_row(name, *(f"{speed.encode / 1e6:,.0f} / {speed.decode / 1e6:,.0f}" for speed in timed))
     return table
 
 

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thinwire.codecs import E3M0, Cast, Codec, Identity, Sign
+from thinwire.codecs import Codec
+from thinwire.codecs.device import whole_anywhere
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import OwnJob, functions
 from thinwire.lm.huggingface import outline
@@ -29,7 +30,6 @@ from thinwire.plan.machine import Machine, Step
 from thinwire.plan.outline import Outline, Shape, outline_of, outline_of_job
 from thinwire.rng import Key
 
-CODECS: tuple[Codec, ...] = (E3M0(), Sign(block=512), Cast("bf16"), Identity())
 FRAGMENTS = (1 << 20, 1 << 22, 1 << 25)  # sizes of the timed fragments: caches hold the first, not the last
 _DISK_NBYTES = 64 << 20
 
@@ -102,7 +102,9 @@ def _adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [AdamW().make(model, lr=1e-3, weight_decay=0.01)]
 
 
-def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0, place: Path = Path()) -> Machine:
+def probe_machine(
+    run: Run, name: str, memory_nbytes: int, codecs: Sequence[Codec], seconds: float = 1.0, place: Path = Path()
+) -> Machine:
     """Time the steps of `run`'s model, then the optimizer, the codecs and the disk.
 
     Micro-batches have 1, 2, 4, … sequences, as long as one takes less than `seconds` and fits. Each figure is the median of at least
@@ -122,11 +124,18 @@ def probe_machine(run: Run, name: str, memory_nbytes: int, seconds: float = 1.0,
         max(step.batch / step.seconds for step in steps) * run.data.sequence * shape.flops_per_token(run.data.sequence)
     )
     numels = sorted({min(numel, shape.parameters()) for numel in FRAGMENTS})  # no fragment is larger than the model
+
+    def speeds(codecs: Iterable[Codec], device: torch.device) -> dict[str, tuple[machine.CodecSpeed, ...]]:
+        return {
+            repr(codec): tuple(codec_speed(codec, seconds / 8, numel, device) for numel in numels) for codec in codecs
+        }
+
+    there = filter(whole_anywhere, codecs) if device.type == "cuda" else ()
     return Machine(
         name=name, memory_nbytes=memory_nbytes, flops_per_second=best, device=device.type, model=run.model.label,
         sequence=run.data.sequence, flops_per_token=float(shape.flops_per_token(run.data.sequence)), parameters=shape.parameters(),
         steps=tuple(steps), update_seconds=update,
-        codecs={repr(codec): tuple(codec_speed(codec, seconds / 8, numel) for numel in numels) for codec in CODECS},
+        codecs=speeds(codecs, torch.device("cpu")), on_gpu=speeds(there, device),
         disk_nbytes_per_second=disk_speed(place), base_nbytes=base_nbytes(), word="measured",
     )  # fmt: skip
 
@@ -164,14 +173,23 @@ def _steps(
         batch *= 2
 
 
-def codec_speed(codec: Codec, seconds: float = 0.1, numel: int = 1 << 22) -> machine.CodecSpeed:
-    """Parameters a second when a fragment of `numel` is encoded, and when it is decoded."""
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    payload, out = torch.empty(codec.nbytes(numel), dtype=torch.uint8), torch.zeros(numel)
+def codec_speed(
+    codec: Codec, seconds: float = 0.1, numel: int = 1 << 22, device: torch.device = torch.device("cpu")
+) -> machine.CodecSpeed:
+    """Parameters a second when a fragment of `numel` is encoded on `device`, and when it is decoded there."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    payload, out = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device), torch.zeros_like(values)
     key = Key(0, 0, 0, 0)
-    encode = _median(lambda: codec.encode(values, payload, key), seconds)
-    decode = _median(lambda: codec.decode_add(payload, out, key), seconds)
-    return machine.CodecSpeed(numel / encode, numel / decode, numel)
+
+    def encode() -> None:
+        codec.encode(values, payload, key)
+        payload[:1].tolist()  # waits until a GPU has finished
+
+    def decode() -> None:
+        codec.decode_add(payload, out, key)
+        out[:1].tolist()
+
+    return machine.CodecSpeed(numel / _median(encode, seconds), numel / _median(decode, seconds), numel)
 
 
 def disk_speed(place: Path) -> float:

@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Parameters a second on one core, encoding and decoding a fragment of `parameters`."""
+    """Parameters a second on one core, or on the machine's GPU, encoding and decoding a fragment of `parameters`."""
 
     encode: float
     decode: float
@@ -60,8 +60,8 @@ class CodecSpeed:
 @dataclass(frozen=True)
 class Machine:
     """The machine of one replica. `steps` were measured with `model` at `sequence` tokens; those of other models are scaled by
-    operations. `codecs` are by name, the smallest timed fragment first. `base_nbytes` is the memory of a replica's process without
-    its model."""
+    operations. `codecs` are by name, the smallest timed fragment first; `on_gpu` are those of rounds that stay on a GPU. `base_nbytes`
+    is the memory of a replica's process without its model."""
 
     name: str
     memory_nbytes: int
@@ -74,6 +74,7 @@ class Machine:
     steps: tuple[Step, ...] = ()
     update_seconds: float = 0.0
     codecs: Mapping[str, tuple[CodecSpeed, ...]] = field(default_factory=dict)
+    on_gpu: Mapping[str, tuple[CodecSpeed, ...]] = field(default_factory=dict)
     disk_nbytes_per_second: float | None = None
     base_nbytes: int = BASE_NBYTES
     word: str = "given"
@@ -112,10 +113,11 @@ class Machine:
         update = self.update_seconds * shape.parameters() / self.parameters if self.parameters else 0.0
         return accumulate * self.micro_seconds(shape, sequence, share) + update / ranks
 
-    def codec_seconds(self, names: Sequence[str], parameters: int, packets: int) -> float:
+    def codec_seconds(self, names: Sequence[str], parameters: int, packets: int, on_gpu: bool = False) -> float:
         """Seconds to encode a fragment and to decode `packets` of it, at a speed interpolated between the timed sizes. `names` are those of
         the codec and of the codecs inside it; the first that was timed counts for all. 0 if none was timed."""
-        timed = next((self.codecs[name] for name in names if name in self.codecs), ())
+        codecs = self.on_gpu if on_gpu else self.codecs
+        timed = next((codecs[name] for name in names if name in codecs), ())
         if not timed or not parameters:
             return 0.0
         of, numels = math.log(parameters), [math.log(speed.parameters) for speed in timed]
@@ -167,16 +169,17 @@ class Machine:
             for s in self.steps
         ]
         facts["step"] = rows
-        facts["codec"] = [
-            {
-                "name": name,
-                "parameters": c.parameters,
-                "encode": float(f"{c.encode:.4g}"),
-                "decode": float(f"{c.decode:.4g}"),
-            }
-            for name, timed in self.codecs.items()
-            for c in timed
-        ]
+        for table, codecs in (("codec", self.codecs), *([("codec_on_gpu", self.on_gpu)] if self.on_gpu else [])):
+            facts[table] = [
+                {
+                    "name": name,
+                    "parameters": c.parameters,
+                    "encode": float(f"{c.encode:.4g}"),
+                    "decode": float(f"{c.decode:.4g}"),
+                }
+                for name, timed in codecs.items()
+                for c in timed
+            ]
         store(path, "".join(f"# {line}\n" for line in comment.splitlines()) + tomli_w.dumps(facts))
 
     @classmethod
@@ -209,6 +212,7 @@ class Machine:
                 ),
                 update_seconds=float(of.get("update_seconds", 0.0)),
                 codecs=_codecs(facts.get("codec", [])),
+                on_gpu=_codecs(facts.get("codec_on_gpu", [])),
                 disk_nbytes_per_second=None if disk is None else quantities.nbytes(disk),
                 base_nbytes=quantities.nbytes(facts["base"]) if "base" in facts else BASE_NBYTES,
                 word=str(facts.get("word", "given")),

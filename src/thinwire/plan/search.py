@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from thinwire.codecs import Shapes
+from thinwire.codecs import Codec, Shapes
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.run import Run
@@ -34,7 +34,7 @@ from thinwire.recipes import RECIPES
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.simulate.replicas import delays
 
-__all__ = ["SEARCHED", "Setting", "Task", "fits", "settings"]
+__all__ = ["SEARCHED", "Setting", "Task", "codecs", "fits", "settings"]
 
 # None: the recipe's codec
 CODECS: dict[str, tuple[str | None, ...]] = {
@@ -55,6 +55,12 @@ def settings(task: Task) -> list[Setting]:
     raise ConfigurationError(
         f"exchange={task.base.method.exchange}: it fits no number of replicas from 1 to {len(task.links)}; give the sites of these, or leave it out."
     )
+
+
+def codecs(base: Run) -> list[Codec]:
+    """The codecs of all settings that a plan tries for `base`, each once: what a probed machine times."""
+    each = (run.make_strategy().codec for run in _runs(base, SEARCHED, CODECS))
+    return list({repr(codec): codec for codec in each}.values())
 
 
 def fits(task: Task) -> bool:
@@ -80,15 +86,14 @@ def _rank(setting: Setting) -> tuple[object, ...]:
     return not setting.fits, -useful, len(setting.loss.warnings), sent, hurried, delay, setting.label
 
 
-def _runs(base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
+def _runs(base: Run, methods: Sequence[str], tried: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
     """The base run with the settings of every method; its own method also with its own codec."""
     for method in methods:
         taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
         own = base.method.codec if method == base.method.strategy else None
-        tried = dict.fromkeys((*codecs.get(method, (None,)), *([own] if own else [])))
         rounds = [
             (codec, every, delay)
-            for codec in tried
+            for codec in dict.fromkeys((*tried.get(method, (None,)), *([own] if own else [])))
             for every in (EVERY if "every" in taken else (None,))
             for delay in (DELAY if "delay" in taken else (None,))
             if not (delay and every and 2 * delay > every)
@@ -341,12 +346,15 @@ class _Group:
         """Seconds of each fragment: bytes from the exchange, codec times from the measured speeds."""
         if self.size < 2:
             return (cost.FragmentSeconds(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
-        if candidate.sends not in self._traffic:
-            names, found = candidate.codecs, []
+        there = self.gpu and stays_on_device(candidate.strategy)
+        if (key := (there, candidate.sends)) not in self._traffic:
+            names, found = candidate.codecs, list[cost.FragmentSeconds]()
             for numel, (nbytes, ways) in zip(candidate.numels, self.search.sent(candidate, self.size), strict=True):
-                encode = max(machine.codec_seconds(names, numel, 0) for machine in self.machines)
-                decode = max(machine.codec_seconds(names, numel, self.size) for machine in self.machines) - encode
+                encode = max(machine.codec_seconds(names, numel, 0, there) for machine in self.machines)
+                decode = (
+                    max(machine.codec_seconds(names, numel, self.size, there) for machine in self.machines) - encode
+                )
                 wire = nbytes / (self.size - 1) * self.wire_seconds
                 found.append(cost.FragmentSeconds(encode, wire, ways * self.way_seconds, decode))
-            self._traffic[candidate.sends] = tuple(found)
-        return self._traffic[candidate.sends]
+            self._traffic[key] = tuple(found)
+        return self._traffic[key]
