@@ -102,7 +102,7 @@ def trained(levels: Levels, seed: int) -> float:
                 optimizer.zero_grad()
             attached.finish()
         with torch.no_grad():
-            held = corpus.held_out(run.data.largest_batch, run.data.sequence, 32)
+            held = corpus.held_out(32 * run.data.largest_batch, run.data.sequence, run.data.largest_batch)
             return statistics.fmean(float(model(*batch).loss) for batch in held)
 
     kept, RoundPipeline._set_level = RoundPipeline._set_level, set_level  # type: ignore[method-assign]

@@ -44,6 +44,18 @@ def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[d
     return json.loads(said.out), said.err
 
 
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_an_evaluation_is_of_the_same_text_for_every_batch(
+    trained: Path, batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was trained, and evaluated, in batches of one sequence."""
+    at_the_end = [
+        event["loss"] for event in read_events(trained / "events/replica-0.jsonl") if event["event"] == "eval"
+    ][-1]
+    said, _ = output_of(capsys, "evaluate", trained, "--eval-batches", 1, "--batch", batch)
+    assert said["texts"][0]["losses"]["loss"] == pytest.approx(at_the_end, rel=1e-5)
+
+
 def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, text = output_of(capsys, "checkpoints", run)
     assert [(one["step"], one["whole"], one["replicas"]) for one in found["checkpoints"]] == [

@@ -22,7 +22,7 @@ from thinwire.cli import main
 from thinwire.errors import JobError
 from thinwire.jobs.base import Share
 from thinwire.jobs.batches import Batches
-from thinwire.jobs.own import functions
+from thinwire.jobs.own import OwnJob, functions
 from thinwire.jobs.portable import decoded, encoded
 from thinwire.lm.run import Run
 from thinwire.plan.machine import Machine
@@ -50,6 +50,15 @@ def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: py
     assert main(["report", "whole", "cut"]) == 0
     assert main(["sample", "whole", "x"]) == main(["export", "whole"]) == 2
     assert capsys.readouterr().err.count("whole has trained job.py, whose model only that file can make") == 2
+
+
+def test_an_evaluation_has_the_same_samples_for_every_batch(here: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    with torch.no_grad():
+        one, *others = (
+            OwnJob("plain.py", 0, batch, 2).evaluation(model, torch.device("cpu"))["loss"] for batch in (1, 3, 8, 99)
+        )
+    assert others == pytest.approx([one] * 3, rel=1e-5)
 
 
 def test_a_job_without_a_state_reads_its_batches_again_on_resume(

@@ -109,7 +109,7 @@ def test_a_sequence_longer_than_the_text_is_refused(counted: Corpus) -> None:
     with pytest.raises(DataError, match="each needs a window"):
         counted.batch(0, 1, 2, 0, 1, 4000)
     with pytest.raises(DataError, match="held-out tokens"):
-        counted.held_out(1, 600)
+        counted.held_out(1, 600, 1)
 
 
 def test_held_out_files_are_whole_and_never_trained_on(corpus: Corpus) -> None:
@@ -138,14 +138,15 @@ def test_a_single_file_holds_out_its_end(counted: Corpus) -> None:
 def test_held_out_batches_spread_evenly_and_never_change(counted: Corpus) -> None:
     flat = torch.from_numpy(counted.tokens[counted.manifest.training_tokens :].astype(np.int64))
     assert len(flat) == 300
-    everything = counted.held_out(batch=3, sequence=16)  # 18 windows
+    everything = counted.held_out(most=99, sequence=16, batch=3)  # it has 18 windows
     assert torch.equal(torch.cat([tokens for tokens, _ in everything]).flatten(), flat[: 18 * 16])
     assert torch.equal(torch.cat([targets for _, targets in everything]).flatten(), flat[1 : 18 * 16 + 1])
-    few = counted.held_out(batch=3, sequence=16, limit=2)
+    few = counted.held_out(most=6, sequence=16, batch=4)
+    assert [len(tokens) for tokens, _ in few] == [4, 2]
     assert torch.equal(torch.cat([tokens for tokens, _ in few])[:, 0], flat[0 : 18 * 16 : 3 * 16])
-    assert all(torch.equal(a, b) for x, y in zip(few, counted.held_out(3, 16, limit=2)) for a, b in zip(x, y))
-    assert [len(tokens) for tokens, _ in counted.held_out(batch=5, sequence=16)] == [5, 5, 5]  # full batches
-    assert [len(tokens) for tokens, _ in counted.held_out(batch=99, sequence=16)] == [18]  # or the only one
+    for batch in (1, 5, 99):
+        same = counted.held_out(most=6, sequence=16, batch=batch)
+        assert all(torch.equal(torch.cat(a), torch.cat(b)) for a, b in zip(zip(*few), zip(*same)))
 
 
 def test_a_corpus_opened_again_reads_its_cache(corpus: Corpus, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

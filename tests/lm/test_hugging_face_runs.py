@@ -73,7 +73,7 @@ def loss_of(model: Any, source: str) -> float:
     with torch.no_grad():
         losses = [
             torch.nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
-            for tokens, targets in corpus.held_out(2, 32, 2)
+            for tokens, targets in corpus.held_out(16, 32, 16)
         ]
     return float(torch.stack(losses).mean())
 

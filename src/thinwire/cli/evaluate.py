@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.base import EVAL_BATCH
 from thinwire.lm.data import Corpus
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.mixture import scores_of
@@ -38,11 +39,11 @@ class Options:
     prior: tuple[str, ...] = ()
     """For an ensemble: files of development text. Their first 100 held-out sequences give the prior over experts. Default: uniform."""
     batch: int = 8
-    """Sequences per batch."""
+    """Sequences that are evaluated at a time, which saves memory and does not change the result."""
     sequence: int | None = None
     """Tokens per sequence. Default: as in training."""
     eval_batches: int = 16
-    """Most batches of each text."""
+    """Most batches of each text, each of 8 sequences, as in training."""
     column: str = "text"
     """Name of the text column in .jsonl and .parquet files."""
     json: bool = False
@@ -97,7 +98,7 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
 
 def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
     corpus = Corpus.open(text, tokenizer, column=asked.column)
-    return corpus.held_out(asked.batch, asked.sequence or sequence, asked.eval_batches)
+    return corpus.held_out(EVAL_BATCH * asked.eval_batches, asked.sequence or sequence, asked.batch)
 
 
 def _scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from thinwire.data_ledger import FixedReader, LanesReader, Reader, drawn_for_eve
 from thinwire.data_ledger.packs import attention_cost, packs
 from thinwire.rng import derive
 
+EVAL_BATCH = 8  # samples of one of `--eval-batches`, so that evaluations do not depend on the micro-batch
+
 
 @dataclass(frozen=True)
 class Share:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, JobError
-from thinwire.jobs.base import Job, Share, Summed, mean_of
+from thinwire.jobs.base import EVAL_BATCH, Job, Share, Summed, mean_of
 from thinwire.jobs.batches import Batches, Stream, is_empty, moved, seed_the_rest
 from thinwire.jobs.blame import blaming, where
 from thinwire.jobs.several import routed
@@ -79,19 +79,17 @@ MOST_TOKENS = 1e12  # most tokens of a micro-batch
 class OwnJob(Job):
     """The job of a file, for one replica; `batches(share)` yields its samples."""
 
-    def __init__(
-        self, job: str, seed: int, batch: int = 1, eval_batches: int = 1, eval_batch: int | None = None
-    ) -> None:
+    def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1, most: int | None = None) -> None:
         path, self._digest = taken_apart(job)
         self._path, self._seed, self._eval_batches = path.absolute(), seed, eval_batches
         self._own = functions(job)
         self._collated = batch if "collate" in self._own else None  # number of samples in a micro-batch
-        self._evaluated = self._collated and (eval_batch or batch)  # and in one of the evaluation
+        self._most = most or batch  # number of samples that are evaluated at a time
         self.unit = "samples" if self._collated else "batches"
         self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
         self._last: tuple[int, Any] | None = None  # the last micro-batch with its number
-        self._held_out: list[Any] = []
+        self._held_out: list[tuple[Any, int]] = []  # batches with their numbers of samples
         self._optimizers: list[torch.optim.Optimizer] = []
 
     @property
@@ -157,10 +155,19 @@ class OwnJob(Job):
         if not self._held_out:
             share = Share(derive(self._seed, "evaluation"), 0, 1)
             source = Batches(self._path, self._own["batches"], share)
-            self._held_out = [self._micro_batch(source, self._evaluated) for _ in range(self._eval_batches)]
-        losses = [self._loss(model, moved(batch, device)) for batch in self._held_out]
-        of_each = [(float(one.total), one.tokens) if isinstance(one, Summed) else (float(one), 1.0) for one in losses]
-        return {"loss": sum(total for total, _ in of_each) / sum(tokens for _, tokens in of_each)}
+            samples, most = self._eval_batches * EVAL_BATCH, self._most
+            sizes = (
+                [min(most, samples - at) for at in range(0, samples, most)]
+                if self.divisible
+                else [None] * self._eval_batches
+            )
+            self._held_out = [(self._micro_batch(source, size), size or 1) for size in sizes]
+        losses = [(self._loss(model, moved(batch, device)), size) for batch, size in self._held_out]
+        of_each = [
+            (float(one.total), one.tokens) if isinstance(one, Summed) else (size * float(one), size)
+            for one, size in losses
+        ]
+        return {"loss": sum(total for total, _ in of_each) / sum(count for _, count in of_each)}
 
     def _named(self, said: object) -> dict[str, float]:
         """The result of `evaluate` by name; runs are compared by the first."""

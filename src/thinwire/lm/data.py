@@ -325,10 +325,9 @@ class Corpus:
         """tokens_BT and targets_BT of these windows."""
         return self._cut(windows * sequence, sequence)
 
-    def held_out(self, batch: int, sequence: int, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Batches of the held-out text, evenly spread over it, at most `limit`; the same on every replica.
-
-        All batches are full, so that their mean is the mean over tokens; if the text has no full batch, there is one smaller one.
+    def held_out(self, most: int, sequence: int, batch: int) -> list[tuple[Tensor, Tensor]]:
+        """At most `most` sequences of the held-out text, evenly spread over it, in batches of at most `batch`. They are the same on every
+        replica, and for every `batch`.
         """
         first, count = self.manifest.training_tokens, self.manifest.tokens - self.manifest.training_tokens
         windows = max(0, (count - 1) // sequence)
@@ -337,10 +336,9 @@ class Corpus:
                 f"{count} held-out tokens: one window of {sequence} and one more are needed. "
                 "Give more text, a larger held_out_share, or a shorter sequence."
             )
-        batch = min(batch, windows)
-        batches = min(windows // batch, limit or windows)
-        starts = first + np.arange(batches * batch, dtype=np.int64) * windows // (batches * batch) * sequence
-        return [self._cut(row, sequence) for row in starts.reshape(batches, batch)]
+        count = min(most, windows)
+        starts = first + np.arange(count, dtype=np.int64) * windows // count * sequence
+        return [self._cut(starts[at : at + batch], sequence) for at in range(0, count, batch)]
 
     def _cut(self, starts: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
         both = torch.from_numpy(self.tokens[starts[:, None] + np.arange(sequence + 1)].astype(np.int64))

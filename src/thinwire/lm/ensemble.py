@@ -124,7 +124,7 @@ class Ensemble:
     def cached_prior(self, text: Sequence[str], column: str = "text", sequence: int | None = None) -> list[float]:
         """The prior from the first sequences of the held-out part of `text` (files and folders)."""
         corpus = Corpus.open(text, self.tokenizer, column=column)
-        return cached_prior(self.mixture(), corpus.held_out(1, sequence or self.sequence, SEQUENCES))
+        return cached_prior(self.mixture(), corpus.held_out(SEQUENCES, sequence or self.sequence, 1))
 
     @property
     def sequence(self) -> int:

@@ -39,7 +39,7 @@ class TextJob:
         run, data = self._run, self._run.data
         last = replicas - 1  # the replica with the fewest windows
         self.corpus.batch(run.seed, last, replicas, 0, data.largest_batch, data.sequence)
-        self.corpus.held_out(data.largest_batch, data.sequence, data.eval_batches)
+        self.corpus.held_out(data.eval_samples, data.sequence, data.largest_batch)
         Share(run.seed, last, replicas, batches=data.batches).reading.open(self.corpus.windows(data.sequence))
         return outline_model(run.model, data.sequence, run.seed, self.corpus.vocabulary)
 
@@ -69,14 +69,15 @@ class TextJob:
         return loss
 
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
-        data, losses = self._run.data, []
-        for tokens, targets in self.corpus.held_out(data.largest_batch, data.sequence, data.eval_batches):
-            losses.append(float(model(tokens.to(device), targets.to(device)).loss))
-        return {"loss": sum(losses) / len(losses)}
+        data, total, count = self._run.data, 0.0, 0
+        for tokens, targets in self.corpus.held_out(data.eval_samples, data.sequence, data.largest_batch):
+            total += len(tokens) * float(model(tokens.to(device), targets.to(device)).loss)
+            count += len(tokens)
+        return {"loss": total / count}
 
     def validation(self, model: nn.Module, device: torch.device) -> Sequence[float]:
         data = self._run.data
-        held_out = self.corpus.held_out(data.largest_batch, data.sequence, VALIDATION_BATCHES)
+        held_out = self.corpus.held_out(VALIDATION_BATCHES * data.largest_batch, data.sequence, data.largest_batch)
         return [float(model(tokens.to(device), targets.to(device)).loss) for tokens, targets in held_out]
 
     def describe(self) -> Mapping[str, Any]:
