@@ -20,7 +20,6 @@ from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.attacked import attacked
-from thinwire.jobs.base import EVAL_BATCH
 from thinwire.lm.checked import CheckedSettings
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import CODISTILL, METHODS, Method
@@ -204,11 +203,6 @@ class DataSpec(CheckedSettings):
     """Inner steps between evaluations of the anchors on held-out text. Default: ten evaluations per run."""
     eval_batches: int = 16
     """Held-out batches per evaluation, each of 8 sequences, whatever --batch is."""
-
-    @property
-    def eval_samples(self) -> int:
-        """Sequences per evaluation, at most."""
-        return self.eval_batches * EVAL_BATCH
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.jobs.base import Share
+from thinwire.jobs.base import EVAL_BATCH, Share
 from thinwire.lm.export import store
 from thinwire.lm.run import Run
 from thinwire.lm.setup import make_model, outline_model
@@ -39,7 +39,7 @@ class TextJob:
         run, data = self._run, self._run.data
         last = replicas - 1  # the replica with the fewest windows
         self.corpus.batch(run.seed, last, replicas, 0, data.largest_batch, data.sequence)
-        self.corpus.held_out(data.eval_samples, data.sequence, data.largest_batch)
+        self.corpus.held_out(1, data.sequence, 1)
         Share(run.seed, last, replicas, batches=data.batches).reading.open(self.corpus.windows(data.sequence))
         return outline_model(run.model, data.sequence, run.seed, self.corpus.vocabulary)
 
@@ -70,7 +70,7 @@ class TextJob:
 
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         data, total, count = self._run.data, 0.0, 0
-        for tokens, targets in self.corpus.held_out(data.eval_samples, data.sequence, data.largest_batch):
+        for tokens, targets in self.corpus.held_out(EVAL_BATCH * data.eval_batches, data.sequence, data.largest_batch):
             total += len(tokens) * float(model(tokens.to(device), targets.to(device)).loss)
             count += len(tokens)
         return {"loss": total / count}
