@@ -107,6 +107,16 @@ def test_the_sparse_recipe_is_proposed_where_the_link_is_too_thin_for_signs() ->
     assert {warning.name for warning in thin.loss.warnings} >= {"streaming_sparse-unfitted"}
 
 
+def test_a_method_that_a_setting_of_the_run_rules_out_is_left_out_with_the_reason() -> None:
+    shards = replace(BILLION, method=replace(BILLION.method, exchange="TwoShot(feedback=Feedback())"))
+    found = settings(task(base=shards))
+    assert {setting.method for setting in found} == set(SEARCHED) - {"streaming_sparse"}
+    said = [text for text in explain.warnings(task(base=shards), found[0]) if text.startswith("method-refused")]
+    assert len(said) == 1 and said[0].startswith("method-refused: streaming_sparse: DenseLast")
+    with pytest.raises(ConfigurationError, match=r"^DenseLast"):
+        settings(task(base=shards, methods=("streaming_sparse",)))
+
+
 def test_a_replica_with_thin_links_is_left_out() -> None:
     links = Links.uniform(Link(1e9, 0.01), 4)
     thin = {pair: Link(1e5, 0.01) if 2 in pair else link for pair, link in links.alone.items()}

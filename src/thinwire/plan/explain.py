@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
+from thinwire.plan.search import ruled_out
 from thinwire.plan.setting import Setting, Task
 from thinwire.plan.sharding import FP32, Shards, traffic
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
@@ -96,6 +97,7 @@ def warnings(task: Task, best: Setting) -> list[str]:
         if best.strategy.bound
         else []
     )
+    said += [f"method-refused: {method}: {why}" for method, why in ruled_out(task.base, task.methods).items()]
     out = [name for place, name in enumerate(links.names) if place not in chosen]
     if out:
         said.append(f"left-out: {few(out)} would hold the others up more than help")

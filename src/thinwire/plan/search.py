@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -33,8 +33,9 @@ from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.simulate.replicas import delays
+from thinwire.strategy import Strategy
 
-__all__ = ["SEARCHED", "Setting", "Task", "codecs", "fits", "settings"]
+__all__ = ["SEARCHED", "Setting", "Task", "codecs", "fits", "ruled_out", "settings"]
 
 # None: the recipe's codec
 CODECS: dict[str, tuple[str | None, ...]] = {
@@ -59,8 +60,12 @@ def settings(task: Task) -> list[Setting]:
 
 def codecs(base: Run) -> list[Codec]:
     """The codecs of all settings that a plan tries for `base`, each once: what a probed machine times."""
-    each = (run.make_strategy().codec for run in _runs(base, SEARCHED, CODECS))
-    return list({repr(codec): codec for codec in each}.values())
+    return list({repr(strategy.codec): strategy.codec for _, strategy in _composed(base, SEARCHED, CODECS)[0]}.values())
+
+
+def ruled_out(base: Run, methods: Sequence[str]) -> dict[str, str]:
+    """The methods that cannot have the settings of `base`, and why."""
+    return _composed(base, methods, CODECS)[1]
 
 
 def fits(task: Task) -> bool:
@@ -86,25 +91,47 @@ def _rank(setting: Setting) -> tuple[object, ...]:
     return not setting.fits, -useful, len(setting.loss.warnings), sent, hurried, delay, setting.label
 
 
-def _runs(base: Run, methods: Sequence[str], tried: Mapping[str, tuple[str | None, ...]]) -> Iterator[Run]:
-    """The base run with the settings of every method; its own method also with its own codec."""
+def _composed(
+    base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]
+) -> tuple[list[tuple[Run, Strategy]], dict[str, str]]:
+    """The base run with the settings of every method, each with its strategy; and the methods that cannot have its settings, with the
+    reason."""
+    made, refused = list[tuple[Run, Strategy]](), dict[str, str]()
+
+    @contextmanager
+    def refusals(method: str) -> Iterator[None]:
+        try:
+            yield
+        except ConfigurationError as error:
+            refused.setdefault(method, str(error))
+
     for method in methods:
-        taken, run = inspect.signature(RECIPES[method]).parameters, base.with_strategy(method)
-        own = base.method.codec if method == base.method.strategy else None
-        rounds = [
-            (codec, every, delay)
-            for codec in dict.fromkeys((*tried.get(method, (None,)), *([own] if own else [])))
-            for every in (EVERY if "every" in taken else (None,))
-            for delay in (DELAY if "delay" in taken else (None,))
-            if not (delay and every and 2 * delay > every)
-        ]
-        if method == "streaming_sign":
-            rounds = [(own or form.codec, form.every, delay) for form in expected.FORMS for delay, _ in form.of_delay]
-        elif method == "streaming_sparse":
-            rounds = [(own, RECIPES[method]().schedule.every, delay) for delay in SPARSE_DELAY]
-        outer_lr = None if method in BY_LAW else run.method.outer_lr
-        for codec, every, delay in rounds:
-            yield run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
+        with refusals(method):
+            run = base.with_strategy(method)
+            outer_lr = None if method in BY_LAW else run.method.outer_lr
+            for codec, every, delay in _rounds(base, method, codecs.get(method, (None,))):
+                with refusals(method):
+                    one = run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
+                    made.append((one, one.make_strategy()))
+    possible = {run.method.strategy for run, _ in made}
+    return made, {method: why for method, why in refused.items() if method not in possible}
+
+
+def _rounds(base: Run, method: str, codecs: Sequence[str | None]) -> list[tuple[str | None, int | None, int | None]]:
+    """Codec, H and τ of a method's settings; None: the recipe's. The base run's own method has its own codec, too."""
+    taken = inspect.signature(RECIPES[method]).parameters
+    own = base.method.codec if method == base.method.strategy else None
+    if method == "streaming_sign":
+        return [(own or form.codec, form.every, delay) for form in expected.FORMS for delay, _ in form.of_delay]
+    if method == "streaming_sparse":
+        return [(own, RECIPES[method]().schedule.every, delay) for delay in SPARSE_DELAY]
+    return [
+        (codec, every, delay)
+        for codec in dict.fromkeys((*codecs, *([own] if own else [])))
+        for every in (EVERY if "every" in taken else (None,))
+        for delay in (DELAY if "delay" in taken else (None,))
+        if not (delay and every and 2 * delay > every)
+    ]
 
 
 class _Search:
@@ -124,14 +151,16 @@ class _Search:
         self.kind_of = kinds if len(kinds) > 1 else kinds * len(task.links)
         model, shapes = skeleton(task.base), dict[str, tuple[Shapes, ...]]()
 
-        def made(run: Run) -> Candidate:
-            strategy = run.make_strategy()
+        def made(run: Run, strategy: Strategy) -> Candidate:
             if (partition := repr(strategy.partition)) not in shapes:
                 shapes[partition] = tuple(fragment.shapes for fragment in strategy.partition.fragments(model))
             return Candidate(run, strategy, shapes[partition])
 
-        self._of_many = [made(run) for run in _runs(task.base, task.methods, CODECS)]
-        self._of_one = [made(run) for run in _runs(task.base, [m for m in task.methods if m == "diloco"], {})]
+        of_many, refused = _composed(task.base, task.methods, CODECS)
+        if not of_many:
+            raise ConfigurationError(next(iter(refused.values())))
+        self._of_many = [made(*each) for each in of_many]
+        self._of_one = [made(*each) for each in _composed(task.base, [m for m in task.methods if m == "diloco"], {})[0]]
         self._alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
         self._joining: dict[tuple[str, str, int], bool] = {}
         self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
