@@ -198,7 +198,7 @@ def family_picture(result: Result) -> str:
     return drawing(ChartState("", data, layout), "Loss against bits, at equal tokens", remark)
 
 
-ORDERS = (10, 30, 100, 300, 1_000, 3_000, 10_000)  # times fewer bits, for which a composition is recommended
+ORDERS = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)  # times fewer bits, for which a composition is recommended
 
 
 def recommended(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
