@@ -198,7 +198,8 @@ def family_picture(result: Result) -> str:
     return drawing(ChartState("", data, layout), "Loss against bits, at equal tokens", remark)
 
 
-ORDERS = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)  # times fewer bits, for which a composition is recommended
+# times fewer bits, for which a composition is recommended
+ORDERS = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
 
 
 def recommended(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
