@@ -15,6 +15,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.comm import Link
+from thinwire.lm.run import Run
 from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
 
@@ -36,6 +37,20 @@ def test_probe_on_an_emulated_link_writes_files_that_can_be_read(
     assert Machine.load(tmp_path / "new/machine.toml").model == "nano" and said["machines"] == [
         str(tmp_path / "new/machine.toml")
     ]
+
+
+def test_a_run_that_no_plan_can_have_is_measured_without_codecs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The replicas of codistill hold different models."""
+    Run.of(strategy="codistill", models=("nano", "tiny")).save(tmp_path / "run.toml")
+    arguments = [str(tmp_path / "run.toml"), "--sequence", "16", "--seconds", "0.05", "--out", str(tmp_path)]
+    assert main(["probe", *arguments]) == 0
+    machine = Machine.load(tmp_path / "machine.toml")
+    assert machine.steps and not machine.codecs and "Codecs" not in capsys.readouterr().err
+    given = ["20mbit,2ms", str(tmp_path / "machine.toml"), "--run", str(tmp_path / "run.toml"), "--tokens", "4k"]
+    assert main(["plan", *given]) == 2
+    assert "no planned method can have the settings of this run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -104,7 +104,9 @@ def main(arguments: Sequence[str]) -> int:
             f"The machine {machine.name}, measured by `thinwire probe` on {_today()}. Edit freely: thinwire docs plan.",
         )
         found.setdefault("machines", []).append(str(path))
-        console.print(_machine_table(machine), _codec_table(machine), sep="\n\n")
+        console.print(_machine_table(machine))
+        if machine.codecs:  # no plan can be made for a run like codistill's, whose replicas hold different models
+            console.print(_codec_table(machine))
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     if probe is None and asked.what == "all":
         console.print(

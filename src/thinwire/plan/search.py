@@ -92,7 +92,7 @@ def _rank(setting: Setting) -> tuple[object, ...]:
 
 
 def _composed(
-    base: Run, methods: Sequence[str], codecs: Mapping[str, tuple[str | None, ...]]
+    base: Run, methods: Sequence[str], tried: Mapping[str, tuple[str | None, ...]]
 ) -> tuple[list[tuple[Run, Strategy]], dict[str, str]]:
     """The base run with the settings of every method, each with its strategy; and the methods that cannot have its settings, with the
     reason."""
@@ -109,7 +109,7 @@ def _composed(
         with refusals(method):
             run = base.with_strategy(method)
             outer_lr = None if method in BY_LAW else run.method.outer_lr
-            for codec, every, delay in _rounds(base, method, codecs.get(method, (None,))):
+            for codec, every, delay in _rounds(base, method, tried.get(method, (None,))):
                 with refusals(method):
                     one = run.changed(codec=codec, every=every, delay=delay, offsets=None, outer_lr=outer_lr)
                     made.append((one, one.make_strategy()))
@@ -117,7 +117,7 @@ def _composed(
     return made, {method: why for method, why in refused.items() if method not in possible}
 
 
-def _rounds(base: Run, method: str, codecs: Sequence[str | None]) -> list[tuple[str | None, int | None, int | None]]:
+def _rounds(base: Run, method: str, tried: Sequence[str | None]) -> list[tuple[str | None, int | None, int | None]]:
     """Codec, H and τ of a method's settings; None: the recipe's. The base run's own method has its own codec, too."""
     taken = inspect.signature(RECIPES[method]).parameters
     own = base.method.codec if method == base.method.strategy else None
@@ -127,7 +127,7 @@ def _rounds(base: Run, method: str, codecs: Sequence[str | None]) -> list[tuple[
         return [(own, RECIPES[method]().schedule.every, delay) for delay in SPARSE_DELAY]
     return [
         (codec, every, delay)
-        for codec in dict.fromkeys((*codecs, *([own] if own else [])))
+        for codec in dict.fromkeys((*tried, *([own] if own else [])))
         for every in (EVERY if "every" in taken else (None,))
         for delay in (DELAY if "delay" in taken else (None,))
         if not (delay and every and 2 * delay > every)
@@ -158,7 +158,8 @@ class _Search:
 
         of_many, refused = _composed(task.base, task.methods, CODECS)
         if not of_many:
-            raise ConfigurationError(next(iter(refused.values())))
+            method, why = next(iter(refused.items()))
+            raise ConfigurationError(f"no planned method can have the settings of this run, such as {method}: {why}")
         self._of_many = [made(*each) for each in of_many]
         self._of_one = [made(*each) for each in _composed(task.base, [m for m in task.methods if m == "diloco"], {})[0]]
         self._alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
