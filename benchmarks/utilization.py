@@ -1,11 +1,12 @@
 """Compute utilisation on a thin link, beside DDP and torchft: two processes in two network namespaces. Emulated.
 
-    sudo python benchmarks/utilization.py                         # about ten minutes
+    sudo python benchmarks/utilization.py                         # about half an hour
     sudo python benchmarks/utilization.py --quick                 # about a minute: a smoke run
     sudo python benchmarks/utilization.py --rates 50,floor        # Mbit/s; `floor` is 1.2 times the predicted floor
 
 One model (7.2 million parameters), one core and one batch sequence a replica, H = 30 and τ = 5 for all that have them. Needs Linux,
-root and iproute2; torchft is optional (`pip install thinwire[rivals]`).
+root and iproute2; torchft is optional (`pip install thinwire[rivals]`). Every method has several windows at each rate, in turns with
+the others: the figures are medians, in brackets the least and the greatest.
 
 * of bare      steps per second over those of the same two processes training without any exchange on the same two cores: the
                headline, because a method that slows the inner step down by using the CPU cannot hide it here
@@ -166,9 +167,9 @@ def summary(method: Method, megabits: float | None, replicas: list[dict[str, Any
 
 
 def measure(
-    link: Namespaces, bridge: Bridge, rates: list[str], chosen: list[Method], part: Part
+    link: Namespaces, bridge: Bridge, rates: list[str], chosen: list[Method], part: Part, windows: int
 ) -> Iterator[dict[str, Any]]:
-    """All rows: bare before each rate and at the end, every method at every rate."""
+    """One row for each window: at every rate all methods in turn, `windows` times. Bare runs before each turn and at the end."""
     bare, *rest = chosen
     steps: list[float] = []
     port = part.port
@@ -189,14 +190,15 @@ def measure(
         return summary(method, megabits, measured)
 
     for rate in rates:
-        result = row(bare, None)
-        steps.append(1 / result["steps_per_second"])
-        yield result
-        nbytes = rest[0].nbytes_per_period
-        floor = MARGIN * nbytes * 8 / EVERY / statistics.median(steps) / 1e6
-        megabits = floor if rate == "floor" else float(rate)
-        for method in rest:
-            yield row(method, megabits)
+        megabits = None if rate == "floor" else float(rate)
+        for _ in range(windows):
+            result = row(bare, None)
+            steps.append(1 / result["steps_per_second"])
+            yield result
+            if megabits is None:
+                megabits = MARGIN * rest[0].nbytes_per_period * 8 / EVERY / statistics.median(steps) / 1e6
+            for method in rest:
+                yield row(method, megabits)
     yield row(bare, None)
 
 
@@ -213,24 +215,48 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"step_seconds": step, "spread": [min(seconds), max(seconds)], "runs": len(seconds)}
 
 
+def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each method at each rate: the medians of its windows, the spread of two figures, and the windows themselves."""
+    together: dict[tuple[Any, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        together.setdefault((row["megabits_per_second"], row["method"]), []).append(row)
+    result = []
+    for windows in together.values():
+        row = next((row for row in windows if "problem" in row), windows[0])
+        if "problem" not in row:
+            numbers = [name for name, value in row.items() if isinstance(value, float)]
+            row = row | {name: statistics.median(window[name] for window in windows) for name in numbers}
+            for name in {"of_bare", "utilization"} & set(numbers):
+                row[f"{name}_spread"] = [pick(window[name] for window in windows) for pick in (min, max)]
+            del row["replicas"]  # each window has its own
+            row["windows"] = windows
+        result.append(row)
+    return result
+
+
 def table(rows: list[dict[str, Any]], bare: dict[str, Any]) -> Table:
     low, high = bare["spread"]
     view = Table(title=f"Two replicas, emulated link; bare step {bare['step_seconds']:.3f} s ({low:.3f} … {high:.3f})")
-    columns = "Mbit/s|method|steps|of bare|utilisation|stall s|MB sent|floor Mbit/s|CPU beside|others' CPU"
+    columns = "Mbit/s|method|windows|steps|of bare|utilisation|stall s|MB sent|floor Mbit/s|CPU beside|others' CPU"
     for column in columns.split("|"):
         view.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         megabits = row["megabits_per_second"]
         rate = "–" if megabits is None else f"{megabits:.3g}"
-        if megabits is None:
+        if row["method"] == rows[1]["method"]:
             view.add_section()
         if "problem" in row:
             view.add_row(rate, f"{row['method']}: {row['problem']}")
             continue
         timed = row["utilization"] is not None
+
+        def spread(name: str, row: dict[str, Any] = row) -> str:
+            low, high = row[f"{name}_spread"]
+            return f"{row[name]:.1%} ({low:.1%} … {high:.1%})"
+
         view.add_row(
-            rate, row["method"], str(row["steps"]), f"{row['of_bare']:.1%}",
-            f"{row['utilization']:.1%}" if timed else "–",
+            rate, row["method"], str(len(row["windows"])), str(row["steps"]), spread("of_bare"),
+            spread("utilization") if timed else "–",
             f"{row['stall_seconds_per_period']:.2f}" if timed else "–",
             f"{row['wire_nbytes_per_period'] / 1e6:.2f}", f"{row['floor_megabits_per_second']:.2f}",
             f"{row['beside_cpu']:.1%}", f"{row['others_cpu']:.0%}",
@@ -242,7 +268,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="100,20,10,floor", help="Mbit/s, or `floor` (default: %(default)s)")
     parser.add_argument("--methods", default="", help="only rows whose name contains one of these words, bare always")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: 100 Mbit/s, short windows")
+    parser.add_argument("--windows", type=int, default=3, help="of each method at each rate (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 100 Mbit/s, one short window")
     parser.add_argument("--into", type=Path, help="where the JSON goes (default: benchmarks/results/utilization.json)")
     return parser.parse_args()
 
@@ -254,7 +281,7 @@ def main() -> None:
     if installed("torchft") is None:
         print("torchft is not installed: its column stays empty. `pip install thinwire[rivals]`", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, as with Ctrl-C
-    rates = ["100"] if options.quick else options.rates.split(",")
+    rates, windows = (["100"], 1) if options.quick else (options.rates.split(","), options.windows)
     part = Part("", 0, Namespaces(2).addresses, 29500, "", 0, 0, EVERY, DELAY, LAYER_FRAGMENTS)
     chosen = methods(part.size)
     if options.quick:
@@ -270,12 +297,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     bridge = Bridge()
     with Namespaces(2, bridge) as link:
-        for row in measure(link, bridge, rates, chosen, part):
+        for row in measure(link, bridge, rates, chosen, part, windows):
             rows.append(row)
             print(_progress(row), file=sys.stderr, flush=True)
     result["bare"] = compare(rows)
-    result["rows"] = rows
-    Console(width=150).print(table(rows, result["bare"]))
+    result["rows"] = medians(rows)
+    Console(width=170).print(table(result["rows"], result["bare"]))
     print(f"written: {save('utilization', result, options.into)}")
 
 

@@ -134,7 +134,8 @@ def utilization(result: Result) -> tuple[list[str], list[list[str]]]:
             rows.append([shown, row["method"], "–", "–", row["problem"]])
         else:
             sent = f"{row['wire_nbytes_per_period'] / 1e6:.2f}"
-            rows.append([shown, row["method"], _share(row["of_bare"]), _share(row["utilization"]), sent])
+            shares = [_spread(row, name) for name in ("of_bare", "utilization")]
+            rows.append([shown, row["method"], *shares, sent])
     every = result["setting"]["every"]
     return ["Mbit/s", "method", "steps/s of bare", "utilisation", f"MB sent in {every} steps"], rows
 
@@ -833,6 +834,14 @@ def _remark(result: Result) -> str:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
+
+
+def _spread(row: Mapping[str, Any], name: str) -> str:
+    """A median, and the least and the greatest of its windows."""
+    if row[name] is None:
+        return "–"
+    low, high = (f"{100 * value:.0f}" for value in row[f"{name}_spread"])
+    return f"{row[name]:.1%} ({low}…{high})"
 
 
 TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {
