@@ -6,7 +6,7 @@
         process = space.start(0, ["python", "replica.py"])  # runs in namespace 0
 
 A `Bridge` has a rate alone: `tc tbf`, which counts Ethernet frames including headers. The MTU is 1500; there is no added delay, a
-queue of 0.1 s, and the kernel's TCP congestion control. router.py has a rate and a delay.
+queue of 0.1 s, and TCP is cubic, Linux's default, also on machines that have another. router.py has a rate and a delay.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from ipaddress import ip_interface
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from typing import IO, Protocol, Self
 
 QUEUE_SECONDS = 0.1
 MTU = 1500
+CONGESTION = "cubic"  # bbr, for one, takes ACKs that wait behind the other way's bulk for a slower link, and sends less
 _numbers = count()
 
 
@@ -66,6 +68,9 @@ class Bridge:
             _call("ip", "-n", self._hub, "link", "set", f"port{number}", "mtu", str(MTU), "master", "hub", "up")
             _call("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", interface)
             _call("ip", "-n", namespace, "link", "set", interface, "mtu", str(MTU), "up")
+            network = ip_interface(f"{address}/24").network
+            route = ("route", "replace", str(network), "dev", interface, "src", address, "congctl", CONGESTION)
+            _call("ip", "-n", namespace, *route)
 
     def shape(self, bits_per_second: float | None) -> None:
         """Lets every namespace send at `bits_per_second`; None removes the limit."""
