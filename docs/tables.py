@@ -837,11 +837,9 @@ def _share(value: float | None) -> str:
 
 
 def _spread(row: Mapping[str, Any], name: str) -> str:
-    """A median, and the least and the greatest of its windows."""
-    if row[name] is None:
-        return "–"
-    low, high = (f"{100 * value:.0f}" for value in row[f"{name}_spread"])
-    return f"{row[name]:.1%} ({low}…{high})"
+    """A median, and the least and the greatest of its windows, if there were several."""
+    spread = [f"{100 * value:.0f}" for value in row.get(f"{name}_spread", ())]
+    return _share(row[name]) + (f" ({'…'.join(spread)})" if spread else "")
 
 
 TABLES: dict[str, Callable[[Result], tuple[list[str], list[list[str]]]]] = {

@@ -16,6 +16,7 @@ from thinwire.elastic.driver import elastic_driver
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
+from thinwire.runtime.claim import Claim
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
 from thinwire.runtime.gossip_driver import GossipDriver
@@ -68,8 +69,8 @@ class Replica:
         site: the ranks of this replica, if it has several.
         tokens: tokens per inner step: a delta is then weighted by its tokens. None: all deltas count alike.
         reader: with a `Membership` only: where this replica reads its samples, each once an epoch in all (docs/data.md).
-        buffers: what becomes of running statistics and other floating buffers: `mean`, the mean over all replicas at the end and within
-            `averaged_buffers` (4 bytes a value each time, if any differ); or `local`. With a `Membership` they stay local.
+        buffers: with `mean` all start from replica 0's, and floating ones become the mean of all at the end and within `averaged_buffers`
+            (4 bytes a value each time, if any differ). `local`, and with a `Membership`: each keeps its own; random ones need one seed.
         resume: is called with this replica to load a checkpoint into it; with a `Membership` before it meets the others (docs/elastic.md).
         validation: gives the model's losses on a few held-out batches, for a rule that weighs neighbours by them (`Bristle`). It is called on the
             main thread, in evaluation mode, without gradients.
@@ -79,7 +80,7 @@ class Replica:
 
     Raises:
         ModelError: the model has nothing to train, or the optimizer holds other parameters.
-        ConfigurationError: the strategy does not work with this group or this optimizer.
+        ConfigurationError: the strategy does not work with this group or this optimizer, or the group has another Replica at work.
         DisagreementError: replicas differ in code, strategy, model or number of steps.
         LinkError: a replica was lost, or a link was cut.
 
@@ -108,10 +109,13 @@ class Replica:
         self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
         training.reader, training.validation, self._training = reader, validation, training
+        self._claim = Claim(group)
         self._driver = choose(training, fragments, group, site)
+        self._buffers.begin(training.warn)
         self._driver.join(lambda: resume(self) if resume else None)
         self._inner_steps = InnerSteps(listed(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
+        self._claim.take()
 
     @property
     def step(self) -> int:
@@ -167,10 +171,10 @@ class Replica:
     def exchange_gradients(self) -> None:
         """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, summed in rank order).
 
-        A hook runs it before the optimizer's step. Call it earlier if you need the mean earlier, for example before clipping. If
-        any replica's gradient is not finite, all gradients become None on all replicas, and the step changes nothing.
+        A hook runs it before the optimizer's step. Call it earlier to clip the mean, and step after each call: if a GradScaler or the loop
+        skips the step, the next call raises `ModelError`. If any gradient is not finite, all become None, and the step changes nothing.
         """
-        self._inner_steps.exchange_gradients()
+        self._inner_steps.exchange_early()
 
     def anchors(self) -> list[Tensor]:
         """The outer weights, one flat fp32 tensor per fragment. With `Gradients`: the parameters, which are equal on all replicas."""
@@ -181,10 +185,8 @@ class Replica:
         return anchored(self._driver)
 
     def averaged_buffers(self) -> AbstractContextManager[None]:
-        """A context in which the model has the buffers that all replicas will end with; afterwards it has its own again, bit for bit.
-
-        Collective in a fixed group with buffers="mean": all enter it after the same inner step. Otherwise it changes nothing.
-        """
+        """A context with the buffers that all replicas will end with; afterwards its own again, bit for bit. Collective in a fixed group with
+        buffers="mean": all enter it after the same inner step. Otherwise it changes nothing."""
         return self._buffers.averaged()
 
     def export(self) -> dict[str, Tensor]:
@@ -197,10 +199,8 @@ class Replica:
         return self._driver.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`.
-
-        In a fixed group all must call it. Raises `CheckpointError` (another model or strategy), `DisagreementError` (different anchors).
-        """
+        """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
+        fixed group all must call it. Raises `CheckpointError` (another model or strategy), `DisagreementError` (different anchors)."""
         self._driver.load_state(tensors, facts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,6 +229,7 @@ class Replica:
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group belongs to the caller and stays open."""
+        self._claim.release()
         self._loop_warnings.closes()
         self._inner_steps.close()
         self._driver.close()

@@ -215,7 +215,8 @@ def test_law_5_predicted_is_counted(name, replicas):
         assert ledger.sent("finish") == 8 * (replicas - 1)  # no replica waits for this message
         products = strategy.exchange.nbytes_products(replicas) if strategy.aggregate.needs_products else 0
         assert ledger.sent("products") == products * len(departures)
-        named = ("packet", "introduction", "start", "policy", "products", "comparison", "finish")
+        assert ledger.sent("buffers") == 40 * (replicas - 1)  # two digests, and their length
+        named = ("packet", "introduction", "start", "buffers", "policy", "products", "comparison", "finish")
         assert ledger.sent() == sum(ledger.sent(purpose) for purpose in named)
     sent = sum(ledger.sent() - ledger.sent("finish") for ledger in ledgers)
     assert sent == sum(ledger.received() for ledger in ledgers)

@@ -81,6 +81,80 @@ def test_averaged_weights_in_buffers_become_one_mean() -> None:
     assert torch.equal(alike[0][name], alike[1][name])
 
 
+class Waves(nn.Module):
+    """Random features, some of which are not saved, and a count."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_buffer("frequencies", torch.randn(4, 8))
+        self.register_buffer("phases", torch.randn(8, dtype=torch.float64), persistent=False)
+        self.register_buffer("count", torch.tensor(seed))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.sin(x @ self.frequencies + self.phases.float()))
+        return out
+
+
+@pytest.mark.parametrize("buffers", ["mean", "local"])
+def test_all_start_from_the_buffers_of_replica_0(buffers: str) -> None:
+    """Otherwise replicas that began with other seeds would average the weights of unlike functions."""
+    models = [Waves(seed) for seed in range(REPLICAS)]
+    before = [{name: one.clone() for name, one in model.named_buffers()} for model in models]
+    said: list[list[str]] = [[] for _ in models]
+
+    def replica(group: tw.Group) -> None:
+        model = models[group.rank]
+
+        def observe(event: str, step: int, **fields: object) -> None:
+            if event == "warning":
+                said[group.rank].append(str(fields["message"]))
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tw.Replica(tw.diloco(every=2), model, optimizer, group, buffers=buffers, observer=observe).close()
+
+    tw.run_threads(REPLICAS, replica, timeout=600.0)
+    for rank, model in enumerate(models):
+        expected = before[0 if buffers == "mean" else rank]
+        assert all(torch.equal(one, expected[name]) for name, one in model.named_buffers())
+        assert any("different buffers; all start from replica 0's" in one for one in said[rank]) == (buffers == "mean")
+
+
+def test_models_with_other_buffers_are_refused() -> None:
+    def replica(group: tw.Group) -> None:
+        model = Waves(0)
+        if group.rank:
+            model.register_buffer("more", torch.zeros(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(tw.DisagreementError, match="replica 1 has other buffers than replica 0"):
+            tw.Replica(tw.diloco(), model, optimizer, group)
+
+    tw.run_threads(2, replica, timeout=600.0)
+
+
+def test_a_model_may_be_moved_while_it_holds_the_anchors() -> None:
+    """`model.half()` gives each parameter new storage; the replica's own training is in it afterwards."""
+
+    def replica(group: tw.Group) -> None:
+        model = Net().double().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attached = tw.Replica(tw.diloco(every=4), model, optimizer, group)
+        for _ in range(2):
+            x = (1 + group.rank) * torch.randn(8, 4, generator=torch.Generator().manual_seed(group.rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        with attached.averaged_buffers(), attached.anchored():
+            assert not torch.equal(model.body[0].weight, own["body.0.weight"])
+            model.double()
+            model.float()
+        assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+        attached.close()
+
+    tw.run_threads(2, replica, timeout=600.0)
+
+
 def test_buffers_of_another_size_are_refused() -> None:
     def replica(group: tw.Group) -> None:
         if group.rank:

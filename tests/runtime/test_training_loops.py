@@ -306,27 +306,6 @@ def test_an_error_in_the_loop_propagates_unchanged():
     tw.run_threads(2, replica)
 
 
-def test_early_exchange_of_gradients_precedes_clipping():
-    """Called before clipping, it makes gradients the mean, so the clip sees the same norm everywhere; `step` exchanges nothing more."""
-
-    def replica(group):
-        model, optimizer, attached = attach(group, tw.data_parallel())
-        norms = []
-        with attached:
-            for step in range(1, 5):
-                optimizer.zero_grad()
-                loss_of(model, *batch(0, group.rank, step)).backward()
-                attached.exchange_gradients()
-                attached.exchange_gradients()
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
-                optimizer.step()
-            assert attached.state()[1]["rounds"] == [4]
-        return norms, weights(model)
-
-    (norms_a, a), (norms_b, b) = tw.run_threads(2, replica)
-    assert norms_a == norms_b and same_bits(a, b)
-
-
 def test_every_departure_has_flight_and_landing_events():
     """The events are in that order, and each replica reports the bytes that it sends."""
     for name, strategy in METHODS.items():

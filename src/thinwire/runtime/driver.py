@@ -225,13 +225,13 @@ def anchored(driver: Driver) -> Iterator[None]:
             reshard(training.model)
             training.load_anchors()
         return
-    own = [(part, part.clone()) for part in training.weights()]
+    own = [part.clone() for part in training.weights()]
     driver.load_anchors()
     try:
         yield
     finally:
         reshard(training.model)
-        for part, kept in own:
+        for part, kept in zip(training.weights(), own):  # which may have been moved or converted
             part.copy_(kept)
 
 

@@ -96,6 +96,7 @@ class InnerSteps:
         self.seconds = 0.0  # of the main thread in departures and landings, with stalls
         self._training, self._driver = training, driver
         self._exchanged = False  # whether the gradients of the next step are exchanged
+        self._early: list[Tensor | None] = []  # those gradients, if that was before the step
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._all = frozenset(map(id, optimizers))
@@ -104,6 +105,18 @@ class InnerSteps:
         self._frozen = [p for p in _held(optimizers) if id(p) not in exchanged]
         self._hooks = [one.register_step_pre_hook(self._steps) for one in optimizers]
         self._hooks += [one.register_step_post_hook(self._stepped) for one in optimizers]
+
+    def exchange_early(self) -> None:
+        """As `exchange_gradients`, before the optimizer's step. Raises `ModelError` if the gradients of an earlier call were not stepped."""
+        if any(one.grad is not before for one, before in zip(_held(self._optimizers), self._early)):
+            raise ModelError(
+                "exchange_gradients() was called for new gradients, but the optimizer has not stepped since the last call, so these would not "
+                "be exchanged. Step after each call. To leave out a step, clear the gradients on all replicas and step; with a GradScaler "
+                "that has unscaled, call optimizer.step() in place of scaler.step(optimizer)."
+            )
+        self.exchange_gradients()
+        if self._gradients:
+            self._early = [parameter.grad for parameter in _held(self._optimizers)]
 
     def exchange_gradients(self, closure: bool = False) -> None:
         """Run the driver's work before the optimizer's step now, and not again in the step."""
@@ -156,7 +169,7 @@ class InnerSteps:
         self._due.discard(id(optimizer))
         if self._due:
             return
-        self._due, self._exchanged = set(self._all), False
+        self._due, self._exchanged, self._early = set(self._all), False, []
         began = self._training.clock()
         self._training.step += 1
         self._driver.after_inner_step()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +13,7 @@ from thinwire.comm.group import Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import local
-from thinwire.runtime.handshake import digest
+from thinwire.runtime.handshake import agree_on_weights, digest
 
 
 def floating(model: nn.Module) -> list[Tensor]:
@@ -56,6 +57,26 @@ class SharedBuffers:
         self._among = group if policy == "mean" and not isinstance(group, Membership) else None
         self.local = self._among is None
 
+    def begin(self, warn: Callable[[str], None]) -> None:
+        """Give all replicas the buffers of replica 0, also those that are not saved, unless the policy is `local`; `warn` if any differed.
+
+        Collective. 40 bytes to each other replica; if they differ, 24 more and the buffers, from replica 0. Raises `DisagreementError`.
+        """
+        if self._among is None or self._among.size == 1:
+            return
+        named = [(name, local(one)) for name, one in self._model.named_buffers()]
+        layout = repr([(name, tuple(one.shape), one.dtype) for name, one in named]).encode()
+        own = [one for _, one in named]
+        facts = hashlib.blake2b(layout, digest_size=16).digest() + digest(own)
+        told = gather(self._among, facts, len(facts), "buffers")
+        for rank, other in enumerate(told):
+            if other[:16] != told[0][:16]:
+                raise DisagreementError(
+                    f"replica {rank} has other buffers than replica 0: names, shapes or dtypes differ. Give every replica the same model."
+                )
+        if len(set(told)) > 1 and agree_on_weights(self._among, own, "buffers")[1]:
+            warn("replicas began with different buffers; all start from replica 0's")
+
     def average(self) -> None:
         """Set them to the mean, if that is the policy. Collective then."""
         if self._among:
@@ -64,10 +85,10 @@ class SharedBuffers:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """A context with the buffers as after `average`; afterwards this replica's own again, bit for bit. Collective on entry."""
-        kept = [] if self.local else [(one, one.clone()) for one in floating(self._model)]
+        kept = [] if self.local else [one.clone() for one in floating(self._model)]
         self.average()
         try:
             yield
         finally:
-            for buffer, own in kept:
+            for buffer, own in zip(floating(self._model) if kept else [], kept):  # which may have been moved
                 buffer.copy_(own)

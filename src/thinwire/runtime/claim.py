@@ -1,0 +1,34 @@
+"""A group carries one Replica at a time: packets do not name their Replica, so those of two would mix."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary, ref
+
+from thinwire.comm.group import Group, WrappedGroup
+from thinwire.errors import ConfigurationError
+from thinwire.membership.rendezvous import Membership
+
+_claims: WeakKeyDictionary[Group | Membership, ref[Claim]] = WeakKeyDictionary()  # the last one of each carrier
+
+
+class Claim:
+    """A Replica's claim on the carrier below `group`, from `take` to `release`. Raises `ConfigurationError` if another one has it."""
+
+    def __init__(self, group: Group | Membership) -> None:
+        while isinstance(group, WrappedGroup):
+            group = group.group
+        self._carrier, self._held = group, False
+        before = _claims.get(group, lambda: None)()
+        if before and before._held:
+            raise ConfigurationError(
+                "this group has a Replica that is neither finished nor closed, and their packets would mix. Make a group for each, or give one "
+                "Replica both models as one module, with their optimizers in a list."
+            )
+
+    def take(self) -> None:
+        """Called when the Replica is complete: one that failed has no claim."""
+        self._held = True
+        _claims[self._carrier] = ref(self)
+
+    def release(self) -> None:
+        self._held = False

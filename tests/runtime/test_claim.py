@@ -1,0 +1,40 @@
+"""A group carries one Replica at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+import thinwire as tw
+from thinwire.comm import CountedGroup, Ledger
+from thinwire.testing.toy import adamw, batch, inner_step, toy
+
+
+def attach(group, strategy=tw.diloco(every=4)):
+    model = toy()
+    optimizer = adamw(model)
+    return model, optimizer, tw.Replica(strategy, model, optimizer, group)
+
+
+def test_a_second_replica_is_refused_until_the_first_is_finished_or_closed():
+    def replica(group):
+        first, optimizer, attached = attach(group)
+        wrapped = CountedGroup(group, Ledger())
+        for other in (group, wrapped):
+            with pytest.raises(tw.ConfigurationError, match=r"neither finished nor closed.*Make a group for each"):
+                attach(other)
+        inner_step(first, optimizer, *batch(0, group.rank, 1))
+        attached.finish()
+        _, _, attached = attach(wrapped)
+        attached.close()
+        attach(group)[2].close()
+
+    tw.run_threads(2, replica)
+
+
+def test_a_replica_that_was_refused_has_no_claim():
+    def replica(group):
+        with pytest.raises(tw.DisagreementError):
+            attach(group, tw.diloco(every=4 + group.rank))
+        attach(group)[2].close()
+
+    tw.run_threads(2, replica)
