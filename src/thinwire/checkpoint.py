@@ -120,7 +120,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
             final.rename(hidden(final, "replaced"))
         partial.rename(final)
         flush(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
@@ -164,8 +164,7 @@ def _clear(folder: Path) -> None:
 
 def _remedy(error: Exception, nbytes: int) -> str:
     """What to do about a checkpoint that was not written."""
-    told = re.search(r"\(os error (\d+)\)", str(error))  # by safetensors
-    number = int(told[1]) if told else getattr(error, "errno", None)
+    number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"Training needs about {nbytes:,} bytes there; free some space."
     if number is not None:

@@ -75,7 +75,7 @@ def test_a_full_disk_loses_a_checkpoint_only(
     whole: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("thinwire.checkpoint.save_file", full)
     run_in(tmp_path / "full", small_run(text))
@@ -90,7 +90,7 @@ def test_a_full_disk_loses_a_checkpoint_only(
     ("refusal", "says"),
     [
         (RuntimeError("Some tensors share memory"), "The disk is not the cause: this state cannot be written"),
-        (SafetensorError("I/O error: Permission denied (os error 13)"), "not a lack of space: check that the folder"),
+        (PermissionError(errno.EACCES, "Permission denied"), "not a lack of space: check that the folder"),
         (OSError(errno.EROFS, "Read-only file system"), "not a lack of space: check that the folder"),
     ],
 )
