@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from thinwire.decoupled.composition import Composition
+from thinwire.decoupled.pair_composition import PairComposition
 from thinwire.decoupled.sampled import Plexus
+from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import Job
 from thinwire.lm.place import ElasticPlace, Place
@@ -57,6 +60,15 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
             f"keep={placement.keep} with checkpoint_every={placement.checkpoint_every} and {label}: a replica that is not sampled is "
             f"up to {every} steps ahead of the others, and would delete checkpoints that they still need; give --keep {needed}."
         )
+
+
+def has_own_steps(method: Method | None) -> bool:
+    """Whether the replicas of `method` take unequal numbers of steps, so that each resumes from the newest of its own checkpoints. Before
+    any is attached; see `Attached.own_steps`.
+    """
+    if isinstance(method, PairComposition):
+        return len(set(method.slow)) > 1
+    return isinstance(method, Composition | SampleComposition)
 
 
 def evaluated(replica: object) -> str:
