@@ -322,6 +322,29 @@ def test_an_evaluation_gives_each_layer_its_own_mode_back(here: Path, frozen: st
     assert batches == (0 if frozen == "model[0]" else 6)
 
 
+@pytest.mark.parametrize(
+    "own", ["", "def optimizer(model): return SharpnessAware(torch.optim.SGD(model.parameters(), 0.1), model, 0.1)"]
+)
+def test_both_passes_of_sam_read_the_micro_batches_of_their_step(here: Path, own: str) -> None:
+    text = f"""
+import torch
+from thinwire.pieces.inner_optimizers import SharpnessAware
+def model(): return torch.nn.Linear(1, 1)
+def batches(share):
+    for number in range(99): yield torch.full((1, 1), float(number))
+def loss(model, batch):
+    print(int(batch), file=open("read", "a"))
+    return model(batch).square().mean()
+def evaluate(model): return 0.0
+{own}
+"""
+    Path("sam.py").write_text(text)
+    options = [] if own else ["--optimizer", "SAM(SGD())"]
+    assert train("out", *options, "--replicas", "1", "--steps", "3", "--accumulate", "2", job="sam.py") == 0
+    read = [int(line) for line in Path("read").read_text().split()]
+    assert read[-12:] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
+
+
 def test_a_model_that_the_run_folder_cannot_hold_is_saved_elsewhere(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

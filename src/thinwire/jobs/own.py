@@ -88,7 +88,8 @@ class OwnJob(Job):
         self.unit = "samples" if self._collated else "batches"
         self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
-        self._last: tuple[int, Any] | None = None  # the last micro-batch with its number
+        self.held = 1
+        self._micros: dict[int, Any] = {}  # the last `held` micro-batches
         self._held_out: list[tuple[Any, int]] = []  # batches with their numbers of samples
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -132,14 +133,15 @@ class OwnJob(Job):
             raise ConfigurationError(
                 f"job={self._path.name} on replicas of {shards} ranks: a job needs whole replicas; start one process per replica."
             )
-        self._batches, self._last = Batches(self._path, self._own["batches"], share), None
+        self._batches, self._micros = Batches(self._path, self._own["batches"], share), {}
         seed_the_rest(derive(share.seed, "loss", share.index))
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
-        if self._last is None or self._last[0] != micro:
+        if micro not in self._micros:
             assert self._batches is not None, "begin comes first"
-            self._last = micro, moved(self._micro_batch(self._batches, self._collated), device)
-        return self._loss(model, self._last[1])
+            self._micros = {one: held for one, held in self._micros.items() if micro - self.held < one < micro}
+            self._micros[micro] = moved(self._micro_batch(self._batches, self._collated), device)
+        return self._loss(model, self._micros[micro])
 
     def trial(self, model: nn.Module, batch: int, device: torch.device) -> Tensor:
         """The loss of a micro-batch of `batch` samples, for timing; without `collate`, of a batch that `batches(share)` yields."""
@@ -190,7 +192,7 @@ class OwnJob(Job):
 
     def load_state(self, state: Mapping[str, Any]) -> str:
         assert self._batches is not None, "begin comes first"
-        self._last = None
+        self._micros = {}
         return self._batches.load_state(state) if state else ""
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:

@@ -98,3 +98,8 @@ def micro_batches(accumulate: int, replica: object) -> float:
     if isinstance(replica, ZerothOrder):
         return replica.samples
     return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)
+
+
+def passed(before: int, after: int, every: int) -> bool:
+    """Whether there is a multiple of `every` after `before` and up to `after`; a replica that was behind may jump over several steps."""
+    return bool(every) and after // every > before // every
