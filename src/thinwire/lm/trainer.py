@@ -320,7 +320,7 @@ class Trainer(ABC):
                 self.run.placement.keep,
             )
         except CheckpointError as error:
-            self.log.emit("warning", self.replica.step, message=str(error))
+            self.log.emit("warning", self.replica.step, message=f"{error}{self._at_risk()}")
             return error
         nbytes = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self.place.folder))
@@ -328,6 +328,10 @@ class Trainer(ABC):
             "checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began
         )
         return None
+
+    def _at_risk(self) -> str:
+        """What a resume loses because this replica cannot save, in sentences after a space; or ""."""
+        return ""
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load(found, self.replica)
