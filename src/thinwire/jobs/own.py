@@ -125,6 +125,12 @@ class OwnJob(Job):
             several = list(made) if isinstance(made, list | tuple) else [made]
             if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
                 raise self._wrong("optimizer", made, "a torch.optim.Optimizer, or a list of them,")
+            for one in several:
+                try:
+                    inspect.signature(one.step).bind()
+                except TypeError:  # LBFGS
+                    needed = "an optimizer whose step() needs no closure, such as torch.optim.AdamW,"
+                    raise self._wrong("optimizer", one, needed) from None
             self._optimizers = several
         return self._optimizers
 
