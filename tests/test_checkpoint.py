@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from strategies import IN_SITES, METHODS
@@ -11,7 +12,7 @@ from strategies import IN_SITES, METHODS
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.testing.strategies import load, resumed_run, save, whole_run
-from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy
+from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
 STEPS = 25
 
@@ -114,6 +115,69 @@ def test_a_checkpoint_restores_the_generator_of_torch(tmp_path):
             due = torch.rand(4)
             checkpoint.load(checkpoint.read(path), attached)
             assert attached.step == 1 and same_bits(torch.rand(4), due)
+
+    tw.run_threads(1, replica)
+
+
+def lr_set(optimizer, lr):
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model, lr: torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr)),
+        lambda model, lr: torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr), fused=True),
+        lambda model, lr: lr_set(torch.optim.AdamW(model.parameters()), np.float32(lr)),
+    ],
+    ids=["tensor", "tensor, fused", "numpy"],
+)
+def test_a_learning_rate_that_is_no_plain_number_is_saved_and_trains_on(tmp_path, optimizer):
+    """It keeps its type, so that its products round as before. The new optimizer's own rate, 0.5, does not count."""
+
+    def train(group, first, last, lr):
+        model = toy()
+        made = optimizer(model, lr)
+        with tw.Replica(tw.diloco(every=4), model, made, group) as attached:
+            if first > 1:
+                checkpoint.load(checkpoint.read(tmp_path / f"step-{first - 1:08d}"), attached)
+            for step in range(first, last + 1):
+                inner_step(model, made, *batch(0, group.rank, step))
+                if step == 5 and first == 1:
+                    checkpoint.save(tmp_path, attached, {})
+        assert type(made.param_groups[0]["lr"]) is type(optimizer(model, lr).param_groups[0]["lr"])
+        return float(made.param_groups[0]["lr"]), weights(model)
+
+    (through,) = tw.run_threads(1, lambda group: train(group, 1, 10, 0.011))
+    (resumed,) = tw.run_threads(1, lambda group: train(group, 6, 10, 0.5))
+    assert through[0] == resumed[0] and same_bits(through[1], resumed[1])
+
+
+@pytest.mark.parametrize("parameters", [1, 6])
+def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path, parameters):
+    """LBFGS keeps lists of tensors. With one parameter these have one value, as a learning rate has."""
+
+    def replica(group):
+        model = torch.nn.Linear(parameters, 1, bias=False)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group) as attached:
+
+            def closure():
+                optimizer.zero_grad()
+                loss = (model(torch.ones(1, parameters)) - 3).square().sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            with pytest.raises(tw.CheckpointError, match=r"state '.*' of LBFGS, a value of type list, cannot be saved"):
+                checkpoint.save(tmp_path, attached, {})
+        attached = tw.Replica(tw.local_sgd(every=2), model, sgd(model), group)
+        with pytest.raises(tw.CheckpointError, match=r"step 0 was not written: .*Tensor is not JSON"):
+            checkpoint.save(tmp_path, attached, {"mine": torch.zeros(1)})
+        attached.close()
+        assert not list(tmp_path.iterdir())
 
     tw.run_threads(1, replica)
 

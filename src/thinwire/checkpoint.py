@@ -37,7 +37,8 @@ from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
-from thinwire.pieces.partition import is_sharded, local
+from thinwire.pieces import inner_state
+from thinwire.pieces.partition import local
 from thinwire.records.files import contents, flush, opened, parsed, save_file
 from thinwire.version import __version__
 
@@ -85,10 +86,10 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         keep: number of checkpoints.
 
     Raises:
-        CheckpointError: the checkpoint cannot be written.
+        CheckpointError: the checkpoint cannot be written, or the optimizer keeps what no checkpoint can hold, as LBFGS does.
     """
     tensors, facts = replica.state()
-    inner, groups = _optimizer_state(replica.optimizer)
+    inner, groups = inner_state.saved(replica.optimizer)
     contents = (dict(_weights(replica.model)), inner | _random_states(replica.model), tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -120,7 +121,7 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
             final.rename(hidden(final, "replaced"))
         partial.rename(final)
         flush(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # what safetensors makes of a full disk is no OSError
+    except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         nbytes = sum(t.numel() * t.element_size() for content in contents for t in content.values())
         raise CheckpointError(
@@ -164,8 +165,7 @@ def _clear(folder: Path) -> None:
 
 def _remedy(error: Exception, nbytes: int) -> str:
     """What to do about a checkpoint that was not written."""
-    told = re.search(r"\(os error (\d+)\)", str(error))  # by safetensors
-    number = int(told[1]) if told else getattr(error, "errno", None)
+    number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"Training needs about {nbytes:,} bytes there; free some space."
     if number is not None:
@@ -323,7 +323,7 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         for name, value in own.items():
             value.copy_(model[name])
     _restore_random_states(replica.model, {n: inner.pop(n) for n in [*inner] if n.startswith("random")})
-    _load_optimizer_state(replica.optimizer, inner, manifest["groups"])
+    inner_state.restore(replica.optimizer, inner, manifest["groups"])
     replica.load_state(outer, manifest["facts"])
 
 
@@ -350,43 +350,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent:
             yield name.replace("_orig_mod.", ""), local(value.detach())
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by "parameter.key", and the rest, which JSON can hold."""
-    saved = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
-    rest: dict[str, Any] = {}
-    for index, state in saved["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = local(value)
-            else:
-                rest[f"{index}.{key}"] = value
-    return tensors, {"param_groups": saved["param_groups"], "state": rest}
-
-
-def _load_optimizer_state(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
-) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in (*tensors.items(), *groups["state"].items()):
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = _sharded_like(value, parameters[int(index)])
-    restored = [
-        {k: tuple(v) if k != "params" and isinstance(v, list) else v for k, v in g.items()}
-        for g in groups["param_groups"]
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-def _sharded_like(value: Any, parameter: Tensor) -> Any:
-    if is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.to_local().shape:
-        return type(parameter).from_local(
-            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
-    return value
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -13,13 +13,21 @@ import torch
 from safetensors.torch import load_file
 from trained_runs import SMALL, trained_run
 
-from thinwire.checkpoint import Checkpoint, read
+from thinwire.checkpoint import FORMAT, Checkpoint, read, write
 from thinwire.cli import main
+from thinwire.comm import ThreadGroup, run_threads
+from thinwire.decoupled.method import decoupled_diloco
+from thinwire.decoupled.pairs import ad_psgd
+from thinwire.decoupled.sampled import plexus
+from thinwire.decoupled.sites import halos
+from thinwire.lm.loops import has_own_steps
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trained_model
+from thinwire.methods import METHODS, Method
 from thinwire.records.events import EventLog, read_events
 from thinwire.report.top import Top
 from thinwire.rng import derive
+from thinwire.testing.toy import toy
 
 if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
@@ -97,6 +105,54 @@ def test_a_changed_manifest_is_reported_as_damage(run: Path, capsys: pytest.Capt
     assert found["checkpoints"][2]["problems"] == [
         "replica-0: is damaged: manifest.json is not what was written (checksum)."
     ]
+
+
+UNEQUAL = [
+    decoupled_diloco(),
+    halos(sites=1),
+    plexus(sample=1),
+    ad_psgd(),
+    ad_psgd(slow=(1, 2)),
+    METHODS["fedavg"](),
+]
+
+
+@pytest.mark.parametrize("method", UNEQUAL, ids=str)
+def test_methods_with_own_steps_are_known_before_they_are_attached(method: Method) -> None:
+    def attach(group: ThreadGroup) -> bool:
+        model = toy()
+        attached = method.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), group)
+        attached.close()
+        return attached.own_steps
+
+    assert run_threads(2, attach) == [has_own_steps(method)] * 2
+
+
+def test_replicas_of_unequal_speed_have_checkpoints_of_their_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each resumes from its own newest one; of replica 1, the last two were damaged."""
+    folder = tmp_path / "run"
+    for rank, steps in ((0, (8, 9, 10)), (1, (3, 4, 5))):
+        for step in steps:
+            nothing = {"strategy": "", "facts": {}, "groups": {}, "notes": {}}
+            manifest = {"format": FORMAT, "thinwire": "", "step": step} | nothing
+            write(folder / f"checkpoints/replica-{rank}", manifest, [{"x": torch.zeros(1)}] * 3, 3)
+    for strategy, says in (
+        ("decoupled_diloco", "each replica resumes from its own newest whole one"),
+        ("ad_psgd(slow=(1, 2))", "each replica resumes from its own newest whole one"),
+        ("ad_psgd", "no whole checkpoint: the run cannot resume"),
+        ("plexus", "a run with plexus cannot resume"),
+    ):
+        Run.of(strategy=strategy).save(folder / "run.toml")
+        assert says in output_of(capsys, "checkpoints", folder)[1]
+    Run.of(strategy="decoupled_diloco").save(folder / "run.toml")
+    for step in (4, 5):
+        (folder / f"checkpoints/replica-1/step-{step:08d}/outer.safetensors").unlink()
+    found, text = output_of(capsys, "checkpoints", folder, "--prune", "1")
+    assert [one["step"] for one in found["checkpoints"]] == [3, 4, 5, 10] and "each replica resumes" in text
+    shutil.rmtree(folder / "checkpoints/replica-1/step-00000003")
+    assert "replica-1: no whole checkpoint, and each replica needs one" in output_of(capsys, "checkpoints", folder)[1]
 
 
 def parts(folder: Path, replica: int, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Checkpoint]:

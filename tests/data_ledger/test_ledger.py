@@ -47,6 +47,22 @@ def test_a_fixed_group_reads_equal_parts_of_every_epoch() -> None:
     assert sorted([*ledger.read(a, 0, 10), *ledger.read(b, 0, 10)]) == list(range(20))
 
 
+def test_a_second_pass_of_an_inner_step_reads_its_micro_batches_again() -> None:
+    """As SAM does: nothing is counted twice. What begins again holds none of them."""
+    reader = LeasedReader(0, 1, 6, samples=100)  # inner steps of three micro-batches
+    reader.connect("replica-0", 1, lambda: None)
+    ledger = reader.template(1, 4, 1).begin(["replica-0"])
+    reader.adopt(ledger)
+    for step in range(3):
+        micros = range(3 * step, 3 * step + 3)
+        first, second = ([reader.micro_batch(micro, 2).tolist() for micro in micros] for _ in range(2))
+        assert first == second and len({sample for micro in first for sample in micro}) == 6
+        assert reader.count == reader.in_flight == 6 * (step + 1) and len(reader._micros) == 3
+    reader.begin_again(ledger)
+    reader.micro_batch(8, 2)
+    assert reader.count == reader.in_flight == 2
+
+
 def test_samples_of_a_dead_replica_pass_to_the_others() -> None:
     ledger = ledger_of("ab")
     ledger, _ = ledger.commit(0, {"a": claim(ledger, "a", 0, 3), "b": claim(ledger, "b", 0, 4)}, at(ledger, a=3, b=4))

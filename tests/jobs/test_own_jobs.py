@@ -15,15 +15,18 @@ import torch
 from fresh import forget_own_files
 from own_jobs import JOB, PLAIN, SMALL, drop_checkpoints, last_losses, train, weights
 from pages import ROOT
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
 from safetensors.torch import load_file
 
 import thinwire as tw
 from thinwire.cli import main
-from thinwire.errors import JobError
+from thinwire.errors import CheckpointError, JobError
 from thinwire.jobs.base import Share
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob, functions
 from thinwire.jobs.portable import decoded, encoded
+from thinwire.lm import final
 from thinwire.lm.run import Run
 from thinwire.plan.machine import Machine
 from thinwire.records.run_record import RunRecord, best_loss
@@ -317,3 +320,48 @@ def test_an_evaluation_gives_each_layer_its_own_mode_back(here: Path, frozen: st
     (folder,) = Path("runs").iterdir()
     batches = load_file(folder / "model.safetensors")["0.num_batches_tracked"].item()
     assert batches == (0 if frozen == "model[0]" else 6)
+
+
+@pytest.mark.parametrize(
+    "own", ["", "def optimizer(model): return SharpnessAware(torch.optim.SGD(model.parameters(), 0.1), model, 0.1)"]
+)
+def test_both_passes_of_sam_read_the_micro_batches_of_their_step(here: Path, own: str) -> None:
+    text = f"""
+import torch
+from thinwire.pieces.inner_optimizers import SharpnessAware
+def model(): return torch.nn.Linear(1, 1)
+def batches(share):
+    for number in range(99): yield torch.full((1, 1), float(number))
+def loss(model, batch):
+    print(int(batch), file=open("read", "a"))
+    return model(batch).square().mean()
+def evaluate(model): return 0.0
+{own}
+"""
+    Path("sam.py").write_text(text)
+    options = [] if own else ["--optimizer", "SAM(SGD())"]
+    assert train("out", *options, "--replicas", "1", "--steps", "3", "--accumulate", "2", job="sam.py") == 0
+    read = [int(line) for line in Path("read").read_text().split()]
+    assert read[-12:] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
+
+
+def test_a_model_that_the_run_folder_cannot_hold_is_saved_elsewhere(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, save_file = here / "full", safetensors.save_file
+
+    def save(tensors: object, path: Path, *more: object) -> None:
+        if folder in path.parents:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, *more)
+
+    for made in (folder, here / "tmp"):
+        made.mkdir()
+    monkeypatch.setattr(safetensors, "save_file", save)
+    monkeypatch.setattr(final.tempfile, "tempdir", str(here / "tmp"))
+    job = OwnJob("plain.py", 0)
+    model = job.make_model()
+    with pytest.raises(CheckpointError, match=r"No space left .* It is in .* instead: free some space"):
+        final.store(Run.of(job="plain.py"), job, model, model.state_dict(), folder, "replica-0", "")
+    (spare,) = (here / "tmp").iterdir()
+    assert {"model.safetensors", "run.toml"} <= {path.name for path in spare.iterdir()} and not list(folder.iterdir())

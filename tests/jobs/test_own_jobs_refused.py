@@ -59,6 +59,9 @@ def test_missing_functions_and_wrong_results_are_named(here: Path, capsys: pytes
         JOB.replace(
             '(model(batch["x"])', '(model(batch["x"]).detach()'
         ): "returned a tensor that depends on no parameter",
+        JOB
+        + "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n": "optimizer(model) returned a value of type "
+        "LBFGS; an optimizer whose step() needs no closure",
     }
     for text, expected in cases.items():
         assert text != JOB

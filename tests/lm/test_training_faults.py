@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from small_runs import cut_back, events_of, model_of, run_in, small_run
 
+from thinwire import checkpoint
 from thinwire.checkpoint import read
 from thinwire.cli import disk, main
 from thinwire.comm import ThreadGroup, run_threads
@@ -75,7 +76,7 @@ def test_a_full_disk_loses_a_checkpoint_only(
     whole: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("thinwire.checkpoint.save_file", full)
     run_in(tmp_path / "full", small_run(text))
@@ -90,7 +91,7 @@ def test_a_full_disk_loses_a_checkpoint_only(
     ("refusal", "says"),
     [
         (RuntimeError("Some tensors share memory"), "The disk is not the cause: this state cannot be written"),
-        (SafetensorError("I/O error: Permission denied (os error 13)"), "not a lack of space: check that the folder"),
+        (PermissionError(errno.EACCES, "Permission denied"), "not a lack of space: check that the folder"),
         (OSError(errno.EROFS, "Read-only file system"), "not a lack of space: check that the folder"),
     ],
 )
@@ -108,6 +109,36 @@ def test_a_failed_save_is_reported_by_cause_and_fails_a_stop(
     warnings = [str(event["message"]) for event in events_of(folder, "warning")]
     assert warnings and all(says in warning and "free some space" not in warning for warning in warnings)
     assert events_of(folder, "stop") and events_of(folder, "end")
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_replica_that_cannot_save_says_how_long_the_run_can_resume(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """Replica 1 has the checkpoint of step 5 only. Replica 0 deletes that with its save number `keep` after it."""
+    save_file, drop, saves, dropped = checkpoint.save_file, checkpoint.drop, list[Path](), dict[str, int]()
+
+    def full(tensors: object, path: Path) -> None:
+        if path.parts[-3] == "replica-1" and path.parts[-2] != ".step-00000005.partial":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if path.parts[-3] == "replica-0" and path.name == "model.safetensors":
+            saves.append(path)
+        save_file(tensors, path)
+
+    def note(path: Path) -> None:
+        dropped[path.name] = len(saves) - 1
+        drop(path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "drop", note)
+    run_in(tmp_path / "run", small_run(text, keep=keep))
+    assert len(saves) == 5 and dropped["step-00000005"] == keep
+    told = [str(event["message"]) for event in events_of(tmp_path / "run", "warning", replica=1)]
+    for missed, message in enumerate(told, 1):
+        left = keep - missed
+        assert (f"until the others have saved {left} more checkpoint" in message) == (left > 0)
+        assert ("have deleted step 5" in message) == (left <= 0)
+    assert len(told) == 4 and not events_of(tmp_path / "run", "warning", replica=0)
 
 
 def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, text: str) -> None:

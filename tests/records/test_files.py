@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 
-from thinwire.records.files import write_whole
+from thinwire.records.files import save_file, write_whole
 
 
 def test_a_file_is_replaced(tmp_path: Path):
@@ -21,3 +24,16 @@ def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path: Path):
     with pytest.raises(OSError):
         write_whole(tmp_path / "taken", b"data")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_tensors_that_do_not_fit_on_the_disk_raise_an_os_error_and_leave_no_file(tmp_path: Path):
+    """A limit on the size of files stands for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError) as said:
+            save_file({"x": torch.zeros(1 << 15)}, tmp_path / "x.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said.value.errno == errno.EFBIG and said.value.filename == str(tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())

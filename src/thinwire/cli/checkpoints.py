@@ -11,7 +11,9 @@ from pathlib import Path
 import tyro
 
 from thinwire.cli import options
+from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.lm.checkpoints import CheckpointSet, list_checkpoints, prune_checkpoints, replicas_of
+from thinwire.lm.loops import has_own_steps
 from thinwire.lm.run import Run
 from thinwire.records.units import text_of_nbytes
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     sets, gone = list_checkpoints(asked.run, asked.verify), []
     run = Run.load(asked.run / "run.toml", options.advise)
-    each = run.placement.elastic
+    each = run.placement.elastic or has_own_steps(run.make_method())
     if asked.prune is not None:
         gone = prune_checkpoints(asked.run, asked.prune, each)
         sets = list_checkpoints(asked.run, hashes=True)
@@ -85,10 +87,15 @@ def _facts(one: CheckpointSet, each: bool) -> dict[str, object]:
 
 def _told(folder: Path, sets: Sequence[CheckpointSet], here: int, run: Run, each: bool) -> str:
     """The step at which a resume starts, in words."""
+    if isinstance(run.make_method(), SampleComposition):
+        return f"a run with {run.method.label} cannot resume"
     whole = [one.step for one in sets if not _problems(one, each)]
     if not whole:
         return "no whole checkpoint: the run cannot resume"
     if each:
+        found = {saved.replica for one in sets for saved in one.saved if not saved.problem}
+        if not run.placement.elastic and (without := [name for name in replicas_of(folder) if name not in found]):
+            return f"{', '.join(without)}: no whole checkpoint, and each replica needs one: the run cannot resume"
         return "each replica resumes from its own newest whole one"
     elsewhere = run.placement.replicas - len({name.split(".")[0] for name in replicas_of(folder)})
     there = f", if the replicas of other machines have it too: {elsewhere}" if here and elsewhere > 0 else ""

@@ -94,7 +94,7 @@ class LeasedReader:
         self._along: Along | None = None
         self._fresh: list[Range] = []  # positions, for the record
         self._wait: Callable[[], None] = lambda: None
-        self._last: tuple[int, NDArray[np.int64]] | None = None
+        self._micros: dict[int, NDArray[np.int64]] = {}  # the last inner step's micro-batches
 
     def template(self, fragments: int, every: int, delay: int) -> DataLedger:
         """The ledger of a run that has not begun. A re-split leaves a member what it reads in four periods and a flight; a lease
@@ -139,11 +139,12 @@ class LeasedReader:
         self._drawn = self.count
 
     def micro_batch(self, micro: int, number: int) -> NDArray[np.int64]:
-        """The next samples; the same again for the same micro-batch."""
-        if self._last is None or self._last[0] != micro:
-            self._last = micro, self.draw(number)
+        """The next samples; the same again for a micro-batch of the same inner step."""
+        if micro not in self._micros:
+            samples, first = self.draw(number), micro - self.step // number + 1
             self.trained(number)
-        return self._last[1]
+            self._micros = {one: held for one, held in self._micros.items() if first <= one < micro} | {micro: samples}
+        return self._micros[micro]
 
     # ---- what the driver does
 
@@ -187,12 +188,13 @@ class LeasedReader:
         if not alike or self._drawn < self.count:  # what was drawn ahead is another's, or has landed before a restart
             self.generation += 1
             self._drawn = self.count
+            self._micros = {}
 
     def begin_again(self, ledger: DataLedger | None) -> None:
         """Discard all that this replica has read, and continue at the first of its samples that is in no anchor."""
         self.holds = [()] * len(self.holds)
         lease = ledger.lease(self.name) if ledger else None
-        self._along = None
+        self._along, self._micros = None, {}
         self.generation += 1
         if ledger is not None and lease is not None:
             self._begin(ledger, lease)
@@ -238,7 +240,7 @@ class LeasedReader:
         newer = known if known and (saved is None or known.number > saved.number) else saved
         lease = newer.lease(self.name) if newer else None
         reading = ReadCount(serial, version, count)
-        self._last = None
+        self._micros = {}
         if newer is None or lease is None or len(holds) != len(self.holds) or not lease.reads_alike(reading, count):
             self.begin_again(newer)
             return False

@@ -88,7 +88,8 @@ class OwnJob(Job):
         self.unit = "samples" if self._collated else "batches"
         self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
-        self._last: tuple[int, Any] | None = None  # the last micro-batch with its number
+        self.held = 1
+        self._micros: dict[int, Any] = {}  # the last `held` micro-batches
         self._held_out: list[tuple[Any, int]] = []  # batches with their numbers of samples
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -124,6 +125,12 @@ class OwnJob(Job):
             several = list(made) if isinstance(made, list | tuple) else [made]
             if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
                 raise self._wrong("optimizer", made, "a torch.optim.Optimizer, or a list of them,")
+            for one in several:
+                try:
+                    inspect.signature(one.step).bind()
+                except TypeError:  # LBFGS
+                    needed = "an optimizer whose step() needs no closure, such as torch.optim.AdamW,"
+                    raise self._wrong("optimizer", one, needed) from None
             self._optimizers = several
         return self._optimizers
 
@@ -132,14 +139,15 @@ class OwnJob(Job):
             raise ConfigurationError(
                 f"job={self._path.name} on replicas of {shards} ranks: a job needs whole replicas; start one process per replica."
             )
-        self._batches, self._last = Batches(self._path, self._own["batches"], share), None
+        self._batches, self._micros = Batches(self._path, self._own["batches"], share), {}
         seed_the_rest(derive(share.seed, "loss", share.index))
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
-        if self._last is None or self._last[0] != micro:
+        if micro not in self._micros:
             assert self._batches is not None, "begin comes first"
-            self._last = micro, moved(self._micro_batch(self._batches, self._collated), device)
-        return self._loss(model, self._last[1])
+            self._micros = {one: held for one, held in self._micros.items() if micro - self.held < one < micro}
+            self._micros[micro] = moved(self._micro_batch(self._batches, self._collated), device)
+        return self._loss(model, self._micros[micro])
 
     def trial(self, model: nn.Module, batch: int, device: torch.device) -> Tensor:
         """The loss of a micro-batch of `batch` samples, for timing; without `collate`, of a batch that `batches(share)` yields."""
@@ -190,7 +198,7 @@ class OwnJob(Job):
 
     def load_state(self, state: Mapping[str, Any]) -> str:
         assert self._batches is not None, "begin comes first"
-        self._last = None
+        self._micros = {}
         return self._batches.load_state(state) if state else ""
 
     def store(self, folder: Path, model: nn.Module, weights: Mapping[str, Tensor], writer: str, mark: str = "") -> None:

@@ -91,7 +91,7 @@ def _of_replica(folder: Path, hashes: bool) -> Iterator[Saved]:
 def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
     """Delete old checkpoints, and return them. Every file is hashed first.
 
-    The newest `keep` whole sets stay, and everything newer. In an elastic run `each` replica resumes from its own checkpoint, so the
+    The newest `keep` whole sets stay, and everything newer. If `each` replica resumes from its own checkpoint, as in an elastic run, the
     newest `keep` whole checkpoints of each stay. Raises `ConfigurationError`, and deletes nothing, if there is no whole set.
     """
     if keep < 1:

@@ -61,7 +61,7 @@ class FixedTrainer(Trainer):
             return self.job.validation(self.model, self.device)
 
     def _resume(self) -> None:
-        if isinstance(self.replica, Attached) and self.replica.own_steps:
+        if self._own_steps:
             found, skipped = checkpoint.newest(self.checkpoints)
         else:
             found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
@@ -76,13 +76,35 @@ class FixedTrainer(Trainer):
         path = str(found.path.relative_to(self.place.folder))
         self.log.emit("resume", found.step, from_step=found.step, path=path, skipped=skipped)
 
+    def _at_risk(self) -> str:
+        if self.run.placement.replicas * self.place.shards == 1 or self._own_steps:
+            return ""
+        saved = max(map(checkpoint.step_of, checkpoint.found_in(self.checkpoints)), default=None)
+        if saved is None:
+            return " It has no earlier one either: until it saves one, the run cannot resume."
+        step, every, keep = self.replica.step, self.run.placement.checkpoint_every, self.run.placement.keep
+        missed = step // every - saved // every + (step % every > 0) if every else 1  # what the others have saved since
+        if missed >= keep:
+            return (
+                f" If the others could save, they have deleted step {saved} (--keep {keep}), and have no other in common with this replica: "
+                "until it saves again, the run cannot resume."
+            )
+        more = f"{keep - missed} more checkpoint{'s' * (keep - missed > 1)}"
+        return (
+            f" The run can resume from step {saved} until the others have saved {more} (--keep {keep}; a stop saves one, too). Then no step "
+            f"is left that all have: let this replica save before that, or copy the others' checkpoints of step {saved} to another folder."
+        )
+
+    @property
+    def _own_steps(self) -> bool:
+        return isinstance(self.replica, Attached) and self.replica.own_steps
+
     def _survives(self, error: LinkError | EndedError) -> bool:
         return False
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
         # If replicas have different speeds, no single position describes all.
-        unequal = isinstance(self.replica, Attached) and self.replica.own_steps
-        return super()._summary(stopped) | ({"samples": {}} if unequal else {})
+        return super()._summary(stopped) | ({"samples": {}} if self._own_steps else {})
 
     @property
     def counted_steps(self) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from thinwire.decoupled.composition import Composition
+from thinwire.decoupled.pair_composition import PairComposition
 from thinwire.decoupled.sampled import Plexus
+from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import Job
 from thinwire.lm.place import ElasticPlace, Place
@@ -59,6 +62,15 @@ def _check_sampled(placement: Placement, label: str, sampled: int, every: int) -
         )
 
 
+def has_own_steps(method: Method | None) -> bool:
+    """Whether the replicas of `method` take unequal numbers of steps, so that each resumes from the newest of its own checkpoints. Before
+    any is attached; see `Attached.own_steps`.
+    """
+    if isinstance(method, PairComposition):
+        return len(set(method.slow)) > 1
+    return isinstance(method, Composition | SampleComposition)
+
+
 def evaluated(replica: object) -> str:
     """The weights that are evaluated: the `anchors`, on which all agree; in gossip the replica's `own` weights, and at the end the `mean`
     over all replicas; `each` if every replica has another model; or the `start` of its round.
@@ -86,3 +98,8 @@ def micro_batches(accumulate: int, replica: object) -> float:
     if isinstance(replica, ZerothOrder):
         return replica.samples
     return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)
+
+
+def passed(before: int, after: int, every: int) -> bool:
+    """Whether there is a multiple of `every` after `before` and up to `after`; a replica that was behind may jump over several steps."""
+    return bool(every) and after // every > before // every

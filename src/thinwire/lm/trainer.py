@@ -25,7 +25,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, EndedError, Lin
 from thinwire.jobs.base import Summed, mean_of
 from thinwire.lm import final
 from thinwire.lm.job import open_job
-from thinwire.lm.loops import evaluated, micro_batches, model_folder
+from thinwire.lm.loops import evaluated, micro_batches, model_folder, passed
 from thinwire.lm.place import ElasticPlace, Place, device_of, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
@@ -36,7 +36,7 @@ from thinwire.lm.tokens_mean import by_samples, descend
 from thinwire.lm.watch import watching
 from thinwire.membership import Membership
 from thinwire.methods import Attached, Method, ZerothOrder
-from thinwire.pieces.inner_optimizers import at_the_worst_point
+from thinwire.pieces.inner_optimizers import SharpnessAware, at_the_worst_point
 from thinwire.pieces.partition import Fragment
 from thinwire.records.events import EventLog
 from thinwire.replica import Replica
@@ -98,6 +98,7 @@ class Trainer(ABC):
             self.optimizer = self.method.optimizer(self.model, run.lr)
         else:
             self.optimizer = self.inner.make(self.model, run.lr, run.optimizer.weight_decay)
+        self.job.held = run.data.accumulate if isinstance(self.optimizer, SharpnessAware) else 1
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
         self.replica = self._attach(facts)
@@ -187,9 +188,9 @@ class Trainer(ABC):
             if self._publisher and self._landed:
                 self._landed = False
                 self._publisher.offer(replica.step, replica.anchors())
-            if _passed(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
+            if passed(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
                 self._evaluate()
-            if _passed(before, replica.step, run.placement.checkpoint_every):
+            if passed(before, replica.step, run.placement.checkpoint_every):
                 self._save()
 
     @property
@@ -319,7 +320,7 @@ class Trainer(ABC):
                 self.run.placement.keep,
             )
         except CheckpointError as error:
-            self.log.emit("warning", self.replica.step, message=str(error))
+            self.log.emit("warning", self.replica.step, message=f"{error}{self._at_risk()}")
             return error
         nbytes = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self.place.folder))
@@ -327,6 +328,10 @@ class Trainer(ABC):
             "checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began
         )
         return None
+
+    def _at_risk(self) -> str:
+        """What a resume loses because this replica cannot save, in sentences after a space; or ""."""
+        return ""
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load(found, self.replica)
@@ -393,8 +398,3 @@ class Trainer(ABC):
 
     def _log_start(self, composition: Strategy | Method, fragments: Sequence[Fragment]) -> None:
         self.log.emit("start", 0, **start(self.run, self.share, composition, fragments, self.job))
-
-
-def _passed(before: int, after: int, every: int) -> bool:
-    """Whether there is a multiple of `every` after `before` and up to `after`; a replica that was behind may jump over several steps."""
-    return bool(every) and after // every > before // every

@@ -7,6 +7,7 @@ Opening a FIFO would wait for ever, a device has no end, and a few bytes of brac
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from io import BufferedReader
@@ -66,13 +67,20 @@ def write_whole(path: Path, data: str | bytes) -> None:
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """As safetensors' `save_file`, for tensors of any device and layout, which may share memory: a file holds each separately. The file, which
-    safetensors lets its owner alone read, has the modes that any other gets.
+    safetensors lets its owner alone read, has the modes that any other gets. Raises `OSError`, also on a full disk, and leaves no part of a file.
     """
     from safetensors import torch as safetensors  # it loads torch, which `thinwire hub` does not need
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    safetensors.save_file(_apart(tensors), path, dict(metadata) if metadata else None)
+    try:
+        safetensors.save_file(_apart(tensors), path, dict(metadata) if metadata else None)
+    except Exception as error:
+        path.unlink(missing_ok=True)
+        told = re.search(r"\(os error (\d+)\)", str(error))  # safetensors has no `OSError` of its own
+        if told is None:
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
     path.chmod(mode)
 
 
