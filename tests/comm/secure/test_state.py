@@ -44,6 +44,19 @@ def test_a_killed_hub_keeps_its_state(tmp_path):
     state.close()
 
 
+def test_a_group_is_kept_while_it_has_members_however_many_come_after(tmp_path):
+    """An ended one makes room."""
+    state = HubState(tmp_path)
+    live, ended = (state.form(label * 32, (("oslo", b"p" * 16), ("lima", b"q" * 16))) for label in (b"l", b"e"))
+    for group, rank in ((live, 0), (ended, 0), (ended, 1)):
+        state.gone(group.number, rank, 2)
+    state._base.execute("update sqlite_sequence set seq = 5000")  # as if thousands of groups had come and ended
+    newer = state.form(b"n" * 32, (("rome", b"r" * 16),))
+    assert [group.number for group in state.groups()] == [live.number, newer.number]
+    assert state.why_gone(b"l" * 32, "oslo", b"p" * 16) and not state.why_gone(b"e" * 32, "oslo", b"p" * 16)
+    state.close()
+
+
 def test_concurrent_uses_of_a_token_stop_at_its_limit(tmp_path):
     """Forty uses at once, over several connections, as two processes would have."""
     states = [HubState(tmp_path) for _ in range(4)]
