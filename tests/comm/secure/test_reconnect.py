@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, join
+from thinwire.comm.secure import Hub, enrol, join
+from thinwire.comm.secure.calls import Refused
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.group import _SecureTransfer, connected_group
+from thinwire.comm.secure.invitations import rotate
+from thinwire.comm.secure.keys import Authorities
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.errors import LinkError
@@ -217,6 +221,34 @@ def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):
     over = threading.Event()
     with Hub(tmp_path / "hub") as hub:
         run_secure(hub, 2, replica, tmp_path)
+
+
+def test_a_member_that_cannot_store_a_new_authority_tries_again(tmp_path, monkeypatch):
+    """Its disk is full while the hub begins to replace its authority. That is no reason to end."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Hub(tmp_path / "hub") as hub:
+        member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
+        asyncio.run(member.admitted())
+        rotate(tmp_path / "hub")
+        member.forget()
+        hub._thread.run(looked(hub))
+        with monkeypatch.context() as patch:
+            patch.setattr(enrol, "write_private", full)
+            with pytest.raises(
+                LinkError, match=r"keys/oslo cannot be used \(.*No space left on device\); make room"
+            ) as told:
+                asyncio.run(member.admitted())
+            assert not isinstance(told.value, Refused)
+        asyncio.run(member.admitted())
+        assert (tmp_path / "keys/oslo/authority.pem").read_bytes() == Authorities(tmp_path / "hub").trusted
+
+
+async def looked(hub: Hub) -> None:
+    """One look of the hub at what commands have changed."""
+    hub._look_at_authorities()
 
 
 @pytest.mark.slow

@@ -86,7 +86,12 @@ class Enrolment:
     async def admitted(self) -> Admitted:
         """Get a certificate that is not due for renewal. Raises `Refused`, and `LinkError` while the hub cannot be reached."""
         if self._admitted is None or time.time() > self._admitted.due:
-            self._admitted = await self._fresh()
+            try:
+                self._admitted = await self._fresh()
+            except OSError as error:
+                raise LinkError(
+                    f"the keys in {self.folder} cannot be used ({error}); make room, or mend that folder"
+                ) from None
         return self._admitted
 
     @property

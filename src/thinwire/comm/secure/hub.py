@@ -360,19 +360,24 @@ class Hub:
         version = -1
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._groups.remove_absent(time.monotonic())
-            for connection in list(self._connections.values()):
-                if why := connection.why_over(time.time()):
-                    self._audit("ended", connection.name, why)
-                    connection.end.set()
-            if version == (version := self._state.version):
-                continue
-            self._look_at_authorities()
+            with self._audit.repeated("the state of the hub"):
+                version = self._looked(version)
+
+    def _looked(self, before: int) -> int:
+        """One look; returns the version of the state, which was `before` at the last one. What writes comes last: the disk may be full."""
+        for connection in list(self._connections.values()):
+            if why := connection.why_over(time.time()):
+                self._audit("ended", connection.name, why)
+                connection.end.set()
+        if before != (version := self._state.version):
             revoked = {member.name for member in self._state.members() if member.revoked}
             for connection in list(self._connections.values()):
                 if connection.name in revoked:
                     connection.refusal = f"{connection.name} is revoked"
                     connection.end.set()
-            self._groups.revoke(revoked)
             if self._publishers:
                 self._publishers.forbid(revoked)
+            self._look_at_authorities()
+            self._groups.revoke(revoked)
+        self._groups.remove_absent(time.monotonic())
+        return version
