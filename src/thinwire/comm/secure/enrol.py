@@ -20,7 +20,7 @@ import grpc.aio
 from cryptography import x509
 
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
-from thinwire.comm.secure.calls import Refused
+from thinwire.comm.secure.calls import Outdated, Refused, explained
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
 from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import (
@@ -102,6 +102,13 @@ class Enrolment:
     def forget(self) -> None:
         """Request a fresh certificate the next time."""
         self._admitted = None
+
+    def told(self, error: grpc.aio.AioRpcError | LinkError) -> LinkError:
+        """Why a call to the hub has failed. If the hub asks for a certificate of its new authority, the next call gets one."""
+        found = explained(error) if isinstance(error, grpc.aio.AioRpcError) else error
+        if isinstance(found, Outdated):
+            self.forget()
+        return found
 
     async def _fresh(self) -> Admitted:
         authority = await self._authority()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from thinwire.comm.secure.calls import explained
+from thinwire.comm.secure.calls import Outdated, explained
 from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import SAME_RELEASE
@@ -145,8 +145,8 @@ class PublishedAtHub(HubClient):
         call = (await self._dialled()).unary_stream(FOLLOW)(question, metadata=stated(FOLLOWING))
         try:
             await agreed_with_hub(call, ANSWER_SECONDS, FOLLOWING)
-        except grpc.aio.AioRpcError as error:
-            raise explained(error) from None
+        except (grpc.aio.AioRpcError, Outdated) as error:
+            raise self._enrolment.told(error) from None
         except BaseException:
             call.cancel()
             raise

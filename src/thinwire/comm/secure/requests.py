@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Outdated, explained, read, written
+from thinwire.comm.secure.calls import read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
@@ -125,20 +125,15 @@ class HubChannel:
         except TimeoutError:
             self.close()
             raise LinkError(f"the hub did not answer within {seconds:g} s") from None
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, LinkError) as error:
             self.close()
-            raise explained(error) from None
+            raise self._enrolment.told(error) from None
         except PacketError as error:
             self.close()
             raise LinkError(str(error)) from None
         except CancelledError:
             self.close()
             raise LinkError("the connection to the hub was closed") from None
-        except LinkError as error:
-            self.close()
-            if isinstance(error, Outdated):
-                self._enrolment.forget()
-            raise
 
     async def _open(self, process: str, run: str, silent: float) -> None:
         admitted = await self._enrolment.admitted()
