@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cryptography import x509
 from group_laws import TIMEOUT, Exchange, peers
 from hub_process import HubProcess
 from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, enrol, join
-from thinwire.comm.secure.calls import Refused
-from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure import Hub, enrol, join, link
+from thinwire.comm.secure.calls import Broken, Refused
+from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.group import _SecureTransfer, connected_group
 from thinwire.comm.secure.invitations import rotate
-from thinwire.comm.secure.keys import Authorities
+from thinwire.comm.secure.keys import Authorities, Credentials
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.messages import BUDGET_NBYTES
 from thinwire.errors import LinkError
@@ -244,6 +247,49 @@ def test_a_member_that_cannot_store_a_new_authority_tries_again(tmp_path, monkey
             assert not isinstance(told.value, Refused)
         asyncio.run(member.admitted())
         assert (tmp_path / "keys/oslo/authority.pem").read_bytes() == Authorities(tmp_path / "hub").trusted
+
+
+def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path, monkeypatch):
+    """The hub cannot be reached half-way through its lifetime; a minute later it can be."""
+    now = [1e9]
+    monkeypatch.setattr(enrol, "time", SimpleNamespace(time=lambda: now[0]))
+
+    def credentials() -> Credentials:
+        return asyncio.run(member.admitted()).credentials
+
+    def end_of(own: Credentials) -> float:
+        return x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
+
+    with Hub(tmp_path / "hub") as hub:
+        now[0] = time.time()
+        member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
+        first = credentials()
+    now[0] = (now[0] + end_of(first)) / 2 + 1
+    assert credentials() is first
+    with Hub(tmp_path / "hub"):
+        assert credentials() is first  # it does not ask at once
+        now[0] += 61
+        second = credentials()
+        assert second is not first
+    for now[0] in (end_of(second) - 60, end_of(second) - 20):
+        assert credentials() is second
+    now[0] = end_of(second) + 1
+    with pytest.raises(LinkError, match="does not answer"):
+        credentials()
+
+
+def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
+    """Until then it goes on with the former one."""
+    used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0)
+    later = [replace(used, due=0.5), used, replace(used, credentials=replace(used.credentials, certificate=b"new"))]
+
+    class Asked:
+        async def admitted(self) -> Admitted:
+            return later.pop(0)
+
+    with pytest.raises(Broken, match="the certificate was renewed"):
+        asyncio.run(link._renewal(Asked(), used))
+    assert not later
 
 
 async def looked(hub: Hub) -> None:

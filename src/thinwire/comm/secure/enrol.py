@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -37,6 +37,7 @@ from thinwire.comm.secure.versions import JOINING, agreed_from, stated, states_r
 from thinwire.errors import ConfigurationError, LinkError
 
 ANSWER_SECONDS = 30.0  # most seconds of a hub's response
+RETRY_SECONDS = 60.0  # most seconds until the next attempt to renew a certificate
 _LONGEST = 1 << 14  # most bytes of a certificate, or of the authorities
 _ADVICE = (
     "Ask the hub's owner for a new token; a name that is revoked, or that another key has, also needs another --name."
@@ -52,7 +53,8 @@ class Admitted:
     credentials: Credentials
     run: str
     elastic: bool
-    due: float  # the time of renewal, half-way to the end of the certificate, in seconds since the epoch
+    end: float  # of the certificate, in seconds since the epoch
+    due: float  # the time of renewal, first half-way to the end
 
 
 class Enrolment:
@@ -84,15 +86,29 @@ class Enrolment:
         self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
-        """Get a certificate that is not due for renewal. Raises `Refused`, and `LinkError` while the hub cannot be reached."""
-        if self._admitted is None or time.time() > self._admitted.due:
-            try:
-                self._admitted = await self._fresh()
-            except OSError as error:
-                raise LinkError(
-                    f"the keys in {self.folder} cannot be used ({error}); make room, or mend that folder"
-                ) from None
-        return self._admitted
+        """Get a certificate that is not due for renewal, or if there is none now, the former one until it ends. Raises `Refused`, and
+        `LinkError` while the hub cannot be reached.
+        """
+        former = self._admitted
+        if former and time.time() <= former.due:
+            return former
+        try:
+            found = await self._renewed()
+        except LinkError as error:
+            now, forgotten = time.time(), self._admitted is not former
+            if former is None or forgotten or isinstance(error, Refused) or now > former.end:
+                raise
+            found = replace(former, due=min(now + RETRY_SECONDS, (now + former.end) / 2))
+        self._admitted = found
+        return found
+
+    async def _renewed(self) -> Admitted:
+        try:
+            return await self._fresh()
+        except OSError as error:
+            raise LinkError(
+                f"the keys in {self.folder} cannot be used ({error}); make room, or mend that folder"
+            ) from None
 
     @property
     def run(self) -> str:
@@ -157,7 +173,7 @@ class Enrolment:
             told = rest[both:].decode()
         except ValueError:
             raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}") from None
-        return Admitted(own, told, elastic, (time.time() + end) / 2)
+        return Admitted(own, told, elastic, end, (time.time() + end) / 2)
 
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: the stored one, or the hub's, if it has the token's fingerprint."""

@@ -76,7 +76,7 @@ class HubClient:
     def __init__(self, enrolment: Enrolment, most_nbytes: int) -> None:
         self._enrolment, self._most_nbytes, self._thread = enrolment, most_nbytes, LoopThread.shared()
         self._channel: grpc.aio.Channel | None = None
-        self._used: object = None  # the channel's certificate
+        self._used: object = None  # the channel's credentials
 
     def close(self) -> None:
         """Close the connection."""
@@ -87,12 +87,12 @@ class HubClient:
 
     async def _dialled(self) -> grpc.aio.Channel:
         admitted = await self._enrolment.admitted()
-        if self._channel is None or self._used is not admitted:
+        token, own = self._enrolment.token, admitted.credentials
+        if self._channel is None or self._used is not own:
             if self._channel:
                 await self._channel.close(None)
-            token, own = self._enrolment.token, admitted.credentials
             self._channel = dialled(token.host, token.port, own.authorities, own, self._most_nbytes)
-            self._used = admitted
+            self._used = own
         return self._channel
 
 
