@@ -25,8 +25,11 @@ from thinwire.comm.secure.group import _SecureTransfer, connected_group
 from thinwire.comm.secure.invitations import rotate
 from thinwire.comm.secure.keys import Authorities, Credentials
 from thinwire.comm.secure.link import HubLink
+from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import LinkError
+from thinwire.membership.registry import MemberRegistry
 
 NBYTES = 4_000_000
 
@@ -255,7 +258,12 @@ def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path,
     monkeypatch.setattr(enrol, "time", SimpleNamespace(time=lambda: now[0]))
 
     def credentials() -> Credentials:
-        return asyncio.run(member.admitted()).credentials
+        async def two() -> list[Admitted]:
+            return await asyncio.gather(member.admitted(), member.admitted())
+
+        one, other = asyncio.run(two())
+        assert one.credentials is other.credentials
+        return one.credentials
 
     def end_of(own: Credentials) -> float:
         return x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
@@ -283,13 +291,39 @@ def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
     used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0)
     later = [replace(used, due=0.5), used, replace(used, credentials=replace(used.credentials, certificate=b"new"))]
 
-    class Asked:
+    class Asked(Enrolment):
+        def __init__(self) -> None:
+            pass
+
         async def admitted(self) -> Admitted:
             return later.pop(0)
 
     with pytest.raises(Broken, match="the certificate was renewed"):
         asyncio.run(link._renewal(Asked(), used))
     assert not later
+
+
+def test_requests_go_on_with_a_new_certificate_and_nobody_is_told_of_a_loss(tmp_path, monkeypatch):
+    """A replica of an elastic run asks for longer than its certificate holds."""
+    said, clock = list[str](), SimpleNamespace(time=time.time)
+    monkeypatch.setattr(enrol, "time", clock)
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0, said.append)) as hub:
+        member, thread = Enrolment(hub.invite(), "oslo", tmp_path / "keys"), LoopThread.shared()
+        first = asyncio.run(member.admitted())
+        clock.time = lambda: first.due - 0.001
+        channel = HubChannel(member, "o" * 16, "", thread, 600.0)
+        (before,), former = hub._connections.values(), channel._stream
+        clock.time = lambda: first.due + 1.0
+        while channel._stream is former:
+            channel.ask("beat")
+        while before.number in hub._connections:
+            channel.ask("beat")
+        channel.ask("here", who="o" * 16)
+        (after,) = hub._connections.values()
+        assert after is not before and member._admitted.credentials is not first.credentials
+        assert [line.split(":")[0] for line in said] == ["joined"]  # and none has left
+        channel.close()
+        thread.release()
 
 
 async def looked(hub: Hub) -> None:

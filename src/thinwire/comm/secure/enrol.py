@@ -95,12 +95,21 @@ class Enrolment:
         try:
             found = await self._renewed()
         except LinkError as error:
-            now, forgotten = time.time(), self._admitted is not former
-            if former is None or forgotten or isinstance(error, Refused) or now > former.end:
+            now, there = time.time(), self._admitted
+            if there is None or isinstance(error, Refused) or now > there.end:
                 raise
-            found = replace(former, due=min(now + RETRY_SECONDS, (now + former.end) / 2))
-        self._admitted = found
-        return found
+            if now > there.due:
+                there = self._admitted = replace(there, due=min(now + RETRY_SECONDS, (now + there.end) / 2))
+            return there
+        there = self._admitted
+        if there is None or (former and there.credentials is former.credentials):  # otherwise another task was faster
+            there = self._admitted = found
+        return there
+
+    async def renewed(self, used: Admitted) -> None:
+        """Renew the certificate when it is due, and return once it is another than that of `used`. Raises like `admitted`."""
+        while (now := await self.admitted()).credentials is used.credentials:
+            await asyncio.sleep(min(max(now.due - time.time(), 0.0), 60.0))
 
     async def _renewed(self) -> Admitted:
         try:

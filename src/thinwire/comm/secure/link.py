@@ -372,7 +372,6 @@ def _data(chunk: Chunk) -> bytes:
 
 
 async def _renewal(enrolment: Enrolment, used: Admitted) -> None:
-    """Renew the certificate when it is due, and then end the connection; the next one uses the new certificate."""
-    while (now := await enrolment.admitted()).credentials is used.credentials:
-        await asyncio.sleep(min(max(now.due - time.time(), 0.0), 60.0))
+    """End the connection when the certificate was renewed; the next one uses the new certificate."""
+    await enrolment.renewed(used)
     raise Broken("the certificate was renewed")
