@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cryptography import x509
 from group_laws import TIMEOUT, Exchange, peers
 from hub_process import HubProcess
 from secure_groups import digest_of_trained, run_secure
@@ -22,6 +21,7 @@ from thinwire.comm.secure import Hub, enrol, join, link
 from thinwire.comm.secure.calls import Broken, Refused
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.group import _SecureTransfer, connected_group
+from thinwire.comm.secure.hub import LIFETIME
 from thinwire.comm.secure.invitations import rotate
 from thinwire.comm.secure.keys import Authorities, Credentials
 from thinwire.comm.secure.link import HubLink
@@ -254,7 +254,7 @@ def test_a_member_that_cannot_store_a_new_authority_tries_again(tmp_path, monkey
 
 def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path, monkeypatch):
     """The hub cannot be reached half-way through its lifetime; a minute later it can be."""
-    now = [1e9]
+    now, half = [0.0], LIFETIME.total_seconds() / 2
     monkeypatch.setattr(enrol, "time", SimpleNamespace(time=lambda: now[0]))
 
     def credentials() -> Credentials:
@@ -265,23 +265,20 @@ def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path,
         assert one.credentials is other.credentials
         return one.credentials
 
-    def end_of(own: Credentials) -> float:
-        return x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
-
     with Hub(tmp_path / "hub") as hub:
         now[0] = time.time()
         member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
         first = credentials()
-    now[0] = (now[0] + end_of(first)) / 2 + 1
+    now[0] += half + 1
     assert credentials() is first
     with Hub(tmp_path / "hub"):
         assert credentials() is first  # it does not ask at once
         now[0] += 61
-        second = credentials()
+        second, end = credentials(), now[0] + 2 * half
         assert second is not first
-    for now[0] in (end_of(second) - 60, end_of(second) - 20):
+    for now[0] in (end - 60, end - 20):
         assert credentials() is second
-    now[0] = end_of(second) + 1
+    now[0] = end + 1
     with pytest.raises(LinkError, match="does not answer"):
         credentials()
 

@@ -20,10 +20,11 @@ import grpc.aio
 from cryptography import x509
 
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
-from thinwire.comm.secure.calls import Outdated, Refused, explained
+from thinwire.comm.secure.calls import Outdated, Refused, cause, explained
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
 from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import (
+    SKEW,
     Credentials,
     check_name,
     fingerprint,
@@ -53,7 +54,7 @@ class Admitted:
     credentials: Credentials
     run: str
     elastic: bool
-    end: float  # of the certificate, in seconds since the epoch
+    end: float  # of the certificate, in seconds since the epoch by this machine's clock
     due: float  # the time of renewal, first half-way to the end
 
 
@@ -152,7 +153,7 @@ class Enrolment:
                     advice = f" {_ADVICE}" if served else ""
                     raise Refused(f"{error.details()}.{advice}") from None
                 raise LinkError(
-                    f"the hub at {token.host}:{token.join_port} does not answer ({str(error.details()).rpartition(': ')[2]}). Check that it "
+                    f"the hub at {token.host}:{token.join_port} does not answer ({cause(error.details())}). Check that it "
                     "runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the hub's "
                     "owner for a new token."
                 ) from None
@@ -178,11 +179,13 @@ class Enrolment:
         both = certificate + authorities
         own = Credentials(self._key, rest[:certificate], rest[certificate:both])
         try:
-            end = x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
+            made = x509.load_pem_x509_certificate(own.certificate)
             told = rest[both:].decode()
         except ValueError:
             raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}") from None
-        return Admitted(own, told, elastic, end, (time.time() + end) / 2)
+        # Counted from now, because its times are those of the hub's clock.
+        lifetime = (made.not_valid_after_utc - made.not_valid_before_utc - SKEW).total_seconds()
+        return Admitted(own, told, elastic, time.time() + lifetime, time.time() + lifetime / 2)
 
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: the stored one, or the hub's, if it has the token's fingerprint."""

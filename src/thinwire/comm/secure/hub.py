@@ -193,8 +193,8 @@ class Hub:
         self._uploads.close()
 
     def _credentials(self) -> Credentials:
-        """The hub's own credentials, renewed after half of their lifetime."""
-        if time.monotonic() - self._made > OWN_LIFETIME.total_seconds() / 2:
+        """The hub's own credentials, renewed after half of their lifetime, and if the clock was set back: others compare it with theirs."""
+        if not 0.0 <= time.time() - self._made <= OWN_LIFETIME.total_seconds() / 2:
             self._use(self._authorities)
         return self._own
 
@@ -202,7 +202,7 @@ class Hub:
         """Present the authority in force, and trust all of them."""
         self._authorities = authorities
         self._own = authorities.own.hub_credentials(OWN_LIFETIME, authorities.trusted)
-        self._as_authority, self._made = authorities.own.own_credentials(), time.monotonic()
+        self._as_authority, self._made = authorities.own.own_credentials(), time.time()
 
     def _look_at_authorities(self) -> None:
         """If the authorities have changed, close all connections; `Callers` asks members without a new certificate to get one."""
