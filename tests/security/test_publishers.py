@@ -217,6 +217,18 @@ def test_a_cut_upload_continues_where_it_was(hub, oslo, version, tmp_path):
     assert asked[0] == 2 * CHUNK_NBYTES and served(hub.invite(), tmp_path) == version.listed
 
 
+def test_a_cut_upload_continues_what_only_its_layout_names(hub, oslo, version, tmp_path):
+    """Weights that are not exchanged, and the files beside the model."""
+    large = bytes(len(version.objects[version.largest]) + 3 * CHUNK_NBYTES)
+    named = {"digest": hashlib.sha256(large).hexdigest(), "nbytes": len(large)}
+    version = version.with_layout(lambda layout: layout["files"].update({"tokenizer.json": named}))
+    version.objects[named["digest"]] = large
+    whole = begun(oslo, version, 2)
+    asked = publish(oslo, version)
+    assert next(offset for digest, offset in asked if digest == whole) == 2 * CHUNK_NBYTES and whole == named["digest"]
+    assert served(hub.invite(), tmp_path) == version.listed
+
+
 def test_a_killed_hub_continues_an_upload_and_serves_what_it_had(tmp_path, older, version):
     hub = HubProcess(tmp_path / "hub", "--publishers", "oslo")
     try:

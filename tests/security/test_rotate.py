@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from group_laws import Exchange
+from raw_publisher import Version
 from secure_groups import run_secure
 
 from thinwire.cli import main
-from thinwire.comm.secure import admit
+from thinwire.comm.secure import Hub, PublishedAtHub, admit, upload
+from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.invitations import rotate
+from thinwire.comm.secure.loop import LoopThread
+from thinwire.comm.secure.requests import HubChannel
+from thinwire.comm.secure.upload import HubUploader
 from thinwire.errors import ConfigurationError, LinkError
+from thinwire.membership.registry import MemberRegistry
+from thinwire.records.uploaded import UploadedVersions
 
 
 def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path, capsys):
@@ -91,6 +98,38 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
         admit(str(hub.invite()), "away", keys)
     forget(keys / "away")
     admit(str(hub.invite()), "away", keys)  # with the key to which its name is bound
+
+
+@pytest.mark.parametrize("kind", ["follows", "publishes", "waits for a group"])
+def test_members_without_a_group_take_the_new_authority_too(kind, tmp_path, audit, monkeypatch):
+    """The hub refuses their next request for it, once. So a second `rotate` finds nobody who lacks a certificate."""
+    monkeypatch.setattr(upload, "PAUSE_SECONDS", 0.0)
+    Version.made(tmp_path / "run", 1, 9)
+    store = UploadedVersions(tmp_path / "hub", ["oslo"], 1 << 30)
+    with Hub(tmp_path / "hub", publishers=store, registry=lambda: MemberRegistry(600.0), say=audit) as hub:
+        token, keys = hub.invite(), tmp_path / "keys"
+        member, thread = Enrolment(token, "oslo", keys), LoopThread.shared()
+        origin, uploader = PublishedAtHub(str(token), "follower-oslo", keys), HubUploader(member, lambda: None)
+
+        def ask() -> None:
+            if kind == "follows":
+                origin.newest()
+            elif kind == "publishes":
+                if not uploader.send(tmp_path / "run", lambda: False):
+                    raise LinkError(uploader.state)
+            else:
+                HubChannel(member, "o" * 16, "", thread, 600.0).close()
+
+        ask()
+        assert rotate(tmp_path / "hub")[0] is False
+        audit.wait("rotated")
+        with pytest.raises(LinkError, match="new authority"):
+            ask()
+        ask()
+        assert rotate(tmp_path / "hub") == (True, [])
+        for one in (origin, uploader):
+            one.close()
+        thread.release()
 
 
 def forget(own: Path) -> None:

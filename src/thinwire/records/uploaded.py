@@ -93,8 +93,9 @@ class UploadedVersion:
             raise PacketError(
                 f"a layout of {publication.layout.nbytes} bytes is named; a hub takes {LIST_NBYTES} at most."
             )
-        self._shelf.delete_others(named)
-        yield from self._shelf.missing([publication.layout])
+        for part in self._shelf.missing([publication.layout]):  # once it is there, it says what else to keep
+            self._shelf.delete_others(named)
+            yield part
         named |= self._shelf.layout(publication.layout).resources()
         self._check_bytes(named)
         self._shelf.delete_others(named)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ from torch import nn
 pytest.importorskip("grpc")
 
 from thinwire.cli import main
-from thinwire.comm.secure import Hub, PublishedAtHub, join
+from thinwire.comm.secure import Hub, PublishedAtHub, enrol, join
+from thinwire.comm.secure import hub as hubs
+from thinwire.comm.secure import keys as keys_of_hub
 from thinwire.comm.secure.invitations import opened_state
 from thinwire.errors import DataError, LinkError
 from thinwire.lm.publish import Publisher
@@ -35,6 +41,43 @@ def published(run: Path) -> torch.Tensor:
     publisher.offer(7, [flat + 1e-3], over=True)
     publisher.close()
     return (flat + 1e-3).bfloat16()
+
+
+@pytest.mark.parametrize("hours", [-2.0, 2.0])
+def test_a_certificate_is_renewed_half_way_also_if_the_clocks_differ(
+    hours: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time() + 3600.0 * hours
+    monkeypatch.setattr(enrol, "time", SimpleNamespace(time=lambda: now))
+    with Hub(tmp_path / "hub") as hub:
+        admitted = asyncio.run(enrol.Enrolment(hub.invite(), "oslo", tmp_path / "keys").admitted())
+    assert (admitted.due - now, admitted.end - now) == pytest.approx((1800.0, 3600.0), abs=0.01)
+
+
+def test_a_hub_whose_clock_was_set_makes_its_certificate_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(hubs, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+    with Hub(tmp_path / "hub") as hub:
+        used = [hub._credentials()]
+        for moved in (60.0, 30 * 86_400.0, -60 * 86_400.0):
+            now += moved
+            used.append(hub._credentials())
+            assert used[-1] is hub._credentials()
+    assert used[0] is used[1] and used[1] is not used[2] and used[2] is not used[3]
+
+
+@pytest.mark.parametrize(("days", "why"), [(-30, "certificate has expired"), (30, "certificate is not yet valid")])
+def test_a_clock_that_is_wrong_is_named(days: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Wrong:
+            return super().now(tz) + timedelta(days=days)
+
+    monkeypatch.setattr(keys_of_hub, "datetime", Wrong)
+    with Hub(tmp_path / "hub", published=PublishedFolder(tmp_path)) as hub:
+        with PublishedAtHub(str(hub.invite()), "follower-oslo", tmp_path / "keys") as origin:
+            with pytest.raises(LinkError, match=f"{why}; compare the clocks of this machine and of the hub"):
+                origin.newest()
 
 
 def test_a_follower_can_only_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +17,19 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, join
-from thinwire.comm.secure.enrol import Enrolment
+from thinwire.comm.secure import Hub, enrol, join, link
+from thinwire.comm.secure.calls import Broken, Refused
+from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.group import _SecureTransfer, connected_group
+from thinwire.comm.secure.hub import LIFETIME
+from thinwire.comm.secure.invitations import rotate
+from thinwire.comm.secure.keys import Authorities, Credentials
 from thinwire.comm.secure.link import HubLink
+from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.messages import BUDGET_NBYTES
+from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import LinkError
+from thinwire.membership.registry import MemberRegistry
 
 NBYTES = 4_000_000
 
@@ -217,6 +227,105 @@ def test_a_silent_replica_ends_the_group_after_its_timeout(tmp_path):
     over = threading.Event()
     with Hub(tmp_path / "hub") as hub:
         run_secure(hub, 2, replica, tmp_path)
+
+
+def test_a_member_that_cannot_store_a_new_authority_tries_again(tmp_path, monkeypatch):
+    """Its disk is full while the hub begins to replace its authority. That is no reason to end."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Hub(tmp_path / "hub") as hub:
+        member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
+        asyncio.run(member.admitted())
+        rotate(tmp_path / "hub")
+        member.forget()
+        hub._thread.run(looked(hub))
+        with monkeypatch.context() as patch:
+            patch.setattr(enrol, "write_private", full)
+            with pytest.raises(
+                LinkError, match=r"keys/oslo cannot be used \(.*No space left on device\); make room"
+            ) as told:
+                asyncio.run(member.admitted())
+            assert not isinstance(told.value, Refused)
+        asyncio.run(member.admitted())
+        assert (tmp_path / "keys/oslo/authority.pem").read_bytes() == Authorities(tmp_path / "hub").trusted
+
+
+def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path, monkeypatch):
+    """The hub cannot be reached half-way through its lifetime; a minute later it can be."""
+    now, half = [0.0], LIFETIME.total_seconds() / 2
+    monkeypatch.setattr(enrol, "time", SimpleNamespace(time=lambda: now[0]))
+
+    def credentials() -> Credentials:
+        async def two() -> list[Admitted]:
+            return await asyncio.gather(member.admitted(), member.admitted())
+
+        one, other = asyncio.run(two())
+        assert one.credentials is other.credentials
+        return one.credentials
+
+    with Hub(tmp_path / "hub") as hub:
+        now[0] = time.time()
+        member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
+        first = credentials()
+    now[0] += half + 1
+    assert credentials() is first
+    with Hub(tmp_path / "hub"):
+        assert credentials() is first  # it does not ask at once
+        now[0] += 61
+        second, end = credentials(), now[0] + 2 * half
+        assert second is not first
+    for now[0] in (end - 60, end - 20):
+        assert credentials() is second
+    now[0] = end + 1
+    with pytest.raises(LinkError, match="does not answer"):
+        credentials()
+
+
+def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
+    """Until then it goes on with the former one."""
+    used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0)
+    later = [replace(used, due=0.5), used, replace(used, credentials=replace(used.credentials, certificate=b"new"))]
+
+    class Asked(Enrolment):
+        def __init__(self) -> None:
+            pass
+
+        async def admitted(self) -> Admitted:
+            return later.pop(0)
+
+    with pytest.raises(Broken, match="the certificate was renewed"):
+        asyncio.run(link._renewal(Asked(), used))
+    assert not later
+
+
+def test_requests_go_on_with_a_new_certificate_and_nobody_is_told_of_a_loss(tmp_path, monkeypatch):
+    """A replica of an elastic run asks for longer than its certificate holds."""
+    said, clock = list[str](), SimpleNamespace(time=time.time)
+    monkeypatch.setattr(enrol, "time", clock)
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0, said.append)) as hub:
+        member, thread = Enrolment(hub.invite(), "oslo", tmp_path / "keys"), LoopThread.shared()
+        first = asyncio.run(member.admitted())
+        clock.time = lambda: first.due - 0.001
+        channel = HubChannel(member, "o" * 16, "", thread, 600.0)
+        (before,), former = hub._connections.values(), channel._stream
+        clock.time = lambda: first.due + 1.0
+        while channel._stream is former:
+            channel.ask("beat")
+        while before.number in hub._connections:
+            channel.ask("beat")
+        channel.ask("here", who="o" * 16)
+        (after,) = hub._connections.values()
+        assert after is not before and member._admitted.credentials is not first.credentials
+        assert [line.split(":")[0] for line in said] == ["joined"]  # and none has left
+        channel.close()
+        thread.release()
+
+
+async def looked(hub: Hub) -> None:
+    """One look of the hub at what commands have changed."""
+    hub._look_at_authorities()
 
 
 @pytest.mark.slow

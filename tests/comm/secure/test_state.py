@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import queue
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from thinwire.comm.secure import Hub, invite
+from thinwire.comm.secure.audit import AuditLog
+from thinwire.comm.secure.grouping import HubGroups
 from thinwire.comm.secure.keys import Authorities, Authority, write_private
+from thinwire.comm.secure.runs import HubRuns
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -41,6 +46,60 @@ def test_a_killed_hub_keeps_its_state(tmp_path):
     assert group.members == (("oslo", b"p" * 16), ("lima", b"q" * 16)) and group.gone == {1: 2}
     state.gone(group.number, 0, 0)
     assert state.groups() == []  # no member is left
+    state.close()
+
+
+def test_a_group_is_kept_while_it_has_members_however_many_come_after(tmp_path):
+    """An ended one makes room."""
+    state = HubState(tmp_path)
+    live, ended = (state.form(label * 32, (("oslo", b"p" * 16), ("lima", b"q" * 16))) for label in (b"l", b"e"))
+    for group, rank in ((live, 0), (ended, 0), (ended, 1)):
+        state.gone(group.number, rank, 2)
+    state._base.execute("update sqlite_sequence set seq = 5000")  # as if thousands of groups had come and ended
+    newer = state.form(b"n" * 32, (("rome", b"r" * 16),))
+    assert [group.number for group in state.groups()] == [live.number, newer.number]
+    assert state.why_gone(b"l" * 32, "oslo", b"p" * 16) and not state.why_gone(b"e" * 32, "oslo", b"p" * 16)
+    state.close()
+
+
+def test_a_registry_that_cannot_write_ticks_again_and_says_so_once(tmp_path):
+    """Runs beside it are not held up."""
+    ticks, said, enough = list[str](), list[str](), asyncio.Event()
+
+    class Registry:
+        empty = False
+
+        def __init__(self) -> None:
+            self.name = ("red", "blue")[len(made)]
+            made.append(self)
+
+        def remember(self, kept: object) -> None:
+            pass
+
+        def nobody_comes(self, waiting: object) -> bool:
+            return False
+
+        def tick(self) -> None:
+            ticks.append(self.name)
+            if len(ticks) == 6:
+                enough.set()
+            if self.name == "red" and len(ticks) < 5:
+                raise sqlite3.OperationalError("database or disk is full")
+
+    async def play() -> None:
+        ticking = asyncio.create_task(runs.ticking(HubGroups(state, audit, 1.0)))
+        await asyncio.wait({ticking, asyncio.create_task(enough.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        assert not ticking.done()
+        ticking.cancel()
+
+    made = list[Registry]()
+    state, audit = HubState(tmp_path), AuditLog(tmp_path / "audit.txt", said.append)
+    runs = HubRuns(Registry, state, audit, lambda name, incarnation: None)
+    with runs.used("red", "oslo"), runs.used("blue", "oslo"):
+        asyncio.run(play())
+    assert ticks[:6] == ["red", "blue"] * 3
+    told = "cannot write the state of the run red: database or disk is full; make room on its disk"
+    assert [line.startswith(told) for line in said if "cannot" in line] == [True]
     state.close()
 
 

@@ -10,6 +10,8 @@ import grpc.aio
 
 from thinwire.errors import LinkError
 
+_NOT_NOW = ("certificate has expired", "certificate is not yet valid")  # of gRPC
+
 
 class Refused(LinkError):
     """The hub refuses this member; another attempt does not help."""
@@ -46,6 +48,17 @@ async def written(stream: Any, frame: bytes) -> None:
         raise _refusal(await stream.code(), await stream.details()) from None
 
 
+def cause(details: str | None) -> str:
+    """The last part of gRPC's text about a connection that failed, which names the cause.
+
+    >>> cause("failed to connect; last error: UNKNOWN: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK")
+    'certificate has expired; compare the clocks of this machine and of the hub'
+    """
+    text = str(details).removesuffix(": OK").rpartition(": ")[2]
+    clocks = "; compare the clocks of this machine and of the hub" * (text in _NOT_NOW)
+    return text + clocks
+
+
 def explained(error: grpc.aio.AioRpcError) -> LinkError:
     """The error as `Refused` or `Broken`."""
     return _refusal(error.code(), error.details())
@@ -56,4 +69,6 @@ def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
         return Refused(f"the hub has ended the connection: {details}")
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Outdated(details)
+    if details and any(text in details for text in _NOT_NOW):
+        return Broken(f"the hub does not answer: {cause(details)}")
     return Broken(details or "the hub has ended the connection")

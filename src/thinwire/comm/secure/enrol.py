@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -20,10 +20,11 @@ import grpc.aio
 from cryptography import x509
 
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
-from thinwire.comm.secure.calls import Refused
+from thinwire.comm.secure.calls import Outdated, Refused, cause, explained
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
 from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import (
+    SKEW,
     Credentials,
     check_name,
     fingerprint,
@@ -37,6 +38,7 @@ from thinwire.comm.secure.versions import JOINING, agreed_from, stated, states_r
 from thinwire.errors import ConfigurationError, LinkError
 
 ANSWER_SECONDS = 30.0  # most seconds of a hub's response
+RETRY_SECONDS = 60.0  # most seconds until the next attempt to renew a certificate
 _LONGEST = 1 << 14  # most bytes of a certificate, or of the authorities
 _ADVICE = (
     "Ask the hub's owner for a new token; a name that is revoked, or that another key has, also needs another --name."
@@ -52,7 +54,8 @@ class Admitted:
     credentials: Credentials
     run: str
     elastic: bool
-    due: float  # the time of renewal, half-way to the end of the certificate, in seconds since the epoch
+    end: float  # of the certificate, in seconds since the epoch by this machine's clock
+    due: float  # the time of renewal, first half-way to the end
 
 
 class Enrolment:
@@ -84,10 +87,38 @@ class Enrolment:
         self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
-        """Get a certificate that is not due for renewal. Raises `Refused`, and `LinkError` while the hub cannot be reached."""
-        if self._admitted is None or time.time() > self._admitted.due:
-            self._admitted = await self._fresh()
-        return self._admitted
+        """Get a certificate that is not due for renewal, or if there is none now, the former one until it ends. Raises `Refused`, and
+        `LinkError` while the hub cannot be reached.
+        """
+        former = self._admitted
+        if former and time.time() <= former.due:
+            return former
+        try:
+            found = await self._renewed()
+        except LinkError as error:
+            now, there = time.time(), self._admitted
+            if there is None or isinstance(error, Refused) or now > there.end:
+                raise
+            if now > there.due:
+                there = self._admitted = replace(there, due=min(now + RETRY_SECONDS, (now + there.end) / 2))
+            return there
+        there = self._admitted
+        if there is None or (former and there.credentials is former.credentials):  # otherwise another task was faster
+            there = self._admitted = found
+        return there
+
+    async def renewed(self, used: Admitted) -> None:
+        """Renew the certificate when it is due, and return once it is another than that of `used`. Raises like `admitted`."""
+        while (now := await self.admitted()).credentials is used.credentials:
+            await asyncio.sleep(min(max(now.due - time.time(), 0.0), 60.0))
+
+    async def _renewed(self) -> Admitted:
+        try:
+            return await self._fresh()
+        except OSError as error:
+            raise LinkError(
+                f"the keys in {self.folder} cannot be used ({error}); make room, or mend that folder"
+            ) from None
 
     @property
     def run(self) -> str:
@@ -97,6 +128,13 @@ class Enrolment:
     def forget(self) -> None:
         """Request a fresh certificate the next time."""
         self._admitted = None
+
+    def told(self, error: grpc.aio.AioRpcError | LinkError) -> LinkError:
+        """Why a call to the hub has failed. If the hub asks for a certificate of its new authority, the next call gets one."""
+        found = explained(error) if isinstance(error, grpc.aio.AioRpcError) else error
+        if isinstance(found, Outdated):
+            self.forget()
+        return found
 
     async def _fresh(self) -> Admitted:
         authority = await self._authority()
@@ -115,7 +153,7 @@ class Enrolment:
                     advice = f" {_ADVICE}" if served else ""
                     raise Refused(f"{error.details()}.{advice}") from None
                 raise LinkError(
-                    f"the hub at {token.host}:{token.join_port} does not answer ({str(error.details()).rpartition(': ')[2]}). Check that it "
+                    f"the hub at {token.host}:{token.join_port} does not answer ({cause(error.details())}). Check that it "
                     "runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the hub's "
                     "owner for a new token."
                 ) from None
@@ -141,11 +179,13 @@ class Enrolment:
         both = certificate + authorities
         own = Credentials(self._key, rest[:certificate], rest[certificate:both])
         try:
-            end = x509.load_pem_x509_certificate(own.certificate).not_valid_after_utc.timestamp()
+            made = x509.load_pem_x509_certificate(own.certificate)
             told = rest[both:].decode()
         except ValueError:
             raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}") from None
-        return Admitted(own, told, elastic, (time.time() + end) / 2)
+        # Counted from now, because its times are those of the hub's clock.
+        lifetime = (made.not_valid_after_utc - made.not_valid_before_utc - SKEW).total_seconds()
+        return Admitted(own, told, elastic, time.time() + lifetime, time.time() + lifetime / 2)
 
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: the stored one, or the hub's, if it has the token's fingerprint."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from thinwire.comm.secure.calls import explained
+from thinwire.comm.secure.calls import Outdated, explained
 from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import SAME_RELEASE
@@ -76,7 +76,7 @@ class HubClient:
     def __init__(self, enrolment: Enrolment, most_nbytes: int) -> None:
         self._enrolment, self._most_nbytes, self._thread = enrolment, most_nbytes, LoopThread.shared()
         self._channel: grpc.aio.Channel | None = None
-        self._used: object = None  # the channel's certificate
+        self._used: object = None  # the channel's credentials
 
     def close(self) -> None:
         """Close the connection."""
@@ -87,12 +87,12 @@ class HubClient:
 
     async def _dialled(self) -> grpc.aio.Channel:
         admitted = await self._enrolment.admitted()
-        if self._channel is None or self._used is not admitted:
+        token, own = self._enrolment.token, admitted.credentials
+        if self._channel is None or self._used is not own:
             if self._channel:
                 await self._channel.close(None)
-            token, own = self._enrolment.token, admitted.credentials
             self._channel = dialled(token.host, token.port, own.authorities, own, self._most_nbytes)
-            self._used = admitted
+            self._used = own
         return self._channel
 
 
@@ -145,8 +145,8 @@ class PublishedAtHub(HubClient):
         call = (await self._dialled()).unary_stream(FOLLOW)(question, metadata=stated(FOLLOWING))
         try:
             await agreed_with_hub(call, ANSWER_SECONDS, FOLLOWING)
-        except grpc.aio.AioRpcError as error:
-            raise explained(error) from None
+        except (grpc.aio.AioRpcError, Outdated) as error:
+            raise self._enrolment.told(error) from None
         except BaseException:
             call.cancel()
             raise

@@ -193,8 +193,8 @@ class Hub:
         self._uploads.close()
 
     def _credentials(self) -> Credentials:
-        """The hub's own credentials, renewed after half of their lifetime."""
-        if time.monotonic() - self._made > OWN_LIFETIME.total_seconds() / 2:
+        """The hub's own credentials, renewed after half of their lifetime, and if the clock was set back: others compare it with theirs."""
+        if not 0.0 <= time.time() - self._made <= OWN_LIFETIME.total_seconds() / 2:
             self._use(self._authorities)
         return self._own
 
@@ -202,7 +202,7 @@ class Hub:
         """Present the authority in force, and trust all of them."""
         self._authorities = authorities
         self._own = authorities.own.hub_credentials(OWN_LIFETIME, authorities.trusted)
-        self._as_authority, self._made = authorities.own.own_credentials(), time.monotonic()
+        self._as_authority, self._made = authorities.own.own_credentials(), time.time()
 
     def _look_at_authorities(self) -> None:
         """If the authorities have changed, close all connections; `Callers` asks members without a new certificate to get one."""
@@ -360,19 +360,24 @@ class Hub:
         version = -1
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._groups.remove_absent(time.monotonic())
-            for connection in list(self._connections.values()):
-                if why := connection.why_over(time.time()):
-                    self._audit("ended", connection.name, why)
-                    connection.end.set()
-            if version == (version := self._state.version):
-                continue
-            self._look_at_authorities()
+            with self._audit.repeated("the state of the hub"):
+                version = self._looked(version)
+
+    def _looked(self, before: int) -> int:
+        """One look; returns the version of the state, which was `before` at the last one. What writes comes last: the disk may be full."""
+        for connection in list(self._connections.values()):
+            if why := connection.why_over(time.time()):
+                self._audit("ended", connection.name, why)
+                connection.end.set()
+        if before != (version := self._state.version):
             revoked = {member.name for member in self._state.members() if member.revoked}
             for connection in list(self._connections.values()):
                 if connection.name in revoked:
                     connection.refusal = f"{connection.name} is revoked"
                     connection.end.set()
-            self._groups.revoke(revoked)
             if self._publishers:
                 self._publishers.forbid(revoked)
+            self._look_at_authorities()
+            self._groups.revoke(revoked)
+        self._groups.remove_absent(time.monotonic())
+        return version

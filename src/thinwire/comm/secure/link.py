@@ -240,10 +240,10 @@ class HubLink:
         return welcome
 
     async def _carry(self, control: Any, bulk: list[Any], admitted: Admitted) -> None:
-        """Carry frames both ways until a stream ends or the certificate must be renewed."""
+        """Carry frames both ways until a stream ends or the certificate was renewed."""
         reads = [*(self._hear(stream, 0) for stream in bulk), self._hear(control, 1)]
         writes = self._speak([control], True), self._speak(bulk, False)
-        for error in await run_until_one_ends(*reads, *writes, _renewal(admitted.due)):
+        for error in await run_until_one_ends(*reads, *writes, _renewal(self.enrolment, admitted)):
             if not (self._leaving and isinstance(error, LinkError)):
                 raise error
 
@@ -371,8 +371,7 @@ def _data(chunk: Chunk) -> bytes:
     return frames.packed_data(chunk.offset, chunk.receivers, chunk.data)
 
 
-async def _renewal(due: float) -> None:
-    """End the connection when its certificate must be renewed; the next connection uses the new one."""
-    while (left := due - time.time()) > 0:
-        await asyncio.sleep(min(left, 60.0))
-    raise Broken("the certificate is being renewed")
+async def _renewal(enrolment: Enrolment, used: Admitted) -> None:
+    """End the connection when the certificate was renewed; the next one uses the new certificate."""
+    await enrolment.renewed(used)
+    raise Broken("the certificate was renewed")

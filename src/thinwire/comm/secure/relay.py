@@ -144,8 +144,8 @@ class Relay:
     def leave(self, rank: int, reason: int) -> None:
         """Remove the member `rank` permanently."""
         if rank not in self.gone:
+            self._gone(rank, reason)  # first: if the disk is full, it is tried again
             self.gone[rank] = reason
-            self._gone(rank, reason)
             self._tell(PassedOn(frames.GONE, rank, frames.packed(frames.GONE, reason)))
 
     def control(self, rank: int, frame: Frame) -> None:

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Outdated, explained, read, written
+from thinwire.comm.secure.calls import read, written
 from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
@@ -82,8 +82,26 @@ def opened_meet(frame: frames.Frame) -> tuple[bytes, str]:
         ) from None
 
 
+class _Stream:
+    """A stream of requests with one certificate. `renewed` is done when there is another one."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Any, version: int, renewed: asyncio.Task[None]) -> None:
+        self._channel, self._call, self._version, self.renewed, self._sequence = channel, call, version, renewed, 1
+
+    async def ask(self, question: bytes) -> dict[str, Any]:
+        await written(self._call, frames.head(frames.ASK, 0, self._sequence, self._version) + question)
+        frame = frames.opened(await read(self._call), self._sequence - 1, [frames.ANSWER], self._version)
+        self._sequence += 1
+        return _opened(frame)
+
+    async def close(self) -> None:
+        self.renewed.cancel()
+        await asyncio.gather(self.renewed, self._channel.close(None), return_exceptions=True)
+
+
 class HubChannel:
-    """A member's end of the stream. For one thread at a time, except `close`. After its first `LinkError` make a new one.
+    """A member's end of the stream, which is replaced when its certificate was renewed. For one thread at a time, except `close`. After its
+    first `LinkError` make a new one.
 
     Args:
         enrolment: this replica's name and key at the hub.
@@ -98,10 +116,9 @@ class HubChannel:
     """
 
     def __init__(self, enrolment: Enrolment, process: str, run: str, thread: LoopThread, silent: float) -> None:
-        self._thread, self._enrolment, self._sequence, self._version = thread, enrolment, 1, 0
-        self._channel: grpc.aio.Channel | None = None
-        self._call: Any = None
-        self._done(self._open(process, run, silent), ANSWER_SECONDS)
+        self._thread, self._enrolment, self._at, self._silent = thread, enrolment, (process, run), silent
+        self._stream: _Stream | None = None
+        self._stream = self._done(self._opened(), ANSWER_SECONDS)
         told = self.ask("beat")
         self.heartbeat_timeout, self.begun = float(told["heartbeat_timeout"]), bool(told.get("begun"))
 
@@ -115,9 +132,9 @@ class HubChannel:
 
     def close(self) -> None:
         """Close the stream. Idempotent; thread-safe. A waiting request raises `LinkError`."""
-        channel, self._channel = self._channel, None
-        if channel:
-            self._thread.run(channel.close(None))
+        stream, self._stream = self._stream, None
+        if stream:
+            self._thread.run(stream.close())
 
     def _done(self, work: Any, seconds: float) -> Any:
         try:
@@ -125,37 +142,49 @@ class HubChannel:
         except TimeoutError:
             self.close()
             raise LinkError(f"the hub did not answer within {seconds:g} s") from None
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, LinkError) as error:
             self.close()
-            raise explained(error) from None
+            raise self._enrolment.told(error) from None
         except PacketError as error:
             self.close()
             raise LinkError(str(error)) from None
         except CancelledError:
             self.close()
             raise LinkError("the connection to the hub was closed") from None
-        except LinkError as error:
-            self.close()
-            if isinstance(error, Outdated):
-                self._enrolment.forget()
-            raise
 
-    async def _open(self, process: str, run: str, silent: float) -> None:
+    async def _opened(self) -> _Stream:
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
-        self._channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES, silent)
-        self._call = self._channel.stream_stream(MEET)(metadata=stated())
-        self._version = await agreed_with_hub(self._call, silent)
-        meet = frames.packed(frames.MEET, process.encode("ascii"), run.encode("ascii"))
-        await written(self._call, frames.head(frames.MEET, 0, 0, self._version) + meet)
+        channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES, self._silent)
+        try:
+            call = channel.stream_stream(MEET)(metadata=stated())
+            version = await agreed_with_hub(call, self._silent)
+            meet = frames.packed(frames.MEET, *(each.encode("ascii") for each in self._at))
+            await written(call, frames.head(frames.MEET, 0, 0, version) + meet)
+        except BaseException:
+            await channel.close(None)
+            raise
+        return _Stream(channel, call, version, asyncio.create_task(self._enrolment.renewed(admitted)))
 
     async def _asked(self, question: bytes) -> dict[str, Any]:
-        if self._channel is None:
+        if (former := self._stream) and former.renewed.done():
+            await self._replaced(former)
+        if self._stream is None:
             raise LinkError("the connection to the hub is closed")
-        await written(self._call, frames.head(frames.ASK, 0, self._sequence, self._version) + question)
-        frame = frames.opened(await read(self._call), self._sequence - 1, [frames.ANSWER], self._version)
-        self._sequence += 1
-        return _opened(frame)
+        return await self._stream.ask(question)
+
+    async def _replaced(self, former: _Stream) -> None:
+        """Use a stream with the new certificate. The hub hears it before the former ends, so nobody is told that this replica has left."""
+        stream = await self._opened()
+        try:
+            await stream.ask(_packed({"do": "beat"}))
+        except BaseException:
+            await stream.close()
+            raise
+        unused = stream
+        if self._stream is former:  # it was not closed meanwhile
+            self._stream, unused = stream, former
+        await unused.close()
 
 
 def _packed(said: dict[str, Any]) -> bytes:

@@ -60,8 +60,9 @@ class HubRuns:
     async def ticking(self, groups: HubGroups) -> None:
         """Call `tick` of each registry regularly, drop those of runs without members, and end vain waits for a group."""
         while True:
-            for registry in self._registries.values():
-                registry.tick()
+            for run, registry in self._registries.items():
+                with self._audit.repeated(f"the state of the run {run}".strip()):
+                    registry.tick()
             self._drop_empty()
             groups.end_vain_waits(self._nobody_comes)
             await asyncio.sleep(TICK)

@@ -23,6 +23,7 @@ from thinwire.errors import ConfigurationError, LinkError
 FILE = "hub.sqlite"
 MEMBERS = 10_000  # most members of a hub
 NOTES = 10_000  # most notes about ends of runs of one name; each end writes four
+ENDED = 1000  # a group whose members have all left is kept until so many newer ones were formed
 RUNS = 8  # most runs of one member that a hub keeps
 REDUCER = "reducer"  # the member that averages packets, which the hub itself invites
 _TABLES = """
@@ -60,6 +61,11 @@ class Grouped:
     label: bytes
     members: tuple[tuple[str, bytes], ...]
     gone: dict[int, int]
+
+    @property
+    def ended(self) -> bool:
+        """Whether all members have left."""
+        return len(self.gone) == len(self.members)
 
 
 @dataclass(frozen=True)
@@ -266,7 +272,8 @@ class HubState:
         told = json.dumps([[name, process.hex()] for name, process in members])
         made = self._base.execute("insert into grouped (label, members, gone) values (?, ?, '{}')", (label, told))
         assert made.lastrowid is not None
-        self._base.execute("delete from grouped where id <= ?", (made.lastrowid - 1000,))
+        old = self._grouped("select id, label, members, gone from grouped where id <= ?", made.lastrowid - ENDED)
+        self._base.executemany("delete from grouped where id = ?", [(each.number,) for each in old if each.ended])
         return Grouped(made.lastrowid, label, members, {})
 
     def gone(self, group: int, rank: int, reason: int) -> None:
@@ -279,7 +286,7 @@ class HubState:
     def groups(self) -> list[Grouped]:
         """The groups with at least one member left."""
         found = self._grouped("select id, label, members, gone from grouped order by id")
-        return [group for group in found if len(group.gone) < len(group.members)]
+        return [group for group in found if not group.ended]
 
     def why_gone(self, label: bytes, name: str, process: bytes) -> str:
         """The reason why this process has left a group with this label permanently; "" if it has not."""
@@ -288,7 +295,7 @@ class HubState:
                 return REASONS[group.gone[rank]]
         return ""
 
-    def _grouped(self, query: str, *values: bytes) -> list[Grouped]:
+    def _grouped(self, query: str, *values: bytes | int) -> list[Grouped]:
         return [
             Grouped(
                 number,

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
+from thinwire.comm.secure.calls import Broken, Outdated, Refused, read, written
 from thinwire.comm.secure.channels import PUBLISH
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.fetch import HubClient, Published
@@ -169,11 +169,8 @@ class HubUploader(HubClient):
                 if link := self._link():
                     await link.spare(len(chunk))
                 await written(call, chunk)
-        except grpc.aio.AioRpcError as error:
-            raise explained(error) from None
-        except Outdated:
-            self._enrolment.forget()
-            raise
+        except (grpc.aio.AioRpcError, Outdated) as error:
+            raise self._enrolment.told(error) from None
         finally:
             if call:
                 call.cancel()
