@@ -202,8 +202,8 @@ class MemberRegistry:
             there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
             present = json.dumps([there, sorted(self._previous)]) if there else ""
             if present != self._present:
+                self._kept.keep(present)  # may raise: then the next tick tries again
                 self._present = present
-                self._kept.keep(present)
 
     def _begun(self, requester: Requester) -> bool:
         """Whether others of the last view are alive."""
