@@ -130,8 +130,7 @@ class RoundLoop:
     def _put(self, outcome: Outcome) -> None:
         agreed = self.agreed
         after = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
-        renewed = outcome.recalled or (outcome.anew and agreed.ledger is None)  # the ledger refuses such deltas
-        self._renewals[outcome.fragment] += renewed
+        self._renewals[outcome.fragment] += outcome.recalled or outcome.anew
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
@@ -307,7 +306,8 @@ class RoundLoop:
             if new or past:
                 self._past.forget(index)
             stale = self._waiting.pop(index, None) if past or (new and agreed.ledger is None) else None
-            self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
+            spent = past == UNKNOWN
+            self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new, spent=spent))
             if isinstance(past, Doubt):  # later deltas hold it, too, and were not counted
                 self._put(Outcome(index, past.round, anchor, state, past.ready, True, past.feedback))
         self._unconfirmed = None
