@@ -21,7 +21,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
-from thinwire.elastic.data import admitted, commit, grants, is_void, status_fields
+from thinwire.elastic.data import admitted, commit, grants, is_void, most_counts, status_fields
 from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.flying import fly
@@ -226,7 +226,8 @@ class RoundLoop:
             self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
-        self._known, bounds = self.agreed.counted, (self.order, self._most_weight, self.membership.most_steps)
+        self._known, most, every = self.agreed.counted, self.membership.most_steps, self.strategy.schedule.every
+        bounds = self.order, self._most_weight, most, most_counts(self.agreed.ledger, most, every)
         return self.membership.next_view(status, seconds, partial(check_status, bounds))
 
     def _status(self) -> MemberStatus:
