@@ -14,6 +14,8 @@ import thinwire as tw
 from thinwire.comm import state_transfer
 from thinwire.comm.group import Group
 from thinwire.comm.threads import ThreadGroup
+from thinwire.elastic.global_state import REMEMBERED, GlobalState
+from thinwire.membership.channel import MOST_MEMBERS
 
 Given = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -118,6 +120,23 @@ def test_only_the_parts_that_a_receiver_asks_for_are_sent() -> None:
     assert list(arrived) == [0, 2] and all(torch.equal(arrived[i][f"{i}.x"], parts[i][f"{i}.x"]) for i in arrived)
     header = 48
     assert 2 * 200 < sent[0] - 4 * header < 2 * 200 + 4 * 200  # two parts of 200 bytes; the rest is names and facts
+
+
+def test_the_facts_of_the_largest_run_fit() -> None:
+    names = [f"{number:064}" for number in range(MOST_MEMBERS)]
+    state = GlobalState([torch.zeros(1)], [{}], run="a" * 32)
+    state.counted = {number: (0, tuple(names), "a" * 8) for number in range(REMEMBERED)}
+
+    def body(group: Group) -> dict[str, Any]:
+        if group.rank == 0:
+            state_transfer.give_parts(group, [1], state.parts(), state.facts())
+            return {}
+        facts = state_transfer.take_facts(group, 0)
+        assert not list(state_transfer.take_parts(group, 0, [], [4]))
+        return facts
+
+    _, facts = tw.run_threads(2, body, 600.0)
+    assert state.read(facts).counted == state.counted
 
 
 def test_all_choose_the_donor_that_is_nearest_to_the_farthest_receiver() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from elastic_toy import RecordedRun, Toy, agree, one_thread
 
+from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.plan import MemberStatus
 from thinwire.errors import LinkError
 from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
@@ -19,7 +20,8 @@ __all__ = ["one_thread"]  # a fixture
     "lie",
     [
         {"round": 1 << 40}, {"round": 10**400}, {"step": 1 << 50}, {"step": 41}, {"brings": {"9": 1.0}}, {"brings": {"0": 2.0}}, 
-        {"brings": {"00": 1.0}}, {"state_digest": "a" * 100}, {"more": 1},
+        {"brings": {"00": 1.0}}, {"state_digest": "a" * 100}, {"more": 1}, {"reads": [0, 0, 10**6]},
+        {"brings": {"0": 1.0}, "claims": {"0": [0, 0, 0, 10**6]}},
     ],
 )  # fmt: skip
 def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
@@ -35,7 +37,8 @@ def test_a_status_out_of_bounds_is_refused_by_name(lie: dict[str, Any]) -> None:
                 membership.next_view(MemberStatus(round=3, state_digest="x").facts() | lie, 5.0).close()
 
     def one(name: str) -> Toy:
-        toy = Toy(cluster, name, record, least=2, most_steps=40)
+        reader = LeasedReader(seed=0, replicas=2, step=2, samples=100) if {"reads", "claims"} & lie.keys() else None
+        toy = Toy(cluster, name, record, least=2, most_steps=40, reader=reader)
         membership = toy.elastic.rounds.membership
         facts.update(membership.facts)
         membership._observe = lambda kind, fields: told.append(fields["reason"]) if kind == "retry" else None

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 from elastic_toy import Toy, agree, one_thread, order_faults
-from reading_toy import STEP, NotingReader, check, inner, new_record, train
+from reading_toy import STEP, NotingReader, check, check_once, inner, new_record, train
 
+from thinwire.codecs import Identity, TopK
 from thinwire.elastic.plan import MemberStatus
 from thinwire.errors import EndedError, LinkError, PeerError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.pieces.feedback import Feedback
 
 __all__ = ["one_thread"]  # a fixture
+SPARSE = {"codec": TopK(density=0.002, values=Identity()), "feedback": Feedback()}  # five values of a delta
 
 
 def test_without_faults_each_replica_reads_its_share() -> None:
@@ -42,7 +45,7 @@ def test_samples_of_a_dead_replica_and_of_a_newcomer_are_reassigned() -> None:
     assert returned and returned[0][0][0] == "b"
 
 
-def train_with_faults(seed: int) -> tuple[int, int, int]:
+def train_with_faults(seed: int, **pieces: Any) -> tuple[int, int, int]:
     """Runs random faults, joins and returns. Returns the numbers of samples trained, lost and returned."""
     chance = random.Random(seed)
     cluster, record = SimulatedCluster(), new_record()
@@ -51,7 +54,7 @@ def train_with_faults(seed: int) -> tuple[int, int, int]:
     said = order_faults(cluster, chance, chance.randint(0, 6), [*begin, *late][:4])
     samples, steps = chance.choice([12, 40, 100, 500]), 48
     most = (len(begin) + len(late)) // 2 + 1  # with fewer, late members who find nobody would form a run of their own
-    settings = {"least": most, "save_every": chance.choice([0, 3, 10]), "keep": 100.0}
+    settings = {"least": most, "save_every": chance.choice([0, 3, 10]), "keep": 100.0} | pieces
     paces = {name: chance.choice([1.0, 1.0, 1.0, 2.5]) for name in [*begin, *late]}
     results = cluster.play(
         {
@@ -68,6 +71,9 @@ def train_with_faults(seed: int) -> tuple[int, int, int]:
     if not toys:
         return 0, 0, 0
     agree(results, record)
+    if pieces:
+        check_once(record, toys[0])
+        return 0, 0, 0
     ledgers = {check(record, toy)[0] for toy in toys}
     (ledger,) = ledgers
     returned = {(n, a, b) for _, event, fields in record.events if event == "data" for n, a, b in fields["returned"]}
@@ -77,6 +83,11 @@ def train_with_faults(seed: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_faults_lose_no_sample(seed: int) -> None:
     train_with_faults(seed)
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_random_faults_count_no_sample_twice_with_feedback(seed: int) -> None:
+    train_with_faults(seed, **SPARSE)
 
 
 @pytest.mark.slow

@@ -51,15 +51,17 @@ def test_a_look_returns_once_all_its_keys_are_written():
         registry = MemberRegistry()
         looks = [
             asyncio.ensure_future(
-                registry.answer(Requester("a"), {"do": "look", "keys": [f"group/{key}" for key in keys], "seconds": 9})
+                registry.answer(
+                    Requester("a"), {"do": "look", "keys": [f"group/0/{key}" for key in keys], "seconds": 9}
+                )
             )
             for keys in ("k", "kl")
         ]
         await asyncio.sleep(0)
-        await registry.answer(Requester("b"), {"do": "put", "key": "group/k", "value": "1", "members": []})
+        await registry.answer(Requester("b"), {"do": "put", "key": "group/0/k", "value": "1", "members": []})
         first, *rest = await asyncio.wait_for(looks[0], 600.0), looks[1].done()
         assert rest == [False]
-        await registry.answer(Requester("b"), {"do": "put", "key": "group/l", "value": "2", "members": []})
+        await registry.answer(Requester("b"), {"do": "put", "key": "group/0/l", "value": "2", "members": []})
         return [first, await asyncio.wait_for(looks[1], 600.0)]
 
     assert asyncio.run(play()) == [{"values": ["1"]}, {"values": ["1", "2"]}]

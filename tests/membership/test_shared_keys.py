@@ -82,24 +82,41 @@ def test_a_commit_needs_all_ballots_and_is_kept_while_members_may_ask():
 
 def test_a_member_writes_within_its_limit_and_never_over_another(monkeypatch):
     keys = SharedKeys()
-    monkeypatch.setattr(module, "_MOST_OF_ONE", 20)
-    monkeypatch.setattr(module, "_MOST_WRITTEN", 30)
-    keys.put(A, "group/1", "3456789012345", [])  # 20 bytes, the limit
-    keys.put(A, "group/1", "5432109876543", [])  # replaces as many bytes
-    refused("written by a", keys.put, B, "group/1", "x", [])
+    monkeypatch.setattr(module, "_MOST_OF_ONE", 21)
+    monkeypatch.setattr(module, "_MOST_WRITTEN", 32)
+    keys.put(A, "group//1", "3456789012345", [])  # 21 bytes, the limit
+    keys.put(A, "group//1", "5432109876543", [])  # replaces as many bytes
+    refused("written by a", keys.put, B, "group//1", "x", [])
     with pytest.raises(TooMuchError, match="too large together"):
-        keys.put(A, "group/2", "", [])
+        keys.put(A, "group//2", "", [])
     with pytest.raises(TooMuchError, match="too large together"):
-        keys.put(B, "group/2", "6789", [])  # 31 bytes in all
-    keys.put(B, "group/2", "678", [])
-    keys.forget(B, "group/1")
-    keys.forget(B, "group/2")
-    assert keys.read(["group/1"]) == ["5432109876543"] and keys.read(["group/2"]) is None
-    keys.put(A, "group/1", "", [])
-    keys.put(A, "group/2", "", [])
-    keys.forget(A, "group/2")
+        keys.put(B, "group//2", "6789", [])  # 33 bytes in all
+    keys.put(B, "group//2", "678", [])
+    keys.forget(B, "group//1")
+    keys.forget(B, "group//2")
+    assert keys.read(["group//1"]) == ["5432109876543"] and keys.read(["group//2"]) is None
+    keys.put(A, "group//1", "", [])
+    keys.put(A, "group//2", "", [])
+    keys.forget(A, "group//2")
     with pytest.raises(TooMuchError, match="too large together"):
-        keys.put(A, "group/2", "1234567", [])  # 7 bytes are still written
+        keys.put(A, "group//2", "1234567", [])  # 8 bytes are still written
+
+
+def test_addresses_of_a_new_group_replace_those_of_earlier_ones():
+    """A process that died, or left, has deleted none. Others keep theirs, and so does a vote."""
+    keys, sizes = SharedKeys(), []
+    keys.put(B, "group/0/b", "5", [])
+    keys.put(A, BALLOTS[0], "1", VIEW)
+    for life in range(3):
+        for address in "xy":
+            keys.put(Writer("a", f"a-{life}"), f"group/{life}/{address}", "5", [])
+        sizes.append(keys._nbytes["a"])
+    assert sizes == [sizes[0]] * 3 and keys.read(["group/2/x", "group/2/y", "group/0/b", BALLOTS[0]]) is not None
+    refused("written by b", keys.put, A, "group/0/b", "5", [])
+    assert keys.read(["group/2/x"]) == ["5"], "a refused key deletes nothing"
+    for writer, key in ((A, "group/2/x"), (A, "group/2/y"), (A, BALLOTS[0]), (B, "group/0/b")):
+        keys.forget(writer, key)
+    assert not keys._values and not keys._nbytes and not +keys._ballots and not any(keys._addresses.values())
 
 
 def test_keys_values_and_totals_have_limits():
@@ -112,10 +129,10 @@ def test_keys_values_and_totals_have_limits():
     keys.forget(A, longest)
     keys.put(A, "group/", "v" * most, [])
     keys.forget(A, "group/")
-    value = "v" * (most - len("group/0000"))
+    value = "v" * (most - len("group//0000"))
     for number in range(1024):
         writer = Writer(f"w{number // 8}", "")
-        keys.put(writer, f"group/{number:04}", value, [])
+        keys.put(writer, f"group//{number:04}", value, [])
         if number in (7, 1023):
             with pytest.raises(TooMuchError, match="too large together"):
                 keys.put(writer if number == 7 else A, "group/", "", [])

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,6 +50,11 @@ def increment(name: str, step: int, fragment: int) -> Tensor:
     return torch.arange(1.0, SIZES[fragment] + 1) * (1 + sum(map(ord, name)) % 5) + step % 3
 
 
+def packet(ready: Ready, after: Mapping[str, Tensor]) -> Tensor:
+    """Returns what was sent of a delta: all of it, or with feedback what its state says, which is the one `after` now."""
+    return ready.delta + ready.feedback["residual"] - after["residual"] if after else ready.delta.clone()
+
+
 class Committed(NamedTuple):
     before: str  # the state_digest of the state to which it was added
     fragment: int
@@ -63,7 +68,7 @@ class Committed(NamedTuple):
 class RecordedRun:
     """What all replicas did, for the checks at the end."""
 
-    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # the delta of each replica, by view and name
+    deltas: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # what each replica sent, by view and name
     commits: dict[str, Committed] = field(default_factory=dict)  # by state_digest
     disk: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # the last checkpoint, by name
     events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
@@ -128,12 +133,14 @@ class Toy:
         most_steps: int | None = None,
         reader: LeasedReader | None = None,
         facts: dict[str, str] | None = None,
+        **pieces: Any,  # of the strategy
     ) -> None:
         self.inner = inner or (lambda toy, fragment: increment(toy.name, toy.step, fragment))
         self.keep = keep
         self.cluster, self.step_seconds, self.save_every, self.restored = cluster, step_seconds, save_every, False
         self.name, self.record, self.trained = name, record, [torch.zeros_like(start) for start in record.start]
-        strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(every=4, delay=0), outer=tw.pieces.outer.Average())
+        pieces = {"outer": tw.pieces.outer.Average()} | pieces
+        strategy = tw.Strategy(schedule=tw.pieces.schedule.Staggered(every=4, delay=0), **pieces)
         self.parameters = [nn.Parameter(start.clone()) for start in record.start]
         fragments = [
             tw.pieces.partition.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)
@@ -144,14 +151,18 @@ class Toy:
         self.training = training(strategy, self.parameters, self.pieces, record.hear(name), tokens)
         self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
-        self.sent: list[list[Tensor]] = [[], []]  # its deltas that were counted
+        self.sent: list[list[tuple[Ready, Tensor]]] = [
+            [],
+            [],
+        ]  # its deltas that were counted, and what of them was sent
         loop = self.elastic.rounds.loop
         fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 
         def flown(view: View, plan: RoundPlan, ready: Ready) -> Any:
+            moved = fly(view, plan, ready)
             with record.lock:
-                record.deltas[view.id, name] = ready.delta.clone()
-            return fly(view, plan, ready)
+                record.deltas[view.id, name] = packet(ready, moved.feedback)
+            return moved
 
         def believed(view: View, plan: RoundPlan, ready: Ready, moved: Any, granted: bool = False) -> None:
             before = loop.agreed.state_digest
@@ -168,10 +179,10 @@ class Toy:
         def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
             self.restored = self.restored or outcome.dropped
             if outcome.counted is not None:
-                self.sent[outcome.fragment].append(outcome.counted.delta)
+                self.sent[outcome.fragment].append((outcome.counted, packet(outcome.counted, outcome.feedback)))
             if outcome.returned is not None:
                 mine = self.sent[outcome.fragment]
-                self.sent[outcome.fragment] = [d for d in mine if d is not outcome.returned.delta]
+                self.sent[outcome.fragment] = [one for one in mine if one[0] is not outcome.returned]
                 assert len(self.sent[outcome.fragment]) == len(mine) - 1
             take_over(outcome, anchor, step)
 
@@ -215,7 +226,8 @@ class Toy:
 
     def save(self) -> None:
         tensors = [
-            (piece.anchor.clone(), parameter.detach().clone()) for piece, parameter in zip(self.pieces, self.parameters)
+            (piece.anchor.clone(), parameter.detach().clone(), piece.feedback)
+            for piece, parameter in zip(self.pieces, self.parameters)
         ]
         self.record.disk[self.name] = self.step, tensors, json.loads(json.dumps(self.elastic.facts()))
 
@@ -223,8 +235,8 @@ class Toy:
     def restore(self) -> None:
         if self.name in self.record.disk:
             self.step, tensors, facts = self.record.disk[self.name]
-            for piece, parameter, (anchor, values) in zip(self.pieces, self.parameters, tensors):
-                piece.anchor = anchor.clone()
+            for piece, parameter, (anchor, values, feedback) in zip(self.pieces, self.parameters, tensors):
+                piece.anchor, piece.feedback = anchor.clone(), dict(feedback)
                 parameter.copy_(values)
             self.elastic.load(facts)
             self.restored = True
@@ -236,7 +248,8 @@ class Toy:
         history = self.record.history(self.elastic.rounds.loop.agreed.state_digest)
         for index, piece in enumerate(self.pieces):
             left = piece.anchor - self.parameters[index].detach()
-            sent = sum(self.sent[index], torch.zeros_like(left))
+            left += piece.feedback.get("residual", 0)
+            sent = sum((values for _, values in self.sent[index]), torch.zeros_like(left))
             torch.testing.assert_close(sent + left, -self.trained[index], rtol=1e-5, atol=1e-4)
             mine = [delta for one in history for name, delta in zip(one.names, one.deltas)
                     if one.fragment == index and name == self.name]  # fmt: skip

@@ -87,13 +87,19 @@ def landed(record: RecordedRun, state_digest: str) -> list[Counter[int]]:
     return [Counter({x: round(float(total[x])) for x in range(POSITIONS) if total[x]}) for total in sums]
 
 
+def check_once(record: RecordedRun, toy: Toy) -> None:
+    """Checks that each position is at most once in the anchors."""
+    anchors = landed(record, toy.elastic.rounds.loop.agreed.state_digest)
+    assert all(number == 1 for anchor in anchors for number in anchor.values()), "trained twice"
+
+
 def check(record: RecordedRun, toy: Toy) -> tuple[DataLedger, set[int]]:
     """Checks that each position is at most once in the anchors, and is either in all of them, named as lost, or leased. Returns the ledger
     and the lost positions."""
     agreed = toy.elastic.rounds.loop.agreed
     ledger, anchors = agreed.ledger, landed(record, agreed.state_digest)
     assert ledger is not None
-    assert all(number == 1 for anchor in anchors for number in anchor.values()), "trained twice"
+    check_once(record, toy)
     own: set[int] = set()
     for lease in ledger.leases:
         for begin, end in ledger.positions(lease, lease.first, lease.tail_at + 2 * POSITIONS):

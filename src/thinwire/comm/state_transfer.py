@@ -49,7 +49,7 @@ _DIGEST = 32
 _FACTS = "facts"
 PROBE_NBYTES = 1 << 16  # takes longer than a small message's delay on links of up to 10 Mbit/s and 50 ms
 _TAG, _TAG_OTHERS, _TAG_PROBE = 0x7A0, 0x7A1, 0x7A2
-_FACTS_NBYTES = 1 << 22
+_FACTS_NBYTES = 1 << 25  # 1,024 rounds that counted 128 replicas with the longest names take 10 MB
 _ENDED, _GOES_ON, _FAILED = range(3)
 
 

@@ -40,6 +40,7 @@ _UP = struct.Struct("<IIQdd")
 _DOWN = struct.Struct("<8s")
 _EACH = struct.Struct("<BfQf")
 COUNTED, LEFT_OUT = 1, 2
+_MOST_STEPS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Up:
     steps      inner steps in which the delta was trained
     taken      inner steps of this replica since the start
     tokens     number of tokens in `steps`
-    seconds    seconds of an inner step on this replica; 0: not known
+    seconds    seconds of an inner step on this replica, 1e-9 or more; 0: not known
     """
 
     kind: int
@@ -128,7 +129,7 @@ class SyncerMessages:
         """Parse a message to the syncer. Raises `PacketError`."""
         header, notes, body = self._read(UP, packet, sender, (DELTA, REST, END))
         base, steps, taken, tokens, seconds = _UP.unpack(notes)
-        if not (0 <= tokens < 1e15 and 0 <= seconds < 1e9 and steps <= taken):
+        if not (0 <= tokens < 1e15 and (seconds == 0 or 1e-9 <= seconds < 1e9) and steps <= taken < _MOST_STEPS):
             raise PacketError(
                 f"replica {sender} sent {tokens} tokens, {seconds} s per step and {steps} of {taken} steps; check that replica."
             )

@@ -5,8 +5,8 @@ of the syncer's replica. The others load it and keep their own progress: a delta
 one that was not counted stays in them and is sent with the next delta. So nothing is counted twice. A resumed run is not bit for bit the run that was
 never stopped.
 
-After a stop all checkpoints fit. After a kill one may be older than the syncer's: its replica takes the anchors, and continues after the
-last inner step that was counted. If one is newer, the rounds between them are lost.
+After a stop all checkpoints fit. After a kill one may be older than the syncer's: its replica takes the anchors, drops what feedback had held back,
+which was in the later deltas, and continues after the last inner step that was counted. If one is newer, the rounds between them are lost.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ def resume(
         one.anchor, one.state, one.rounds = kept["anchor"], under("state.", kept), version
         if number > facts["numbers"][one.index] or one.index in said["anew"]:  # its training is in the anchor
             one.load_into_parameters(one.anchor)
+            one.feedback = {name: torch.zeros_like(kept) for name, kept in one.feedback.items()}  # so is this
             dropped.append(one)
             step = max(step, until)
         else:

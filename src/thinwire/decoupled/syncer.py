@@ -163,7 +163,7 @@ class Syncer:
         total, weights = torch.zeros_like(agreed.anchor), dict[int, float]()
         deltas: dict[int, Tensor] = {}
         for rank, one in given.items():
-            stale = agreed.version - one.up.base
+            stale = max(0, agreed.version - one.up.base)  # one from a later version is left out
             weights[rank] = self.method.weigh.weight(one.up.tokens, one.up.steps, stale)
             if one.delta is not None:
                 deltas[rank] = one.delta

@@ -21,6 +21,11 @@ def status_fields(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -
     }
 
 
+def most_counts(ledger: DataLedger | None, most_steps: int | None, every: int) -> int | None:
+    """More samples than a replica can read in a run of `most_steps`, because it reads less than `ledger.ahead` in a period; None: not known."""
+    return None if ledger is None or most_steps is None else ledger.ahead * (most_steps // every + 1)
+
+
 def admitted(plan: RoundPlan, agreed: GlobalState, view: View, statuses: Sequence[MemberStatus]) -> RoundPlan:
     """The plan without deltas that are already in the anchor, or whose samples belong to other replicas.
 

@@ -7,7 +7,7 @@ A departure passes a delta to `RoundThread`. An outcome is taken over between in
     not counted, or caught up     parameters ← parameters + (anchor′ − anchor)             (the delta does not change)
     counted, then revoked         parameters ← parameters + (anchor′ − anchor) − delta     (the delta is not in anchor′, and is sent again)
     not counted, then recalled    as late                                                  (its round comes back; later progress is kept)
-    new, or own progress dropped  parameters ← anchor′
+    new, or own progress dropped  parameters ← anchor′                                     (feedback ← 0 if a counted delta held that progress)
 
 "Late" is later than τ = `delay` inner steps after departure; `departed` are the parameters at departure. After a flight of t steps
 κ = 1 − (1 − α)·τ/t: `Mix(α)` keeps the share α of τ steps of a flight, and at most (1 − α)·τ steps are lost; the others are kept
@@ -303,6 +303,8 @@ class ElasticDriver(Driver):
             return
         if outcome.anew:
             self._renewals[outcome.fragment] += 1
+            if outcome.spent:
+                fragment.feedback = {name: torch.zeros_like(kept) for name, kept in fragment.feedback.items()}
             fragment.load_into_parameters(anchor)
             self._in_anchors[outcome.fragment] = self._trained
             return

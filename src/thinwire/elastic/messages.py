@@ -119,6 +119,7 @@ class Outcome:
     returned   this replica's delta that seemed to be counted, and is not; it is still to be sent
     broken     the delta contained NaN or infinity, and was not sent
     anew       this replica's own progress is dropped; it continues from the anchor
+    spent      with `anew`: a counted delta held that progress, and with it what feedback had held back, which is dropped, too
     dropped    the last of such outcomes for all fragments: others train its samples, so it continues with its present lease
     after      the agreed state after this outcome
     """
@@ -134,6 +135,7 @@ class Outcome:
     returned: Ready | None = None
     broken: bool = False
     anew: bool = False
+    spent: bool = False
     dropped: bool = False
     after: Point = field(default_factory=Point)
 

@@ -108,13 +108,22 @@ class MemberStatus:
         serial, version, *counts = self.claims.get(str(fragment), (0, 0))
         return Claim(serial, version, tuple(zip(counts[::2], counts[1::2])))
 
-    def check(self, name: str, fragments: Collection[int], most: float, most_steps: int | None = None) -> None:
+    def check(
+        self, name: str, fragments: Collection[int], most: float, most_steps: int | None = None, most_reads: int | None = None
+    ) -> None:  # fmt: skip
         """Raises `PeerError` if `name` brings a delta of a fragment that is not in `fragments`, or one whose weight is more than `most`, or
-        if its step is more than the run's `most_steps`: all others would jump to it.
+        if its step is more than the run's `most_steps`, to which all others would jump, or if it says that it has read more samples than
+        `most_reads`, which all others would look up.
         """
         if most_steps is not None and self.step > most_steps:
             raise PeerError(
                 f"{name} sent a status out of bounds: step {self.step} of a run of {most_steps}; check that replica."
+            )
+        read = max((*self.reads[2:], *(end for claim in self.claims.values() for end in claim[2:])), default=0)
+        if most_reads is not None and read > most_reads:
+            raise PeerError(
+                f"{name} sent a status out of bounds: {read} samples read in a run in which a replica reads {most_reads} at most; check that "
+                "replica."
             )
         for key, weight in self.brings.items():
             if str(int(key)) != key or int(key) not in fragments or weight > most:
@@ -130,7 +139,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def check_status(bounds: tuple[Collection[int], float, int | None], said: Mapping[str, Any], name: str) -> None:
+def check_status(
+    bounds: tuple[Collection[int], float, int | None, int | None], said: Mapping[str, Any], name: str
+) -> None:
     """Raises `PeerError` if `name` said what is no status, or is out of `bounds`: see `MemberStatus.check`."""
     MemberStatus.of(said, name).check(name, *bounds)
 

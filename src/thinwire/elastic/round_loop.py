@@ -21,7 +21,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
-from thinwire.elastic.data import admitted, commit, grants, is_void, status_fields
+from thinwire.elastic.data import admitted, commit, grants, is_void, most_counts, status_fields
 from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.flying import fly
@@ -130,8 +130,7 @@ class RoundLoop:
     def _put(self, outcome: Outcome) -> None:
         agreed = self.agreed
         after = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
-        renewed = outcome.recalled or (outcome.anew and agreed.ledger is None)  # the ledger refuses such deltas
-        self._renewals[outcome.fragment] += renewed
+        self._renewals[outcome.fragment] += outcome.recalled or outcome.anew
         self._mail.outcomes.append(replace(outcome, after=after))
 
     def _adopt(self, load: Load) -> None:
@@ -227,7 +226,8 @@ class RoundLoop:
             self._on(Event.OVER, None if plan.ended else names, not plan.ended and view.group.rank == 0)
 
     def _view(self, status: Callable[[], dict[str, Any]], seconds: float | None = None) -> View:
-        self._known, bounds = self.agreed.counted, (self.order, self._most_weight, self.membership.most_steps)
+        self._known, most, every = self.agreed.counted, self.membership.most_steps, self.strategy.schedule.every
+        bounds = self.order, self._most_weight, most, most_counts(self.agreed.ledger, most, every)
         return self.membership.next_view(status, seconds, partial(check_status, bounds))
 
     def _status(self) -> MemberStatus:
@@ -307,7 +307,8 @@ class RoundLoop:
             if new or past:
                 self._past.forget(index)
             stale = self._waiting.pop(index, None) if past or (new and agreed.ledger is None) else None
-            self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new))
+            spent = past == UNKNOWN
+            self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new, spent=spent))
             if isinstance(past, Doubt):  # later deltas hold it, too, and were not counted
                 self._put(Outcome(index, past.round, anchor, state, past.ready, True, past.feedback))
         self._unconfirmed = None

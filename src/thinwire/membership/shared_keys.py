@@ -8,7 +8,7 @@ no request can make an outcome yes unless all members of the view voted for it.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -40,6 +40,7 @@ class SharedKeys:
         self._values: dict[str, tuple[str, str]] = {}  # by key: the value, and the name of its writer
         self._nbytes: Counter[str] = Counter()  # by name
         self._ballots: Counter[str] = Counter()  # by question: the number of ballots written
+        self._addresses: defaultdict[str, set[str]] = defaultdict(set)  # by name: keys of its groups
 
     def note(self, key: str) -> None:
         """Add the note of an ended run, which was written before a restart."""
@@ -51,13 +52,18 @@ class SharedKeys:
         return found if len(found) == len(keys) else None
 
     def put(self, writer: Writer, key: str, value: str, members: object) -> None:
-        """Write a key, or a ballot of a view with these `members`. Raises `PacketError` if the writer must not write it; `TooMuchError`."""
+        """Write a key, or a ballot of a view with these `members`. An address of a group replaces those of the writer's earlier groups, of which a
+        process that died has deleted none. Raises `PacketError` if the writer must not write it; `TooMuchError`.
+        """
         if key.startswith(NOTE) and not _NOTED.fullmatch(key):
             raise PacketError("the key of a note cannot be read; run the same release of Thinwire everywhere")
         if key.startswith((NOTE, GROUP)):
             owner = self._values[key][1] if key in self._values else writer.name
             if owner != writer.name and not key.startswith(NOTE):
                 raise PacketError(f"this key was written by {owner}")
+            if key.startswith(GROUP):
+                for old in [old for old in self._addresses[owner] if _epoch(old) != _epoch(key)]:
+                    self._delete(old)
             self._write(owner, key, value)
             return
         voted = ballot_of(key)
@@ -116,17 +122,25 @@ class SharedKeys:
             raise TooMuchError(f"a key or a value is too large; {_MOST_KEY} and {_MOST_VALUE} characters are allowed")
         if self._nbytes[name] + more > _MOST_OF_ONE or self._nbytes.total() + more > _MOST_WRITTEN:
             raise TooMuchError(
-                "the keys of this replica, or of all replicas, are too large together; vote again when old ones are deleted"
+                f"the keys of {name}, or of all replicas, are too large together; {_MOST_OF_ONE:,} and {_MOST_WRITTEN:,} characters are "
+                "allowed. Restart the lighthouse or hub: it begins without keys, and the replicas find it again"
             )
         self._values[key] = value, name
+        if key.startswith(GROUP):
+            self._addresses[name].add(key)
         self._nbytes[name] += more
 
     def _delete(self, key: str) -> None:
         if key in self._values:
             value, name = self._values.pop(key)
             self._nbytes[name] -= len(key) + len(value)
+            self._addresses[name].discard(key)
             if not self._nbytes[name]:
-                del self._nbytes[name]
+                del self._nbytes[name], self._addresses[name]
+
+
+def _epoch(key: str) -> str:
+    return key.removeprefix(GROUP).partition("/")[0]
 
 
 def _electorate(key: str, members: object) -> list[tuple[str, str, int]]:
