@@ -18,10 +18,12 @@ from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
+    from accelerate.state import PartialState
     from hf_trainer import SAVED, STEPS, STREAMING, PowerCut, Then, Tokens, arguments, model, refused, train, weights
     from transformers import Trainer
 
     from thinwire.integrations.huggingface import ThinwireCallback
+    from thinwire.integrations.huggingface_checks import ProcessPlace, found_place
 
 pytestmark = pytest.mark.usefixtures("late_imports")
 AVERAGE = tw.local_sgd(every=3)
@@ -81,6 +83,25 @@ def test_unsupported_settings_are_refused(tmp_path):
         ThinwireCallback(AVERAGE, weights="best")
 
 
+def test_a_second_trainer_with_the_same_arguments_has_the_same_place(tmp_path):
+    """The first has hidden the other processes from accelerate, and may have ended by an error."""
+    given = arguments(tmp_path, save_on_each_node=False)
+    trainer = Trainer(model(), given)
+    PartialState._shared_state.update(num_processes=2, process_index=1, local_process_index=1)
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        given.output_dir = given.output_dir if folder == tmp_path else str(folder)
+        callback = ThinwireCallback(AVERAGE)
+        callback.on_init_end(given, trainer.state, trainer.control)
+        assert callback._place == ProcessPlace(1, 2, local=1)
+        assert given.output_dir == str(folder / "replica-1")
+        callback._place.hide(shares=1)
+        callback._place.show_each(given)
+    callback._place.show_local(given)
+    assert not given.save_on_each_node and PartialState().local_process_index == 1
+    arguments(tmp_path).device  # noqa: B018  makes accelerate look again
+    assert found_place(PartialState()) == (0, 1, 0)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainers")
@@ -112,7 +133,7 @@ def test_two_processes_agree_and_send_only_packets(world):
         == one["packets"]
         == STEPS // STREAMING.schedule.every * STREAMING.nbytes_per_period(zero["shapes"], 2)
     )
-    assert said.count("thinwire: 2 replicas; each sends ") == 5  # once for each training
+    assert said.count("thinwire: 2 replicas; each sends ") == 7  # once for each training
 
 
 @pytest.mark.slow
@@ -143,6 +164,7 @@ def test_checkpoints_are_saved_rotated_and_resumed(world):
         )
         assert "max_steps" in replica["other steps"] and replica["other steps"].startswith("DisagreementError")
     assert same_bits(zero["own data"], one["own data"]) and SAVED == 4
+    assert zero["twice"] == [str(folder / "twice")] * 2 and one["twice"] == [str(folder / "twice/replica-1")] * 2
 
 
 def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):

@@ -130,6 +130,11 @@ def main(folder: Path) -> None:
     )
     found["other steps"] = refused(folder / "steps", ThinwireCallback(STREAMING, group), max_steps=STEPS + rank)
     found["own data"] = weights(train(folder / "data", ThinwireCallback(STREAMING, group, own_data=True), max_steps=2))
+    found["twice"], same = [], arguments(folder / "twice", max_steps=2)
+    for _ in range(2):
+        trainer = Trainer(model(), same, train_dataset=Tokens(), callbacks=[ThinwireCallback(STREAMING)])
+        trainer.train()
+        found["twice"].append(same.output_dir)
     torch.save(found, folder / f"{rank}.pt")
     group.close()
     dist.destroy_process_group()

@@ -34,7 +34,16 @@ from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, too_short
-from thinwire.integrations.huggingface_checks import ProcessPlace, check, check_hidden, check_member, check_share, facts
+from thinwire.integrations.huggingface_checks import (
+    ProcessPlace,
+    check,
+    check_hidden,
+    check_member,
+    check_share,
+    facts,
+    found_place,
+    set_folder,
+)
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet, refuse
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -117,20 +126,16 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let accelerate see one process, except when it divides the data."""
-        seen = PartialState()
-        rank, size = seen.process_index, seen.num_processes
+        rank, size, local = found_place(PartialState())
         if isinstance(self._given, Group):
             rank, size = self._given.rank, self._given.size
         elif self._member:
             rank, size = 0, 1
             check_member(args, self._member, self._sampler)
-        self._place = ProcessPlace(rank, size, seen.local_process_index, args.save_on_each_node)
+        self._place = ProcessPlace(rank, size, local)
         check(args, size, self.own_data, self.weights)
         self._place.hide(shares=1 if self.own_data else size)
-        if rank or self._member:
-            args.output_dir = str(
-                Path(str(args.output_dir)) / (self._member.name if self._member else f"replica-{rank}")
-            )
+        set_folder(args, self._member.name if self._member else f"replica-{rank}" if rank else "")
         if size > 1:
             args.log_on_each_node = args.average_tokens_across_devices = False
 
@@ -175,7 +180,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                         parameter.zero_()
             self.replica = Replica(self.strategy, model, inner, group, resume=resume, observer=self._observer)
         place.hide(shares=1)
-        args.save_on_each_node = True  # each replica writes its own files
+        place.show_each(args)
         model.should_save_on_this_rank = bool  # as the trainer decides, for any rank of torch.distributed
         state.is_local_process_zero = place.rank == 0  # only replica 0 prints
         if place.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
@@ -21,6 +22,26 @@ _REFUSED = (
     "{given}: in every process a whole model that the trainer neither shards nor wraps is needed; {advice}, and give "
     "each replica one process."
 )
+_FOUND = "thinwire_found"  # in accelerate's state; new TrainingArguments clear it
+# beside the fields of TrainingArguments:
+_FOLDERS = "_thinwire_folders"  # `output_dir` as it was given, and as `set_folder` has left it
+_SAVE = "_thinwire_save"  # `save_on_each_node` as it was given, during a training
+
+
+def found_place(seen: PartialState) -> tuple[int, int, int]:
+    """The rank of this process, the number of processes, and the rank on this machine, as accelerate found them before any `hide`."""
+    told: tuple[int, int, int] = getattr(
+        seen, _FOUND, (seen.process_index, seen.num_processes, seen.local_process_index)
+    )
+    return told
+
+
+def set_folder(args: TrainingArguments, name: str) -> None:
+    """Add `name` to `output_dir`, unless an earlier Trainer with these arguments has added one."""
+    given, own = vars(args).get(_FOLDERS, (None, None))
+    base = given if args.output_dir == own else args.output_dir
+    args.output_dir = str(Path(str(base)) / name) if name else base
+    vars(args)[_FOLDERS] = (base, args.output_dir)
 
 
 @dataclass
@@ -30,15 +51,25 @@ class ProcessPlace:
     rank: int
     size: int
     local: int = 0
-    save_on_each: bool = False
 
     def hide(self, shares: int) -> None:
         """Show a single process, whose training data are cut into `shares`. The trainer may write files on every replica."""
-        _seen(distributed_type=DistributedType.NO, num_processes=shares, process_index=self.rank, local_process_index=0)
+        shown = {
+            _FOUND: found_place(PartialState()),
+            "num_processes": shares,
+            "process_index": self.rank,
+            "local_process_index": 0,
+        }
+        _seen(distributed_type=DistributedType.NO, **shown)
+
+    def show_each(self, args: TrainingArguments) -> None:
+        """Let each replica write its own files."""
+        vars(args).setdefault(_SAVE, args.save_on_each_node)
+        args.save_on_each_node = True
 
     def show_local(self, args: TrainingArguments) -> None:
         """Write files only if the user has requested them."""
-        args.save_on_each_node = self.save_on_each
+        args.save_on_each_node = vars(args).pop(_SAVE)
         _seen(local_process_index=self.local)
 
     def group(self, seconds: float) -> Group:
