@@ -11,15 +11,31 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from member_loop import LIMIT, beside, membership
+from safetensors.torch import load_file
+from torch import Tensor
 
 import thinwire as tw
 from thinwire.integrations.attached import too_short
 from thinwire.membership import Lighthouse
+from thinwire.runtime.handshake import compare_settings
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
     from accelerate.state import PartialState
-    from hf_trainer import SAVED, STEPS, STREAMING, PowerCut, Then, Tokens, arguments, model, refused, train, weights
+    from hf_trainer import (
+        SAVED,
+        STEPS,
+        STREAMING,
+        Normed,
+        PowerCut,
+        Then,
+        Tokens,
+        arguments,
+        model,
+        refused,
+        train,
+        weights,
+    )
     from transformers import Trainer
 
     from thinwire.integrations.huggingface import ThinwireCallback
@@ -65,6 +81,65 @@ def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     due, got = scaled(tmp_path / "bare"), scaled(tmp_path / "attached", ThinwireCallback(AVERAGE, observer=heard))
     assert due.accelerator.scaler.get_scale() < 2.0**127  # the scaler skipped some steps
     assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
+
+
+def beside_a_trainer(folder: Path, saves: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The losses of the evaluations of a Trainer and of a loop, its only other replica, and what the loop would save at step 3."""
+    held_out = {name: torch.stack([Tokens()[i][name] for i in (0, 1)]) for name in ("input_ids", "labels")}
+    due: dict[str, Tensor] = {}
+
+    def trainer(group: tw.Group) -> list[float]:
+        options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}
+        net, callback = Normed(), ThinwireCallback(AVERAGE, group, own_data=True)
+        data = {"train_dataset": Tokens(), "eval_dataset": torch.utils.data.Subset(Tokens(), [0, 1])}
+        Trainer(net, arguments(folder, **options), callbacks=[callback], **data).train()
+        return net.losses
+
+    def loop(group: tw.Group) -> list[float]:
+        net = Normed()
+        settings = {"the trainer's step": 0, "the trainer's max_steps": 6, "evaluations": "every 2 steps, from 0"}
+        compare_settings(group, settings | {"saves": saves})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with tw.Replica(AVERAGE, net, optimizer, group) as replica:
+            for step in range(1, 6):
+                train(net, optimizer)
+                if step in (2, 3, 4):
+                    with replica.anchored(), replica.averaged_buffers():
+                        evaluate(net)
+                        if step == 3:
+                            net.losses.pop()
+                            due.update({name: one.clone() for name, one in net.state_dict().items()})
+            train(net, optimizer)
+        evaluate(net)
+        return net.losses
+
+    def train(net: Normed, optimizer: torch.optim.Optimizer) -> None:
+        net(**held_out)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate(net: Normed) -> None:
+        net.eval()
+        with torch.no_grad():
+            net(**held_out)
+        net.train()
+
+    zero, one = tw.run_threads(2, lambda group: (loop if group.rank else trainer)(group), timeout=LIMIT)
+    return zero, one, due
+
+
+def test_evaluations_and_saved_models_have_the_mean_of_the_buffers(tmp_path):
+    zero, one, due = beside_a_trainer(tmp_path, "every 3 steps")
+    assert zero == one and len(zero) == 3
+    saved = load_file(tmp_path / "checkpoint-3/model.safetensors")
+    floats = [name for name in due if due[name].is_floating_point()]  # a count of batches stays each replica's own
+    assert len(floats) == 6 and all(torch.equal(saved[name], due[name]) for name in floats)
+
+
+def test_evaluations_and_saves_at_other_steps_are_refused_for_a_model_whose_buffers_are_averaged(tmp_path):
+    """The replicas would wait for each other."""
+    with pytest.raises(tw.DisagreementError, match="saves: every 4 steps there, every 3 steps on replica 0"):
+        beside_a_trainer(tmp_path, "every 4 steps")
 
 
 def test_a_run_too_short_for_its_momentum_warns():

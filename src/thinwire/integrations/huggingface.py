@@ -40,6 +40,7 @@ from thinwire.integrations.huggingface_checks import (
     check_hidden,
     check_member,
     check_share,
+    evaluations,
     facts,
     found_place,
     set_folder,
@@ -51,6 +52,7 @@ from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
+from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -173,7 +175,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 check_share(loader, place)
             self._group = group = self._given or place.group(args.ddp_timeout)
             assert isinstance(group, Group)
-            compare_settings(group, facts(state, loader, self.own_data))
+            told_of = facts(state, loader, self.own_data)
+            if self.weights == "anchors" and floating(model):  # all average them at the same steps
+                told_of |= evaluations(args, state, loader)
+            compare_settings(group, told_of)
             if found:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
                 with torch.no_grad():
                     for _name, parameter in trainable(model):
@@ -317,9 +322,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             self._sampler.ended = True
 
     def _show(self, control: TrainerControl) -> None:
-        """Let the trainer evaluate and save the anchors."""
+        """Let the trainer evaluate and save the anchors, and the mean of all replicas' buffers. Collective in a fixed group."""
         if self.weights == "anchors" and not self._ended and (control.should_evaluate or control.should_save):
             self._anchored.enter_context(self._attached().anchored())
+            self._anchored.enter_context(self._attached().averaged_buffers())
 
     def _found(self, args: TrainingArguments, state: TrainerState) -> checkpoint.Checkpoint | None:
         """This replica's state at the step at which the trainer resumes; None if it begins."""

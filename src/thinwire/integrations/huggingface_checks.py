@@ -93,6 +93,21 @@ def facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
     return facts | {"batches of an epoch": batches} | order
 
 
+def evaluations(args: TrainingArguments, state: TrainerState, loader: Any) -> dict[str, str]:
+    """When the trainer evaluates and saves, as settings that must be equal on all replicas."""
+    batches = len(loader) if hasattr(loader, "__len__") else "?"
+    epoch = f"each epoch of {batches} batches, {args.gradient_accumulation_steps} a step"
+
+    def when(strategy: Any, steps: object) -> str:
+        told: dict[str, str] = {"steps": f"every {steps} steps", "epoch": epoch}
+        return told.get(strategy.value, str(strategy.value))
+
+    return {
+        "evaluations": f"{when(args.eval_strategy, state.eval_steps)}, from {args.eval_delay}",
+        "saves": when(args.save_strategy, state.save_steps),
+    }
+
+
 def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> None:
     """Raise `ConfigurationError` for settings that cannot work, before anything is wrapped."""
     kind = AcceleratorState().distributed_type
