@@ -34,6 +34,42 @@ def test_one_replica_with_average_changes_nothing(tmp_path, accumulate):
     assert same_bits(train(local, accumulate, load=tmp_path / "state")[0], due)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("scale", [None, 2.0**10, 2.0**127], ids=["no scaler", "scaler", "skipping"])
+def test_accumulating_by_hand_takes_the_steps_of_the_loop(scale, to_none):
+    """`step` may be called for each batch. A step that the scaler skips counts, and trains nothing."""
+    steps: list[int] = []
+
+    def heard(event: str, step: int, **fields: object) -> None:
+        if event == "depart":
+            steps.append(step)
+
+    def trained(attached: bool) -> tuple[torch.Tensor, int]:
+        accelerator, random = Accelerator(cpu=True), torch.Generator().manual_seed(0)
+        if scale:
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        plain = torch.nn.Linear(4, 1)
+        with torch.no_grad():
+            plain.weight.copy_(torch.randn(1, 4, generator=random))
+            plain.bias.zero_()
+        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.5))
+        skipped = []
+        with LocalSGD(accelerator, model, 3, enabled=attached, observer=heard) as local_sgd:
+            for index in range(24):
+                x = torch.randn(8, 4, generator=random)
+                accelerator.backward((model(x) - 3 * x.sum(1, keepdim=True)).square().mean() / 4)
+                if index % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=to_none)
+                    skipped.append(optimizer.step_was_skipped)
+                local_sgd.step()
+        return plain.weight.detach().clone(), sum(skipped)
+
+    due, skipped = trained(False)
+    got, _ = trained(True)
+    assert same_bits(got, due) and steps == [3, 6] and (0 < skipped < 6) == (scale == 2.0**127)
+
+
 def test_unsupported_settings_are_refused(tmp_path):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     with pytest.raises(tw.ConfigurationError, match="one of the two is needed"):

@@ -11,17 +11,35 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from member_loop import LIMIT, beside, membership
+from safetensors.torch import load_file
+from torch import Tensor
 
 import thinwire as tw
 from thinwire.integrations.attached import too_short
 from thinwire.membership import Lighthouse
+from thinwire.runtime.handshake import compare_settings
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
-    from hf_trainer import SAVED, STEPS, STREAMING, PowerCut, Then, Tokens, arguments, model, refused, train, weights
+    from accelerate.state import PartialState
+    from hf_trainer import (
+        SAVED,
+        STEPS,
+        STREAMING,
+        Normed,
+        PowerCut,
+        Then,
+        Tokens,
+        arguments,
+        model,
+        refused,
+        train,
+        weights,
+    )
     from transformers import Trainer
 
     from thinwire.integrations.huggingface import ThinwireCallback
+    from thinwire.integrations.huggingface_checks import ProcessPlace, found_place
 
 pytestmark = pytest.mark.usefixtures("late_imports")
 AVERAGE = tw.local_sgd(every=3)
@@ -65,6 +83,65 @@ def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
 
 
+def beside_a_trainer(folder: Path, saves: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The losses of the evaluations of a Trainer and of a loop, its only other replica, and what the loop would save at step 3."""
+    held_out = {name: torch.stack([Tokens()[i][name] for i in (0, 1)]) for name in ("input_ids", "labels")}
+    due: dict[str, Tensor] = {}
+
+    def trainer(group: tw.Group) -> list[float]:
+        options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}
+        net, callback = Normed(), ThinwireCallback(AVERAGE, group, own_data=True)
+        data = {"train_dataset": Tokens(), "eval_dataset": torch.utils.data.Subset(Tokens(), [0, 1])}
+        Trainer(net, arguments(folder, **options), callbacks=[callback], **data).train()
+        return net.losses
+
+    def loop(group: tw.Group) -> list[float]:
+        net = Normed()
+        settings = {"the trainer's step": 0, "the trainer's max_steps": 6, "evaluations": "every 2 steps, from 0"}
+        compare_settings(group, settings | {"saves": saves})
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with tw.Replica(AVERAGE, net, optimizer, group) as replica:
+            for step in range(1, 6):
+                train(net, optimizer)
+                if step in (2, 3, 4):
+                    with replica.anchored(), replica.averaged_buffers():
+                        evaluate(net)
+                        if step == 3:
+                            net.losses.pop()
+                            due.update({name: one.clone() for name, one in net.state_dict().items()})
+            train(net, optimizer)
+        evaluate(net)
+        return net.losses
+
+    def train(net: Normed, optimizer: torch.optim.Optimizer) -> None:
+        net(**held_out)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate(net: Normed) -> None:
+        net.eval()
+        with torch.no_grad():
+            net(**held_out)
+        net.train()
+
+    zero, one = tw.run_threads(2, lambda group: (loop if group.rank else trainer)(group), timeout=LIMIT)
+    return zero, one, due
+
+
+def test_evaluations_and_saved_models_have_the_mean_of_the_buffers(tmp_path):
+    zero, one, due = beside_a_trainer(tmp_path, "every 3 steps")
+    assert zero == one and len(zero) == 3
+    saved = load_file(tmp_path / "checkpoint-3/model.safetensors")
+    floats = [name for name in due if due[name].is_floating_point()]  # a count of batches stays each replica's own
+    assert len(floats) == 6 and all(torch.equal(saved[name], due[name]) for name in floats)
+
+
+def test_evaluations_and_saves_at_other_steps_are_refused_for_a_model_whose_buffers_are_averaged(tmp_path):
+    """The replicas would wait for each other."""
+    with pytest.raises(tw.DisagreementError, match="saves: every 4 steps there, every 3 steps on replica 0"):
+        beside_a_trainer(tmp_path, "every 4 steps")
+
+
 def test_a_run_too_short_for_its_momentum_warns():
     assert "12 steps are 1 rounds of each fragment" in too_short(tw.diloco(every=10), 12)
     assert not too_short(tw.diloco(every=10), 200) and not too_short(tw.finetune(every=10), 30)
@@ -79,6 +156,25 @@ def test_unsupported_settings_are_refused(tmp_path):
     assert said.startswith("CheckpointError: the trainer resumes at step 4 from a checkpoint of a training without")
     with pytest.raises(tw.ConfigurationError, match="weights='best'"):
         ThinwireCallback(AVERAGE, weights="best")
+
+
+def test_a_second_trainer_with_the_same_arguments_has_the_same_place(tmp_path):
+    """The first has hidden the other processes from accelerate, and may have ended by an error."""
+    given = arguments(tmp_path, save_on_each_node=False)
+    trainer = Trainer(model(), given)
+    PartialState._shared_state.update(num_processes=2, process_index=1, local_process_index=1)
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        given.output_dir = given.output_dir if folder == tmp_path else str(folder)
+        callback = ThinwireCallback(AVERAGE)
+        callback.on_init_end(given, trainer.state, trainer.control)
+        assert callback._place == ProcessPlace(1, 2, local=1)
+        assert given.output_dir == str(folder / "replica-1")
+        callback._place.hide(shares=1)
+        callback._place.show_each(given)
+    callback._place.show_local(given)
+    assert not given.save_on_each_node and PartialState().local_process_index == 1
+    arguments(tmp_path).device  # noqa: B018  makes accelerate look again
+    assert found_place(PartialState()) == (0, 1, 0)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +208,7 @@ def test_two_processes_agree_and_send_only_packets(world):
         == one["packets"]
         == STEPS // STREAMING.schedule.every * STREAMING.nbytes_per_period(zero["shapes"], 2)
     )
-    assert said.count("thinwire: 2 replicas; each sends ") == 5  # once for each training
+    assert said.count("thinwire: 2 replicas; each sends ") == 7  # once for each training
 
 
 @pytest.mark.slow
@@ -143,6 +239,7 @@ def test_checkpoints_are_saved_rotated_and_resumed(world):
         )
         assert "max_steps" in replica["other steps"] and replica["other steps"].startswith("DisagreementError")
     assert same_bits(zero["own data"], one["own data"]) and SAVED == 4
+    assert zero["twice"] == [str(folder / "twice")] * 2 and one["twice"] == [str(folder / "twice/replica-1")] * 2
 
 
 def test_a_trainer_that_joins_late_starts_at_the_step_of_the_others(tmp_path):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning_trainer import EPOCH, EPOCHS, STREAMING, BySteps, Module, Points, fit, weights
+    from lightning_trainer import EPOCH, EPOCHS, STREAMING, BySteps, Module, Normed, Points, fit, refused, weights
 
     from thinwire.integrations.lightning import ThinwireCallback
 
@@ -126,6 +126,42 @@ def test_unsupported_settings_are_refused(tmp_path):
     fit(tmp_path, callback)
     with pytest.raises(tw.CheckpointError, match=r"a checkpoint of Strategy.*: one of Strategy.*own strategy"):
         fit(tmp_path / "x", ThinwireCallback(tw.diloco(), group), resume=tmp_path / "checkpoints" / "epoch=0.ckpt")
+
+
+def test_validations_use_the_mean_of_the_buffers_and_checkpoints_have_own_ones(tmp_path):
+    def replica(group: tw.Group) -> Normed:
+        folder = tmp_path / f"{group.rank}"
+        module = Normed(folder)
+        options = {"check_val_every_n_epoch": None, "val_check_interval": 2, "num_sanity_val_steps": 0}
+        callback = ThinwireCallback(tw.local_sgd(every=3), group)
+        fit(folder, callback, count=4 * EPOCH, module=module, max_epochs=1, **options)
+        return module
+
+    both = tw.run_threads(2, replica, timeout=LIMIT)
+    zero, one = both
+    assert zero.losses == one.losses and len(zero.losses) == 3
+    assert all(torch.equal(*means) for means in zip(zero.validated, one.validated))
+    running = [[saved["state_dict"]["layers.4.running_mean"] for saved in module.saved] for module in both]
+    assert not any(torch.equal(*own) for own in zip(*running))  # a resume continues with them
+    means = [(own + other) / 2 for own, other in zip(*running)]
+    assert all(torch.equal(*means) for means in zip(means, zero.validated))
+
+
+def test_validations_at_other_steps_are_refused_for_a_model_whose_buffers_are_averaged(tmp_path):
+    """The replicas would wait for each other."""
+
+    def replica(group: tw.Group) -> str:
+        options = {"check_val_every_n_epoch": None, "val_check_interval": 2 + group.rank, "num_sanity_val_steps": 0}
+        folder = tmp_path / f"{group.rank}"
+        callback = ThinwireCallback(tw.local_sgd(every=3), group)
+        return refused(folder, callback, module=Normed(folder), **options)
+
+    for said in tw.run_threads(2, replica, timeout=LIMIT):
+        assert said.startswith("DisagreementError") and "validation: every 3 batches" in said
+    group = tw.ThreadGroup.create(2)[0]
+    by_time = Trainer(accelerator="cpu", val_check_interval="00:00:00:01", logger=False)
+    with pytest.raises(tw.ConfigurationError, match=r"val_check_interval as a time.*a number of batches"):
+        ThinwireCallback(tw.local_sgd(every=3), group).setup(by_time, Normed(tmp_path), "fit")
 
 
 def test_the_ddp_strategy_of_lightning_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import thinwire as tw
@@ -49,6 +49,22 @@ class PowerCut(TrainerCallback):
 
     def on_save(self, args: object, state: object, control: object, **_: object) -> None:
         raise OSError("the power is cut")
+
+
+class Normed(nn.Module):
+    """Its running statistics depend on its samples. `losses` are those of evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.losses: list[float] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = self.layers(input_ids.float()).square().mean()
+        if not self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss}
 
 
 def model() -> GPT2LMHeadModel:
@@ -130,6 +146,11 @@ def main(folder: Path) -> None:
     )
     found["other steps"] = refused(folder / "steps", ThinwireCallback(STREAMING, group), max_steps=STEPS + rank)
     found["own data"] = weights(train(folder / "data", ThinwireCallback(STREAMING, group, own_data=True), max_steps=2))
+    found["twice"], same = [], arguments(folder / "twice", max_steps=2)
+    for _ in range(2):
+        trainer = Trainer(model(), same, train_dataset=Tokens(), callbacks=[ThinwireCallback(STREAMING)])
+        trainer.train()
+        found["twice"].append(same.output_dir)
     torch.save(found, folder / f"{rank}.pt")
     group.close()
     dist.destroy_process_group()

@@ -76,6 +76,23 @@ class BySteps(Module):
             self.event.set()
 
 
+class Normed(Module):
+    """Its running statistics differ between replicas. It saves a checkpoint in each validation."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(1))
+        self.path = folder / "within.ckpt"
+        self.saved: list[Any] = []
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.trainer.save_checkpoint(self.path)
+        self.saved.append(torch.load(self.path, weights_only=True))
+        self.validated.append(self.layers[-1].running_mean.clone())
+        super().validation_step(batch, index)
+
+
 def fit(
     folder: Path,
     callback: ThinwireCallback | None = None,

@@ -131,13 +131,22 @@ class LocalSGD:
                 self.replica.finish()
 
     def step(self) -> None:
-        """Call it after the optimizer's step and `zero_grad`. It counts a step that a GradScaler skipped; the exchange itself needs no call."""
+        """Call it after the optimizer's step and `zero_grad`, or after every batch. It counts a step that a GradScaler skipped; the exchange itself
+        needs no call."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         if self.replica.step == self._counted:
+            if self._accumulates():
+                return
             for optimizer in self._optimizers:
                 count_skipped(optimizer)
         self._counted = self.replica.step
+
+    def _accumulates(self) -> bool:
+        """Whether gradients are held, so no step was due. Zeros after a step that a GradScaler skipped are none: `zero_grad` has left them."""
+        zeroed = any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        held = (p.grad for one in self._optimizers for group in one.param_groups for p in group["params"])
+        return any(gradient is not None and not (zeroed and not gradient.any()) for gradient in held)
 
     def state_dict(self) -> dict[str, Any]:
         """For `accelerator.save_state`, which saves that of process 0: the inner step."""

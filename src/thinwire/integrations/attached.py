@@ -74,11 +74,12 @@ class _Trainable(nn.Module):
 
 
 def count_skipped(optimizer: Any) -> None:
-    """Count a step that the trainer skipped as an inner step without changes; its gradients are already None."""
+    """Count a step that the trainer skipped as an inner step without changes. Its gradients are None, or zeros, which become None."""
     if getattr(optimizer, "scaler", None) is None:
         raise ConfigurationError(
             f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} was stepped without a call of its hooks: an optimizer whose `step` "
             "calls them is needed; all of torch's do. Choose another `optim`."
         )
+    optimizer.optimizer.zero_grad()  # zeros would still move weights, by momentum and weight decay
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad()

@@ -34,7 +34,17 @@ from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.integrations.attached import TrainableState, count_skipped, too_short
-from thinwire.integrations.huggingface_checks import ProcessPlace, check, check_hidden, check_member, check_share, facts
+from thinwire.integrations.huggingface_checks import (
+    ProcessPlace,
+    check,
+    check_hidden,
+    check_member,
+    check_share,
+    evaluations,
+    facts,
+    found_place,
+    set_folder,
+)
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet, refuse
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -42,6 +52,7 @@ from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
+from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -117,20 +128,16 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let accelerate see one process, except when it divides the data."""
-        seen = PartialState()
-        rank, size = seen.process_index, seen.num_processes
+        rank, size, local = found_place(PartialState())
         if isinstance(self._given, Group):
             rank, size = self._given.rank, self._given.size
         elif self._member:
             rank, size = 0, 1
             check_member(args, self._member, self._sampler)
-        self._place = ProcessPlace(rank, size, seen.local_process_index, args.save_on_each_node)
+        self._place = ProcessPlace(rank, size, local)
         check(args, size, self.own_data, self.weights)
         self._place.hide(shares=1 if self.own_data else size)
-        if rank or self._member:
-            args.output_dir = str(
-                Path(str(args.output_dir)) / (self._member.name if self._member else f"replica-{rank}")
-            )
+        set_folder(args, self._member.name if self._member else f"replica-{rank}" if rank else "")
         if size > 1:
             args.log_on_each_node = args.average_tokens_across_devices = False
 
@@ -168,14 +175,17 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 check_share(loader, place)
             self._group = group = self._given or place.group(args.ddp_timeout)
             assert isinstance(group, Group)
-            compare_settings(group, facts(state, loader, self.own_data))
+            told_of = facts(state, loader, self.own_data)
+            if self.weights == "anchors" and floating(model):  # all average them at the same steps
+                told_of |= evaluations(args, state, loader)
+            compare_settings(group, told_of)
             if found:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
                 with torch.no_grad():
                     for _name, parameter in trainable(model):
                         parameter.zero_()
             self.replica = Replica(self.strategy, model, inner, group, resume=resume, observer=self._observer)
         place.hide(shares=1)
-        args.save_on_each_node = True  # each replica writes its own files
+        place.show_each(args)
         model.should_save_on_this_rank = bool  # as the trainer decides, for any rank of torch.distributed
         state.is_local_process_zero = place.rank == 0  # only replica 0 prints
         if place.rank == 0:
@@ -312,9 +322,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             self._sampler.ended = True
 
     def _show(self, control: TrainerControl) -> None:
-        """Let the trainer evaluate and save the anchors."""
+        """Let the trainer evaluate and save the anchors, and the mean of all replicas' buffers. Collective in a fixed group."""
         if self.weights == "anchors" and not self._ended and (control.should_evaluate or control.should_save):
             self._anchored.enter_context(self._attached().anchored())
+            self._anchored.enter_context(self._attached().averaged_buffers())
 
     def _found(self, args: TrainingArguments, state: TrainerState) -> checkpoint.Checkpoint | None:
         """This replica's state at the step at which the trainer resumes; None if it begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
@@ -21,6 +22,26 @@ _REFUSED = (
     "{given}: in every process a whole model that the trainer neither shards nor wraps is needed; {advice}, and give "
     "each replica one process."
 )
+_FOUND = "thinwire_found"  # in accelerate's state; new TrainingArguments clear it
+# beside the fields of TrainingArguments:
+_FOLDERS = "_thinwire_folders"  # `output_dir` as it was given, and as `set_folder` has left it
+_SAVE = "_thinwire_save"  # `save_on_each_node` as it was given, during a training
+
+
+def found_place(seen: PartialState) -> tuple[int, int, int]:
+    """The rank of this process, the number of processes, and the rank on this machine, as accelerate found them before any `hide`."""
+    told: tuple[int, int, int] = getattr(
+        seen, _FOUND, (seen.process_index, seen.num_processes, seen.local_process_index)
+    )
+    return told
+
+
+def set_folder(args: TrainingArguments, name: str) -> None:
+    """Add `name` to `output_dir`, unless an earlier Trainer with these arguments has added one."""
+    given, own = vars(args).get(_FOLDERS, (None, None))
+    base = given if args.output_dir == own else args.output_dir
+    args.output_dir = str(Path(str(base)) / name) if name else base
+    vars(args)[_FOLDERS] = (base, args.output_dir)
 
 
 @dataclass
@@ -30,15 +51,25 @@ class ProcessPlace:
     rank: int
     size: int
     local: int = 0
-    save_on_each: bool = False
 
     def hide(self, shares: int) -> None:
         """Show a single process, whose training data are cut into `shares`. The trainer may write files on every replica."""
-        _seen(distributed_type=DistributedType.NO, num_processes=shares, process_index=self.rank, local_process_index=0)
+        shown = {
+            _FOUND: found_place(PartialState()),
+            "num_processes": shares,
+            "process_index": self.rank,
+            "local_process_index": 0,
+        }
+        _seen(distributed_type=DistributedType.NO, **shown)
+
+    def show_each(self, args: TrainingArguments) -> None:
+        """Let each replica write its own files."""
+        vars(args).setdefault(_SAVE, args.save_on_each_node)
+        args.save_on_each_node = True
 
     def show_local(self, args: TrainingArguments) -> None:
         """Write files only if the user has requested them."""
-        args.save_on_each_node = self.save_on_each
+        args.save_on_each_node = vars(args).pop(_SAVE)
         _seen(local_process_index=self.local)
 
     def group(self, seconds: float) -> Group:
@@ -60,6 +91,21 @@ def facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
     sampler = getattr(getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None), "sampler", None)
     order = {"seed of the order of training data": getattr(sampler, "initial_seed", None)}
     return facts | {"batches of an epoch": batches} | order
+
+
+def evaluations(args: TrainingArguments, state: TrainerState, loader: Any) -> dict[str, str]:
+    """When the trainer evaluates and saves, as settings that must be equal on all replicas."""
+    batches = len(loader) if hasattr(loader, "__len__") else "?"
+    epoch = f"each epoch of {batches} batches, {args.gradient_accumulation_steps} a step"
+
+    def when(strategy: Any, steps: object) -> str:
+        told: dict[str, str] = {"steps": f"every {steps} steps", "epoch": epoch}
+        return told.get(strategy.value, str(strategy.value))
+
+    return {
+        "evaluations": f"{when(args.eval_strategy, state.eval_steps)}, from {args.eval_delay}",
+        "saves": when(args.save_strategy, state.save_steps),
+    }
 
 
 def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> None:

@@ -33,7 +33,14 @@ with needs("lightning"):
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup, start_torch
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.lightning_checks import batch_size, check, check_folders, check_member, check_share
+from thinwire.integrations.lightning_checks import (
+    batch_size,
+    check,
+    check_folders,
+    check_member,
+    check_share,
+    validations,
+)
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -41,6 +48,7 @@ from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.loop_warnings import silent
+from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -98,7 +106,8 @@ class ThinwireCallback(Callback):
         self._sampler: MemberSampler | None = None
         self._start: Callable[[], None] | None = None
         self._batches = 0  # batches since the last step
-        self._anchored = ExitStack()
+        self._anchored, self._averaged = ExitStack(), ExitStack()
+        self._buffers: dict[str, Tensor] = {}  # the replica's own, while the model has averaged ones
         self._shown = self._ended = self._epoch_over = False
         self._loaded: dict[str, Any] = {}
         self._began = 0  # the trainer's steps before this replica's first
@@ -157,6 +166,8 @@ class ThinwireCallback(Callback):
         if not self.own_data:
             check_share(trainer, self.rank, self.replicas)
         facts = {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step}
+        if self.weights == "anchors" and floating(module):  # all average them at the same validations
+            facts |= validations(trainer)
         compare_settings(self._group, facts)
         if resume:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
             with torch.no_grad():
@@ -218,18 +229,23 @@ class ThinwireCallback(Callback):
             )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate the anchors with the mean of all replicas' buffers. Collective in a fixed group."""
         if self.weights == "anchors" and self.replica and not self._ended:
             self._show()
+            self._buffers = {name: _copy(one) for name, one in pl_module.named_buffers()}
+            self._averaged.enter_context(self.replica.averaged_buffers())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hide()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the anchors as the checkpoint's weights; the replica's own weights are in this callback's state."""
+        """Write the anchors as the checkpoint's weights, beside own buffers; the replica's own weights are in this callback's state."""
         if self.weights == "anchors" and self.replica and not self._ended:
             with self.replica.anchored():
                 state = trainer.strategy.lightning_module_state_dict()
-                checkpoint["state_dict"] = {name: _copy(value) for name, value in state.items()}
+                checkpoint["state_dict"] = {
+                    name: _copy(self._buffers.get(name, value)) for name, value in state.items()
+                }
 
     def state_dict(self) -> dict[str, Any]:
         """The state from which this replica resumes bit for bit; empty after the end of training, when all models are equal."""
@@ -237,7 +253,7 @@ class ThinwireCallback(Callback):
             return {}
         tensors, facts = self.replica.state()
         shown = self._shown
-        self._hide()
+        self._anchored.close()
         own = {name: p.detach().clone() for name, p in trainable(self.replica.model)}
         if shown:
             self._show()
@@ -301,7 +317,8 @@ class ThinwireCallback(Callback):
 
     def _hide(self) -> None:
         self._anchored.close()
-        self._shown = False
+        self._averaged.close()
+        self._shown, self._buffers = False, {}
 
     def _found(self) -> Mapping[str, Any]:
         """This replica's state in the checkpoint from which the trainer resumes; empty if there is none. Raises `CheckpointError`."""

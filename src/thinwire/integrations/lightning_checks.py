@@ -18,6 +18,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.integrations.traffic import gradient_nbytes
 from thinwire.membership.rendezvous import Membership
+from thinwire.runtime.model_buffers import floating
 
 _FOLDERS = 1 << 16  # most bytes of one replica's list of folders
 
@@ -42,11 +43,21 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
             size > 1 and not anchors and any(isinstance(one, EarlyStopping) for one in callbacks),
             "choose weights='anchors', and the same validation data for all",
         ),
+        "val_check_interval as a time, for a model with floating-point buffers": (
+            size > 1 and anchors and getattr(trainer, "_val_check_time_interval", None) and floating(module) != [],
+            "give it as a number of batches, or choose weights='own'",
+        ),
         "max_time, or a Timer": (size > 1 and any(isinstance(one, Timer) for one in callbacks), "give max_steps"),
     }
     for name, (asked, advice) in refused.items():
         if asked:
             raise ConfigurationError(f"{name}: trainers that do the same on all replicas are needed; {advice}.")
+
+
+def validations(trainer: Trainer) -> dict[str, str]:
+    """When the trainer validates, as settings that must be equal on all replicas."""
+    when = f"every {trainer.val_check_batch} batches, in every {trainer.check_val_every_n_epoch} epochs"
+    return {"validation": when if trainer.enable_validation else "none"}
 
 
 def check_folders(trainer: Trainer, group: Group) -> None:
