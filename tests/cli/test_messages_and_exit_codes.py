@@ -36,6 +36,7 @@ from thinwire.lm.run import Run
         (["probe", "--link", "50"], "the link '50' was given"),
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
+        (["follow", "nothing", "--every", "-1"], "--every -1.0: seconds between two looks are needed"),
         (
             ["docs", "../README"],
             "'../README' is no page; there are data, design, diagnosis, elastic, experts, family, follow, for-one-laptop and ",
@@ -56,6 +57,15 @@ def test_wrong_arguments_are_an_error_of_one_line(
     assert main(arguments) in (1, 2)
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+def test_an_emulated_link_is_not_probed_between_real_machines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["probe", "--link", "5mbit"]) == 2
+    assert "--link under torchrun: the real links" in capsys.readouterr().err
 
 
 def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

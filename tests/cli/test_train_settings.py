@@ -175,6 +175,8 @@ def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callab
     )
     assert of_stalls(RunRecord.load(wide), wide) == ""
     record = RunRecord.load(thin)
+    unknown = replace(record, replicas=[replace(one, start=one.start | {"link": None}) for one in record.replicas])
+    assert "thin/run.toml --link RATE,DELAY (of your link) shows" in of_stalls(unknown, thin)
     waited = told.partition(";")[0]
     for strategy, advice in {
         "a2cid2": "",  # which has no delay, as the next three

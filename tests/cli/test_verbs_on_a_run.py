@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -268,6 +269,40 @@ def test_an_unfinished_run_is_sampled_from_the_agreed_weights(run: Path, capsys:
     shutil.rmtree(run / "checkpoints")
     assert main(["export", str(run)]) == 2
     assert "holds no model.safetensors yet" in capsys.readouterr().err
+
+
+def test_a_finished_run_that_trains_on_is_known_by_its_newest_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until it ends again: its old model would be of an earlier step."""
+    log = run / "events/replica-0.jsonl"
+    start = next(line for line in log.read_text().splitlines() if json.loads(line)["event"] == "start")
+    log.write_text(log.read_text() + start + "\n")
+    assert trained_model(run).step is None  # it has no checkpoint since then
+    ended = (run / "model.safetensors").stat().st_mtime
+    for manifest in run.glob("checkpoints/*/step-00000006/manifest.json"):
+        os.utime(manifest, (ended + 1, ended + 1))
+    assert trained_model(run).step == 6
+    assert "this is the model of step 6" in output_of(capsys, "evaluate", run, "--eval-batches", 1)[1]
+    assert output_of(capsys, "export", run, "--to", "safetensors", "--out", "plain")[0]["step"] == 6
+
+
+def test_an_evaluation_reads_the_column_of_the_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run's own, unless another is given."""
+    words = [{"body": f"thin wires {i}", "text": "zzzz"} for i in range(2000)]
+    file = tmp_path / "both.jsonl"
+    file.write_text("".join(json.dumps(word) + "\n" for word in words))
+    settings = (run / "run.toml").read_text()
+    (run / "run.toml").write_text(settings.replace('column = "text"', 'column = "body"'))
+
+    def loss(*more: str) -> float:
+        asked = ("evaluate", run, "--text", file, "--eval-batches", 1, *more)
+        told: float = output_of(capsys, *asked)[0]["texts"][0]["losses"]["loss"]
+        return told
+
+    assert loss() == loss("--column", "body") != loss("--column", "text")
 
 
 def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

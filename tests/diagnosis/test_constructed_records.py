@@ -269,6 +269,8 @@ def test_the_report_command_diagnoses_a_run_from_its_files(tmp_path, capsys):
         ("0", "2"),
     }
     assert "500 ms ×5.0" in said.err and "5.0 times as long" in said.err and "uplink" in said.err
+    (folder / "events/replica-1.jsonl").rename(folder / "events/oslo.jsonl")  # as of a replica with --name
+    assert diagnose(folder).verdict == facts["verdict"]
 
 
 def test_the_diagnosis_states_what_it_cannot_tell(tmp_path, capsys):

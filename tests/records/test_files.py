@@ -26,6 +26,12 @@ def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_path_without_a_name_is_no_file(path: str):
+    with pytest.raises(IsADirectoryError, match="the name of a file is needed"):
+        write_whole(Path(path), "data")
+
+
 def test_tensors_that_do_not_fit_on_the_disk_raise_an_os_error_and_leave_no_file(tmp_path: Path):
     """A limit on the size of files stands for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.errors import DataError
 from thinwire.records.replica_record import smoothed
-from thinwire.records.run_record import RunRecord
+from thinwire.records.run_record import RunRecord, provenance_of
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
@@ -181,6 +181,13 @@ def test_the_summary_of_a_finished_run_takes_precedence(tmp_path: Path, write_ev
     assert record.summary.wire_bytes_sent == 2000  # the mean of the replicas
     assert (record.summary.eval_loss, record.summary.provenance, record.summary.wall_seconds) == (1.25, "measured", 3.5)
     assert record.summary.strategy.startswith("streaming_diloco(")
+
+
+def test_numbers_in_virtual_time_are_simulated(start: Start) -> None:
+    begun = start(0, 1)
+    assert provenance_of(begun) == "emulated"
+    assert provenance_of(begun | {"link": None}) == "measured"
+    assert provenance_of(begun | {"carrier": "virtual time"}) == "simulated"
 
 
 def test_shards_count_as_one_replica(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from thinwire.records.run_record import RunRecord
+from thinwire.records.units import NOTHING
 from thinwire.report import progress as module
 from thinwire.report.progress import Progress, compare_table, final_table
 from thinwire.report.top import Top
@@ -197,6 +199,20 @@ def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
     shown, out = console()
     shown.print(compare_table(records))
     assert out.getvalue().count("emulated") == 2 and "two[bold]" in out.getvalue()
+
+
+def test_figures_that_one_run_lacks_stay_empty_under_their_head(make_run: Make, tmp_path: Path) -> None:
+    """One run has packets of varying size, and clipped deltas."""
+    plain, more = (RunRecord.load(make_run(tmp_path / name, steps=40)) for name in ("plain", "more"))
+    varies = replace(more.summary, wire_bytes_foreseen=2 * more.summary.wire_bytes_sent, deltas_clipped=3)
+    more = replace(more, summary=varies)
+    for records in ([plain, more], [more, plain]):
+        figures = [dict(record.summary.figures()) for record in records]
+        table = compare_table(records)
+        cells = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+        assert {"foreseen at most", "deltas clipped"} <= cells.keys()
+        for what in {*figures[0], *figures[1]}:
+            assert cells[what] == [each.get(what, NOTHING) for each in figures], what
 
 
 def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -28,6 +28,9 @@ from thinwire.records.units import text_of_loss, text_of_share
 MIXTURE, MEAN = "mixture", "mean of weights"
 
 
+COLUMN = "text"  # of an ensemble's text
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of `thinwire evaluate`."""
@@ -44,8 +47,8 @@ class Options:
     """Tokens per sequence. Default: as in training."""
     eval_batches: int = 16
     """Most batches of each text, each of 8 sequences, as in training."""
-    column: str = "text"
-    """Name of the text column in .jsonl and .parquet files."""
+    column: str | None = None
+    """Name of the text column in .jsonl and .parquet files. Default: the run's own; for an ensemble `text`."""
     json: bool = False
     """Stdout ends with one JSON object."""
 
@@ -70,7 +73,9 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
     data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()
     texts: list[Sequence[str]] = [[one] for one in asked.text] or [data.text]
     for text in texts:
-        scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence))["loss"]
+        scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence, data.column))[
+            "loss"
+        ]
         rows.append({"text": ", ".join(text) or "standard library", "losses": {"loss": -float(scores.mean())}})
     return rows
 
@@ -80,7 +85,7 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
         raise ConfigurationError(f"{asked.run} is an ensemble: text is needed; add --text FILE FILE, one row for each.")
     ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
     domains, mean = [one.domain for one in ensemble.experts], ensemble.mean()
-    prior = ensemble.cached_prior(asked.prior, asked.column, asked.sequence) if asked.prior else None
+    prior = ensemble.cached_prior(asked.prior, asked.column or COLUMN, asked.sequence) if asked.prior else None
     mixture = ensemble.mixture(prior)
     alone = dict(zip(domains, ensemble.models)) | ({MEAN: mean.model} if mean else {})
     for text in asked.text:
@@ -96,8 +101,10 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
-    corpus = Corpus.open(text, tokenizer, column=asked.column)
+def _batches(
+    asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int, column: str = COLUMN
+) -> list[tuple[Tensor, Tensor]]:
+    corpus = Corpus.open(text, tokenizer, column=asked.column or column)
     return corpus.held_out(EVAL_BATCH * asked.eval_batches, asked.sequence or sequence, asked.batch)
 
 
@@ -107,6 +114,13 @@ def _scores(models: Mapping[str, nn.Module], batches: list[tuple[Tensor, Tensor]
         name: torch.cat([scores_of(model, tokens, targets) for tokens, targets in batches])
         for name, model in models.items()
     }
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _table(rows: list[dict[str, Any]], folder: Path) -> Table:
@@ -120,6 +134,6 @@ def _table(rows: list[dict[str, Any]], folder: Path) -> Table:
         best = max(row.get("posterior", {}).items(), key=lambda one: one[1], default=None)
         told = [f"{best[0]} {text_of_share(best[1])}"] if best else []
         table.add_row(
-            row["text"], *(text_of_loss(losses[name]) for name in names), f"{math.exp(losses[names[0]]):.4g}", *told
+            row["text"], *(text_of_loss(losses[name]) for name in names), f"{_perplexity(losses[names[0]]):.4g}", *told
         )
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "follow", arguments, "Keep a model folder at a run's newest agreed weights.")
     say = options.teller(options.console(asked.json))
+    if not 0 <= asked.every < math.inf:
+        raise ConfigurationError(f"--every {asked.every}: seconds between two looks are needed, 0 or more.")
     with _origin(asked) as (origin, final):
         newest, total, versions = _follow(asked, WeightsFollower(origin, asked.out), final, say)
     if newest is None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 import tyro
 from rich.console import Console
@@ -23,6 +24,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.secure import join_for, run_of_hub, train_member
 from thinwire.lm.supervisor import JoiningReplica
 from thinwire.lm.watch import watching
+from thinwire.records.printable import quoted
 from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
 
@@ -97,9 +99,9 @@ def main(arguments: Sequence[str]) -> int:
 def repeated(asked: Options) -> tuple[str, str]:
     """The options and the verb that join the same run again."""
     given = {"keys": asked.keys, "group": asked.group, "listen": asked.listen, "address": asked.address}
-    more = "".join(f" --{option} {value}" for option, value in given.items() if value)
+    more = "".join(f" --{option} {quote(str(value))}" for option, value in given.items() if value)
     more += " --publish" if asked.publish else ""
-    return f" --name {asked.name}{more}", f"join TOKEN{f' {asked.run}' if asked.run else ''}"
+    return f" --name {asked.name}{more}", f"join TOKEN{f' {quoted(asked.run)}' if asked.run else ''}"
 
 
 def _of_hub(asked: Options, told: str) -> Run:

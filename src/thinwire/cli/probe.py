@@ -76,6 +76,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     emulated = Link.parse(asked.link) if asked.link else None
     place = launch.torchrun_place()
+    if place is not None and emulated is not None:
+        raise ConfigurationError(
+            "--link under torchrun: the real links between its processes are measured; leave --link out."
+        )
     if place is None and emulated is None and asked.what == "links":
         raise ConfigurationError(
             "a link needs two replicas: start one process on each machine with torchrun (thinwire docs plan), or give --link 50mbit,30ms "

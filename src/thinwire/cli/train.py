@@ -318,11 +318,10 @@ def finish(
         console.print(told, soft_wrap=True, highlight=False)
     stopped = record.status.startswith("stopped")
     if stopped:
-        console.print(
-            f"to resume: thinwire {verb} --resume --out {quoted(folder)}{options}",
-            soft_wrap=True,
-            highlight=False,
-        )
+        again = f"thinwire {verb} --resume --out {quoted(folder)}{options}"
+        if launch.torchrun_place() is not None:
+            again = "the same torchrun command on each machine, with --resume"
+        console.print(f"to resume: {again}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
     if told := without_result([record]):
@@ -352,7 +351,8 @@ def of_stalls(record: RunRecord, folder: Path) -> str:
     if recipe is not None and "delay" not in inspect.signature(recipe).parameters:
         return told
     what = "delay" if text else "--delay"  # what is written as text has its delay in the parentheses
-    return f"{told}; thinwire doctor {quoted(folder / 'run.toml')} shows the {what} without waits"
+    link = "" if record.bits_per_second else " --link RATE,DELAY (of your link)"
+    return f"{told}; thinwire doctor {quoted(folder / 'run.toml')}{link} shows the {what} without waits"
 
 
 def of_speeds(record: RunRecord) -> str:

@@ -21,6 +21,7 @@ from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import tokenizer_of
 from thinwire.lm.tokens import Tokenizer
 from thinwire.pieces.partition import Fragment
+from thinwire.records.run_record import RunRecord
 from thinwire.strategy import Gradients
 
 
@@ -35,7 +36,7 @@ class TrainedModel:
 
 
 def trained_model(folder: Path) -> TrainedModel:
-    """The model of the run in `folder`; if the run still trains or was killed, the anchors of its newest whole checkpoint.
+    """The model of the run in `folder`; if the run still trains, or was stopped or killed, the anchors of its newest whole checkpoint.
 
     Raises `ConfigurationError` if there is none, `ModelError`, `CheckpointError`.
     """
@@ -51,7 +52,7 @@ def trained_model(folder: Path) -> TrainedModel:
         )
     tokenizer, spec = tokenizer_of(run.data, run.model.model, folder), dataclasses.replace(run.model, lora=None)
     file = folder / "model.safetensors"
-    if file.exists():
+    if file.exists() and not _trains_on(folder):
         hf = run.model.model.startswith("hf:")
         model: nn.Module = hugging_face(folder) if hf else stored_model(file, tokenizer.vocabulary, run.data.sequence)
         return TrainedModel(model.eval(), tokenizer, spec, None)
@@ -73,6 +74,15 @@ def trained_model(folder: Path) -> TrainedModel:
         weights = merged(adapted, adapted.state_dict() | weights)
     model.load_state_dict(weights, strict=False)  # tied weights are saved once
     return TrainedModel(model.eval(), tokenizer, spec, saved.step)
+
+
+def _trains_on(folder: Path) -> bool:
+    """Whether a run that had ended was resumed, has a checkpoint since then, and has not ended again."""
+    ended = (folder / "model.safetensors").stat().st_mtime
+    newer = any(path.stat().st_mtime > ended for path in folder.glob("checkpoints/*/step-*/manifest.json"))
+    return (
+        newer and any(folder.glob("events/*.jsonl")) and RunRecord.load(folder).status.startswith(("stopped", "still"))
+    )
 
 
 def agreed_weights(run: Run, saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Opening a FIFO would wait for ever, a device has no end, and a few bytes of brac
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -56,6 +57,8 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
 
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write `path` whole or not at all: a reader sees the old or the new content. Several processes may write it at once. Raises `OSError`."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, "the name of a file is needed", str(path))
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)

@@ -361,6 +361,8 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
 
 def provenance_of(start: Mapping[str, Any]) -> str:
     """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate, otherwise "measured"."""
+    if start.get("carrier") == "virtual time":
+        return "simulated"
     link = start["link"]
     return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
 

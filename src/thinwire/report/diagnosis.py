@@ -89,12 +89,10 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
 
     Raises `DataError` for a folder that holds no run.
     """
-    paths = sorted(Path(folder).glob("events/replica-*.jsonl"))
+    paths = sorted(Path(folder).glob("events/*.jsonl"))
     logs, rules = [log for path in paths if (log := _Log.read(path)) is not None], rules or Rules()
     if not logs:
-        raise DataError(
-            f"{folder} holds no events/replica-*.jsonl of a run. Give the folder that `thinwire train` wrote."
-        )
+        raise DataError(f"{folder} holds no events/*.jsonl of a run. Give the folder that `thinwire train` wrote.")
     parts = [
         _diagnosed([log for log in logs if log.shard == shard], rules) for shard in sorted({log.shard for log in logs})
     ]

@@ -291,14 +291,16 @@ def compare_table(records: Sequence[RunRecord]) -> Table:
     """The numbers of several runs, one row for each."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", min_width=8)
-    for what, _ in records[0].summary.figures() if records else ():
+    figures = [dict(record.summary.figures()) for record in records]
+    heads = list(dict.fromkeys(what for of in figures for what in of))  # not every run has each figure
+    for what in heads:
         table.add_column(what, justify="right")
     table.add_column("score", justify="right")
     table.add_column("numbers are")
     best = best_loss(records)
-    for record in records:
+    for record, of in zip(records, figures):
         score = record.score(best).value
-        values = [Text(value) for _, value in record.summary.figures()]
+        values = [Text(of.get(what, NOTHING)) for what in heads]
         values.append(Text(NOTHING if score is None else f"{score:.3f}"))
         table.add_row(Text(record.name), *values, Text(record.summary.provenance))
     return table

@@ -258,6 +258,6 @@ def chart(data: Sequence[Json], x: Json, y: Json, *remarks: str) -> Chart:
     """
     if x.get("type") == "log" and "tickvals" not in x:
         values = [value for line in data for value in line["x"]]
-        x |= {"dtick": 1 if max(values) > 1e3 * min(values) else "D2"}
+        x |= {"dtick": 1 if values and max(values) > 1e3 * min(values) else "D2"}
     layout = {"xaxis": x, "yaxis": y, "hovermode": "closest", "showlegend": True}
     return Chart([ChartState("", list(data), layout)], 420, remarks)
