@@ -16,7 +16,7 @@ from thinwire.elastic.driver import elastic_driver
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.claim import Claim
+from thinwire.runtime.claim import GroupClaim
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
 from thinwire.runtime.gossip_driver import GossipDriver
@@ -109,7 +109,7 @@ class Replica:
         self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
         training.reader, training.validation, self._training = reader, validation, training
-        self._claim = Claim(group)
+        self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
         self._buffers.begin(training.warn)
         self._driver.join(lambda: resume(self) if resume else None)

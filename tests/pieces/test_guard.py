@@ -166,19 +166,20 @@ def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
 
     def replica(group: tw.Group) -> None:
         model = toy()
-        with tw.Replica(strategy, model, adamw(model), group) as first:
-            for step in range(1, 12):
-                inner_step(model, first.optimizer, *batch(0, group.rank, step))
-            tensors, facts = first.state()
-            known = tensors["0.guard.norms"].clone()
-            for older in (False, True):
-                kept = {name: t.clone() for name, t in tensors.items() if not older or ".guard." not in name}
-                with tw.Replica(strategy, model, adamw(model), group) as second:
-                    second.load_state(kept, facts)
-                    now = second.state()[0]["0.guard.norms"]
-                    told = second._driver.training
-                    assert not any([told.trained, *(one.counted for one in told.fragments)]), "no tokens"
-                    assert same_bits(now, torch.zeros(3, dtype=torch.float64) if older else known)
+        first = tw.Replica(strategy, model, adamw(model), group)
+        for step in range(1, 12):
+            inner_step(model, first.optimizer, *batch(0, group.rank, step))
+        tensors, facts = first.state()
+        first.close()
+        known = tensors["0.guard.norms"].clone()
+        for older in (False, True):
+            kept = {name: t.clone() for name, t in tensors.items() if not older or ".guard." not in name}
+            with tw.Replica(strategy, model, adamw(model), group) as second:
+                second.load_state(kept, facts)
+                now = second.state()[0]["0.guard.norms"]
+                told = second._driver.training
+                assert not any([told.trained, *(one.counted for one in told.fragments)]), "no tokens"
+                assert same_bits(now, torch.zeros(3, dtype=torch.float64) if older else known)
         assert known[0] > SHORT.warm_up and known[1] > 0
 
     tw.run_threads(2, replica, timeout=600.0)

@@ -8,10 +8,10 @@ from thinwire.comm.group import Group, WrappedGroup
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 
-_claims: WeakKeyDictionary[Group | Membership, ref[Claim]] = WeakKeyDictionary()  # the last one of each carrier
+_claims: WeakKeyDictionary[Group | Membership, ref[GroupClaim]] = WeakKeyDictionary()  # the last one of each carrier
 
 
-class Claim:
+class GroupClaim:
     """A Replica's claim on the carrier below `group`, from `take` to `release`. Raises `ConfigurationError` if another one has it."""
 
     def __init__(self, group: Group | Membership) -> None:
