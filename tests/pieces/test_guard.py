@@ -166,12 +166,12 @@ def test_norms_are_saved_and_an_older_checkpoint_without_them_is_read():
 
     def replica(group: tw.Group) -> None:
         model = toy()
-        first = tw.Replica(strategy, model, adamw(model), group)
-        for step in range(1, 12):
-            inner_step(model, first.optimizer, *batch(0, group.rank, step))
-        tensors, facts = first.state()
-        first.close()
-        known = tensors["0.guard.norms"].clone()
+        with tw.Replica(strategy, model, adamw(model), group) as first:
+            for step in range(1, 12):
+                inner_step(model, first.optimizer, *batch(0, group.rank, step))
+            state, facts = first.state()
+            tensors = {name: t.clone() for name, t in state.items()}
+        known = tensors["0.guard.norms"]
         for older in (False, True):
             kept = {name: t.clone() for name, t in tensors.items() if not older or ".guard." not in name}
             with tw.Replica(strategy, model, adamw(model), group) as second:
