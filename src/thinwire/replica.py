@@ -229,7 +229,7 @@ class Replica:
 
     def close(self) -> None:
         """Detach from the optimizer and end the exchange threads. The group belongs to the caller and stays open."""
-        self._claim.release()
+        self._claim.release(self._finished or not self.in_flight)
         self._loop_warnings.closes()
         self._inner_steps.close()
         self._driver.close()

@@ -20,13 +20,29 @@ def test_a_second_replica_is_refused_until_the_first_is_finished_or_closed():
         first, optimizer, attached = attach(group)
         wrapped = CountedGroup(group, Ledger())
         for other in (group, wrapped):
-            with pytest.raises(tw.ConfigurationError, match=r"neither finished nor closed.*Make a group for each"):
+            with pytest.raises(
+                tw.ConfigurationError,
+                match=r"has not finished, or was closed with rounds in flight.*make a group for each",
+            ):
                 attach(other)
         inner_step(first, optimizer, *batch(0, group.rank, 1))
         attached.finish()
         _, _, attached = attach(wrapped)
         attached.close()
         attach(group)[2].close()
+
+    tw.run_threads(2, replica)
+
+
+def test_a_replica_that_was_closed_in_flight_keeps_its_claim():
+    def replica(group):
+        model, optimizer, attached = attach(group, tw.streaming_diloco(every=2, delay=1, fragments=1))
+        for step in range(1, 3):
+            inner_step(model, optimizer, *batch(0, group.rank, step))
+        assert attached.in_flight
+        attached.close()
+        with pytest.raises(tw.ConfigurationError, match="closed with rounds in flight"):
+            attach(group)
 
     tw.run_threads(2, replica)
 

@@ -21,8 +21,8 @@ class GroupClaim:
         before = _claims.get(group, lambda: None)()
         if before and before._held:
             raise ConfigurationError(
-                "this group has a Replica that is neither finished nor closed, and their packets would mix. Make a group for each, or give one "
-                "Replica both models as one module, with their optimizers in a list."
+                "this group has a Replica that has not finished, or was closed with rounds in flight, and their packets would mix. Finish it, or "
+                "make a group for each; one Replica takes both models as one module, with their optimizers in a list."
             )
 
     def take(self) -> None:
@@ -30,5 +30,6 @@ class GroupClaim:
         self._held = True
         _claims[self._carrier] = ref(self)
 
-    def release(self) -> None:
-        self._held = False
+    def release(self, over: bool) -> None:
+        """Called at the end; the claim stays if rounds are not `over`, because their packets may still arrive."""
+        self._held &= not over
