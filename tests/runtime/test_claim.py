@@ -47,6 +47,31 @@ def test_a_replica_that_was_closed_in_flight_keeps_its_claim():
     tw.run_threads(2, replica)
 
 
+class Carrier:
+    """A user's own carrier, which can be neither hashed nor referred to weakly."""
+
+    __hash__ = None
+    __slots__ = ("close", "post", "rank", "size")
+
+    def __init__(self, group):
+        self.close, self.post, self.rank, self.size = group.close, group.post, group.rank, group.size
+
+    def __eq__(self, other):
+        return True
+
+
+def test_any_carrier_can_be_claimed():
+    def replica(group):
+        carrier = Carrier(group)
+        _, _, attached = attach(carrier)
+        with pytest.raises(tw.ConfigurationError, match="has not finished"):
+            attach(carrier)
+        attached.close()
+        attach(carrier)[2].close()
+
+    tw.run_threads(2, replica)
+
+
 def test_a_replica_that_was_refused_has_no_claim():
     def replica(group):
         with pytest.raises(tw.DisagreementError):

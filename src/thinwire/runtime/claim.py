@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary
 
 from thinwire.comm.group import Group, WrappedGroup
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 
-_claims: WeakKeyDictionary[Group | Membership, ref[GroupClaim]] = WeakKeyDictionary()  # the last one of each carrier
+_claims: WeakValueDictionary[int, GroupClaim] = (
+    WeakValueDictionary()
+)  # by the id of the carrier, which its claim keeps alive
 
 
 class GroupClaim:
@@ -18,7 +20,7 @@ class GroupClaim:
         while isinstance(group, WrappedGroup):
             group = group.group
         self._carrier, self._held = group, False
-        before = _claims.get(group, lambda: None)()
+        before = _claims.get(id(group))
         if before and before._held:
             raise ConfigurationError(
                 "this group has a Replica that has not finished, or was closed with rounds in flight, and their packets would mix. Finish it, or "
@@ -28,7 +30,7 @@ class GroupClaim:
     def take(self) -> None:
         """Called when the Replica is complete: one that failed has no claim."""
         self._held = True
-        _claims[self._carrier] = ref(self)
+        _claims[id(self._carrier)] = self
 
     def release(self, over: bool) -> None:
         """Called at the end; the claim stays if rounds are not `over`, because their packets may still arrive."""
