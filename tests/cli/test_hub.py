@@ -121,3 +121,5 @@ def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
     given = join.Options("TOKEN", Path("run.toml"), "oslo", listen="0.0.0.0:29540")
     told = join.repeated(given)
     assert told == (" --name oslo --keys .thinwire --listen 0.0.0.0:29540", "join TOKEN run.toml")
+    spaced = join.Options("TOKEN", Path("my run.toml"), "oslo", keys=Path("my keys"))
+    assert join.repeated(spaced) == (" --name oslo --keys 'my keys'", "join TOKEN 'my run.toml'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from thinwire.cli import checks as machine
 from thinwire.cli import main
-from thinwire.cli.train import of_speeds, of_stalls
+from thinwire.cli.train import finish, of_speeds, of_stalls
+from thinwire.lm.launch import Stop
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
@@ -190,6 +193,27 @@ def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callab
         alike = replace(record, settings=record.settings | {"strategy": strategy})
         said = f"; thinwire doctor {thin / 'run.toml'} shows {advice}" if advice else ""
         assert of_stalls(alike, thin) == waited + said, strategy
+
+
+def test_a_stopped_run_names_the_command_that_resumes_it(
+    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun no command of one machine can."""
+    folder = make_run(tmp_path / "my run", steps=40)
+    for log in folder.glob("events/*.jsonl"):
+        stopped = {"event": "stop", "seconds": 99.0, "step": 40, "reason": "asked to stop"}
+        log.write_text(log.read_text() + json.dumps(stopped) + "\n")
+    told = []
+    for environment in ({}, {"RANK": "0", "WORLD_SIZE": "2"}):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        out = io.StringIO()
+        finish(folder, Console(file=out, width=200), False, Stop())
+        told += [line.partition(": ")[2] for line in out.getvalue().splitlines() if line.startswith("to resume")]
+    assert told == [
+        f"thinwire train --resume --out '{folder}'",
+        "the same torchrun command on each machine, with --resume",
+    ]
 
 
 def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(

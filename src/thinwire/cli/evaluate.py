@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,6 @@ from thinwire.lm.trained import trained_model
 from thinwire.records.units import text_of_loss, text_of_share
 
 MIXTURE, MEAN = "mixture", "mean of weights"
-
-
-COLUMN = "text"  # of an ensemble's text
 
 
 @dataclass(frozen=True)
@@ -71,11 +68,10 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
     if trained.step is not None:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")
     data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()
+    asked = replace(asked, column=asked.column or data.column)
     texts: list[Sequence[str]] = [[one] for one in asked.text] or [data.text]
     for text in texts:
-        scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence, data.column))[
-            "loss"
-        ]
+        scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence))["loss"]
         rows.append({"text": ", ".join(text) or "standard library", "losses": {"loss": -float(scores.mean())}})
     return rows
 
@@ -85,7 +81,7 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
         raise ConfigurationError(f"{asked.run} is an ensemble: text is needed; add --text FILE FILE, one row for each.")
     ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
     domains, mean = [one.domain for one in ensemble.experts], ensemble.mean()
-    prior = ensemble.cached_prior(asked.prior, asked.column or COLUMN, asked.sequence) if asked.prior else None
+    prior = ensemble.cached_prior(asked.prior, asked.column or "text", asked.sequence) if asked.prior else None
     mixture = ensemble.mixture(prior)
     alone = dict(zip(domains, ensemble.models)) | ({MEAN: mean.model} if mean else {})
     for text in asked.text:
@@ -101,10 +97,8 @@ def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _batches(
-    asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int, column: str = COLUMN
-) -> list[tuple[Tensor, Tensor]]:
-    corpus = Corpus.open(text, tokenizer, column=asked.column or column)
+def _batches(asked: Options, text: Sequence[str], tokenizer: Tokenizer, sequence: int) -> list[tuple[Tensor, Tensor]]:
+    corpus = Corpus.open(text, tokenizer, column=asked.column or "text")
     return corpus.held_out(EVAL_BATCH * asked.eval_batches, asked.sequence or sequence, asked.batch)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 
 import tyro
 from rich.console import Console
@@ -99,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 def repeated(asked: Options) -> tuple[str, str]:
     """The options and the verb that join the same run again."""
     given = {"keys": asked.keys, "group": asked.group, "listen": asked.listen, "address": asked.address}
-    more = "".join(f" --{option} {quote(str(value))}" for option, value in given.items() if value)
+    more = "".join(f" --{option} {quoted(str(value))}" for option, value in given.items() if value)
     more += " --publish" if asked.publish else ""
     return f" --name {asked.name}{more}", f"join TOKEN{f' {quoted(asked.run)}' if asked.run else ''}"
 

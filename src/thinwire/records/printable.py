@@ -32,8 +32,8 @@ def reason(error: Exception) -> str:
     return re.sub(r"\[Errno -?\d+\] ", "", str(error))
 
 
-def quoted(path: Path) -> str:
-    """A path for a command that a person copies into a shell: in quotes if it needs them.
+def quoted(path: Path | str) -> str:
+    """A path, or another word, for a command that a person copies into a shell: in quotes if it needs them.
 
     >>> quoted(Path("runs/first")), quoted(Path("my runs/first"))
     ('runs/first', "'my runs/first'")
