@@ -33,7 +33,7 @@ def reason(error: Exception) -> str:
 
 
 def quoted(path: Path | str) -> str:
-    """A path, or another word, for a command that a person copies into a shell: in quotes if it needs them.
+    """A path or another word of a command that a person copies into a shell. It is in quotes if it needs them.
 
     >>> quoted(Path("runs/first")), quoted(Path("my runs/first"))
     ('runs/first', "'my runs/first'")
