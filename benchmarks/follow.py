@@ -1,10 +1,12 @@
-"""The bytes that a follower fetches, beside a full copy. Three minutes on one core.
+"""The bytes that a follower fetches, beside a full copy, and what publishing costs training. Five minutes on two cores.
 
     python benchmarks/follow.py [--steps 360] [--into FILE]
 
 Two replicas train the model nano; one publishes each version of the agreed weights. Followers come after every round, every 10 and
 every 100 rounds, and fetch what leads from their version to the newest. Bytes are everything that they fetch, lists included, as
 the mean of their visits after the first. A full copy has the weights in bf16. Each version is checked bit for bit. Measured.
+Cost: replicas of the model mini, as threads on one core each, train in windows with and without publishing in the order ABBA; seconds are
+those of the replica that publishes, as ratios of neighbouring windows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import tempfile
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from thinwire.lm.tokenizer import open_corpus
 from thinwire.records.published import Publication, PublishedFolder
 
 LAGS = (1, 10, 100)
+WINDOWS, WINDOW = 16, 30
 RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2)
 RUNS = {
     "streaming_sign, the default, learning rate 6e-3": RUN,
@@ -107,6 +110,66 @@ def measure(run: Run, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def cost(replicas: int) -> dict[str, Any]:
+    """Seconds a step with publishing, as the loop of `thinwire train` does it, against without."""
+    run = Run.of(model="mini", batch=4, sequence=64, replicas=replicas, steps=WINDOWS * WINDOW)
+    corpus = open_corpus(run.data, run.model.model)
+    seconds, versions, main_thread = list[float](), [0], list[float]()
+
+    def replica(group: tw.Group) -> None:
+        model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
+        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
+        landed: list[int] = []
+
+        def hear(event: str, step: int, **_: object) -> None:
+            landed.extend([step] * (event == "land"))
+
+        with (
+            tempfile.TemporaryDirectory() as place,
+            tw.Replica(run.make_strategy(), model, optimizer, group, observer=hear) as attached,
+        ):
+            publisher = None
+            if group.rank == 0:
+                publisher = Publisher(
+                    Path(place) / "published" / "replica-0",
+                    attached.fragments,
+                    lambda out: save_file(dict(model.named_parameters()), out / "model.safetensors"),
+                    print,
+                )
+            for window in range(WINDOWS):
+                while publisher and not publisher.idle:
+                    time.sleep(0.001)
+                publishes, began = window % 4 in (1, 2), time.monotonic()
+                for step in range(window * WINDOW, (window + 1) * WINDOW):
+                    tokens, targets = corpus.batch(
+                        run.seed, group.rank, replicas, step, run.data.largest_batch, run.data.sequence
+                    )
+                    model(tokens, targets).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if publisher and publishes and landed and publisher.idle:
+                        landed.clear()
+                        offered = time.monotonic()
+                        publisher.offer(attached.step, attached.anchors())
+                        main_thread.append(time.monotonic() - offered)
+                        versions[0] += 1
+                if publisher:
+                    seconds.append((time.monotonic() - began) / WINDOW)
+            if publisher:
+                publisher.close()
+
+    tw.run_threads(replicas, replica, timeout=600.0)
+    ratios = [
+        seconds[pair + 1] / seconds[pair] if pair % 4 == 0 else seconds[pair] / seconds[pair + 1]
+        for pair in range(0, WINDOWS, 2)
+    ]
+    return {
+        "replicas": replicas, "model": "mini", "windows": WINDOWS, "steps_a_window": WINDOW, "seconds_per_step": seconds,
+        "ratio": median(ratios), "spread": stdev(ratios), "ratios": ratios, "versions": versions[0],
+        "copy_seconds": median(main_thread),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=360, help="inner steps of each run")
@@ -121,9 +184,15 @@ def main() -> None:
                 f"{name:<50} {row['rounds']:>4} rounds: {row['nbytes']:>10,.0f} bytes of {row['full_nbytes']:,} "
                 f"({row['share']:.1%}), {row['copied']:.0%} of fragments copied, {row['visits']} visits"
             )
+    costs = [cost(replicas) for replicas in (1, 2)]
+    for row in costs:
+        print(
+            f"{row['replicas']} replicas on 2 cores: a step takes {row['ratio']:.3f} ± {row['spread']:.3f} of a step without publishing, "
+            f"{row['versions']} versions, {row['copy_seconds'] * 1e3:.1f} ms of the main thread each"
+        )
     result = {
         "benchmark": "follow", "word": "measured", **provenance(), "seconds": time.monotonic() - began,
-        "setting": {"steps": asked.steps, "model": "nano", "replicas": 2, "seed": 0}, "rows": rows,
+        "setting": {"steps": asked.steps, "model": "nano", "replicas": 2, "seed": 0}, "rows": rows, "costs": costs,
     }  # fmt: skip
     print(save("follow", result, asked.into))
 

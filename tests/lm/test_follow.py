@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,30 @@ def test_a_follower_gets_each_published_version_bit_for_bit(
     assert again["copied"] == 0 and again["nbytes"] < 0.1 * again["full_nbytes"]
     assert Path("live").is_symlink() and main(["follow", "run", "--out", "exported"]) == 2
     assert main(["follow", "exported"]) == 2
+
+
+def test_weights_are_not_copied_while_the_version_before_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, publish, steps, may_publish = Publisher.offer, Publisher._publish, list[int](), threading.Event()
+
+    def offered(publisher: Publisher, step: int, anchors: list[torch.Tensor], over: bool = False) -> None:
+        steps.append(step)
+        offer(publisher, step, anchors, over)
+        if over:
+            assert not publisher.idle
+            may_publish.set()
+
+    def published(publisher: Publisher, step: int, values: list[torch.Tensor], over: bool) -> None:
+        may_publish.wait()
+        publish(publisher, step, values, over)
+
+    monkeypatch.setattr(Publisher, "offer", offered)
+    monkeypatch.setattr(Publisher, "_publish", published)
+    assert main(["train", *SMALL, *ROUNDS, "--steps", "16", "--publish", "--out", str(tmp_path / "run")]) == 0
+    assert steps == [0, 16]
+    found = WeightsFollower(PublishedFolder(tmp_path / "run"), tmp_path / "live").update()
+    assert found is not None and found.over and found.step == 16
 
 
 def test_following_a_run_that_publishes_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,8 @@ LAST_SECONDS = 60.0  # after the run's end, during which the hub may come back
 
 
 class Publisher:
-    """Publishes the weights given to `offer`, in its own thread. A version for which it has no time becomes part of the next one.
+    """Publishes the weights given to `offer`, in its own thread. A version for which it has no time becomes part of the next one. To copy the
+    weights costs training time, so offer them while it is `idle`, and the last ones in any case.
 
     Args:
         folder: the folder in which it publishes.
@@ -67,9 +68,15 @@ class Publisher:
         self._number = 0
         self._due: tuple[int, list[Tensor], bool] | None = None
         self._wake, self._closed, self._abandoned = threading.Condition(), False, threading.Event()
+        self._waits = True  # whether the thread would take a version now
         self._uploader, self._failures = make_uploader() if make_uploader else None, 0
         self._thread = threading.Thread(target=self._body, name="thinwire-publisher", daemon=True)
         self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a version that is offered now would be published, rather than kept until the one before is."""
+        return self._waits and self._due is None
 
     def offer(self, step: int, anchors: Sequence[Tensor], over: bool = False) -> None:
         """Take the agreed weights after `step`, as `Replica.anchors` returns them. Returns at once."""
@@ -95,8 +102,9 @@ class Publisher:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._wake:
+                self._waits = True
                 self._wake.wait_for(lambda: self._due is not None or self._closed)
-                due, self._due = self._due, None
+                self._waits, due, self._due = False, self._due, None
             if due is None:
                 return
             try:
@@ -135,7 +143,9 @@ class Publisher:
             with self._wake:
                 closed, self._failures = self._closed, self._failures + 1
                 pause = RETRY_SECONDS if closed else min(LAST_SECONDS, RETRY_SECONDS * 2.0 ** min(self._failures, 9))
+                self._waits = True
                 self._wake.wait_for(lambda: self._closed != closed, pause)  # noqa: B023  # it is called here only
+                self._waits = False
                 if self._due is not None:
                     return
                 begun = begun if closed else time.monotonic()

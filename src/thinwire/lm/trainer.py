@@ -185,7 +185,7 @@ class Trainer(ABC):
                 replica.request_stop()
             before, began = replica.step, self.progress
             self._inner_step()
-            if self._publisher and self._landed:
+            if self._publisher and self._landed and self._publisher.idle:
                 self._landed = False
                 self._publisher.offer(replica.step, replica.anchors())
             if passed(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
