@@ -120,9 +120,25 @@ def test_the_scenario_follows_the_options():
     assert np.mean([end - begin for begin, end in first]) == pytest.approx(20, rel=0.2)
 
 
+def test_the_scenario_follows_the_run_s_own_slow_machines_and_uplink(capsys):
+    plain = json_output(capsys, f"{ASKED} --replicas 3")
+    slow = json_output(capsys, f"{ASKED} --replicas 3 --slow 1 1 4 --slower 1 2 1")
+    assert slow["wall_seconds"] > 3 * plain["wall_seconds"]
+    thin = json_output(capsys, f"{ASKED} --replicas 3 --uplink 100kbit")
+    assert thin["stall_seconds"] > 10 * plain["stall_seconds"]
+    run = Run.of(replicas=2, slow=(1, 3), uplink="40mbit", link="50mbit,30ms")
+    scenario = make_scenario(options(run=run, slower=(2.0, 1.0)))
+    assert scenario.step_seconds == (2.0, 3.0) and [wire.link for wire in scenario.wires] == [Link(4e7, 0.03)] * 2
+    alone = make_scenario(options(run=run.changed(link="none")))
+    assert [wire.link for wire in alone.wires] == [Link(4e7)] * 2
+    faster = make_scenario(options(run=run, links=("1mbit", "1gbit,1ms")))
+    assert [wire.link for wire in faster.wires] == [Link(1e6), Link(4e7, 0.001)]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"run": Run.of(replicas=6, uplink="50mbit"), "sharing": 2}, "uplink='50mbit' with sharing=2"),
         ({"step_seconds": None}, "the time of an inner step is needed"),
         ({"step_seconds": 0.0}, "a positive time for every replica"),
         ({"run": Run.of(model="nano")}, "a link is needed: --link"),

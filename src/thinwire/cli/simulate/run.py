@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle, islice
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +48,7 @@ class Options:
     MOST_USED: ClassVar[tuple[str, ...]] = ("step_seconds", "out")
 
     run_settings: Run
-    """The settings of the run; --link is every replica's uplink."""
+    """The settings of the run; --link is every replica's uplink, at most --uplink fast; --slow are further factors of --slower."""
     step_seconds: float | None = None
     """Seconds of an inner step; a report shows it, and `thinwire doctor` measures it."""
     slower: tuple[float, ...] = (1.0,)
@@ -127,18 +128,14 @@ def make_scenario(asked: Options) -> Scenario:
         raise ConfigurationError(
             f"sharing={asked.sharing} with {run.placement.replicas} replicas: between 1 and {run.placement.replicas} replicas share an uplink."
         )
-    given = asked.links or (() if run.placement.link == "none" else (run.placement.link,))
-    if not given:
-        raise ConfigurationError("a link is needed: --link 50mbit,30ms for all replicas, or --links with one for each.")
     count = -(-run.placement.replicas // asked.sharing)
     factors = spread(1.0, asked.step_variation, run.placement.replicas, run.seed, "steps")
-    steps = tuple(
-        seconds * slow * own for slow, own in zip(islice(cycle(asked.slower), run.placement.replicas), factors)
-    )
+    waits = run.placement.slow or (1.0,) * run.placement.replicas
+    steps = tuple(seconds * slow * wait * own for slow, wait, own in zip(cycle(asked.slower), waits, factors))
     rates = spread(1.0, asked.link_variation, count, run.seed, "links")
     links = [
         Link(link.bits_per_second * factor, link.delay_seconds)
-        for link, factor in zip(islice(cycle([Link.parse(text) for text in given]), count), rates)
+        for link, factor in zip(islice(cycle(_uplinks(asked)), count), rates)
     ]
     down = _times("outages", asked.outages, 2)
     return Scenario(
@@ -157,6 +154,22 @@ def make_scenario(asked: Options) -> Scenario:
         decode_seconds=asked.decode_seconds,
         seed=run.seed,
     )
+
+
+def _uplinks(asked: Options) -> list[Link]:
+    """The uplinks by --links or --link, none of them faster than --uplink; that alone has no delay. Raises `ConfigurationError`."""
+    placement = asked.run_settings.placement
+    link, uplink = (() if text == "none" else (text,) for text in (placement.link, placement.uplink))
+    given = asked.links or link or uplink
+    if not given:
+        raise ConfigurationError("a link is needed: --link 50mbit,30ms for all replicas, or --links with one for each.")
+    if uplink and asked.sharing > 1:
+        raise ConfigurationError(
+            f"uplink={placement.uplink!r} with sharing={asked.sharing}: --uplink is of one replica; write --uplink none, and give the rate "
+            "of a shared uplink by --link."
+        )
+    most = min((Link.parse(text).bits_per_second for text in uplink), default=inf)
+    return [Link(min(one.bits_per_second, most), one.delay_seconds) for one in map(Link.parse, given)]
 
 
 def skeleton(run: Run) -> nn.Module:
