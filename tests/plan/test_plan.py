@@ -268,6 +268,10 @@ def test_probe_plan_and_train_work_in_sequence(
         (["50mbit", "machine.toml", "--replicas", "0"], "at least 1 is needed"),
         (["50mbit", "machine.toml", "--model", "2b"], "model='2b': one of"),
         (["50mbit", "machine.toml", "--top", "0"], "at least 1 row"),
+        (["50mbit", "machine.toml", "--model", "nano", "--ranks", "2", "--levels", "0"], "of at least 1 rank"),
+        (["50mbit", "machine.toml", "--model", "nano", "--ranks", "2", "--levels", "-2"], "of at least 1 rank"),
+        (["50mbit", "machine.toml", "--levels", "2"], "give --ranks, above 1, too"),
+        (["50mbit", "machine.toml", "--degrees", "2,8,8"], "give --ranks, above 1, too"),
     ],
 )
 def test_wrong_arguments_are_an_error_of_one_line(
@@ -308,6 +312,33 @@ def test_the_printed_command_names_the_ranks_of_a_site(
     said = " ".join(capsys.readouterr().out.split())
     assert "exchange (predicted): a round of the largest fragment" in said and "around a ring" in said
     assert "--nproc_per_node 8" in said and "ZeRO-3 (FSDP2)" in said and "2, 8, 8 │ three levels" in said
+
+
+@pytest.mark.parametrize(
+    ("link", "replicas", "ranks", "command"),
+    [
+        ("50mbit,30ms", 2, 1, "thinwire train plan.toml"),
+        (
+            "50mbit,30ms",
+            2,
+            2,
+            "torchrun --standalone --nproc_per_node 4 -m thinwire train plan.toml --out runs/planned",
+        ),
+        ("none", 1, 2, "torchrun --standalone --nproc_per_node 2 -m thinwire train plan.toml --out runs/planned"),
+        ("none", 1, 1, "thinwire train plan.toml"),
+    ],
+)
+def test_the_printed_command_for_one_machine_starts_all_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, link: str, replicas: int,
+    ranks: int, command: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    replace(GPU, device="cpu").save(Path("machine.toml"))
+    Run.of(model="nano", link=link).save(Path("run.toml"))
+    asked = ["plan", "1gbit,1ms", "machine.toml", "--run", "run.toml", "--replicas", str(replicas)]
+    method = "diloco" if replicas == 1 else "data_parallel"  # which one replica alone cannot have
+    assert main([*asked, "--ranks", str(ranks), "--methods", method, "--tokens", "1m"]) == 0
+    assert f"to train: {command}\n" in capsys.readouterr().out
 
 
 def test_a_run_file_with_its_own_strategy_gets_a_new_plan(

@@ -103,6 +103,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
+    if asked.ranks == 1 and (asked.degrees or asked.levels):
+        raise ConfigurationError("--degrees and --levels are of the ranks of a site; give --ranks, above 1, too.")
     for figure in (asked.frontier, asked.rates):
         figures.check(figure)
     console, task = options.console(asked.json), _task(asked)
@@ -265,15 +267,15 @@ def _write(path: Path, best: Setting, task: Task) -> None:
 
 
 def _command(path: Path, best: Setting, task: Task) -> str:
-    run, file = best.run, quoted(path)
-    if run.placement.link != "none" or task.links.word == "emulated" or run.placement.replicas * task.ranks == 1:
+    replicas, file = best.run.placement.replicas, quoted(path)
+    here = best.run.placement.link != "none" or task.links.word == "emulated"
+    if task.ranks == 1 and (here or replicas == 1):
         return f"thinwire train {file}"
-    if task.ranks == 1:
-        return f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --master-addr HOST -m thinwire train {file} --out runs/planned"
-    return (
-        f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
-        f"-m thinwire train {file} --out runs/planned"
-    )
+    ranks = "" if task.ranks == 1 else f" --nproc_per_node {task.ranks}"
+    where = f" --nnodes {replicas} --node_rank RANK{ranks} --master-addr HOST"
+    if here or replicas == 1:
+        where = f" --standalone --nproc_per_node {replicas * task.ranks}"
+    return f"torchrun{where} -m thinwire train {file} --out runs/planned"
 
 
 def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> dict[str, Any]:
