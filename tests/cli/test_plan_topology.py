@@ -36,6 +36,8 @@ def test_explain_prints_the_edges_of_a_round(capsys: pytest.CaptureFixture[str])
         (["ring", "--model", "huge"], "model='huge': one of"),
         (["ring", "--strategy", "diloco"], "takes no topology"),
         (["rong"], "did you mean"),
+        (["--replicas", "0"], "--replicas 0: at least 1 is needed"),
+        (["--replicas", "-3", "--links", "50mbit"], "--replicas -3: at least 1 is needed"),
         (["--degree", "3"], "give --links links.toml too"),
         (["--out", "x.json"], "give both"),
         (["--links", "50mbit", "--degree", "1"], "2 to 7 neighbours are needed. With one neighbour each only two"),

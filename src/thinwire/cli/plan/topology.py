@@ -93,10 +93,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _links(asked: Options) -> tuple[Links | None, int]:
     """The links of --links, and the number of replicas."""
+    size = 8 if asked.replicas is None else asked.replicas
+    if size < 1:
+        raise ConfigurationError(f"--replicas {size}: at least 1 is needed.")
     if asked.links is None:
-        return None, 8 if asked.replicas is None else asked.replicas
+        return None, size
     if not asked.links.endswith(".toml"):
-        size = 8 if asked.replicas is None else asked.replicas
         return Links.uniform(Link.parse(asked.links), size), size
     links = Links.load(Path(asked.links))
     if asked.replicas not in (None, len(links)):
