@@ -341,6 +341,64 @@ def test_the_printed_command_for_one_machine_starts_all_ranks(
     assert f"to train: {command}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("carrier", "command"),
+    [
+        (
+            "elastic",
+            "thinwire lighthouse --host HOST --secret run.secret, and on each machine: thinwire train plan.toml "
+            "--lighthouse HOST:29510 --secret run.secret --name NAME --out runs/planned",
+        ),
+        (
+            "secure-elastic",
+            "thinwire hub --elastic --listen 0.0.0.0:29530 --address HOST --uses 3, and on each machine: "
+            "thinwire join TOKEN plan.toml --name NAME",
+        ),
+    ],
+)
+def test_the_printed_command_is_one_that_the_carrier_of_the_run_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, carrier: str, command: str
+) -> None:
+    """torchrun starts no elastic run, and none over a hub."""
+    monkeypatch.chdir(tmp_path)
+    replace(GPU, device="cpu").save(Path("machine.toml"))
+    Run.of(model="nano", carrier=carrier).save(Path("run.toml"))
+    asked = ["plan", "100gbit,1us", "machine.toml", "--run", "run.toml", "--replicas", "3", "--tokens", "1m"]
+    assert main([*asked, "--methods", "streaming_sign"]) == 0
+    assert f"to train: {command}\n" in capsys.readouterr().out
+    assert main([*asked, "--ranks", "2"]) == 2
+    assert f"--ranks 2 with carrier='{carrier}'" in capsys.readouterr().err
+
+
+def test_a_run_file_with_slow_machines_and_a_link_of_its_own_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """machine.toml says how fast machines are; a link that the figures do not count is a warning."""
+    monkeypatch.chdir(tmp_path)
+    replace(GPU, device="cpu").save(Path("machine.toml"))
+    Run.of(model="nano", slow=(1, 2), link="5mbit,30ms", uplink="1gbit").save(Path("run.toml"))
+    asked = ["plan", "1gbit,1ms", "machine.toml", "--run", "run.toml", "--replicas", "3", "--tokens", "1m", "--json"]
+    assert main([*asked, "--methods", "streaming_sign"]) == 0
+    told = json.loads(capsys.readouterr().out)["warnings"]
+    assert Run.load(Path("plan.toml")).placement.slow == ()
+    assert [one for one in told if "stays" in one] == [
+        "link-stays: the run file keeps link = 5mbit,30ms, and these figures do not count it"
+    ]
+
+
+def test_a_name_with_a_line_break_stays_in_the_comment_of_the_run_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(GPU, device="cpu").save(Path("machine.toml"))
+    Path("links.toml").write_text(
+        'names = ["a\\nseed = 7", "b"]\n[[link]]\nbetween = ["a\\nseed = 7", "b"]\nalone = "1gbit"\n'
+    )
+    assert main(["plan", "links.toml", "machine.toml", "--model", "nano", "--tokens", "1m"]) == 0
+    capsys.readouterr()
+    assert Run.load(Path("plan.toml")).seed == 0 and "a\\nseed = 7" in Path("plan.toml").read_text()
+
+
 def test_a_run_file_with_its_own_strategy_gets_a_new_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

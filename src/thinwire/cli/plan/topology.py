@@ -26,6 +26,7 @@ from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
 from thinwire.topology.base import Weights
 
+MOST = 4096  # replicas: a graph is a table of each with each
 TRIED = ("complete", "ring", "mesh", "torus", "exponential", "one_peer_exponential", "random_pairs", "random_regular")
 
 
@@ -94,8 +95,8 @@ def main(arguments: Sequence[str]) -> int:
 def _links(asked: Options) -> tuple[Links | None, int]:
     """The links of --links, and the number of replicas."""
     size = 8 if asked.replicas is None else asked.replicas
-    if size < 1:
-        raise ConfigurationError(f"--replicas {size}: at least 1 is needed.")
+    if not 1 <= size <= MOST:
+        raise ConfigurationError(f"--replicas {size}: 1 to {MOST} are needed.")
     if asked.links is None:
         return None, size
     if not asked.links.endswith(".toml"):
