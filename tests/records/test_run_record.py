@@ -183,6 +183,16 @@ def test_the_summary_of_a_finished_run_takes_precedence(tmp_path: Path, write_ev
     assert record.summary.strategy.startswith("streaming_diloco(")
 
 
+def test_the_training_loop_of_a_run_is_that_of_its_slowest_replica(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
+    """As it is before the replicas have told their own at the end."""
+    for replica, seconds in enumerate((3.0, 9.0)):
+        events = [start(replica, 2), step(1, 0.0, seconds), event("end", 9.0, 1, summary={"wall_seconds": seconds})]
+        write_events(tmp_path / "events" / f"replica-{replica}.jsonl", events)
+    assert RunRecord.load(tmp_path).summary.wall_seconds == 9.0
+
+
 def test_numbers_in_virtual_time_are_simulated(start: Start) -> None:
     begun = start(0, 1)
     assert provenance_of(begun) == "emulated"

@@ -71,6 +71,8 @@ def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     assert record.replicas[0].start["machine"]["failures"] == "4s/10s/1s"
     page = (out / "report.html").read_text()
     assert 'id="section-timeline"' in page and 'id="section-loss"' not in page and page.count(">simulated<") >= 6
+    assert main(["report", str(out), "--diagnose"]) == 0
+    assert "The run was simulated, so no message was sent." in capsys.readouterr().out
     assert main(["simulate", "run", *ASKED.split(), "--out", str(out)]) == 2
     assert "holds a run already" in capsys.readouterr().err
 
