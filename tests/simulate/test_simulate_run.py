@@ -77,6 +77,20 @@ def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     assert "holds a run already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("collate", "unit", "each"), [("def collate(samples): ...", "samples", 4), ("", "batches", 1)])
+def test_a_job_is_counted_in_its_own_unit(capsys, tmp_path, collate, unit, each):
+    job, out = tmp_path / "job.py", tmp_path / "virtual"
+    job.write_text(
+        "import torch\n\ndef model():\n    return torch.nn.Linear(3, 2)\n\ndef batches(share): ...\n\n"
+        f"def loss(model, batch): ...\n\n{collate}\n"
+    )
+    asked = ["simulate", "run", "--job", str(job), "--steps", "12", "--batch", "4", "--every", "6", "--link", "1mbit"]
+    assert main([*asked, "--step-seconds", "0.1", "--delay", "1", "--out", str(out), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["tokens"] == 12 * 2 * each and f" {unit}/s, " in told.err
+    assert RunRecord.load(out).unit == unit
+
+
 def test_the_event_log_agrees_with_the_summary(tmp_path):
     """In a run without failures, the summary computed from the events equals the simulated one."""
     out = tmp_path / "virtual"

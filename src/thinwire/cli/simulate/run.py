@@ -20,11 +20,13 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.own import functions
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.plan import compute
 from thinwire.records.units import (
+    UNITS,
     seconds_of_text,
     text_of_bits,
     text_of_nbytes,
@@ -86,6 +88,7 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     description = "Simulate a run on given machines and links, in virtual time and without training (simulated)."
     asked = options.read(Options, "simulate run", arguments, description)
+    asked = dataclasses.replace(asked, run_settings=asked.run_settings.counted_in_samples())
     run, console = asked.run_settings, options.console(asked.json)
     scenario = make_scenario(asked)
     strategy = run.make_strategy()
@@ -100,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}
         if recorder is not None:
             recorder.end(outcome, run.optimizer.steps, summary)
-    console.print(_table(scenario, outcome, summary))
+    console.print(_table(scenario, outcome, summary, _unit(run)))
     if strategy.bound:
         console.print(strategy.bound, soft_wrap=True, highlight=False)
     if asked.out is not None:
@@ -218,7 +221,7 @@ def _recorder(asked: Options, out: Path, scenario: Scenario, fragments: Sequence
         out,
         scenario,
         {
-            "run": run.settings(),
+            "run": run.settings() | {"unit": _unit(run)},
             "strategy": run.method.label,
             "parameters": sum(numel for _, numel in fragments),
             "fragments": [{"name": name, "numel": numel} for name, numel in fragments],
@@ -240,7 +243,14 @@ def _times(name: str, text: str | None, *counts: int) -> list[float]:
     return [seconds_of_text(part) for part in parts]
 
 
-def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any]) -> Table:
+def _unit(run: Run) -> str:
+    """What the run counts its data in."""
+    if run.model.job is None:
+        return UNITS[0]
+    return UNITS[1] if "collate" in functions(run.model.job) else UNITS[2]
+
+
+def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any], unit: str) -> Table:
     """The run's numbers, and those of the replicas that wait most and least."""
     title = f"{summary['strategy']}, {summary['replicas']} replicas, {summary['steps']:,} inner steps (simulated)"
     table = Table(title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
@@ -268,7 +278,7 @@ def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any
     shown = "" if len(order) <= SHOWN else f"the {SHOWN // 2} that wait most and the {SHOWN // 2} that wait least; "
     failed = f"{summary['failures']} failures; " if scenario.failures else ""
     table.caption = (
-        f"{shown}{failed}{summary['tokens_per_second']:,.0f} tokens/s, {summary['rounds']:,} rounds, "
+        f"{shown}{failed}{summary['tokens_per_second']:,.0f} {unit}/s, {summary['rounds']:,} rounds, "
         f"{text_of_bits(summary['bits_per_parameter_per_step'])} bits a parameter and step, {summary['events']:,} events\n"
         f"on an uplink below {text_of_rate(summary['floor_bits_per_second'])} every schedule must wait (predicted)"
     )
