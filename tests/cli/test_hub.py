@@ -56,14 +56,18 @@ def test_a_hub_whose_stdout_was_closed_before_the_token_serves(
         (["list", "--uses", "9"], "--uses with list: only run and invite can use it"),
         (["revoke", "oslo", "--now"], "--now with revoke: only rotate can use it"),
         (["invite", "--elastic"], "--elastic with invite: only run can use it"),
+        *(
+            (["--address", wrong], f"--address {wrong!r}: a host name or an IP address is needed, without a port")
+            for wrong in ("", "hub.example:29530", "two words", "https://hub.example", "hüb.example", "x" * 254)
+        ),
     ],
 )
-def test_an_option_of_another_verb_is_refused(
+def test_an_option_of_another_verb_or_a_host_that_nobody_can_dial_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    """It would be ignored otherwise."""
-    assert main(["hub", *arguments, "--out", str(tmp_path)]) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+    """It would be ignored otherwise, or be in tokens with which nobody can join."""
+    assert main(["hub", *arguments, "--out", str(tmp_path / "hub")]) == 2
+    assert says in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "hub").exists()
 
 
 def test_each_verb_ends_with_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,8 @@ from thinwire.lm.run import Run
         (["probe", "--link", "50"], "the link '50' was given"),
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
+        (["doctor", "--master-addr", "127.0.0.1", "--master-port", "99999"], "--master-port 99999: a port, 1 to 65535"),
+        (["doctor", "--firewall", "10.0.0.1", "--master-port", "0"], "--master-port 0: a port, 1 to 65535"),
         (["follow", "nothing", "--every", "-1"], "--every -1.0: seconds between two looks are needed"),
         (
             ["docs", "../README"],

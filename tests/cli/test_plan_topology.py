@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -36,9 +37,14 @@ def test_explain_prints_the_edges_of_a_round(capsys: pytest.CaptureFixture[str])
         (["ring", "--model", "huge"], "model='huge': one of"),
         (["ring", "--strategy", "diloco"], "takes no topology"),
         (["rong"], "did you mean"),
+        (["--replicas", "0"], "--replicas 0: 1 to 4096 are needed"),
+        (["--replicas", "-3", "--links", "50mbit"], "--replicas -3: 1 to 4096 are needed"),
+        (["--replicas", "100000"], "--replicas 100000: 1 to 4096 are needed"),
         (["--degree", "3"], "give --links links.toml too"),
         (["--out", "x.json"], "give both"),
         (["--links", "50mbit", "--degree", "1"], "2 to 7 neighbours are needed. With one neighbour each only two"),
+        (["--links", "50mbit", "--degree", "0", "--replicas", "1"], "at least 2 replicas are needed"),
+        (["--links", "50mbit", "--degree", "1", "--replicas", "1"], "at least 2 replicas are needed"),
         (["--plot", "x.pdf"], "ends with .svg, .html or .png"),
     ],
     ids=str,
@@ -46,6 +52,16 @@ def test_explain_prints_the_edges_of_a_round(capsys: pytest.CaptureFixture[str])
 def test_invalid_arguments_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "topology", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_picture_is_xml_whatever_the_names_of_the_replicas_hold(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "links.toml").write_text(
+        'names = ["a\\u001b[31m", "<b>"]\n[[link]]\nbetween = ["a\\u001b[31m", "<b>"]\nalone = "5mbit"\n'
+    )
+    given = ["ring", "--model", "nano", "--links", str(tmp_path / "links.toml"), "--plot", str(tmp_path / "a.svg")]
+    assert main(["plan", "topology", *given]) == 0
+    texts = [node.text for node in ElementTree.parse(tmp_path / "a.svg").iter() if node.text]
+    assert r"a\x1b[31m" in texts and "<b>" in texts and "\x1b" not in capsys.readouterr().out
 
 
 def test_the_best_graph_within_a_budget_halves_distances_faster_than_a_ring(

@@ -224,6 +224,7 @@ def test_a_trained_model_is_sampled_exported_and_trained_further(run: Path, caps
     assert output_of(capsys, *asked)[0] == said != output_of(capsys, *asked[:-1], 4)[0]
     assert main([*map(str, asked)]) == 0 and said["text"].split("\n")[0] in capsys.readouterr().out
     assert output_of(capsys, "sample", run, "--tokens", 1, "--temperature", 0)[0]["tokens"] <= 1  # without a prompt
+    assert main(["sample", str(run), "--temperature", "nan"]) == 2 and "temperature=nan" in capsys.readouterr().err
 
     output_of(capsys, "export", run, "--out", "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained("hf")

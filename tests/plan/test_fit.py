@@ -154,6 +154,7 @@ def test_the_verb_prints_laws_intervals_and_densities(tmp_path: Path, capsys: py
     [
         ("a.csv", "", "cannot be read as a ladder"),
         ("a.csv", "parameters,loss\n", "cannot be read as a ladder"),
+        ("a.csv", f"parameters,loss\n{'1' * 140_000},2\n", "field larger than field limit"),
         ("a.csv", "parameters,loss\n1e6,2\n1e7,0\n", "finite numbers above 0"),
         ("a.csv", "parameters,loss\n1e6,2\n1e7,low\n", "no numbers in loss"),
         ("a.json", '[{"parameters": 1e6}]', "no numbers in loss"),

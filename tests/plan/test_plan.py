@@ -268,6 +268,10 @@ def test_probe_plan_and_train_work_in_sequence(
         (["50mbit", "machine.toml", "--replicas", "0"], "at least 1 is needed"),
         (["50mbit", "machine.toml", "--model", "2b"], "model='2b': one of"),
         (["50mbit", "machine.toml", "--top", "0"], "at least 1 row"),
+        (["50mbit", "machine.toml", "--model", "nano", "--ranks", "2", "--levels", "0"], "of at least 1 rank"),
+        (["50mbit", "machine.toml", "--model", "nano", "--ranks", "2", "--levels", "-2"], "of at least 1 rank"),
+        (["50mbit", "machine.toml", "--levels", "2"], "give --ranks, above 1, too"),
+        (["50mbit", "machine.toml", "--degrees", "2,8,8"], "give --ranks, above 1, too"),
     ],
 )
 def test_wrong_arguments_are_an_error_of_one_line(

@@ -102,6 +102,9 @@ def test_a_torn_last_line_is_skipped_and_ended_by_the_next_session(tmp_path: Pat
         b"[]",
         b'{"event": "stop"}',
         b'{"event":"stop","seconds":"x","step":1,"reason":""}',
+        b'{"event":"late","seconds":1,"step":1,"fragment":[0]}',
+        b'{"event":"given","seconds":1,"step":1,"to":[],"nbytes":1e300}',
+        b'{"event":"late","seconds":1,"step":1,"fragment":' + b"9" * 400 + b"}",
         b"[" * 100_000,
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from thinwire.cli import main
 from thinwire.errors import DataError
 from thinwire.records.replica_record import smoothed
 from thinwire.records.run_record import RunRecord, provenance_of
@@ -183,6 +184,16 @@ def test_the_summary_of_a_finished_run_takes_precedence(tmp_path: Path, write_ev
     assert record.summary.strategy.startswith("streaming_diloco(")
 
 
+def test_the_training_loop_of_a_run_is_that_of_its_slowest_replica(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
+    """As it is before the replicas have told their own at the end."""
+    for replica, seconds in enumerate((3.0, 9.0)):
+        events = [start(replica, 2), step(1, 0.0, seconds), event("end", 9.0, 1, summary={"wall_seconds": seconds})]
+        write_events(tmp_path / "events" / f"replica-{replica}.jsonl", events)
+    assert RunRecord.load(tmp_path).summary.wall_seconds == 9.0
+
+
 def test_numbers_in_virtual_time_are_simulated(start: Start) -> None:
     begun = start(0, 1)
     assert provenance_of(begun) == "emulated"
@@ -207,6 +218,18 @@ def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "events" / "replica-0.jsonl").write_text("torn")
     with pytest.raises(DataError, match="no event yet"):
         RunRecord.load(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["begin", "compute_seconds"])
+def test_a_step_without_its_times_is_a_damaged_line(
+    tmp_path: Path, write_events: Write, start: Start, field: str
+) -> None:
+    """It ended the report with a traceback."""
+    events = [start(0, 1), step(1, 0.0, 1.0), step(2, 1.0, 1.0) | {field: "NaN"}, step(3, 2.0, 1.0)]
+    write_events(tmp_path / "events" / "replica-0.jsonl", events)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "1 damaged line was passed over" in (tmp_path / "report.html").read_text()
+    assert RunRecord.load(tmp_path).replicas[0].step.tolist() == [1, 3]
 
 
 def test_damaged_fields_do_not_hide_the_rest(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from thinwire.cli import main
+from thinwire.records.events import EventLog
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import NOTHING
 from thinwire.report import progress as module
@@ -242,3 +244,22 @@ def test_top_dates_events_from_the_opening_of_their_log(tmp_path: Path, write_ev
     top.read(1010.0)
     shown.print(top.picture(1010.0))
     assert "step 2, 1.0 s ago" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("run", "unit"), [({"unit": "batches"}, "batches"), ({}, "tokens"), ({"unit": "<b>"}, "tokens")]
+)
+def test_top_says_what_a_job_counts(
+    tmp_path: Path,
+    write_events: Write,
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
+    run: dict[str, str],
+    unit: str,
+) -> None:
+    begun, log = start(0, 1), tmp_path / "events" / "replica-0.jsonl"
+    with EventLog(log):  # so it is alive
+        write_events(log, [begun | {"run": begun["run"] | run}, *steps(1, 4)])
+        assert main(["top", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("/s") == said.count(f" {unit}/s ") == 2

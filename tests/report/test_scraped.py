@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import DataError
 from thinwire.report.scraped import MISSED, ScrapedTop, is_address
 from thinwire.report.trackers.follow import following
 
@@ -47,12 +47,12 @@ def test_top_shows_a_run_behind_an_endpoint(
     assert main(["top", address]) == 1 and "cannot be read" in capsys.readouterr().err
 
 
-def test_addresses_are_recognised_and_unreachable_ones_are_refused(tmp_path: Path) -> None:
+def test_addresses_are_recognised_and_unreachable_ones_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(map(is_address, ("127.0.0.1:9100", "[::1]:80", "http://x/metrics", "oslo.example:1")))
     assert not any(map(is_address, ("runs/first", "runs", "a b:1", "C:\\runs")))
-    for wrong in ("ftp://x", "http://", "http://x:99999999"):
-        with pytest.raises(ConfigurationError, match="is needed"):
-            ScrapedTop(wrong)
+    for wrong in ("ftp://x", "http://", "http://x:99999999", "http://["):
+        assert main(["top", wrong]) == 2
+        assert f"top {wrong}: a run folder, HOST:PORT" in capsys.readouterr().err
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         with pytest.raises(DataError, match="a run that trains"):

@@ -64,6 +64,15 @@ def test_gauges_keep_the_last_value_and_counters_add() -> None:
     assert not values.take({"event": "start"})
 
 
+def test_rounds_of_an_elastic_run_count_as_flights_and_landings() -> None:
+    values, fields = MetricValues(), {"members": ["a", "b"], "seconds_spent": 0.5, "nbytes": 100}
+    values.take({"event": "round", "fragment": -1, "committed": False} | fields | {"nbytes": 0})  # nothing to exchange
+    assert values.now == {"members": 2.0}
+    values.take({"event": "round", "fragment": 0, "committed": True} | fields)
+    values.take({"event": "round", "fragment": 1, "committed": False} | fields | {"seconds_spent": 2.0})
+    assert values.now == {"members": 2.0, "sent_bytes": 200.0, "flight_seconds": 2.0, "rounds_landed": 1.0}
+
+
 @needs("tensorboard")
 @needs("prometheus_client")
 def test_a_killed_and_resumed_run_is_followed(make_run: MakeRun, tmp_path: Path) -> None:

@@ -71,8 +71,24 @@ def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     assert record.replicas[0].start["machine"]["failures"] == "4s/10s/1s"
     page = (out / "report.html").read_text()
     assert 'id="section-timeline"' in page and 'id="section-loss"' not in page and page.count(">simulated<") >= 6
+    assert main(["report", str(out), "--diagnose"]) == 0
+    assert "The run was simulated, so no message was sent." in capsys.readouterr().out
     assert main(["simulate", "run", *ASKED.split(), "--out", str(out)]) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("collate", "unit", "each"), [("def collate(samples): ...", "samples", 4), ("", "batches", 1)])
+def test_a_job_is_counted_in_its_own_unit(capsys, tmp_path, collate, unit, each):
+    job, out = tmp_path / "job.py", tmp_path / "virtual"
+    job.write_text(
+        "import torch\n\ndef model():\n    return torch.nn.Linear(3, 2)\n\ndef batches(share): ...\n\n"
+        f"def loss(model, batch): ...\n\n{collate}\n"
+    )
+    asked = ["simulate", "run", "--job", str(job), "--steps", "12", "--batch", "4", "--every", "6", "--link", "1mbit"]
+    assert main([*asked, "--step-seconds", "0.1", "--delay", "1", "--out", str(out), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["tokens"] == 12 * 2 * each and f" {unit}/s, " in told.err
+    assert RunRecord.load(out).unit == unit
 
 
 def test_the_event_log_agrees_with_the_summary(tmp_path):
@@ -120,9 +136,25 @@ def test_the_scenario_follows_the_options():
     assert np.mean([end - begin for begin, end in first]) == pytest.approx(20, rel=0.2)
 
 
+def test_the_scenario_follows_the_run_s_own_slow_machines_and_uplink(capsys):
+    plain = json_output(capsys, f"{ASKED} --replicas 3")
+    slow = json_output(capsys, f"{ASKED} --replicas 3 --slow 1 1 4 --slower 1 2 1")
+    assert slow["wall_seconds"] > 3 * plain["wall_seconds"]
+    thin = json_output(capsys, f"{ASKED} --replicas 3 --uplink 100kbit")
+    assert thin["stall_seconds"] > 10 * plain["stall_seconds"]
+    run = Run.of(replicas=2, slow=(1, 3), uplink="40mbit", link="50mbit,30ms")
+    scenario = make_scenario(options(run=run, slower=(2.0, 1.0)))
+    assert scenario.step_seconds == (2.0, 3.0) and [wire.link for wire in scenario.wires] == [Link(4e7, 0.03)] * 2
+    alone = make_scenario(options(run=run.changed(link="none")))
+    assert [wire.link for wire in alone.wires] == [Link(4e7)] * 2
+    faster = make_scenario(options(run=run, links=("1mbit", "1gbit,1ms")))
+    assert [wire.link for wire in faster.wires] == [Link(1e6), Link(4e7, 0.001)]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"run": Run.of(replicas=6, uplink="50mbit"), "sharing": 2}, "uplink='50mbit' with sharing=2"),
         ({"step_seconds": None}, "the time of an inner step is needed"),
         ({"step_seconds": 0.0}, "a positive time for every replica"),
         ({"run": Run.of(model="nano")}, "a link is needed: --link"),

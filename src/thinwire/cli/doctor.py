@@ -75,6 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.ask(Options, "thinwire doctor", arguments, "Check this machine, and report problems.")
     if asked.step_seconds is not None and not asked.step_seconds > 0:
         raise ConfigurationError(f"step_seconds={asked.step_seconds}: more than 0 is needed.")
+    if not 0 < asked.master_port < 1 << 16:
+        raise ConfigurationError(f"--master-port {asked.master_port}: a port, 1 to 65535, is needed.")
     if asked.firewall:
         print(rules(asked.firewall, asked.master_port))
         return 0
@@ -115,11 +117,8 @@ def set_up(
     except ConfigurationError as error:
         yield CheckResult("run file", "problem", reason(error))
         return
-    yield CheckResult(
-        "run file",
-        "ok",
-        f"{file}: {run.placement.replicas} replicas, {run.optimizer.steps} steps, {run.method.strategy}",
-    )
+    about = f"{file}: {run.placement.replicas} replicas, {run.optimizer.steps} steps, {run.method.strategy}"
+    yield CheckResult("run file", "ok", about)
     yield warn_unless(
         run.placement.replicas <= machine.cores(),
         "replicas",

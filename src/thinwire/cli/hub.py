@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +55,7 @@ class Options:
     listen: str | None = None
     """HOST:PORT to listen at; machines that join need the next port, too. Default: the earlier address of this folder's hub, or 127.0.0.1:29530."""
     address: str | None = None
-    """The host that replicas dial, if it is not the one of --listen: a public name or address. Default: the host of --listen."""
+    """The host that replicas dial, if it is not the one of --listen: a public name or address, without a port. Default: the host of --listen."""
     run_file: Path | None = None
     """A run file for machines that join without one. Default: the run file that this folder holds, if any; otherwise each member gives its own."""
     published: Path | None = None
@@ -138,6 +140,8 @@ def _run(asked: Options, console: Console) -> int:
     from thinwire.comm.secure.keys import private_folder
     from thinwire.records.uploaded import UploadedVersions
 
+    fresh = not (asked.out / "hub.sqlite").exists()
+    (host, port), reached_at = _listen(asked, fresh), _reached_at(asked)
     _check_publishers(asked)
     if not 0 < asked.heartbeat_timeout < 86_400:
         raise ConfigurationError(
@@ -157,13 +161,11 @@ def _run(asked: Options, console: Console) -> int:
     ended: list[int] = []  # see cli/lighthouse.py
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda told, _: ended.append(told))
-    fresh = not (asked.out / "hub.sqlite").exists()
     if asked.run_file:
         _check_run_file(asked.run_file)
     folder = private_folder(asked.out)
     if asked.run_file:
         shutil.copyfile(asked.run_file, folder / "run.toml")
-    host, port = _listen(asked, fresh)
 
     def say(line: str) -> None:
         console.print(printable(line), soft_wrap=True, highlight=False)
@@ -171,7 +173,7 @@ def _run(asked: Options, console: Console) -> int:
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
     publishers = UploadedVersions(folder, asked.publishers, asked.publish_bytes) if asked.publishers else None
-    hub = Hub(folder, host, port, asked.address, registry=registry, published=published, publishers=publishers, say=say)
+    hub = Hub(folder, host, port, reached_at, registry=registry, published=published, publishers=publishers, say=say)
     try:
         say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
@@ -218,6 +220,22 @@ def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65535:
         raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{PORT}.")
     return host.strip("[]"), int(port)
+
+
+def _reached_at(asked: Options) -> str | None:
+    """The host of --address. A token holds it, and replicas dial it with the ports of --listen."""
+    if asked.address is None:
+        return None
+    host = asked.address.strip("[]")
+    if not re.fullmatch(r"[\w.-]{1,253}", host, re.ASCII):
+        try:
+            IPv6Address(host)
+        except ValueError:
+            raise ConfigurationError(
+                f"--address {asked.address!r}: a host name or an IP address is needed, without a port, such as hub.example; the port is that "
+                "of --listen."
+            ) from None
+    return host
 
 
 def _check_run_file(path: Path) -> None:

@@ -352,7 +352,7 @@ def generate(
 
     The whole context is read again for every token: suited to look at a model, not to serve one.
     """
-    if not prompt or temperature < 0:
+    if not prompt or not temperature >= 0:
         raise ConfigurationError(
             f"{len(prompt)} tokens of prompt, temperature={temperature}: at least one token and a temperature ≥ 0 "
             "are needed. Begin with the tokenizer's `end`."

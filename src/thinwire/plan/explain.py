@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from thinwire.comm import Link
 from thinwire.plan import cost, placement
 from thinwire.plan.compute import shape_of
 from thinwire.plan.search import ruled_out
@@ -98,6 +99,7 @@ def warnings(task: Task, best: Setting) -> list[str]:
         else []
     )
     said += [f"method-refused: {method}: {why}" for method, why in ruled_out(task.base, task.methods).items()]
+    said += _of_the_run(task, best)
     out = [name for place, name in enumerate(links.names) if place not in chosen]
     if out:
         said.append(f"left-out: {few(out)} would hold the others up more than help")
@@ -114,6 +116,20 @@ def warnings(task: Task, best: Setting) -> list[str]:
     named = [warning.partition(":")[0] for warning in said]
     kept = [warning for i, warning in enumerate(said) if named[:i].count(named[i]) < FEW]
     return kept + [f"{name}: and {n - FEW} more" for name, n in Counter(named).items() if n > FEW]
+
+
+def _of_the_run(task: Task, best: Setting) -> list[str]:
+    """The links that the run file sets itself, where they are not those of the plan."""
+    links, placement = task.links.among(best.places).alone.values(), task.base.placement
+    if not links or task.links.word == "emulated":  # the plan writes the emulated link
+        return []
+    given = {name: getattr(placement, name) for name in ("link", "uplink") if getattr(placement, name) != "none"}
+    rates = {str(link) for link in links} | {str(Link(link.bits_per_second)) for link in links}
+    return [
+        f"{name}-stays: the run file keeps {name} = {text}, and these figures do not count it"
+        for name, text in given.items()
+        if text not in rates
+    ]
 
 
 def _on_disk(task: Task, best: Setting) -> str:

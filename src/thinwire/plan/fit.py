@@ -72,7 +72,7 @@ class Ladder:
             rows = parsed(json.loads, text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
             names = list(rows[0])
             table = {name: [row[name] for row in rows] for name in names}
-        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        except (OSError, ValueError, IndexError, KeyError, TypeError, csv.Error) as error:
             raise DataError(
                 f"{path} cannot be read as a ladder of runs ({type(error).__name__}: {error}); a CSV with a header, or a JSON list of objects, "
                 "with loss and parameters (and replicas, every, tokens, ...) is needed."

@@ -89,6 +89,8 @@ def within_budget(links: Links, degree: int, nbytes: float, seed: int = 0) -> Li
     array([2, 2, 2, 2])
     """
     size = len(links)
+    if size < 2:
+        raise ConfigurationError(f"a graph of degree {degree} among {size} replicas: at least 2 replicas are needed.")
     least = min(2, size - 1)
     if type(degree) is not int or not least <= degree < max(2, size):
         one = (

@@ -149,10 +149,11 @@ def traffic(
     >>> sum(phase.nbytes for phase in traffic(Shards(8, 8, 8), 1000, 8, [8], MIXED))  # ZeRO-3: 3·(7/8)·2·N
     5250.0
     """
-    if ranks % shards.optimizer or any(high % low for low, high in pairwise(levels)) or levels[-1] != ranks:
+    nested = min(levels) > 0 and not any(high % low for low, high in pairwise(levels)) and levels[-1] == ranks
+    if ranks % shards.optimizer or not nested:
         raise ConfigurationError(
             f"{shards} on {ranks} ranks with levels {tuple(levels)}: the ranks must be a multiple of s_o, each level one of the level "
-            "before, and the last level all ranks."
+            "before, of at least 1 rank, and the last level all ranks."
         )
     w, g, o = shards.weights, shards.gradients, shards.optimizer
     weight, gradient = precision.weight * parameters, precision.gradient * parameters

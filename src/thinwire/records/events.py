@@ -285,7 +285,14 @@ def parse_event(line: bytes) -> Event | None:
         or type(event.get("seconds")) not in (int, float)
     ):
         return None
+    if any(_is_no_count(event.get(name)) for name in ("fragment", "round", "nbytes", "tokens")):
+        return None
     return event if event.keys() >= set(EVENTS.get(event["event"], ())) else None
+
+
+def _is_no_count(value: object) -> bool:
+    """Whether this is neither a name nor a number that an array can hold."""
+    return isinstance(value, list | dict) or (isinstance(value, int | float) and 2**62 <= abs(value) < math.inf)
 
 
 def _line(record: Mapping[str, object]) -> bytes:

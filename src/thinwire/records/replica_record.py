@@ -224,7 +224,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
     if start["carrier"] == CARRIER:
         of |= as_flights(rounds)
     names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
-    steps, lands = of.get("step", []), of.get("land", [])
+    steps, lands = [item for item in of.get("step", []) if _has_times(item[1])], of.get("land", [])
     departs = as_sent(of.get("depart", []), of.get("flight", []), names)
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
     loss = _column(steps, "loss")
@@ -263,8 +263,12 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         rounds=tuple(RoundSeen.of(event, offset) for offset, event in rounds),
         stopped=_stopped(joined),
         end=_end(joined),
-        damaged=damaged,
+        damaged=damaged + len(of.get("step", [])) - len(steps),
     )
+
+
+def _has_times(step: Event) -> bool:
+    return all(math.isfinite(number(step[name])) for name in ("begin", "compute_seconds"))
 
 
 def _column(events: Sequence[tuple[float, Event]], name: str) -> Floats:

@@ -277,6 +277,8 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
         if key in means:  # every shard of a replica sends its own
             means[key] = number(means[key]) * len(replicas) / computed.replicas
+    walls = [wall for summary in said if math.isfinite(wall := number(summary.get("wall_seconds")))]
+    means |= {"wall_seconds": max(walls)} if walls else {}
     if unlike(replicas):
         means["losses"] = losses_of_each(replicas)
     if elastic:  # each told of itself alone

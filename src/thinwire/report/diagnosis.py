@@ -93,6 +93,9 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
     logs, rules = [log for path in paths if (log := _Log.read(path)) is not None], rules or Rules()
     if not logs:
         raise DataError(f"{folder} holds no events/*.jsonl of a run. Give the folder that `thinwire train` wrote.")
+    if logs[0].word == "simulated":
+        doubt = "The run was simulated, so no message was sent. Its report page shows who waits, and for how long."
+        return Diagnosis(tuple(log.name for log in logs), (), doubts=(doubt,), word="simulated")
     parts = [
         _diagnosed([log for log in logs if log.shard == shard], rules) for shard in sorted({log.shard for log in logs})
     ]

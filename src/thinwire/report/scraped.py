@@ -59,8 +59,8 @@ class ScrapedTop:
             raise ConfigurationError(
                 f"top {address}: Prometheus' package is needed; pip install 'thinwire[prometheus]'."
             )
-        parts = urlsplit(address if "://" in address else f"http://{address}")
         try:
+            parts = urlsplit(address if "://" in address else f"http://{address}")
             wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
         except ValueError:
             wrong = True
@@ -135,7 +135,8 @@ class ScrapedTop:
                 )
             )  # fmt: skip
         head = printable(f"{self._run}, {self.address}: step {self._step}, {len(self._seen)} replicas", 400)
-        return Group(Text(head), table, Text("Speeds are means since this screen was opened.", style="dim"))
+        about = f"Speeds are means over at most {RECENT} looks. Of a job of your own, tokens are samples or batches."
+        return Group(Text(head), table, Text(about, style="dim"))
 
     @property
     def _step(self) -> int:

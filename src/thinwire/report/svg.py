@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 from textwrap import wrap
 from typing import Any
 
+from thinwire.records.printable import printable
 from thinwire.report.charts import ChartState, Json
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 18, 45, 52  # margins in pixels
@@ -176,7 +177,7 @@ def _stroke(line: dict[str, Any]) -> str:
 
 
 def _dot(x: float, y: float, paint: str, size: float, text: str = "", ring: str = "") -> str:
-    title = f"<title>{escape(text, quote=False)}</title>" if text else ""
+    title = f"<title>{_written(text)}</title>" if text else ""
     how = ring or f'fill="{paint}" class="dot" stroke-width="1"'
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size / 2:g}" {how}>{title}</circle>'
 
@@ -223,5 +224,10 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 def _text(x: float, y: float, text: str, kind: str = "ink", anchor: str = "start", size: int = 12) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}" font-size="{size}">'
-        f"{escape(text, quote=False)}</text>"
+        f"{_written(text)}</text>"
     )
+
+
+def _written(text: str) -> str:
+    """Text for XML, which allows no control characters."""
+    return escape(printable(text), quote=False)

@@ -20,7 +20,16 @@ from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import provenance_of
 from thinwire.records.sessions import number, split, whole
-from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
+from thinwire.records.units import (
+    NOTHING,
+    UNITS,
+    text_of_count,
+    text_of_loss,
+    text_of_nbytes,
+    text_of_seconds,
+    text_of_share,
+    unit_of,
+)
 from thinwire.report.diagnosis import Diagnosis, diagnose
 from thinwire.report.progress import SILENT_SECONDS
 from thinwire.report.replica_progress import ReplicaProgress
@@ -136,7 +145,8 @@ class Top:
         """The screen at `now`, seconds since 1970."""
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
         for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
+            shown = name.replace("tokens", self._unit)
+            table.add_column(shown, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
         for one in self._all:
             table.add_row(*map(Text, self._row(one, now)))
         return Group(*(Text(printable(line, 400)) for line in self._head(now)), table, *self._found())
@@ -148,6 +158,10 @@ class Top:
     @property
     def _start(self) -> Event | None:
         return next((one.start for one in self._all if one.start), None)
+
+    @property
+    def _unit(self) -> str:
+        return unit_of(self._start) if self._start else UNITS[0]
 
     @property
     def _steps(self) -> int:
@@ -209,7 +223,7 @@ class Top:
         )
         parts = (
             f"step {self._step}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
-            f"{text_of_count(speed)} tokens/s" if living else "",
+            f"{text_of_count(speed)} {self._unit}/s" if living else "",
             f"evaluation {text_of_loss(evaluated[1])} at step {evaluated[0]}" if evaluated else "",
             f"numbers are {provenance_of(self._start)}",
             f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",

@@ -15,10 +15,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import figures, options
+from thinwire.cli import figures, hub, options
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
+from thinwire.membership.channel import PORT
 from thinwire.plan import exchanges, explain, quantities
 from thinwire.plan.compute import shape_of
 from thinwire.plan.figure import frontier_chart, rates_chart
@@ -29,7 +30,7 @@ from thinwire.plan.search import settings
 from thinwire.plan.setting import SEARCHED, Setting, Task
 from thinwire.plan.sharding import Shards
 from thinwire.plan.targets import Targets, meeting
-from thinwire.records.printable import quoted
+from thinwire.records.printable import printable, quoted
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.report.charts import Chart
 
@@ -103,6 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
+    if asked.ranks == 1 and (asked.degrees or asked.levels):
+        raise ConfigurationError("--degrees and --levels are of the ranks of a site; give --ranks, above 1, too.")
     for figure in (asked.frontier, asked.rates):
         figures.check(figure)
     console, task = options.console(asked.json), _task(asked)
@@ -138,7 +141,13 @@ def main(arguments: Sequence[str]) -> int:
 def _task(asked: Options) -> Task:
     run = Run.load(asked.run, options.advise) if asked.run else Run()
     changes = {name: getattr(asked, name) for name in ("model", "job", "sequence", "text", "tokenizer")}
-    run = run.changed(**{name: value for name, value in changes.items() if value is not None}).counted_in_samples()
+    changes = {name: value for name, value in changes.items() if value is not None}
+    run = run.changed(**changes, slow=()).counted_in_samples()  # MACHINES say how fast each one is
+    if asked.ranks > 1 and run.placement.carrier not in ("processes", "threads"):
+        raise ConfigurationError(
+            f"--ranks {asked.ranks} with carrier={run.placement.carrier!r}: torchrun starts replicas of several ranks, as a fixed group; "
+            'write carrier = "processes" in the run file, or leave --ranks out.'
+        )
     if asked.links.endswith(".toml") or Path(asked.links).exists():
         links = Links.load(Path(asked.links))
         if asked.replicas not in (None, len(links)):
@@ -261,19 +270,30 @@ def _write(path: Path, best: Setting, task: Task) -> None:
         f"{text_of_nbytes(best.memory_nbytes)} a rank, {text_of_seconds(best.seconds)} in all.",
         *explain.warnings(task, best),
     ]
-    store(path, "".join(f"# {line}\n" for line in comment) + path.read_text())
+    store(path, "".join(f"# {printable(line)}\n" for line in comment) + path.read_text())
 
 
 def _command(path: Path, best: Setting, task: Task) -> str:
-    run, file = best.run, quoted(path)
-    if run.placement.link != "none" or task.links.word == "emulated" or run.placement.replicas * task.ranks == 1:
+    replicas, carrier, file = best.run.placement.replicas, best.run.placement.carrier, quoted(path)
+    here = best.run.placement.link != "none" or task.links.word == "emulated"
+    if task.ranks == 1 and (here or replicas == 1):
         return f"thinwire train {file}"
-    if task.ranks == 1:
-        return f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --master-addr HOST -m thinwire train {file} --out runs/planned"
-    return (
-        f"torchrun --nnodes {run.placement.replicas} --node_rank RANK --nproc_per_node {task.ranks} --master-addr HOST "
-        f"-m thinwire train {file} --out runs/planned"
-    )
+    if carrier == "elastic":
+        return (
+            "thinwire lighthouse --host HOST --secret run.secret, and on each machine: thinwire train "
+            f"{file} --lighthouse HOST:{PORT} --secret run.secret --name NAME --out runs/planned"
+        )
+    if carrier in ("secure", "secure-elastic"):
+        kind = " --elastic" if carrier == "secure-elastic" else ""
+        return (
+            f"thinwire hub{kind} --listen 0.0.0.0:{hub.PORT} --address HOST --uses {replicas}, and on each machine: "
+            f"thinwire join TOKEN {file} --name NAME"
+        )
+    ranks = "" if task.ranks == 1 else f" --nproc_per_node {task.ranks}"
+    where = f" --nnodes {replicas} --node_rank RANK{ranks} --master-addr HOST"
+    if here or replicas == 1:
+        where = f" --standalone --nproc_per_node {replicas * task.ranks}"
+    return f"torchrun{where} -m thinwire train {file} --out runs/planned"
 
 
 def _facts(rows: Sequence[Setting], best: Setting, task: Task, path: Path) -> dict[str, Any]:

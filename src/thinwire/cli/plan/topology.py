@@ -26,6 +26,7 @@ from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
 from thinwire.topology.base import Weights
 
+MOST = 4096  # replicas: a graph is a table of each with each
 TRIED = ("complete", "ring", "mesh", "torus", "exponential", "one_peer_exponential", "random_pairs", "random_regular")
 
 
@@ -93,10 +94,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _links(asked: Options) -> tuple[Links | None, int]:
     """The links of --links, and the number of replicas."""
+    size = 8 if asked.replicas is None else asked.replicas
+    if not 1 <= size <= MOST:
+        raise ConfigurationError(f"--replicas {size}: 1 to {MOST} are needed.")
     if asked.links is None:
-        return None, 8 if asked.replicas is None else asked.replicas
+        return None, size
     if not asked.links.endswith(".toml"):
-        size = 8 if asked.replicas is None else asked.replicas
         return Links.uniform(Link.parse(asked.links), size), size
     links = Links.load(Path(asked.links))
     if asked.replicas not in (None, len(links)):

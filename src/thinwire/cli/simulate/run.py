@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle, islice
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +20,13 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
+from thinwire.jobs.own import functions
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.plan import compute
 from thinwire.records.units import (
+    UNITS,
     seconds_of_text,
     text_of_bits,
     text_of_nbytes,
@@ -47,7 +50,7 @@ class Options:
     MOST_USED: ClassVar[tuple[str, ...]] = ("step_seconds", "out")
 
     run_settings: Run
-    """The settings of the run; --link is every replica's uplink."""
+    """The settings of the run; --link is every replica's uplink, at most --uplink fast; --slow are further factors of --slower."""
     step_seconds: float | None = None
     """Seconds of an inner step; a report shows it, and `thinwire doctor` measures it."""
     slower: tuple[float, ...] = (1.0,)
@@ -85,6 +88,7 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     description = "Simulate a run on given machines and links, in virtual time and without training (simulated)."
     asked = options.read(Options, "simulate run", arguments, description)
+    asked = dataclasses.replace(asked, run_settings=asked.run_settings.counted_in_samples())
     run, console = asked.run_settings, options.console(asked.json)
     scenario = make_scenario(asked)
     strategy = run.make_strategy()
@@ -99,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         summary = summary_of(run, fragments, outcome) | {"floor_bits_per_second": floor, "scenario": described(asked)}
         if recorder is not None:
             recorder.end(outcome, run.optimizer.steps, summary)
-    console.print(_table(scenario, outcome, summary))
+    console.print(_table(scenario, outcome, summary, _unit(run)))
     if strategy.bound:
         console.print(strategy.bound, soft_wrap=True, highlight=False)
     if asked.out is not None:
@@ -127,18 +131,14 @@ def make_scenario(asked: Options) -> Scenario:
         raise ConfigurationError(
             f"sharing={asked.sharing} with {run.placement.replicas} replicas: between 1 and {run.placement.replicas} replicas share an uplink."
         )
-    given = asked.links or (() if run.placement.link == "none" else (run.placement.link,))
-    if not given:
-        raise ConfigurationError("a link is needed: --link 50mbit,30ms for all replicas, or --links with one for each.")
     count = -(-run.placement.replicas // asked.sharing)
     factors = spread(1.0, asked.step_variation, run.placement.replicas, run.seed, "steps")
-    steps = tuple(
-        seconds * slow * own for slow, own in zip(islice(cycle(asked.slower), run.placement.replicas), factors)
-    )
+    waits = run.placement.slow or (1.0,) * run.placement.replicas
+    steps = tuple(seconds * slow * wait * own for slow, wait, own in zip(cycle(asked.slower), waits, factors))
     rates = spread(1.0, asked.link_variation, count, run.seed, "links")
     links = [
         Link(link.bits_per_second * factor, link.delay_seconds)
-        for link, factor in zip(islice(cycle([Link.parse(text) for text in given]), count), rates)
+        for link, factor in zip(islice(cycle(_uplinks(asked)), count), rates)
     ]
     down = _times("outages", asked.outages, 2)
     return Scenario(
@@ -157,6 +157,22 @@ def make_scenario(asked: Options) -> Scenario:
         decode_seconds=asked.decode_seconds,
         seed=run.seed,
     )
+
+
+def _uplinks(asked: Options) -> list[Link]:
+    """The uplinks by --links or --link, none of them faster than --uplink; that alone has no delay. Raises `ConfigurationError`."""
+    placement = asked.run_settings.placement
+    link, uplink = (() if text == "none" else (text,) for text in (placement.link, placement.uplink))
+    given = asked.links or link or uplink
+    if not given:
+        raise ConfigurationError("a link is needed: --link 50mbit,30ms for all replicas, or --links with one for each.")
+    if uplink and asked.sharing > 1:
+        raise ConfigurationError(
+            f"uplink={placement.uplink!r} with sharing={asked.sharing}: --uplink is of one replica; write --uplink none, and give the rate "
+            "of a shared uplink by --link."
+        )
+    most = min((Link.parse(text).bits_per_second for text in uplink), default=inf)
+    return [Link(min(one.bits_per_second, most), one.delay_seconds) for one in map(Link.parse, given)]
 
 
 def skeleton(run: Run) -> nn.Module:
@@ -205,7 +221,7 @@ def _recorder(asked: Options, out: Path, scenario: Scenario, fragments: Sequence
         out,
         scenario,
         {
-            "run": run.settings(),
+            "run": run.settings() | {"unit": _unit(run)},
             "strategy": run.method.label,
             "parameters": sum(numel for _, numel in fragments),
             "fragments": [{"name": name, "numel": numel} for name, numel in fragments],
@@ -227,7 +243,14 @@ def _times(name: str, text: str | None, *counts: int) -> list[float]:
     return [seconds_of_text(part) for part in parts]
 
 
-def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any]) -> Table:
+def _unit(run: Run) -> str:
+    """What the run counts its data in."""
+    if run.model.job is None:
+        return UNITS[0]
+    return UNITS[1] if "collate" in functions(run.model.job) else UNITS[2]
+
+
+def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any], unit: str) -> Table:
     """The run's numbers, and those of the replicas that wait most and least."""
     title = f"{summary['strategy']}, {summary['replicas']} replicas, {summary['steps']:,} inner steps (simulated)"
     table = Table(title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
@@ -255,7 +278,7 @@ def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any
     shown = "" if len(order) <= SHOWN else f"the {SHOWN // 2} that wait most and the {SHOWN // 2} that wait least; "
     failed = f"{summary['failures']} failures; " if scenario.failures else ""
     table.caption = (
-        f"{shown}{failed}{summary['tokens_per_second']:,.0f} tokens/s, {summary['rounds']:,} rounds, "
+        f"{shown}{failed}{summary['tokens_per_second']:,.0f} {unit}/s, {summary['rounds']:,} rounds, "
         f"{text_of_bits(summary['bits_per_parameter_per_step'])} bits a parameter and step, {summary['events']:,} events\n"
         f"on an uplink below {text_of_rate(summary['floor_bits_per_second'])} every schedule must wait (predicted)"
     )
