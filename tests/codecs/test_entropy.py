@@ -250,6 +250,23 @@ def test_the_indices_of_several_matrices_are_decoded():
     assert Entropy(each).spans_of_rest(140) == each.spans_of_rest(140) != Entropy(TopK()).spans_of_rest(140)
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        tw.codecs.Each(TopK(0.3), rest=TopK(0.3), shapes=((8, 8),)),
+        tw.codecs.LowRank(2, values=TopK(0.3), shapes=((64,),)),
+    ],
+    ids=["no rest", "no matrix"],
+)
+def test_a_part_without_elements_is_decoded(inner):
+    """Also from bytes that say that its gaps are a frame."""
+    x = gaussian(64)
+    assert same_bits(roundtrip(Entropy(inner), x), roundtrip(inner, x))
+    empty = next(part for part in inner.layout(64) if isinstance(part, Places) and not part.numel)
+    framed = np.frombuffer(b"\x80" + with_length(zstd_frame(b""))[2:], np.uint8)
+    assert len(places_decoded(PayloadReader(framed), empty)) == 0
+
+
 def test_packets_of_all_senders_are_decoded_together():
     codec, x = tw.codecs.OverSenders(E3M0()), (torch.ones(300), gaussian(300))
     packets = {

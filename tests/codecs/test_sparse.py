@@ -199,4 +199,4 @@ def test_settings_that_cannot_work_are_refused(make, said):
 def test_the_limits_of_the_settings_are_allowed():
     assert tw.codecs.TopK(1).nbytes(8) == 16 + 2 and tw.codecs.RandomK(1).nbytes(8) == 16
     assert tw.codecs.ChunkedTopK(1, 1).nbytes(8) == 16 + 1
-    assert [tw.codecs.TopK(0.5).layout(numel)[1] for numel in (0, 1)] == [Places(0, 1, 0, True), Places(1, 1, 1, True)]
+    assert [tw.codecs.TopK(0.5).layout(numel)[1] for numel in (0, 1)] == [Places(0, 1, 1, True), Places(1, 1, 1, True)]

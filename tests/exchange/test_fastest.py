@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.codecs import TopK
 from thinwire.comm import Link
 from thinwire.exchange import Arrival
-from thinwire.testing.toy import toy
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.policy import DenseUntil
+from thinwire.testing.toy import journey, same_bits, toy, weights
 
 
 def test_fastest_chooses_the_least_predicted_time():
@@ -104,10 +107,25 @@ def test_a_choice_gives_its_exchange_no_state_of_another():
     """A state that the exchange of this round does not know stays, for the rounds with another codec."""
     fastest = tw.exchange.Fastest("1mbit", (Remembering(),))
     round_ = SimpleNamespace(codec=tw.codecs.Identity(), numel=2, rank=0, size=2)
-    for state, given in (({"last": torch.ones(2)}, True), ({"other": torch.ones(2)}, False)):
+    for state, given in (
+        ({"last": torch.ones(2)}, True),
+        ({"last": torch.ones(3)}, False),
+        ({"other": torch.ones(2)}, False),
+        ({}, False),
+    ):
         departure = fastest.depart(round_, state)
-        assert departure.departure == (state if given else {})
+        assert departure.departure["last"].tolist() == ([1.0, 1.0] if given else [0.0, 0.0])
         assert fastest.arrive(departure, None).state is state
+
+
+def test_owners_keep_feedback_of_the_rounds_in_which_they_are_chosen():
+    """The dense rounds at the beginning have owners, the sparse ones after them have none."""
+    direct, owners, feedback = tw.exchange.Direct(), tw.exchange.TwoShot(Feedback()), Feedback()
+    fastest, sparse, policy = tw.exchange.Fastest("1mbit,1ms", (direct, owners)), TopK(0.01), DenseUntil(2)
+    assert [fastest.chosen(codec, weights(toy()).numel(), 4) for codec in (policy.dense, sparse)] == [owners, direct]
+    strategy = tw.Strategy(codec=sparse, policy=policy, feedback=feedback, exchange=fastest)
+    first, *others = journey(strategy, 4, steps=4)
+    assert all(same_bits(one.final, first.final) for one in others) and not first.heard("refused")
 
 
 @pytest.mark.parametrize("among", [(), (tw.exchange.Direct,), (tw.exchange.Direct(), "TwoShot()")], ids=str)

@@ -22,7 +22,11 @@ from thinwire.testing.values import EXTREME, NORMAL, draw, gaussian, roundtrip
 
 pytest.importorskip("triton", reason="the GPU's kernels run through triton's interpreter: pip install triton")
 
+import triton
+import triton.language as tl
+
 from thinwire.kernels import gpu
+from thinwire.kernels.triton_programs import _part
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value) encountered:RuntimeWarning"
@@ -78,6 +82,19 @@ def on_gpu(monkeypatch):
             return function()
 
     return run
+
+
+@triton.jit
+def first_columns(found, pieces, COLS: tl.constexpr):
+    _, first = _part(0, 0, pieces, 1, COLS)
+    tl.store(found + tl.program_id(0), first)
+
+
+def test_a_block_may_have_more_elements_than_an_int32_counts():
+    """As in `Sign()`, whose block is a whole fragment. No block of this size is made."""
+    found = torch.empty(6, dtype=torch.int64, device=DEVICE)
+    first_columns[(6,)](found, 6, COLS=1 << 30)
+    assert found.tolist() == [place << 30 for place in range(6)]
 
 
 @pytest.mark.parametrize("row", [row for row in CODECS if runs_anywhere(row.piece)], ids=str)

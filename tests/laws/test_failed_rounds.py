@@ -111,6 +111,31 @@ def test_refused_rounds_conserve_progress():
     assert [trace[-1] for trace in traces] == pytest.approx([1 - kept / 3] * 3, abs=1e-5)
 
 
+@pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
+@pytest.mark.parametrize("codec", [tw.codecs.Sign(block=8), tw.codecs.TopK(0.5)], ids=str)
+@pytest.mark.parametrize("filters", [(), (tw.pieces.transforms.Momentum(0.5),)], ids=["feedback", "filters"])
+def test_a_replica_that_an_aggregate_leaves_out_keeps_its_own_state(exchange, codec, filters):
+    """The delta at step 8 of replica 1 is NaN, and the median of the others lands. Its next delta is whole, with what was held back before."""
+    strategy = tw.Strategy(
+        schedule=tw.pieces.schedule.Every(4), codec=codec, filters=filters, feedback=tw.pieces.feedback.Feedback(),
+        exchange=exchange, aggregate=tw.pieces.robust.Median(),
+    )  # fmt: skip
+    held: dict[int, dict[str, torch.Tensor]] = {}
+
+    def poison(replica: tw.Replica, step: int) -> None:
+        poison_gradient(5)(replica, step)
+        if replica.group.rank == 1:
+            own = {name: t.clone() for name, t in replica.state()[0].items() if name.endswith(("residual", "velocity"))}
+            held[step] = own
+
+    journeys = journey(strategy, 3, steps=16, before_step=poison)
+    assert all(torch.isfinite(kept).all() for of in held.values() for kept in of.values())
+    before, after, later = (held[step]["0.feedback.residual"] for step in (8, 9, 13))
+    assert before.any() and not same_bits(after, later)
+    assert same_bits(before, after) or exchange != tw.exchange.Direct()  # in other shards its values have counted
+    assert all(same_bits(one.final, journeys[0].final) and not one.heard("refused") for one in journeys)
+
+
 # ---- the poisoned replica recovers
 
 

@@ -106,6 +106,14 @@ def test_unsupported_weighing_is_refused():
         (tw.data_parallel(), "step together"),
         (tw.recipes.noloco(), "weighs neighbours"),
         (replace(tw.diloco(), aggregate=Median()), "not a mean"),
+        (
+            replace(tw.diloco(), codec=tw.codecs.OverSenders(tw.codecs.TopK())),
+            "divides by the number of those who sent",
+        ),
+        (
+            replace(tw.diloco(), feedback=tw.pieces.feedback.Feedback(kappa=1, eta=0)),
+            "would drift from their agreed mean",
+        ),
     ):
         with pytest.raises(tw.ConfigurationError, match=says):
             train(alone, strategy, 8.0)

@@ -127,7 +127,7 @@ class TopK(LargestOfChunks):
         _check(self, self.density, self.values)
 
     def _places(self, numel: int) -> Places:
-        return Places(numel, max(1, numel), math.ceil(self.density * numel), together=True)
+        return Places(numel, max(1, numel), max(1, math.ceil(self.density * numel)), together=True)
 
     def denser(self, density: float) -> TopK:
         return replace(self, density=max(density, self.density))

@@ -17,7 +17,7 @@ from thinwire.types import State
 
 Settle = Callable[[int, Tensor, Callable[[], Tensor]], None]
 """Called with the index of the first element, the estimate from there on, and a function that returns the values of this replica's own
-packets for the same elements. Both tensors are valid only during the call."""
+packets for the same elements, NaN where it refused and the aggregate tolerates that. Both tensors are valid only during the call."""
 
 
 @runtime_checkable

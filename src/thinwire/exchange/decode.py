@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import CodedRange, Message
-from thinwire.exchange.round import Round
+from thinwire.exchange.round import Outgoing, Round
 from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
 from thinwire.pieces.products import inner_products
@@ -90,6 +90,12 @@ class Decoder:
             )
             for sender in sorted(packets)
         ]  # fmt: skip
+
+    def own(self, coded: CodedRange, outgoing: Outgoing, key: Key) -> Tensor:
+        """The values of the range `coded` in this replica's own packet; NaN if it refused."""
+        if outgoing.flags & REFUSED:
+            return self._sent[: coded.end - coded.begin].fill_(torch.nan)
+        return self.sent(coded, outgoing.packet, key)
 
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
         """The values of the range `coded` in one replica's `packet`, its own or that of the sender of `key`."""

@@ -93,7 +93,7 @@ class Direct(Exchange):
         key = departure.round.key
         for coded in departure.messages[index].ranges:
             mean = room.mean(coded, self._packets(departure, index), key, flags=flags)
-            settle(coded.begin, mean, partial(room.sent, coded, departure.own[index].packet, key))
+            settle(coded.begin, mean, partial(room.own, coded, departure.own[index], key))
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return (size - 1) * packets_nbytes(cut(codec, 0, numel))

@@ -115,9 +115,9 @@ class Fastest(Exchange):
     def depart(self, round_: Round, state: State) -> _Departure:
         exchange = self.chosen(round_.codec, round_.numel, round_.size)
         due = exchange.init(round_.codec, round_.numel, round_.rank, round_.size)
-        # a state with other names is that of another exchange, for another codec
-        remembered = state if due.keys() == state.keys() else {}
-        return _Departure(exchange, exchange.depart(round_, remembered), state)
+        known, own = ({name: kept.shape for name, kept in one.items()} for one in (state, due))
+        # a state of other tensors is that of another exchange, for another codec
+        return _Departure(exchange, exchange.depart(round_, state if known == own else due), state)
 
     def arrive(self, departure: _Departure, settle: Settle) -> Arrival:
         arrival = departure.exchange.arrive(departure.departure, settle)

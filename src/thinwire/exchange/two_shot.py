@@ -217,7 +217,7 @@ class Reduction:
         sent = self._own[owner, index]
         for coded in self.messages[owner][index].ranges:
             mean = room.owners(coded, owner, packet, self._gathered(owner))
-            settle(coded.begin, mean, partial(room.sent, coded, sent.packet, self._scattered(owner)))
+            settle(coded.begin, mean, partial(room.own, coded, sent, self._scattered(owner)))
 
     def _scattered(self, owner: int) -> Key:
         """The key of the messages from this replica to `owner`."""

@@ -23,7 +23,7 @@ def _flat(numel, TILE: tl.constexpr):
 def _part(numel, block, pieces, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The blocks of this program, and the first column of its part of them."""
     row = (tl.program_id(0) // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return row, (tl.program_id(0) % pieces) * COLS
+    return row, (tl.program_id(0) % pieces).to(tl.int64) * COLS
 
 
 @triton.jit

@@ -162,7 +162,7 @@ class Momentum(Filter):
     def settle(self, s: Tensor, sent: Tensor, mean: Tensor, state: State, held: State) -> tuple[Tensor, State]:
         velocity = self.signal(s, state)
         if self.clears == "sent":
-            cleared = sent != 0
+            cleared = sent.abs() > 0  # not NaN: nothing was sent
             for begin, end in self.spared:
                 cleared[begin:end] = False
             velocity.masked_fill_(cleared, 0.0)

@@ -313,6 +313,12 @@ class RoundUpdate:
             self._check(self.anchor)
         return self._finite and self.anchor is not None
 
+    def keep_own_state(self) -> None:
+        """The round is good without this replica's delta: feedback and filters keep what that would have made NaN or infinite."""
+        for kept, made in zip((self.fragment.feedback, *self.fragment.filtered), (self.feedback, *self.filtered)):
+            for name, value in made.items():
+                value.copy_(torch.where(torch.isfinite(value), value, kept[name]))
+
     def close(self) -> None:
         """Release the buffers that only the exchange needed."""
         self._buffers.give(self._signal, self._whole, self._sent)

@@ -240,6 +240,8 @@ class RoundPipeline:
         update.exchange, update.aggregate = arrival.state, round_.after or update.fragment.aggregate
         update.good = not flags[-1] & REFUSED and sum(bool(f & REFUSED) for f in flags) <= tolerated
         update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
+        if update.good and round_.rank in update.refused_by:
+            update.keep_own_state()
         update.stop = any(f & STOP for f in flags)
         update.end, update.nbytes_sent = self.clock(), round_.nbytes_sent
         update.queued_seconds, update.transfer_seconds = round_.times()

@@ -40,6 +40,9 @@ def cannot_weigh(strategy: Strategy) -> str:
         f"{strategy.exchange}, whose rule weighs neighbours": not strategy.exchange.agrees,
         f"{strategy.merge}, which counts its own delta as one of M": strategy.merge.eager,
         f"{strategy.aggregate}, which is not a mean": not strategy.aggregate.linear,
+        f"{strategy.codec}, which divides by the number of those who sent a value": strategy.codec.joint,
+        f"{strategy.feedback}, whose references would drift from their agreed mean": strategy.feedback is not None
+        and strategy.feedback.kappa > 0,
         f"{strategy.privacy}, which bounds the weight of a delta": strategy.privacy is not None,
     }
     return next((what for what, asked in refused.items() if asked), "")
