@@ -342,9 +342,9 @@ class Trainer(ABC):
         notes = found.manifest["notes"]
         self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
         self.ledger.add(self.clock.ledger)
-        self.reader.load_notes(notes.get("samples", {}))
-        if told := self.job.load_state(notes.get("data", {})):
-            self.log.emit("warning", found.step, message=told)
+        for told in (self.reader.load_notes(notes.get("samples", {})), self.job.load_state(notes.get("data", {}))):
+            if told:
+                self.log.emit("warning", found.step, message=told)
 
     def _totals(self) -> Clock:
         return dataclasses.replace(
