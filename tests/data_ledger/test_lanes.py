@@ -60,6 +60,25 @@ def test_a_reader_resumes_from_its_notes(seed: int, batches: list[int], steps: i
         assert np.array_equal(resumed.micro_batch(steps, batches[index]), follows)
 
 
+def test_a_run_whose_data_have_changed_begins_an_epoch_of_them() -> None:
+    for steps in range(1, 5):
+        resumed = opened(0, [4, 2], 12)
+        for index, reader in enumerate(opened(0, [4, 2], 60)):
+            for step in range(steps):
+                reader.micro_batch(step, [4, 2][index])
+            told = resumed[index].load_notes(reader.notes())
+            assert told.startswith("the data have 12 samples, and had 60: a new epoch")
+        read = [
+            int(one)
+            for step in (steps, steps + 1)
+            for reader, batch in zip(resumed, [4, 2])
+            for one in reader.micro_batch(step, batch)
+        ]
+        assert sorted(read) == list(range(12))
+        again = opened(0, [4, 2], 12)[0]
+        assert again.load_notes(resumed[0].notes()) == "" and again.notes() == resumed[0].notes()
+
+
 def test_equal_micro_batches_are_read_as_by_other_fixed_groups() -> None:
     for index, reader in enumerate(opened(3, [4, 4], 40)):
         other = FixedReader(3, ["replica-0", "replica-1"], f"replica-{index}")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import thinwire as tw
 from thinwire.cli import main
 from thinwire.errors import CheckpointError, JobError
-from thinwire.jobs.base import Share
+from thinwire.jobs.base import Share, Summed
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob, functions
 from thinwire.jobs.portable import decoded, encoded
@@ -365,3 +365,17 @@ def test_a_model_that_the_run_folder_cannot_hold_is_saved_elsewhere(
         final.store(Run.of(job="plain.py"), job, model, model.state_dict(), folder, "replica-0", "")
     (spare,) = (here / "tmp").iterdir()
     assert {"model.safetensors", "run.toml"} <= {path.name for path in spare.iterdir()} and not list(folder.iterdir())
+
+
+def test_scalars_of_numpy_are_numbers(here: Path) -> None:
+    """As numpy's means and sums give them."""
+    (here / "scalars.py").write_text(
+        "import numpy\n"
+        + JOB.replace("def loss(", "def mean(")
+        + "def loss(model, batch):\n    return mean(model, batch) * 4, numpy.int64(4)\n"
+        + "def evaluate(model):\n    return {'a': numpy.float32(0.5), 'b': numpy.int64(2), 'c': numpy.float64(3.0)}\n"
+    )
+    job = OwnJob("scalars.py", seed=0)
+    model = job.try_out(2)
+    assert isinstance(loss := job.loss(model, 1, torch.device("cpu")), Summed) and loss.tokens == 4.0
+    assert job.evaluation(model, torch.device("cpu")) == {"a": 0.5, "b": 2.0, "c": 3.0}

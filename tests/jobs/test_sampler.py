@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from thinwire.data_ledger import DataLedger, FixedReader, LeasedReader, ReadCount
 from thinwire.errors import DataError
@@ -67,7 +67,14 @@ def ahead(share: Share) -> object:
     return ReadsAhead(share.sampler(len(DATA)))
 
 
-WAYS = [by_loader, by_torchdata, by_datasets, by_generator, ahead]
+def ahead_by_batches(share: Share) -> object:
+    """As a DataLoader with `batch_sampler=`."""
+    loader: Any = ahead(share)
+    loader.batch_size, loader.batch_sampler = None, BatchSampler(share.sampler(len(DATA)), 2, drop_last=False)
+    return loader
+
+
+WAYS = [by_loader, by_torchdata, by_datasets, by_generator, ahead, ahead_by_batches]
 Make = Callable[[Share], Any]
 
 
@@ -91,6 +98,21 @@ def test_two_shares_make_an_epoch_and_a_resume_continues(make: Make) -> None:
     back._share.reader.load_notes(notes[0])
     assert back.load_state(notes[1]) == ""
     assert take(back, 7) == first[10:], "what was drawn ahead and not trained is drawn again"
+
+
+def test_a_loader_that_yields_samples_and_reads_ahead_has_trained_what_was_taken() -> None:
+    """As a DataLoader with workers and `batch_size=None`."""
+
+    class Singly(ReadsAhead):
+        batch_size = batch_sampler = None  # type: ignore[assignment]
+
+        def __iter__(self) -> Iterator[Any]:
+            return (one for batch in super().__iter__() for one in batch)
+
+    batches = begun(lambda share: Singly(share.sampler(len(DATA))))
+    for count in (1, 2, 3):
+        batches.take()
+        assert batches._share.reader is not None and batches._share.reader.count == count
 
 
 @pytest.mark.parametrize("make", WAYS)

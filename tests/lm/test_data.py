@@ -14,7 +14,8 @@ import torch
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm import data
 from thinwire.lm.data import Corpus
-from thinwire.lm.tokens import BPE
+from thinwire.lm.tokens import BPE, Source
+from thinwire.rng import derive
 
 
 def left_in(cache: Path) -> list[str]:
@@ -127,6 +128,32 @@ def test_the_split_does_not_depend_on_the_folder(text: Path, corpus: Corpus, tmp
     moved = Corpus.open([tmp_path / "moved"], cache=tmp_path / "other", held_out_share=0.1)
     assert moved.folder.name != corpus.folder.name
     assert moved.fingerprint == corpus.fingerprint
+
+
+def test_a_file_that_is_given_twice_is_read_once(text: Path, corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(text)
+    every = [text, text / "07.txt", text / ".." / "text", tmp_path / "link"]
+    again = Corpus.open(every, cache=tmp_path / "cache", held_out_share=0.1)
+    assert np.array_equal(again.tokens, corpus.tokens) and again.windows(8) == corpus.windows(8)
+
+
+@pytest.mark.parametrize("part", ["held out", "training"])
+def test_text_is_held_out_if_all_files_of_a_part_are_skipped(
+    text: Path, corpus: Corpus, tmp_path: Path, part: str
+) -> None:
+    for file in text.iterdir():
+        if (derive(0, f"held out {file.name}") < 0.1 * 2**63) == (part == "held out"):
+            file.write_bytes("é".encode("latin-1") * 200)
+    again = Corpus.open([text], cache=tmp_path / "other", held_out_share=0.1)
+    manifest = again.manifest
+    assert manifest.split == "tail" and manifest.held_out_files == 0 < manifest.skipped_files
+    assert manifest.tokens - manifest.training_tokens == manifest.tokens // 10 > 0
+
+
+def test_a_file_that_cannot_be_read_is_named(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "find", lambda paths: [Source(tmp_path / "gone.txt", "gone.txt", 9, 0)])
+    with pytest.raises(DataError, match=r"gone\.txt: No such file or directory; a file that can be read is needed"):
+        Corpus.open([text], cache=tmp_path / "cache")
 
 
 def test_a_single_file_holds_out_its_end(counted: Corpus) -> None:

@@ -110,3 +110,11 @@ def test_the_cached_prior_is_an_average_over_all_sequences():
 def test_invalid_priors_are_refused(prior):
     with pytest.raises(ConfigurationError, match="a share above 0 for each expert"):
         Mixture(SOURCES, prior)
+
+
+def test_after_no_text_the_posterior_is_the_prior():
+    """As for a sample that has no prompt and ends with its first token."""
+    experts = [Transformer(Architecture(layers=1, width=32, heads=1), seed) for seed in (0, 1)]
+    mixture, nothing = Mixture(experts, [0.25, 0.75]), torch.zeros(1, 0, dtype=torch.long)
+    after = mixture.posterior(mixture.scores(nothing, nothing))[:, 0, -1].exp()
+    assert torch.allclose(after, torch.tensor([0.25, 0.75], dtype=torch.float64))

@@ -269,3 +269,6 @@ def test_generation_is_seeded_and_greedy_at_zero_temperature() -> None:
     assert model.training
     with pytest.raises(ConfigurationError, match="at least one token"):
         generate(model, [], 1)
+    for temperature in (-1.0, 1e-40, math.inf, math.nan):
+        with pytest.raises(ConfigurationError, match="a finite temperature, 0 or from 1e-6 on"):
+            generate(model, [1], 1, temperature)

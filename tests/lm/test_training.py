@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from small_runs import STEPS, cut_back, events_of, model_of, run_in, small_run
+from torch import Tensor
 
 from thinwire.checkpoint import read
 from thinwire.comm import Link
+from thinwire.lm.data import Corpus
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_nbytes
 from thinwire.report.report import write_report
@@ -121,3 +125,24 @@ def test_a_short_run_leaves_a_checkpoint_to_train_longer_from(tmp_path: Path, te
     run_in(tmp_path / "run", run.changed(steps=STEPS + 3), resume=True)
     assert [event["from_step"] for event in events_of(tmp_path / "run", "resume")] == [STEPS]
     assert events_of(tmp_path / "run", "step")[-1]["step"] == STEPS + 3
+
+
+def test_a_resumed_run_whose_text_became_shorter_reads_no_held_out_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, windows = tmp_path / "text.txt", list[tuple[int, int]]()
+    cut = Corpus.cut
+
+    def noted(self: Corpus, which: NDArray[np.int64], sequence: int) -> tuple[Tensor, Tensor]:
+        windows.append((int(which.max()), self.windows(sequence)))
+        return cut(self, which, sequence)
+
+    monkeypatch.setattr(Corpus, "cut", noted)
+    text.write_text("thin wires carry packets\n" * 400)
+    run = small_run(str(text), steps=6, strategy="diloco", every=2, delay=None)
+    run_in(tmp_path / "run", run)
+    text.write_text("thin wires carry packets\n" * 20)
+    run_in(tmp_path / "run", run.changed(steps=12), resume=True)
+    assert len({count for _, count in windows}) == 2 and all(last < count for last, count in windows)
+    [warning] = events_of(tmp_path / "run", "warning")
+    assert str(warning["message"]).startswith("the data have 29 samples, and had 593: a new epoch of them begins here")

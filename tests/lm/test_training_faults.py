@@ -153,7 +153,13 @@ def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, 
         launch.train_threads(other, folder, True, lambda: None)
 
 
-@pytest.mark.parametrize("change", [{"replicas": 3}, {"seed": 1}, {"model": "tiny"}, {"tokenizer": "bpe:300"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replicas": 3}, {"seed": 1}, {"model": "tiny"}, {"tokenizer": "bpe:300"},
+        {"batch": 2}, {"accumulate": 2}, {"sequence": 8},
+    ],
+)  # fmt: skip
 def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
         launch.new_folder(small_run(text, **change), whole, resume=True)

@@ -35,7 +35,8 @@ class Options:
     run: tyro.conf.Positional[Path]
     """The folder of a run, or of an ensemble that `thinwire branch` made."""
     text: tuple[str, ...] = ()
-    """Files or folders, one row for each. Their held-out part is evaluated, which is not trained on. Default: the run's own text."""
+    """Files or folders, one row for each. Their held-out part is evaluated. A run on several of them may have trained on that of one alone
+    (thinwire docs start). Default: the run's own text, of which the held-out part is not trained on."""
     prior: tuple[str, ...] = ()
     """For an ensemble: files of development text. Their first 100 held-out sequences give the prior over experts. Default: uniform."""
     batch: int = 8

@@ -101,17 +101,17 @@ class LanesReader:
         lanes = [{"offset": one["offset"], "count": read - one["offset"]} for one in noted]
         return {"ledger": noted[0]["ledger"], "lanes": lanes}
 
-    def load_notes(self, state: Mapping[str, Any]) -> None:
-        """Restore `notes()`. Raises `DataError`."""
+    def load_notes(self, state: Mapping[str, Any]) -> str:
+        """Restore `notes()`. Returns a warning for the user, or "". Raises `DataError`."""
         if not state:
-            return
+            return ""
         lanes = state.get("lanes", ())
         if len(lanes) != len(self._lanes):
             raise DataError(
                 f"{len(lanes)} parts of the data there, {len(self._lanes)} are needed for micro-batches of {self._batch}; resume with "
                 "the run's own --batch."
             )
-        for lane, place in zip(self._lanes, lanes):
-            lane.load_notes({"ledger": state["ledger"], **place})
+        told = [lane.load_notes({"ledger": state["ledger"], **place}) for lane, place in zip(self._lanes, lanes)]
         read = int(lanes[0]["offset"]) + int(lanes[0]["count"])
         self.count = self._drawn = read // self._unit * self._batch
+        return told[0]

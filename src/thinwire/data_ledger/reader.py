@@ -51,8 +51,8 @@ class Reader(Protocol):
     def notes(self) -> dict[str, Any]:
         """What a checkpoint needs beside a driver's own state, for JSON."""
 
-    def load_notes(self, notes: Mapping[str, Any]) -> None:
-        """Restore `notes()`. Raises `DataError`."""
+    def load_notes(self, notes: Mapping[str, Any]) -> str:
+        """Restore `notes()`. Returns a warning for the user, or "". Raises `DataError`."""
 
 
 class Along:
@@ -223,8 +223,9 @@ class LeasedReader:
         """Empty: the driver saves this reader with the ledger."""
         return {}
 
-    def load_notes(self, notes: Mapping[str, Any]) -> None:
+    def load_notes(self, notes: Mapping[str, Any]) -> str:
         """Does nothing; see `notes`."""
+        return ""
 
     def state(self) -> dict[str, Any]:
         """For JSON, saved beside the ledger."""
@@ -289,11 +290,19 @@ class FixedReader:
         """For JSON."""
         return {"ledger": encoded(self.ledger).hex(), "offset": self.offset, "count": self.count} if self.ledger else {}
 
-    def load_notes(self, state: Mapping[str, Any]) -> None:
-        """Restore `notes()`. Raises `DataError`."""
-        if state:
-            self.use(decoded(bytes.fromhex(state["ledger"])), int(state["offset"]))
-            self.count = self._drawn = int(state["count"])
+    def load_notes(self, state: Mapping[str, Any]) -> str:
+        """Restore `notes()`. If other data were opened, their first epoch begins here. Returns a warning about that, or "". Raises `DataError`."""
+        if not state:
+            return ""
+        saved, offset, count = decoded(bytes.fromhex(state["ledger"])), int(state["offset"]), int(state["count"])
+        if self.ledger is None or self.ledger.samples == saved.samples:
+            self.use(saved, offset)
+            self.count = self._drawn = count
+            return ""
+        self.offset, self.count, self._drawn = offset + count, 0, 0
+        return (
+            f"the data have {self.ledger.samples:,} samples, and had {saved.samples:,}: a new epoch of them begins here"
+        )
 
     def open(self, samples: int) -> None:
         """Set the number of samples in an epoch. Raises `DataError` if another number was set before."""

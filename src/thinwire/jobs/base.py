@@ -119,7 +119,6 @@ class Job(Protocol):
     """The interface of a job for the trainer. Each replica has its own job, which keeps its position in the data."""
 
     unit: str  # the unit of the data: tokens, samples, batches
-    held: int  # number of micro-batches that a second pass of an inner step asks for again; the trainer sets it
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -138,7 +137,7 @@ class Job(Protocol):
         """Read `share` from its beginning; a rank of a sharded replica reads `shard` of `shards` of each batch."""
 
     def loss(self, model: nn.Module, micro: int, device: torch.device) -> Tensor | Summed:
-        """The loss of micro-batch `micro`, counted from 0; a second call with one of the last `held` numbers uses the same micro-batch."""
+        """The loss of micro-batch `micro`, counted from 0; a second pass of the same inner step uses the same micro-batch."""
 
     def evaluation(self, model: nn.Module, device: torch.device) -> Mapping[str, float]:
         """Losses by name (lower is better) on data that are the same on every replica. Runs are compared by the first."""

@@ -101,8 +101,10 @@ class Batches:
     @property
     def _drawn_for_one(self) -> int | None:
         """The number of samples for a batch of a loader that reads ahead."""
-        packed = isinstance(getattr(self._source, "batch_sampler", None), Packed)
-        return 1 if packed else getattr(self._source, "batch_size", None)
+        size, by = getattr(self._source, "batch_size", None), getattr(self._source, "batch_sampler", None)
+        if isinstance(by, Packed) or (by is None and size is None):
+            return 1
+        return size or getattr(by, "batch_size", None)
 
     def _again(self) -> Any:
         if self._iterator is self._source:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class OwnJob(Job):
         self.unit = "samples" if self._collated else "batches"
         self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
-        self.held = 1
+        self.held = 1  # number of micro-batches that a second pass of an inner step asks for again; the trainer sets it
         self._micros: dict[int, Any] = {}  # the last `held` micro-batches
         self._held_out: list[tuple[Any, int]] = []  # batches with their numbers of samples
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -184,7 +185,7 @@ class OwnJob(Job):
             name: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one for name, one in named.items()
         }
         if not 0 < len(losses) <= MOST_LOSSES or not all(
-            isinstance(name, str) and isinstance(one, int | float) for name, one in losses.items()
+            isinstance(name, str) and isinstance(one, Real) for name, one in losses.items()
         ):
             needed = f"a number (the lower the better), or a dict of names and at most {MOST_LOSSES} numbers,"
             raise self._wrong("evaluate", said, needed)
@@ -233,11 +234,7 @@ class OwnJob(Job):
             )
         if tokens is None:
             return loss
-        count = (
-            float(tokens)
-            if isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and not tokens.ndim)
-            else 0.0
-        )
+        count = float(tokens) if isinstance(tokens, Real) or (isinstance(tokens, Tensor) and not tokens.ndim) else 0.0
         if not 0 < count <= MOST_TOKENS:
             raise self._wrong(
                 "loss", tokens, f"a number of tokens above 0 and at most {MOST_TOKENS:.0e}, beside the sum,"

@@ -135,9 +135,10 @@ def _prepare(folder: Path, name: str, sources: list[Source], tokenizer: Tokenize
                 f"{name}: no text (files found: {len(sources)}, not UTF-8: {skipped}, the others empty); text in UTF-8 is needed. Give other files."
             )
         dtype = dtype_of(tokenizer.vocabulary)
+        by_files = by_files and first[0] > 0 and second[0] > 0  # all files of a part may be skipped
         boundary = first[0] if by_files else tokens - int(tokens * share)
         manifest = Manifest(
-            FORMAT, name, len(sources), len(held_out), skipped, nbytes, tokens, boundary,
+            FORMAT, name, len(sources), len(held_out) if by_files else 0, skipped, nbytes, tokens, boundary,
             "files" if by_files else "tail", dtype.name, tokenizer.fingerprint, _checksum(making / "tokens.bin"),
         )  # fmt: skip
         with (making / "manifest.json").open("w") as out_text:
@@ -249,7 +250,10 @@ class Corpus:
             )
         tokenizer = tokenizer or Bytes()
         name = ", ".join(map(str, paths)) or f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
-        sources = list(dict.fromkeys(find(paths) if paths else standard_library()))
+        by_path: dict[str, Source] = {}
+        for source in find(paths) if paths else standard_library():
+            by_path.setdefault(os.path.realpath(source.path), source)  # a folder and a file in it: read it once
+        sources = list(by_path.values())
         if not sum(source.nbytes for source in sources):
             raise DataError(
                 f"{name}: no text (files found: {len(sources)}); files that are not empty are needed, in {', '.join(SUFFIXES)}."

@@ -71,7 +71,7 @@ class Mixture(nn.Module):
 
     def posterior(self, scores_KBT: Tensor) -> Tensor:
         """log P(j | x_<t) for t = 0 ... T, fp64: entry t has seen the first t scores, so the first entry is the prior."""
-        seen = torch.cat((torch.zeros_like(scores_KBT[..., :1]), scores_KBT), -1).double().cpu().cumsum(-1)
+        seen = nn.functional.pad(scores_KBT, (1, 0)).double().cpu().cumsum(-1)
         return (seen + self.log_prior_K[:, None, None]).log_softmax(0)
 
     def mixed(self, scores_KBT: Tensor) -> Tensor:
@@ -82,6 +82,8 @@ class Mixture(nn.Module):
 @torch.no_grad()
 def scores_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
     """log p(target | tokens up to it), BT in fp64 on the CPU."""
+    if not tokens_BT.numel():  # a model reads at least one token
+        return targets_BT.double().cpu()
     logs_BTV = model(tokens_BT).logits.float().log_softmax(-1)
     of_targets_BT: Tensor = logs_BTV.gather(-1, targets_BT.unsqueeze(-1)).squeeze(-1)
     return of_targets_BT.double().cpu()

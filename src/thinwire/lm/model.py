@@ -352,9 +352,9 @@ def generate(
 
     The whole context is read again for every token: suited to look at a model, not to serve one.
     """
-    if not prompt or not temperature >= 0:
+    if not prompt or not (temperature == 0 or 1e-6 <= temperature < math.inf):
         raise ConfigurationError(
-            f"{len(prompt)} tokens of prompt, temperature={temperature}: at least one token and a temperature ≥ 0 "
+            f"{len(prompt)} tokens of prompt, temperature={temperature}: at least one token and a finite temperature, 0 or from 1e-6 on, "
             "are needed. Begin with the tokenizer's `end`."
         )
     device = next(iter(model.parameters())).device

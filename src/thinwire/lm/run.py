@@ -37,6 +37,8 @@ MAY_DIFFER = (
 OF_PIECES = ("strategy", "codec", "partition", "exchange", "privacy", "guard", "aggregate", "topology", "optimizer")
 # settings that must be those of the checkpoint, beside the strategy
 OF_A_CHECKPOINT = ("replicas", "seed", "model", "models", "lora", "positions", "tokenizer", "optimizer")
+# with text too: a replica's position in it follows from the number of the micro-batch
+OF_THE_TEXT = ("sequence", "accumulate")
 LR = 6e-3  # peak learning rate of models without a known width
 # factor and power of the peak rate on the built-in sizes, such as 10.24 / width^1.5; docs/log.md has the experiments
 LR_AND_WIDTH: dict[type[Inner], tuple[float, float]] = {AdamW: (10.24, 1.5), Muon: (1.92, 1.0)}
@@ -270,12 +272,10 @@ class Run:
         """The settings that prevent resuming from a checkpoint of `other`; empty if there are none."""
         self, other = self.absolute(), other.absolute()
         given, there = self.settings(), other.settings()
-        said = [
-            f"{name} {there[name]!r} there, {given[name]!r} given"
-            for name in OF_A_CHECKPOINT
-            if given[name] != there[name]
-        ]
-        if self.data.batches != other.data.batches:
+        names = OF_A_CHECKPOINT if self.model.job else (*OF_A_CHECKPOINT, *OF_THE_TEXT)
+        said = [f"{name} {there[name]!r} there, {given[name]!r} given" for name in names if given[name] != there[name]]
+        one_for_all = self.model.job is None and self.data.largest_batch != other.data.largest_batch
+        if self.data.batches != other.data.batches or one_for_all:
             said.append(f"batch {there['batch']} there, {given['batch']} given")
         if _digest(given["job"]) != _digest(there["job"]):
             said.append(f"job {there['job']!r} there, {given['job']!r} given")

@@ -27,7 +27,6 @@ class TextJob:
 
     def __init__(self, run: Run, folder: Path | None, replica: int = 0) -> None:
         self._run, self._batch = run, run.data.batch_of(replica)
-        self.held = 1  # unused: its reader finds each micro-batch of an inner step again
         self.corpus = open_corpus(run.data, run.model.model, folder)
         self._shard, self._shards, self._flips = 0, 1, False
         self.begin(Share(run.seed, 0, 1))

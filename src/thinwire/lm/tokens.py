@@ -84,13 +84,18 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
     if source.path.suffix.lower() == ".parquet":
         yield from _rows(source, column)
         return
-    with source.path.open(encoding="utf-8-sig", newline="") as file:
-        if source.path.suffix.lower() == ".jsonl":
-            yield from _lines(source, file, column)
-            return
-        while piece := file.read(CHUNK):
-            yield piece + file.readline(CHUNK)  # to the end of a line, so that no word is cut
-        yield None
+    try:
+        with source.path.open(encoding="utf-8-sig", newline="") as file:
+            if source.path.suffix.lower() == ".jsonl":
+                yield from _lines(source, file, column)
+                return
+            while piece := file.read(CHUNK):
+                yield piece + file.readline(CHUNK)  # to the end of a line, so that no word is cut
+            yield None
+    except OSError as error:
+        raise DataError(
+            f"{source.path}: {error.strerror}; a file that can be read is needed. Make it so, or leave it out."
+        ) from error
 
 
 def _slices(text: str) -> Iterator[str]:

@@ -23,6 +23,7 @@ from thinwire.comm import CountedGroup, Group, Ledger, LinkedGroup, parse_link
 from thinwire.data_ledger import Reader
 from thinwire.errors import CheckpointError, ConfigurationError, EndedError, LinkError, ThinwireError
 from thinwire.jobs.base import Summed, mean_of
+from thinwire.jobs.own import OwnJob
 from thinwire.lm import final
 from thinwire.lm.job import open_job
 from thinwire.lm.loops import evaluated, micro_batches, model_folder, passed
@@ -73,8 +74,7 @@ class Trainer(ABC):
         self.job, self.batch = open_job(run, place.folder, self.share.index), run.data.batch_of(self.share.index)
         self.reader: Reader = self.share.reading
         self.share = dataclasses.replace(self.share, reader=self.reader)
-        facts = run.shared() | dict(self.job.facts)
-        self._agree(facts)
+        self._agree(facts := run.shared() | dict(self.job.facts))
         self.job.keep(place.folder, place.name)
         self.device = device_of(place.gpu)
         self.bf16 = run.model.precision == "bf16" or (
@@ -90,15 +90,15 @@ class Trainer(ABC):
         self.job.begin(self.share, place.shard, place.shards)
         self.method, self.inner = run.make_method(), run.make_inner()
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
-        own = self.job.make_optimizer(self.model)
-        self.own_rates = bool(own)
+        self.own_rates = bool(own := self.job.make_optimizer(self.model))
         if own:
             self.optimizer = as_one(own)
         elif self.method:
             self.optimizer = self.method.optimizer(self.model, run.lr)
         else:
             self.optimizer = self.inner.make(self.model, run.lr, run.optimizer.weight_decay)
-        self.job.held = run.data.accumulate if isinstance(self.optimizer, SharpnessAware) else 1
+        if isinstance(self.job, OwnJob) and isinstance(self.optimizer, SharpnessAware):
+            self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.checkpoints = place.folder / "checkpoints" / place.name
         self.replica = self._attach(facts)
@@ -342,9 +342,9 @@ class Trainer(ABC):
         notes = found.manifest["notes"]
         self.clock = Clock(**{item.name: notes[item.name] for item in dataclasses.fields(Clock) if item.name in notes})
         self.ledger.add(self.clock.ledger)
-        self.reader.load_notes(notes.get("samples", {}))
-        if told := self.job.load_state(notes.get("data", {})):
-            self.log.emit("warning", found.step, message=told)
+        for told in (self.reader.load_notes(notes.get("samples", {})), self.job.load_state(notes.get("data", {}))):
+            if told:
+                self.log.emit("warning", found.step, message=told)
 
     def _totals(self) -> Clock:
         return dataclasses.replace(
