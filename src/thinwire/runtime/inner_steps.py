@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.errors import ModelError
 from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
 
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
@@ -103,8 +104,8 @@ class InnerSteps:
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = {id(p) for fragment in training.fragments for _, p in fragment.fragment.parameters}
         self._frozen = [p for p in _held(optimizers) if id(p) not in exchanged]
-        self._hooks = [one.register_step_pre_hook(self._steps) for one in optimizers]
-        self._hooks += [one.register_step_post_hook(self._stepped) for one in optimizers]
+        self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
+        self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
 
     def exchange_early(self) -> None:
         """As `exchange_gradients`, before the optimizer's step. Raises `ModelError` if the gradients of an earlier call were not stepped."""

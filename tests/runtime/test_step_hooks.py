@@ -1,0 +1,58 @@
+"""Hooks on an optimizer's steps: once for each step, also if a class calls `super().step()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.methods import Flasc
+from thinwire.strategy import Gradients
+from thinwire.testing.toy import batch, inner_step, sgd, toy
+
+
+class Clamped(torch.optim.SGD):
+    """Its `step` calls that of its base class, which torch wraps with the same hooks."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.clamp_(-0.01, 0.01)
+
+
+def made() -> tuple[torch.nn.Module, Clamped, tw.ThreadGroup]:
+    model, (group,) = toy(), tw.ThreadGroup.create(1)
+    sgd(model)  # torch wraps the `step` of a class when the first of it is made
+    return model, Clamped([p for p in model.parameters() if p.requires_grad], lr=0.1), group
+
+
+@pytest.mark.parametrize("strategy", [tw.local_sgd(every=1), tw.data_parallel(), tw.recipes.d_psgd()])
+def test_a_step_inside_a_step_is_one_inner_step(strategy: tw.Strategy) -> None:
+    """The round departs after the outer one, also if an earlier step has failed."""
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    model, optimizer, group = made()
+    replica = tw.Replica(strategy, model, optimizer, group)
+    if not isinstance(strategy.signal, Gradients):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(fails)
+    for step in range(1, 4):
+        inner_step(model, optimizer, *batch(0, 0, step))
+        assert replica.step == step
+    assert torch.cat(replica.anchors()).abs().max() == torch.tensor(0.01)
+    replica.close()
+
+
+def test_a_method_counts_a_step_inside_a_step_once() -> None:
+    model, optimizer, group = made()
+    trained = Flasc(every=2).attach(model, optimizer, group)
+    for step in range(1, 4):
+        inner_step(model, optimizer, *batch(0, 0, step))
+    assert (trained.step, trained.rounds) == (3, 1)
+    trained.close()
