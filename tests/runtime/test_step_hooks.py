@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +48,34 @@ def test_a_step_inside_a_step_is_one_inner_step(strategy: tw.Strategy) -> None:
         inner_step(model, optimizer, *batch(0, 0, step))
         assert replica.step == step
     assert torch.cat(replica.anchors()).abs().max() == torch.tensor(0.01)
+    replica.close()
+
+
+def test_a_step_that_a_scaler_skips_is_not_tracked() -> None:
+    """The gradient of the step after it is."""
+    model, (group,) = toy(), tw.ThreadGroup.create(1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+    scaler, strategy = torch.amp.GradScaler("cpu"), replace(tw.recipes.gradient_tracking(), inner=None)
+    replica = tw.Replica(strategy, model, optimizer, group)
+    for factor, counted in ((1.0, 1), (math.inf, 1), (1.0, 2)):
+        optimizer.zero_grad()
+        x, y = batch(0, 0, counted)
+        scaler.scale(factor * (model(x) - y).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert replica.step == counted
+    due = torch.cat(
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+    )
+    torch.testing.assert_close(replica.state()[0]["0.exchange.gradient"], due)
+    scaler.scale((model(x) - y).square().mean()).backward()
+    with pytest.raises(tw.ModelError, match=r"unlike scales; call scaler.unscale_\(optimizer\) before"):
+        scaler.step(optimizer)
     replica.close()
 
 

@@ -30,6 +30,8 @@ class GradientDriver(Driver):
     If any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
     """
 
+    uses_gradients: bool = True
+
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         self.training, self._group = training, group
         self._flights = Flights(training, fragments, group, site)
