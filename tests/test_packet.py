@@ -15,6 +15,7 @@ from pieces import CODECS, EXCHANGES, over
 import thinwire as tw
 from thinwire.packet import (
     HEADER_NBYTES,
+    PARTIAL,
     REFUSED,
     STOP,
     Header,
@@ -66,7 +67,7 @@ def test_the_header_has_the_documented_layout():
     )
 
 
-@pytest.mark.parametrize("flags", [0, REFUSED, STOP, REFUSED | STOP])
+@pytest.mark.parametrize("flags", [0, REFUSED, STOP, PARTIAL, REFUSED | STOP | PARTIAL])
 def test_the_expected_packet_opens_and_gives_its_flags(flags):
     assert open_packet(sealed(flags=flags), DUE) == flags
 

@@ -4,7 +4,7 @@
 |-------|----------|------------------------------------------------------------------|
 | 4     | magic    | `TWPK`                                                           |
 | 2     | version  | of this format                                                   |
-| 2     | flags    | `REFUSED`: no values inside, drop the round; `STOP`: sender wants to stop |
+| 2     | flags    | `REFUSED`: no values inside, drop the round; `STOP`: sender wants to stop; `PARTIAL`: some parameters had no gradient |
 | 4     | codec    | CRC-32 of the codec's own text, so that its parameters count too |
 | 2     | sender   | replica                                                          |
 | 2     | fragment | index                                                            |
@@ -35,6 +35,8 @@ MAGIC = b"TWPK"
 VERSION = 4
 REFUSED = 1
 STOP = 2
+PARTIAL = 4
+FLAGS = REFUSED | STOP | PARTIAL
 MOST = 1 << 16  # replicas of a group, and fragments
 _LAYOUT = struct.Struct("<4sHHIHHIIIQQI")
 _CHECKSUM = struct.Struct("<I")
@@ -127,7 +129,7 @@ def open_packet(packet: Tensor, due: Header, least: int | None = None) -> int:
                 f"replica {sender} sent {name} {got}, {getattr(due, name)} was expected. "
                 "Do all replicas run the same strategy from the same step?"
             )
-    if flags & ~(REFUSED | STOP):
+    if flags & ~FLAGS:
         raise PacketError(f"replica {sender} sent unknown flags {flags:#x}; run the same version everywhere.")
     return int(flags)
 

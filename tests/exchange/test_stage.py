@@ -88,7 +88,7 @@ def test_a_packet_without_room_for_its_number_is_not_sent():
     context.close()
 
 
-@pytest.mark.parametrize("mark", [4, 8 | REFUSED, 0xFF])
+@pytest.mark.parametrize("mark", [8, 16 | REFUSED, 0xFF])
 def test_unknown_flags_that_a_replica_forwards_are_refused(mark):
     packet = torch.zeros(HEADER_NBYTES + 6, dtype=torch.uint8)
     packet[-4:] = torch.tensor([0, REFUSED, STOP, REFUSED | STOP])

@@ -281,3 +281,15 @@ def test_by_size_is_balanced(sizes, data):
     pair = ordered[count - 1] + ordered[count] if len(sizes) > count else 0
     least = max(sum(sizes) / count, ordered[0], pair)  # a lower bound of every partition
     assert max(fragment.numel for fragment in fragments) <= 4 / 3 * least + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype_is_refused(dtype: torch.dtype) -> None:
+    """Rounds compute in fp32, in tensors of the default dtype."""
+    torch.set_default_dtype(dtype)
+    try:
+        model = nn.Linear(2, 1)
+        with pytest.raises(tw.ModelError, match=rf"default dtype is {dtype};.*set_default_dtype\(torch.float32\)"):
+            tw.Replica(tw.diloco(), model, torch.optim.SGD(model.parameters()), tw.ThreadGroup.create(1)[0])
+    finally:
+        torch.set_default_dtype(torch.float32)

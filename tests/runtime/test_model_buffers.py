@@ -121,6 +121,38 @@ def test_all_start_from_the_buffers_of_replica_0(buffers: str) -> None:
         assert any("different buffers; all start from replica 0's" in one for one in said[rank]) == (buffers == "mean")
 
 
+class Graph(nn.Module):
+    """Averages over the neighbours in a sparse graph, whose values are drawn."""
+
+    def __init__(self, seed: int, layout: torch.layout) -> None:
+        super().__init__()
+        edges = torch.zeros(4, 4)
+        edges[[0, 1, 2, 3], [1, 2, 3, 0]] = torch.rand(4, generator=torch.Generator().manual_seed(seed)) + 0.5
+        blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+        self.register_buffer("edges", edges.to_sparse(layout=layout, **blocks))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+def test_sparse_buffers_are_those_of_replica_0(layout: torch.layout) -> None:
+    def replica(group: tw.Group) -> Tensor:
+        model = Graph(group.rank, layout)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.Replica(tw.diloco(every=2), model, optimizer, group):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+        return model.get_buffer("edges").to_dense()
+
+    due = Graph(0, layout).get_buffer("edges").to_dense()
+    assert all(torch.equal(one, due) for one in tw.run_threads(REPLICAS, replica, timeout=600.0))
+
+
 def test_models_with_other_buffers_are_refused() -> None:
     def replica(group: tw.Group) -> None:
         model = Waves(0)

@@ -46,6 +46,7 @@ from thinwire.methods.base import Attached
 from thinwire.rng import Key
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
+from thinwire.runtime.step_hooks import outermost
 from thinwire.types import Observer
 
 HOST = 0  # the replica that runs the syncer's thread
@@ -106,7 +107,7 @@ class Unequal(Attached):
         if group.rank == HOST:
             self._host = self._make_host(Syncer.of(method, self._states, self._messages))
         self._syncer = SyncerChannel(group, self._messages, self._host, self._lost)
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hook = optimizer.register_step_post_hook(outermost(lambda *_: self._after_step()))
 
     def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
         """The composition and the group of the replicas that share a syncer with this one."""

@@ -43,6 +43,7 @@ from thinwire.runtime.consensus import mean_of_all
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
+from thinwire.runtime.step_hooks import outermost
 from thinwire.topology import Clocks, PairEvent
 from thinwire.types import Observer
 
@@ -94,8 +95,8 @@ class Pairing(Attached):
         self._window = (0, self._spread(0))
         self._says_stop = self._left = self._finished = False
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_step_pre_hook(outermost(lambda *_: self._before_step())),
+            optimizer.register_step_post_hook(outermost(lambda *_: self._after_step())),
         ]
 
     @property

@@ -29,6 +29,7 @@ from thinwire.methods.base import Attached
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
+from thinwire.runtime.step_hooks import outermost
 from thinwire.types import Observer
 
 
@@ -71,7 +72,7 @@ class PlexusReplica(Attached):
         view = PeerView.of(range(group.size))
         peer = SampledPeer(group.rank, method.rules, view, _mean, method.seed)
         self._host = PeerHost(group, wire, peer, clock, self._warn)
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hook = optimizer.register_step_post_hook(outermost(lambda *_: self._after_step()))
         peer.start(1, 0, self._model())
         self._host.start()
         if group.rank in view.order(1, 1)[: method.sample]:

@@ -15,7 +15,7 @@ from thinwire.comm.group import TAGS, Transfer
 from thinwire.errors import DisagreementError, NonFiniteError, PacketError
 from thinwire.exchange.chunks import STAGE, Message, Signal
 from thinwire.exchange.round import Outgoing, Round
-from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, payload, said_nbytes, seal
+from thinwire.packet import FLAGS, HEADER_NBYTES, REFUSED, Header, identity, open_packet, payload, said_nbytes, seal
 from thinwire.rng import Key
 
 PACKET = "packet"  # the ledger's purpose of a round's messages to other sites
@@ -214,6 +214,6 @@ def tag_of(key: Key, stage: int, index: int = 0) -> int:
 def heard(packet: Tensor, size: int, sender: int) -> list[int]:
     """The flags of each of `size` replicas as the sender received them, one byte each, behind the payload."""
     marks: list[int] = payload(packet)[-size:].tolist()
-    if any(mark & ~(REFUSED | STOP) for mark in marks):
+    if any(mark & ~FLAGS for mark in marks):
         raise PacketError(f"replica {sender} forwarded unknown flags {marks}; run the same version everywhere.")
     return marks

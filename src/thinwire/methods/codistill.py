@@ -46,6 +46,7 @@ from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.pieces.own_files import digests
 from thinwire.runtime.handshake import agree_on_resume, compare_settings, digest
 from thinwire.runtime.module_state import evaluating
+from thinwire.runtime.step_hooks import outermost
 from thinwire.types import Observer
 
 BYTES = 256  # size of the default tokenizer's vocabulary
@@ -208,8 +209,8 @@ class Talking(Attached):
             | digests(method),
         )
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.exchange_gradients()),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_step_pre_hook(outermost(lambda *_: self.exchange_gradients())),
+            optimizer.register_step_post_hook(outermost(lambda *_: self._after_step())),
         ]
 
     @property

@@ -24,6 +24,7 @@ from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.pipeline import RoundPipeline
+from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -95,7 +96,7 @@ class GradientHook:
         """Make `ddp` exchange its buckets by this hook. Raises `ConfigurationError` if the strategy needs another optimizer."""
         self.strategy.check_inner(optimizer, sharded=False)
         ddp.register_comm_hook(self, GradientHook.exchange)
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped.after(self.steps)))
+        self._hooks.append(optimizer.register_step_post_hook(outermost(lambda *_: self._stepped.after(self.steps))))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook that DDP calls: the future is done when the bucket holds the estimate of the mean."""

@@ -35,6 +35,7 @@ from thinwire.methods.base import TAG, Attached, check_rounds, drawn, silent
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
+from thinwire.runtime.step_hooks import outermost
 from thinwire.types import Observer
 
 UP, DOWN, FINAL = range(3)  # the kind of a message in its round
@@ -143,7 +144,7 @@ class Federated(Attached):
         self.start = self._flat()  # s
         self.p = nn.Parameter(self.start.clone())  # on other replicas than the hub: the values that were received last
         self._adam = torch.optim.AdamW([self.p], lr=method.outer_lr, weight_decay=0.0)
-        self._hooks = [optimizer.register_step_post_hook(lambda *_: self._after_step())]
+        self._hooks = [optimizer.register_step_post_hook(outermost(lambda *_: self._after_step()))]
         self.meet(group, self.names)
 
     # ---- the loop

@@ -83,7 +83,13 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, and DistributedDataParallel does not wrap it."""
+    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, DistributedDataParallel does not wrap it, and
+    torch makes tensors in fp32 by default."""
+    if torch.get_default_dtype() != torch.float32:
+        raise ModelError(
+            f"torch's default dtype is {torch.get_default_dtype()}; a Replica computes its rounds in fp32, and needs torch.float32 as the default "
+            "while it trains. Call torch.set_default_dtype(torch.float32), and give the model its own dtype, as in model.double()."
+        )
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ModelError(
             "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "

@@ -161,6 +161,7 @@ class Driver(Protocol):
     """
 
     training: Training
+    uses_gradients: bool = False  # whether `before_inner_step` exchanges or replaces the gradients
 
     def join(self, resume: Callable[[], object]) -> None:
         """Called once, before the first inner step. `resume` may load a checkpoint.

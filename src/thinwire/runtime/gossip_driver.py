@@ -141,6 +141,7 @@ class GossipDriver(Driver):
         for fragment in training.fragments:
             key = Key(training.strategy.seed, fragment.index, sender=group.rank)
             fragment.exchange = gossip.begins(fragment.anchor, key, group.size)
+        self.uses_gradients = self._rule.tracks
         self._tracked = False  # whether the gradients of the next step are replaced
         self._met = False  # whether the anchors are the mean over all replicas
 

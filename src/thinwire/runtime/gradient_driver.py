@@ -30,6 +30,8 @@ class GradientDriver(Driver):
     If any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
     """
 
+    uses_gradients: bool = True
+
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         self.training, self._group = training, group
         self._flights = Flights(training, fragments, group, site)
@@ -49,9 +51,11 @@ class GradientDriver(Driver):
         training, buffers = self.training, self._flights.buffers
         for fragment in training.fragments:
             delta = buffers.like(fragment.anchor)
+            partial = any(parameter.grad is None for _, parameter in fragment.fragment.parameters)
             for (_, parameter), (_, into) in zip(fragment.fragment.parameters, fragment.slices(delta)):
                 into.copy_(gradient(parameter))
             update = fragment.begin_round(training.strategy, delta, training.step, buffers)
+            update.partial = partial
             self._flights.depart(update, training.clock())
         updates = [fragment.flight for fragment in training.fragments if fragment.flight]
         landings = [self._flights.land(update) for update in updates]
@@ -66,8 +70,8 @@ class GradientDriver(Driver):
         """Write the mean into the gradients, or None if a round of this step was `refused`."""
         mean = update.fragment.anchor if update.anchor is None else update.anchor
         for (_, parameter), (_, values) in zip(update.fragment.fragment.parameters, update.fragment.slices(mean)):
-            # Parameters without a gradient send zeros; if the mean is exactly zero, all replicas skip them.
-            if refused or not bool(values.any()):
+            # Parameters without a gradient send zeros; if there are some, and the mean is exactly zero, all replicas skip them.
+            if refused or (update.partial and not bool(values.any())):
                 parameter.grad = None
             else:
                 put_gradient(parameter, values)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.errors import ModelError
 from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
 
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
@@ -103,8 +104,8 @@ class InnerSteps:
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = {id(p) for fragment in training.fragments for _, p in fragment.fragment.parameters}
         self._frozen = [p for p in _held(optimizers) if id(p) not in exchanged]
-        self._hooks = [one.register_step_pre_hook(self._steps) for one in optimizers]
-        self._hooks += [one.register_step_post_hook(self._stepped) for one in optimizers]
+        self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
+        self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
 
     def exchange_early(self) -> None:
         """As `exchange_gradients`, before the optimizer's step. Raises `ModelError` if the gradients of an earlier call were not stepped."""
@@ -151,17 +152,18 @@ class InnerSteps:
                 "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
                 "once in an inner step. Step them equally often (with one GradScaler for each they may not), or give one optimizer."
             )
-        if self._gradients and getattr(optimizer, "grad_scale", None) is not None:
+        if self._driver.uses_gradients and getattr(optimizer, "grad_scale", None) is not None:
             raise ModelError(
-                "a GradScaler leaves the gradients scaled for a fused optimizer, and Gradients() would average those of unlike scales; call "
-                "scaler.unscale_(optimizer) before scaler.step(optimizer)."
+                "a GradScaler leaves the gradients scaled for a fused optimizer, and this strategy, which exchanges gradients, would add those of "
+                "unlike scales; call scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
         if self._gradients and len(self._optimizers) > 1 and not self._exchanged:
             raise ModelError(
                 f"{len(self._optimizers)} optimizers with Gradients(), which exchanges all gradients at once: call "
                 "replica.exchange_gradients() when all are there and none has stepped, or give a strategy that exchanges deltas."
             )
-        self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
+        if not self._skipped(optimizer):
+            self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._skipped(optimizer):

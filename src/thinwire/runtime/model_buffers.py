@@ -17,9 +17,22 @@ from thinwire.runtime.handshake import agree_on_weights, digest
 
 
 def floating(model: nn.Module) -> list[Tensor]:
-    """The persistent floating-point buffers of `model`: this rank's part of each, tied ones once."""
+    """The persistent floating-point buffers of `model`: this rank's part of each, tied ones once. Sparse ones, such as graphs, are none: they
+    may have unlike indices."""
     persistent = model.state_dict().keys()
-    return [local(b) for name, b in model.named_buffers() if name in persistent and b.is_floating_point()]
+    dense = [(name, b) for name, b in model.named_buffers() if b.layout == torch.strided]
+    return [local(b) for name, b in dense if name in persistent and b.is_floating_point()]
+
+
+def _parts(buffer: Tensor) -> list[Tensor]:
+    """The dense tensors that hold this rank's part of `buffer`, as views: if it is sparse, its indices and values."""
+    if buffer.layout == torch.strided:
+        return [local(buffer)]
+    if buffer.layout == torch.sparse_coo:
+        return [buffer._indices(), buffer._values()]
+    if buffer.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [buffer.crow_indices(), buffer.col_indices(), buffer.values()]
+    return [buffer.ccol_indices(), buffer.row_indices(), buffer.values()]
 
 
 def average(model: nn.Module, group: Group) -> None:
@@ -64,9 +77,9 @@ class SharedBuffers:
         """
         if self._among is None or self._among.size == 1:
             return
-        named = [(name, local(one)) for name, one in self._model.named_buffers()]
-        layout = repr([(name, tuple(one.shape), one.dtype) for name, one in named]).encode()
-        own = [one for _, one in named]
+        named = [(name, one.layout, part) for name, one in self._model.named_buffers() for part in _parts(one.detach())]
+        layout = repr([(name, kind, tuple(part.shape), part.dtype) for name, kind, part in named]).encode()
+        own = [part for _, _, part in named]
         facts = hashlib.blake2b(layout, digest_size=16).digest() + digest(own)
         told = gather(self._among, facts, len(facts), "buffers")
         for rank, other in enumerate(told):

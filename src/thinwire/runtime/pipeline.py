@@ -27,7 +27,7 @@ from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.round import Outgoing
 from thinwire.exchange.stage import MOST_STAGES, Stage, tag_of
-from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, payload
+from thinwire.packet import HEADER_NBYTES, PARTIAL, REFUSED, STOP, payload
 from thinwire.pieces.policy import Deciding
 from thinwire.rng import Key
 from thinwire.runtime.deadlines import Deadlines
@@ -164,7 +164,7 @@ class RoundPipeline:
                 raise self.finished.explained(error, update.departed) from error
         signal, _ = weighed(update, update.share)
         key = Key(self.seed, update.fragment.index, update.number, self.context.group.rank)
-        flags = STOP if self.stop_requested else 0
+        flags = STOP * self.stop_requested | PARTIAL * update.partial
         numel = update.delta.numel()
         round_ = Round(
             self.context,
@@ -242,7 +242,7 @@ class RoundPipeline:
         update.refused_by = tuple(rank for rank, f in enumerate(flags[:-1]) if f & REFUSED)
         if update.good and round_.rank in update.refused_by:
             update.keep_own_state()
-        update.stop = any(f & STOP for f in flags)
+        update.stop, update.partial = any(f & STOP for f in flags), any(f & PARTIAL for f in flags)
         update.end, update.nbytes_sent = self.clock(), round_.nbytes_sent
         update.queued_seconds, update.transfer_seconds = round_.times()
 

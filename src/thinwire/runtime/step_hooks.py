@@ -1,0 +1,35 @@
+"""Hooks on the steps of an optimizer, once for each step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+StepHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+
+
+def outermost(hook: StepHook) -> StepHook:
+    """`hook` for `register_step_pre_hook` or `register_step_post_hook`, without the calls for a step inside a step of the same optimizer.
+
+    torch wraps the `step` of each class, so a subclass that calls `super().step()` calls all hooks twice.
+    """
+
+    def called(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _inside_another(optimizer, sys._getframe(1)):
+            hook(optimizer, args, kwargs)
+
+    return called
+
+
+def _inside_another(optimizer: torch.optim.Optimizer, wrapper: FrameType) -> bool:
+    """Whether torch's `wrapper` of this step runs inside one of another step of `optimizer`. The stack says so also after a step has failed."""
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
