@@ -136,15 +136,16 @@ def _over_gloo(rank):
     return virtual, real, body(group)
 
 
-def _dies_after(steps):
+def _dies_after(steps, slow=()):
     """The body of a replica whose process ends after `steps` without `finish`."""
 
     def body(group):
         model = toy()
         optimizer = adamw(model)
-        patient(decoupled_diloco(every=6)).attach(model, optimizer, group)
+        attached = patient(decoupled_diloco(every=6, slow=slow)).attach(model, optimizer, group)
         for step in range(1, steps + 1):
             inner_step(model, optimizer, *batch(0, group.rank, step))
+        attached.close()
 
     return body
 
@@ -264,6 +265,21 @@ def test_a_frozen_replica_blocks_no_other_and_has_the_agreed_weights_when_it_tha
     assert first[1] + second[1] >= least_steps(30, 5) - 5
     ((rank, message),) = warnings
     assert rank == 0 and message.startswith("replica 2 was lost, the others continue")
+
+
+def test_the_others_hold_their_rounds_in_virtual_time_after_a_death():
+    landed, slow = [], (1, 1, 1)
+
+    def observe(rank, event, step, **fields):
+        if event == "land" and not rank:
+            landed.append(step)
+
+    def body(group):
+        method = decoupled_diloco(every=6, slow=slow)
+        return _dies_after(9, slow)(group) if group.rank == 2 else on_toy(method, 30, observe)(group)
+
+    first, second, _ = run_threads(3, body, timeout=600.0)
+    assert first[1:] == second[1:] and first[1] == 30 and landed == [6, 12, 18, 24, 30]
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -232,15 +232,15 @@ class Host:
         return self.rounds.there <= self._ended
 
     def _in_virtual_time(self, timeline: Timeline) -> None:
-        while len(self.rounds.there) == self.group.size:
+        while True:
             moment = timeline.advance()
             for rank, _ in moment.departed:
                 up = self._next(rank)
-                if up is None or up.kind != DELTA:  # it has finished; later departures are not part of this run
-                    if up is not None:
-                        self._mail[rank].appendleft(up)
+                if up is not None and up.kind != DELTA:  # it has finished; later departures are not part of this run
+                    self._mail[rank].appendleft(up)
                     return
-                self._read(up)
+                if up is not None:
+                    self._read(up)
             self._hold_all(moment.held)
 
     def _next(self, rank: int) -> Up | None:
