@@ -239,9 +239,14 @@ class Unequal(Attached):
         return down
 
     def _land(self, down: Down) -> None:
-        """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta."""
+        """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta. One that was left out
+        is in the next delta, with its steps and what feedback had added to it.
+        """
         one, began, report = self._states[down.fragment], self._clock(), down.reports[self._team.rank]
         flight = self._flying.pop(one.index, None) if report.outcome and down.kind != LAST else None
+        if flight and report.outcome != COUNTED:
+            one.feedback, one.since = flight.before, flight.since
+            self._tokens_since[one.index] += flight.tokens
         if down.body is not None:
             known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
