@@ -44,6 +44,7 @@ from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.methods.base import Attached
 from thinwire.rng import Key
+from thinwire.runtime.claim import GroupClaim
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
 from thinwire.types import Observer
@@ -79,6 +80,7 @@ class Unequal(Attached):
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        self._claim = GroupClaim(group)
         self.fragments, self.tokens = method.partition.fragments(model), 1.0
         self.introduce({})
         self._states = [hold(method, fragment, index) for index, fragment in enumerate(self.fragments)]
@@ -106,6 +108,7 @@ class Unequal(Attached):
         if group.rank == HOST:
             self._host = self._make_host(Syncer.of(method, self._states, self._messages))
         self._syncer = SyncerChannel(group, self._messages, self._host, self._lost)
+        self._claim.take()
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
@@ -312,6 +315,7 @@ class Unequal(Attached):
     def close(self) -> None:
         self._hook.remove()
         self._syncer.close(ended=self._over)
+        self._claim.release(self._over)  # otherwise messages of this run may still come
 
     # ---- the agreed weights
 
