@@ -63,7 +63,7 @@ class Host:
         self.rounds.began = self.clock()
         for peer in range(1, self.group.size):
             PeerReceiver(self.group, peer, UP, lambda: self.messages.buffer(UP), self._deliver)
-            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose)
+            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose, len(self.messages.numels))
         self._thread.start()
 
     def give(self, packet: Tensor) -> None:
