@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,9 @@ from core_processes import run_world
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity
 from thinwire.comm import CountedGroup, Ledger, run_threads
+from thinwire.decoupled import sites_driver
 from thinwire.decoupled.sites import halos
+from thinwire.decoupled.sites_driver import SiteReplica
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.pieces.partition import BySize
 from thinwire.pieces.staleness import Alike
@@ -222,6 +225,39 @@ def test_a_lost_site_does_not_stop_the_other_and_a_lost_global_server_does(gone)
     if gone:
         assert torch.equal(found[0][0], found[1][0])
         assert any(rank == 0 and message.startswith("site 1 was lost") for rank, message in warnings)
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_replica_that_is_lost_before_it_has_the_final_model_keeps_it_from_no_other_site(gone, monkeypatch):
+    """Replica 1, of the first site, or 2, the server of the second, leaves after its last message."""
+    left, give, take, warnings = threading.Event(), sites_driver.give, SiteReplica._take, []
+
+    def given(*what):
+        assert left.wait()
+        return give(*what)
+
+    def taken(self, peer):
+        if self.group.rank == gone:
+            self.group.close()
+            left.set()
+        return take(self, peer)
+
+    def told(rank, event, step, **fields):
+        if event == "warning":
+            warnings.append((rank, fields["message"]))
+
+    def body(group):
+        if group.rank == gone or (gone, group.rank) == (2, 3):
+            with pytest.raises(LinkError):
+                trained(halos(every=3, apart=1), 30)(group)
+            return None
+        return trained(halos(every=3, apart=1), 30, told=told)(group)[0]
+
+    monkeypatch.setattr(sites_driver, "give", given)
+    monkeypatch.setattr(SiteReplica, "_take", taken)
+    found = [final for final in run_threads(4, body, timeout=600.0) if final is not None]
+    assert len(found) == 4 - gone and all(torch.equal(found[0], final) for final in found)
+    assert [(rank, message.startswith(f"replica {gone} was lost before")) for rank, message in warnings] == [(0, True)]
 
 
 # ---- on the wire

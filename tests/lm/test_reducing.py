@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -44,6 +45,19 @@ def test_a_reducer_dials_its_hub_on_the_same_machine(tmp_path, monkeypatch):
             state.keep("listen", listens)
         due = host, 3, folder / reducing.KEYS, with_reducer("word"), threading.TIMEOUT_MAX, {"place": 1}
         assert joined(folder, 2, "word") == due
+
+
+def test_the_end_of_the_process_that_averages_is_told_unless_it_was_asked_to_end(tmp_path, monkeypatch):
+    program, told = tmp_path / "program", queue.Queue()
+    monkeypatch.setattr(reducing.sys, "executable", str(program))
+    program.write_text("#!/bin/sh\nread line\nexit 4\n")
+    program.chmod(0o700)
+    with reducing.reducing(tmp_path, 2, "", told.put):
+        pass
+    assert told.empty()
+    program.write_text("#!/bin/sh\nexit 3\n")
+    with reducing.reducing(tmp_path, 2, "", told.put):
+        assert told.get() == 3
 
 
 def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from voted_rounds import ROUNDS, RoundLog, finished, hold_rounds, hold_rounds_of_all
@@ -22,6 +24,19 @@ def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
         assert list(log.decided.values()) == [True] * ROUNDS and set(log.members) == {("a", "b", "c")}
     assert cluster.time.now == 2.0  # two heartbeats at the beginning, in which they learn of each other
     assert len(cluster.lighthouse.written) <= 8  # keys of past views are deleted
+
+
+def test_keys_of_a_view_whose_member_died_are_deleted_by_the_others_after_more_deaths():
+    cluster, mortal = SimulatedCluster(), "cdefghijk"
+    for nth, name in enumerate(mortal, 1):
+        cluster.at(name, "all", partial(cluster.kill, name), nth=2 * nth)
+    _, logs = hold_rounds_of_all(cluster, "ab" + mortal, rounds=14)
+    written = cluster.lighthouse.written
+    kept = [
+        view for view in logs["a"].decided if f"{view}/land/outcome" in written
+    ]  # until new processes of the dead vote
+    ballots = [f"{view}/land/{rank}" in written for view in kept for rank in (0, 1)]
+    assert ballots == [False] * 2 * (len(kept) - 7) + [True] * 14
 
 
 def test_a_third_joins_and_one_leaves():

@@ -51,6 +51,22 @@ def refused(lighthouse: Lighthouse, name: bytes, life: bytes = LIFE.encode(), se
     return heard
 
 
+def test_a_lighthouse_goes_on_if_what_it_tells_cannot_be_written() -> None:
+    def tell(line: str) -> None:
+        tried.put(line.split(" ", 2)[2])
+        raise OSError("no space left on device")
+
+    tried: queue.Queue[str] = queue.Queue()
+    there = Lighthouse("127.0.0.1", 0, 0.05, SECRET, tell)
+    try:
+        channel(there).ask("beat")
+        assert tried.get() == "joined: oslo at 127.0.0.1"
+        assert tried.get() == "left: oslo (not heard for 0.05 s)"
+        channel(there).ask("beat")
+    finally:
+        there.close()
+
+
 def test_a_refusal_says_why_and_nothing_else(lighthouse: Lighthouse, told: list[str]) -> None:
     assert refused(lighthouse, b"oslo", secret=b"") == WELCOME.pack(OTHER_SECRET, 0.0, bytes(PROOF))
     for name, life in ((b"os lo", LIFE), (b"oslo", "F" * 16), (b"\xff", LIFE), (b"oslo", "\0" * 16)):

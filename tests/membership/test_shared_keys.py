@@ -102,6 +102,30 @@ def test_a_member_writes_within_its_limit_and_never_over_another(monkeypatch):
         keys.put(A, "group//2", "1234567", [])  # 8 bytes are still written
 
 
+def test_a_ballot_replaces_those_of_an_earlier_process_of_its_name():
+    """A process that died has deleted none. One that was only away is told nothing that the others may not have been told."""
+    keys, sizes = SharedKeys(), []
+    lives = [[["a", "a-1", 4], ["b", f"b-{life}", 7]] for life in range(4)]
+    votes = [keys_of(f"{view_id([tuple(one) for one in view])}/land", 2) for view in lives]
+    for life, (view, (outcome, ballots)) in enumerate(zip(lives, votes)):
+        keys.put(A, ballots[0], "1", view)
+        keys.put(Writer("b", f"b-{life}"), ballots[1], "1", view)
+        assert keys.settle(A, outcome, "yes", view) == "yes"
+        if life:
+            earlier, (own, _) = votes[life - 1]
+            keys.forget(A, own)
+            assert keys.read([earlier]) is None
+            late = Writer("b", f"b-{life - 1}")
+            refused("another process of b has voted since", keys.settle, late, earlier, "no", lives[life - 1])
+        sizes.append((len(keys._values), keys._nbytes.total(), len(keys._ballots)))
+    assert sizes == [sizes[0]] * 4
+    outcome, ballots = votes[-1]
+    keys.forget(A, ballots[0])
+    assert keys.read([outcome]) == ["yes"], "b may still ask"
+    keys.forget(Writer("b", "b-3"), ballots[1])
+    assert not keys._values and not keys._nbytes and not +keys._ballots and not keys._voters
+
+
 def test_addresses_of_a_new_group_replace_those_of_earlier_ones():
     """A process that died, or left, has deleted none. Others keep theirs, and so does a vote."""
     keys, sizes = SharedKeys(), []

@@ -6,6 +6,8 @@ import pytest
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
+from thinwire.decoupled.method import decoupled_diloco
+from thinwire.decoupled.sampled import plexus
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 
@@ -77,5 +79,23 @@ def test_a_replica_that_was_refused_has_no_claim():
         with pytest.raises(tw.DisagreementError):
             attach(group, tw.diloco(every=4 + group.rank))
         attach(group)[2].close()
+
+    tw.run_threads(2, replica)
+
+
+@pytest.mark.parametrize("method", [decoupled_diloco(every=4), plexus(every=4)], ids=["decoupled", "sampled"])
+def test_a_method_with_messages_beside_training_claims_its_group_until_the_run_is_over(method):
+    def attached(group):
+        model = toy()
+        return method.attach(model, adamw(model), group)
+
+    def replica(group):
+        first = attached(group)
+        with pytest.raises(tw.ConfigurationError, match="has not finished"):
+            attach(group)
+        first.finish()
+        attached(group).close()
+        with pytest.raises(tw.ConfigurationError, match="has not finished, or was closed"):
+            attached(group)
 
     tw.run_threads(2, replica)

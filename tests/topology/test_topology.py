@@ -11,6 +11,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.topology import (
     BarabasiAlbert,
     Complete,
+    Cut,
     ErdosRenyi,
     Exponential,
     Listed,
@@ -148,6 +149,10 @@ def test_columns_of_push_sum_weights_add_up_to_one():
 def test_spread_counts_the_rounds_until_a_value_reaches_all():
     assert [spread(topology, 8) for topology in (Complete(), Ring(), Exponential())] == [1, 4, 3]
     assert spread(OnePeerExponential(), 8) == 3 and spread(Complete(), 1) == 0
+    assert spread(Cut(Ring(), 1, 300), 4, number=1) == 300
+    for graph in (Listed(((0, 1),)), Listed(((0, 1), (1, 2)), one_way=True), ErdosRenyi(0.1)):
+        with pytest.raises(ConfigurationError, match="no path leads"):
+            spread(graph, 3)
 
 
 def test_metropolis_weights_of_a_complete_graph_are_equal_bit_for_bit():

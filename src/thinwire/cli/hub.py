@@ -210,7 +210,14 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
     from thinwire.lm.reducing import LOG, reducing
 
     say(f"it averages packets of {asked.reduce} replicas; its log is {folder / LOG}")
-    return reducing(folder, asked.reduce, *asked.group)
+
+    def ended(code: int) -> None:
+        say(
+            f"warning: the process that averages has ended (exit code {code}), and without it no group goes on or begins: see the end of "
+            f"{folder / LOG}, and start this hub again"
+        )
+
+    return reducing(folder, asked.reduce, "".join(asked.group), ended)
 
 
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:

@@ -44,6 +44,7 @@ from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.methods.base import Attached
 from thinwire.rng import Key
+from thinwire.runtime.claim import GroupClaim
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
 from thinwire.runtime.step_hooks import outermost
@@ -80,6 +81,7 @@ class Unequal(Attached):
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        self._claim = GroupClaim(group)
         self.fragments, self.tokens = method.partition.fragments(model), 1.0
         self.introduce({})
         self._states = [hold(method, fragment, index) for index, fragment in enumerate(self.fragments)]
@@ -107,6 +109,7 @@ class Unequal(Attached):
         if group.rank == HOST:
             self._host = self._make_host(Syncer.of(method, self._states, self._messages))
         self._syncer = SyncerChannel(group, self._messages, self._host, self._lost)
+        self._claim.take()
         self._hook = optimizer.register_step_post_hook(outermost(lambda *_: self._after_step()))
 
     def _near(self, method: Composition, group: Group) -> tuple[Composition, Group]:
@@ -240,9 +243,14 @@ class Unequal(Attached):
         return down
 
     def _land(self, down: Down) -> None:
-        """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta."""
+        """Apply a round's estimate. A round that was dropped changes nothing, and ends the flight of this replica's delta. One that was left out
+        is in the next delta, with its steps and what feedback had added to it.
+        """
         one, began, report = self._states[down.fragment], self._clock(), down.reports[self._team.rank]
         flight = self._flying.pop(one.index, None) if report.outcome and down.kind != LAST else None
+        if flight and report.outcome != COUNTED:
+            one.feedback, one.since = flight.before, flight.since
+            self._tokens_since[one.index] += flight.tokens
         if down.body is not None:
             known = AgreedFragment(one.anchor, one.state, one.rounds)
             if down.version != one.rounds or down.digest != known.digest():
@@ -308,6 +316,7 @@ class Unequal(Attached):
     def close(self) -> None:
         self._hook.remove()
         self._syncer.close(ended=self._over)
+        self._claim.release(self._over)  # otherwise messages of this run may still come
 
     # ---- the agreed weights
 

@@ -63,7 +63,7 @@ class Host:
         self.rounds.began = self.clock()
         for peer in range(1, self.group.size):
             PeerReceiver(self.group, peer, UP, lambda: self.messages.buffer(UP), self._deliver)
-            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose)
+            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose, len(self.messages.numels))
         self._thread.start()
 
     def give(self, packet: Tensor) -> None:
@@ -232,15 +232,15 @@ class Host:
         return self.rounds.there <= self._ended
 
     def _in_virtual_time(self, timeline: Timeline) -> None:
-        while len(self.rounds.there) == self.group.size:
+        while True:
             moment = timeline.advance()
             for rank, _ in moment.departed:
                 up = self._next(rank)
-                if up is None or up.kind != DELTA:  # it has finished; later departures are not part of this run
-                    if up is not None:
-                        self._mail[rank].appendleft(up)
+                if up is not None and up.kind != DELTA:  # it has finished; later departures are not part of this run
+                    self._mail[rank].appendleft(up)
                     return
-                self._read(up)
+                if up is not None:
+                    self._read(up)
             self._hold_all(moment.held)
 
     def _next(self, rank: int) -> Up | None:

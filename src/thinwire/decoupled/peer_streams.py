@@ -12,7 +12,9 @@ from thinwire.comm.group import Group
 from thinwire.errors import PeerError
 from thinwire.packet import said_nbytes
 
-MOST_WAITING = 64  # messages; a peer that leaves so many unreceived counts as lost
+MOST_WAITING = (
+    64  # messages, and two of each fragment, as at the end of a run; a peer that leaves more unreceived counts as lost
+)
 
 
 class PeerReceiver:
@@ -45,10 +47,13 @@ class PeerReceiver:
 
 
 class PeerSender:
-    """Sends packets to `peer` in order; `send` does not block. Calls `lost(peer, why)` when sending fails."""
+    """Sends packets of a model in `fragments` to `peer` in order; `send` does not block. Calls `lost(peer, why)` when sending fails."""
 
-    def __init__(self, group: Group, peer: int, tag: int, lost: Callable[[int, PeerError], object]) -> None:
+    def __init__(
+        self, group: Group, peer: int, tag: int, lost: Callable[[int, PeerError], object], fragments: int = 1
+    ) -> None:
         self._group, self._peer, self._tag, self._lost = group, peer, tag, lost
+        self._most = MOST_WAITING + 2 * fragments
         self._waiting: queue.Queue[Tensor | None] = queue.Queue()
         self._over = False
         self._thread = threading.Thread(target=self._run, name=f"thinwire-sender-{peer}", daemon=True)
@@ -57,9 +62,9 @@ class PeerSender:
     def send(self, packet: Tensor) -> None:
         if self._over:
             return
-        if self._waiting.qsize() >= MOST_WAITING:
+        if self._waiting.qsize() >= self._most:
             self._over = True
-            self._lost(self._peer, PeerError(f"replica {self._peer} takes no messages: {MOST_WAITING} wait for it"))
+            self._lost(self._peer, PeerError(f"replica {self._peer} takes no messages: {self._most} wait for it"))
             return
         self._waiting.put(packet)
 

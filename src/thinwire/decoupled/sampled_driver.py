@@ -26,6 +26,7 @@ from thinwire.decoupled.sampled_rules import Train
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError, PeerError
 from thinwire.membership.peer_view import PeerView
 from thinwire.methods.base import Attached
+from thinwire.runtime.claim import GroupClaim
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import agree_on_start, check_start
 from thinwire.runtime.module_state import clear
@@ -59,6 +60,7 @@ class PlexusReplica(Attached):
         observer: Observer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, None, observer, clock)  # type: ignore[arg-type]
+        self._claim = GroupClaim(group)
         self.introduce({})
         self._one = FragmentState(self.fragments[0], 0, torch.empty(self.fragments[0].numel), {}, {}, Identity())
         self._one.snapshot(self._one.anchor)
@@ -74,6 +76,7 @@ class PlexusReplica(Attached):
         self._host = PeerHost(group, wire, peer, clock, self._warn)
         self._hook = optimizer.register_step_post_hook(outermost(lambda *_: self._after_step()))
         peer.start(1, 0, self._model())
+        self._claim.take()
         self._host.start()
         if group.rank in view.order(1, 1)[: method.sample]:
             self._next()
@@ -165,6 +168,7 @@ class PlexusReplica(Attached):
         if self.stopping:
             self._host.wait()
         self._host.close()
+        self._claim.release(self.stopping)  # otherwise messages of this run may still come
 
     # ---- the agreed model
 

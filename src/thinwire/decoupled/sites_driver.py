@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_host import SiteHost
 from thinwire.decoupled.syncer import Syncer
 from thinwire.decoupled.timeline import done
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, LinkError
 
 
 class SiteReplica(Unequal):
@@ -82,8 +82,7 @@ class SiteReplica(Unequal):
         super().finish()
         if self.group.rank == self.server:
             final = self._final()
-            if others := [self.server + place for place in sorted(self._servers.rounds.there) if place]:
-                give(self.group, others, final, {})
+            self._give([self.server + place for place in sorted(self._servers.rounds.there) if place], final)
         else:
             final = self._take(self.server)
         for one in self._states:
@@ -97,10 +96,17 @@ class SiteReplica(Unequal):
             return self._take(0)
         top.wait()
         final = {str(index): anchor for index, anchor in enumerate(top.anchors())}
-        if others := [self._sites[site][0] for site in sorted(top.there) if site]:
-            give(self.group, others, final, {})
+        self._give([self._sites[site][0] for site in sorted(top.there) if site], final)
         top.close()
         return final
+
+    def _give(self, ranks: Sequence[int], final: Mapping[str, Tensor]) -> None:
+        """Give the final model to each of `ranks`; the loss of one, after its last message, does not keep it from the others."""
+        for rank in ranks:
+            try:
+                give(self.group, [rank], final, {})
+            except LinkError as error:
+                self._say("warning", message=f"replica {rank} was lost before it had the final model: {error}")
 
     def _take(self, peer: int) -> dict[str, Tensor]:
         return take(self.group, peer, sum(4 * one.anchor.numel() + 256 for one in self._states) + (1 << 16))[0]

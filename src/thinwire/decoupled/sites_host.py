@@ -112,7 +112,8 @@ class SiteHost(Host):
         if self.top:
             self.top.start()
         else:
-            self._sender = PeerSender(self._leaders, 0, UP, lambda *_: None)  # the receiver reports it
+            # The receiver reports a loss.
+            self._sender = PeerSender(self._leaders, 0, UP, lambda *_: None, len(self._wire.numels))
             PeerReceiver(self._leaders, 0, DOWN, lambda: self._wire.buffer(DOWN), self._answer)
         super().start()
 

@@ -26,7 +26,7 @@ class SyncerChannel:
             host.start()
         else:
             # A receiver reports a loss, after all messages.
-            self._sender = PeerSender(group, messages.host, UP, lambda *_: None)
+            self._sender = PeerSender(group, messages.host, UP, lambda *_: None, len(messages.numels))
             PeerReceiver(group, messages.host, DOWN, lambda: messages.buffer(DOWN), self._hear)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -102,20 +102,25 @@ def meeting_of(words: Sequence[str]) -> Meeting:
 def own_meeting(run: Run, folder: Path) -> Iterator[Meeting]:
     """A context in which this process is the lighthouse or the hub of `run`, whose replicas are all on this machine."""
     timeout = heartbeat_timeout(run.make_strategy().schedule, run.placement.link)
-    with (folder / "logs" / "lighthouse.txt").open("a", buffering=1) as lines:
-        tell = lambda line: lines.write(line + "\n")  # noqa: E731
-        if run.placement.carrier == "elastic":
-            secret = folder / "secret"
-            lighthouse = Lighthouse("127.0.0.1", 0, timeout, secret_in(secret, make=True), tell)
-            try:
-                yield AtLighthouse(lighthouse.address, secret)
-            finally:
-                lighthouse.close()
-            return
-        from thinwire.comm.secure import Hub
-        from thinwire.comm.secure.keys import write_private
+    log = folder / "logs" / "lighthouse.txt"
+    log.touch()
 
-        served = PublishedFolder(folder)
-        with Hub(folder / HUB, registry=lambda: MemberRegistry(timeout, tell), published=served) as hub:
-            write_private(folder / HUB / TOKEN, f"{hub.invite(run.placement.replicas)}\n".encode())
-            yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS, here=True)
+    def tell(line: str) -> None:
+        with suppress(OSError), log.open("a") as lines:  # on a full disk the replicas need it all the same
+            lines.write(line + "\n")
+
+    if run.placement.carrier == "elastic":
+        secret = folder / "secret"
+        lighthouse = Lighthouse("127.0.0.1", 0, timeout, secret_in(secret, make=True), tell)
+        try:
+            yield AtLighthouse(lighthouse.address, secret)
+        finally:
+            lighthouse.close()
+        return
+    from thinwire.comm.secure import Hub
+    from thinwire.comm.secure.keys import write_private
+
+    served = PublishedFolder(folder)
+    with Hub(folder / HUB, registry=lambda: MemberRegistry(timeout, tell), published=served) as hub:
+        write_private(folder / HUB / TOKEN, f"{hub.invite(run.placement.replicas)}\n".encode())
+        yield AtHub(folder / HUB / TOKEN, folder / HUB / KEYS, here=True)

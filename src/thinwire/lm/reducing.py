@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,21 +49,35 @@ def average(group: SecureGroup) -> str:
 
 
 @contextmanager
-def reducing(folder: Path, replicas: int, word: str = "") -> Iterator[None]:
-    """A context in which a process averages for one group after another at the hub in `folder`; its log is `LOG` there."""
+def reducing(
+    folder: Path, replicas: int, word: str = "", ended: Callable[[int], object] = lambda code: None
+) -> Iterator[None]:
+    """A context in which a process averages for one group after another at the hub in `folder`; its log is `LOG` there. `ended` is called
+    with its exit code, on another thread, if the process ends by itself.
+    """
     command = [sys.executable, "-m", "thinwire.lm.reducing", str(folder), str(replicas), word]
     with (folder / LOG).open("ab") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
         )  # fmt: skip
+    asked = threading.Event()
+
+    def watch() -> None:
+        code = process.wait()
+        if not asked.is_set():
+            ended(code)
+
+    watching = threading.Thread(target=watch, name="thinwire-reducer", daemon=True)
+    watching.start()
     try:
         yield
     finally:
+        asked.set()
         assert process.stdin
         with suppress(OSError):  # the process has ended by itself
             process.stdin.write(b"end")
             process.stdin.close()
-        process.wait()
+        watching.join()
 
 
 def _say(line: str) -> None:

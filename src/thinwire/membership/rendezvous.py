@@ -382,7 +382,7 @@ class Membership:
             self._group, self._holds, self._suspects = None, "", self._members
 
     def _sweep(self, view: View, calls: dict[str, int]) -> None:
-        """Delete the keys of past views whose members are all here again, because no member will read them."""
+        """Delete the keys of past views whose members are all here again, because no member will read them, and those of views long past."""
         kept: list[_Past] = []
         for past in self._past:
             if past.view.vote_store is not view.vote_store:
@@ -391,4 +391,6 @@ class Membership:
                 view.vote_store.forget(past.view.written())
             else:
                 kept.append(past)
+        for past in kept[:-7]:
+            view.vote_store.forget(past.view.written())
         self._past = [*kept[-7:], _Past(view, calls)]

@@ -145,7 +145,8 @@ class Lighthouse:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _say(self, line: str) -> None:
-        self._tell(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+        with suppress(OSError):  # on a full disk the replicas need the lighthouse all the same
+            self._tell(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
 
     # ---- connections
 

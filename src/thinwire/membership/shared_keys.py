@@ -40,6 +40,7 @@ class SharedKeys:
         self._values: dict[str, tuple[str, str]] = {}  # by key: the value, and the name of its writer
         self._nbytes: Counter[str] = Counter()  # by name
         self._ballots: Counter[str] = Counter()  # by question: the number of ballots written
+        self._voters: dict[str, tuple[str, set[str]]] = {}  # by name: the incarnation that voted last, and its ballots
         self._addresses: defaultdict[str, set[str]] = defaultdict(set)  # by name: keys of its groups
 
     def note(self, key: str) -> None:
@@ -52,8 +53,9 @@ class SharedKeys:
         return found if len(found) == len(keys) else None
 
     def put(self, writer: Writer, key: str, value: str, members: object) -> None:
-        """Write a key, or a ballot of a view with these `members`. An address of a group replaces those of the writer's earlier groups, of which a
-        process that died has deleted none. Raises `PacketError` if the writer must not write it; `TooMuchError`.
+        """Write a key, or a ballot of a view with these `members`. An address of a group replaces those of the writer's earlier groups, and a
+        ballot those of an earlier process of its name: a process that died has deleted none. Raises `PacketError` if the writer must
+        not write it; `TooMuchError`.
         """
         if key.startswith(NOTE) and not _NOTED.fullmatch(key):
             raise PacketError("the key of a note cannot be read; run the same release of Thinwire everywhere")
@@ -76,6 +78,12 @@ class SharedKeys:
         if key not in self._values:
             self._write(writer.name, key, value)
             self._ballots[voted.question] += 1
+            incarnation, ballots = self._voters.get(writer.name, ("", set()))
+            if incarnation != writer.incarnation:
+                for old in sorted(ballots):
+                    self._withdraw(old)
+                ballots = set()
+            self._voters[writer.name] = writer.incarnation, ballots | {key}
 
     def settle(self, writer: Writer, key: str, value: str, members: object) -> str:
         """The outcome, which is the first proposal. Raises `PacketError` if the writer must not propose it; `TooMuchError`."""
@@ -88,6 +96,8 @@ class SharedKeys:
         if (writer.name, writer.incarnation) not in [who[:2] for who in view]:
             raise PacketError(f"{writer.name} is no member of the view that votes")
         if key not in self._values:
+            if self._voters.get(writer.name, (writer.incarnation,))[0] != writer.incarnation:
+                raise PacketError(f"another process of {writer.name} has voted since, and this outcome may be deleted")
             voted = self.read(ballots) is not None  # if a ballot was withdrawn, the outcome is no
             self._write(writer.name, key, value if voted else NO.decode())
         return self._values[key][0]
@@ -104,12 +114,26 @@ class SharedKeys:
         """Delete a key of this writer. The outcome of a question is deleted with its last ballot, because no member can ask for it then."""
         if key.startswith(NOTE):
             return
-        voted = None if key.startswith(GROUP) else ballot_of(key)
-        if key in self._values and self._values[key][1] == writer.name and (voted or key.startswith(GROUP)):
+        own = key in self._values and self._values[key][1] == writer.name
+        if key.startswith(GROUP):
+            if own:
+                self._delete(key)
+        elif own or key not in self._values:
+            self._withdraw(key)
+
+    def _withdraw(self, key: str) -> None:
+        """Delete a ballot if it is there, and the outcome of its question if it was the last."""
+        voted = ballot_of(key)
+        if voted is None:
+            return
+        if key in self._values:
+            name = self._values[key][1]
             self._delete(key)
-            if voted:
-                self._ballots[voted.question] -= 1
-        if voted and not self._ballots[voted.question]:
+            self._ballots[voted.question] -= 1
+            self._voters[name][1].discard(key)
+            if not self._voters[name][1]:
+                del self._voters[name]
+        if not self._ballots[voted.question]:
             del self._ballots[voted.question]
             self._delete(keys_of(voted.question, 0)[0])
 

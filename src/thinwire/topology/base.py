@@ -127,12 +127,17 @@ def spread(topology: Topology, size: int, number: int = 0, fragment: int = 0, se
         fragment: number of the fragment.
         seed: seed of random topologies; an integer number.
 
+    Raises:
+        ConfigurationError: the graph is not connected, so that a message would never reach all.
+
     >>> from thinwire.topology import Complete, Ring
     >>> spread(Complete(), size=8), spread(Ring(), size=8)
     (1, 4)
     """
     near, count = np.eye(size, dtype=np.float32), 0
     while not near.all():
+        if count == size * (topology.rounds(size) or DRAWN):
+            check_size(topology, size, seed)
         edges = topology.edges(size, number + count, fragment, seed) | np.eye(size, dtype=bool)
         near = np.asarray((near @ edges.astype(np.float32)) > 0, dtype=np.float32)
         count += 1

@@ -1,0 +1,114 @@
+"""Deltas of replicas of unequal speed that a round leaves out, that wait for a slow uplink, or that never come."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from thinwire.codecs import Identity, TopK
+from thinwire.comm import run_threads
+from thinwire.comm.group import WrappedGroup
+from thinwire.decoupled.messages import END, UP
+from thinwire.decoupled.method import Decoupled
+from thinwire.decoupled.syncer import Syncer
+from thinwire.decoupled.syncer_channel import SyncerChannel
+from thinwire.errors import NonFiniteError
+from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.outer import Average
+from thinwire.pieces.partition import Strided
+from thinwire.pieces.staleness import Alike
+from thinwire.testing.toy import weights
+
+PLAIN = Decoupled(
+    codec=Identity(), down=Identity(), feedback=None, correct=None, outer=Average(), weigh=Alike(), patience=600.0
+)
+
+
+def begin(group, method, layers=1, observer=lambda event, step, **fields: None):
+    """A model of zeros whose gradients are 1 on replica 0, 2 on replica 1 and so on, its optimizer, and the method's loop."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 1) for _ in range(layers)))
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+        parameter.grad = torch.arange(1.0, 1 + parameter.numel()).view_as(parameter) * (group.rank + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    return model, optimizer, method.attach(model, optimizer, group, observer=observer)
+
+
+def test_the_others_hold_their_rounds_in_virtual_time_after_a_death():
+    landed = []
+
+    def body(group):
+        method = replace(PLAIN, every=6, slow=(1, 1, 1))
+        model, optimizer, attached = begin(
+            group, method, observer=lambda event, step, **_: event == "land" and landed.append((group.rank, step))
+        )
+        while attached.progress < 30:
+            optimizer.step()
+            if group.rank == 2 and attached.step == 9:
+                return attached.close()
+        attached.finish()
+        return weights(model)
+
+    first, second, _ = run_threads(3, body, timeout=600.0)
+    assert torch.equal(first, second) and first.any()
+    assert [step for rank, step in landed if rank == 0] == [6, 12, 18, 24, 30]
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_delta_that_was_left_out_is_in_the_next_one_once(delay, monkeypatch):
+    """The first round is dropped: its deltas depart again, with their steps and what feedback had added to them."""
+    take, moved, sent, dropped = Syncer.take, Syncer._moved, [], []
+    method = replace(PLAIN, every=7, delay=delay, quorum=2, grace=0.0, slow=(1, 1))
+    method = replace(method, codec=TopK(0.25, values=Identity()), feedback=Feedback())
+
+    def drop_first(self, said, total):
+        if not dropped:
+            dropped.append(said)
+            raise NonFiniteError("the anchor would not be finite")
+        return moved(self, said, total)
+
+    def body(group):
+        model, optimizer, attached = begin(group, method)
+        attached.tokens, mine = 8.0, torch.cat([p.grad.flatten() for p in model.parameters()])
+        while attached.progress < 42:
+            optimizer.step()
+        attached.finish()
+        return attached.anchors()[0], 0.125 * 42 * mine, attached._states[0].feedback["residual"]
+
+    monkeypatch.setattr(Syncer, "take", lambda self, up: sent.append(up) or take(self, up))
+    monkeypatch.setattr(Syncer, "_moved", drop_first)
+    (anchor, one, held), (_, other, held_too) = run_threads(2, body, timeout=600.0)
+    assert torch.allclose(held + held_too - 2 * anchor, one + other, atol=1e-4)
+    assert [(up.steps, up.tokens) for up in sent if up.sender == 1][:3] == [(7, 56.0), (14, 112.0), (7, 56.0)]
+
+
+def test_the_last_deltas_of_many_fragments_all_wait_for_a_slow_uplink(monkeypatch):
+    """Replica 1's messages leave only when its last one is queued."""
+    queued, send, fragments, warnings = threading.Event(), SyncerChannel.send, 100, []
+
+    class Held(WrappedGroup):
+        def post(self, tag, send, recv, *more, **named):
+            assert not send or tag != UP or more or queued.wait()  # those at the start say what they are for
+            return self.group.post(tag, send, recv, *more, **named)
+
+    def sent(self, up):
+        send(self, up)
+        if up.kind == END and up.sender == 1:
+            queued.set()
+
+    def body(group):
+        method = replace(PLAIN, every=1000, partition=Strided(fragments))
+        model, optimizer, attached = begin(
+            Held(group), method, fragments, lambda event, step, **_: warnings.append(event)
+        )
+        optimizer.step()
+        due = -0.125 * torch.cat([p.grad.flatten() for p in model.parameters()]) * 1.5 / (group.rank + 1)
+        attached.finish()
+        return torch.allclose(weights(model), due)
+
+    monkeypatch.setattr(SyncerChannel, "send", sent)
+    assert run_threads(2, body, timeout=600.0) == [True, True]
+    assert "warning" not in warnings
