@@ -214,8 +214,7 @@ class RoundUpdate:
     feedback are on the CPU.
 
     Known after `wait`: `good` (if false, it must be discarded), `refused_by` (replicas whose delta was not finite), `stop` (a replica
-    asked to stop), `partial` (on some replica a parameter had no gradient), `nbytes` that this replica expects to send and `nbytes_sent`,
-    and times on the replica's clock.
+    asked to stop), `partial` (on some replica a parameter had no gradient), `nbytes` that this replica expects to send, `nbytes_sent`, and times.
 
     `given` is the next anchor if it is known beforehand (one replica alone). `on_stream` is a context in which work on the device of the delta
     follows what this thread has queued there.
