@@ -89,7 +89,7 @@ def test_the_last_deltas_of_many_fragments_all_wait_for_a_slow_uplink(monkeypatc
     """Replica 1's messages leave only when its last one is queued."""
     queued, send, fragments, warnings = threading.Event(), SyncerChannel.send, 100, []
 
-    class Held(WrappedGroup):
+    class HeldUntilTold(WrappedGroup):
         def post(self, tag, send, recv, *more, **named):
             assert not send or tag != UP or more or queued.wait()  # those at the start say what they are for
             return self.group.post(tag, send, recv, *more, **named)
@@ -102,7 +102,7 @@ def test_the_last_deltas_of_many_fragments_all_wait_for_a_slow_uplink(monkeypatc
     def body(group):
         method = replace(PLAIN, every=1000, partition=Strided(fragments))
         model, optimizer, attached = begin(
-            Held(group), method, fragments, lambda event, step, **_: warnings.append(event)
+            HeldUntilTold(group), method, fragments, lambda event, step, **_: warnings.append(event)
         )
         optimizer.step()
         due = -0.125 * torch.cat([p.grad.flatten() for p in model.parameters()]) * 1.5 / (group.rank + 1)
