@@ -306,6 +306,18 @@ def test_an_evaluation_reads_the_column_of_the_run(
     assert loss() == loss("--column", "body") != loss("--column", "text")
 
 
+def test_an_evaluation_names_text_that_the_run_has_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.txt", "other.txt")]
+    for text in texts:
+        text.write_text(f"thin wires carry {text.name}\n" * 300)
+    Run.load(run / "run.toml").changed(text=tuple(map(str, texts[:2]))).save(run / "run.toml")
+    said = [output_of(capsys, "evaluate", run, "--text", text, "--eval-batches", 1)[1] for text in texts]
+    assert ["may have been trained on" in one for one in said] == [True, True, False]
+    assert "trained on" not in output_of(capsys, "evaluate", run, "--eval-batches", 1)[1]
+
+
 def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A finished run, a run whose replicas were killed, and a running one with a dead replica."""
     facts, text = output_of(capsys, "top", run.parent)

@@ -21,7 +21,7 @@ from thinwire.lm.data import Corpus
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.mixture import scores_of
 from thinwire.lm.run import Run
-from thinwire.lm.tokens import Tokenizer
+from thinwire.lm.tokens import Tokenizer, find, standard_library
 from thinwire.lm.trained import trained_model
 from thinwire.records.units import text_of_loss, text_of_share
 
@@ -70,11 +70,25 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")
     data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()
     asked = replace(asked, column=asked.column or data.column)
+    _say_what_was_trained_on(asked.text, data.text)
     texts: list[Sequence[str]] = [[one] for one in asked.text] or [data.text]
     for text in texts:
         scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence))["loss"]
         rows.append({"text": ", ".join(text) or "standard library", "losses": {"loss": -float(scores.mean())}})
     return rows
+
+
+def _say_what_was_trained_on(asked: Sequence[str], run: Sequence[str]) -> None:
+    """Name texts that are a part of the run's own: what is held out of a part alone need not be what the run has held out."""
+    whole = [Path(one).resolve() for one in run]
+    found = find([one for one in whole if one.exists()]) if run else standard_library()
+    own = {source.path.resolve() for source in found} if asked else set()
+    for one in asked:
+        if [Path(one).resolve()] != whole and any(source.path.resolve() in own for source in find([one])):
+            options.advise(
+                f"the run has read {one}, so what is held out of it here may have been trained on; without --text the part that the run "
+                "has held out is evaluated"
+            )
 
 
 def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
