@@ -35,9 +35,9 @@ LAGS = (1, 10, 100)
 WINDOWS, WINDOW = 16, 30
 RUN = Run.of(model="nano", batch=4, sequence=64, replicas=2)
 RUNS = {
-    "streaming_sign, the default, learning rate 6e-3": RUN,
-    "streaming_diloco, learning rate 6e-3": RUN.changed(strategy="streaming_diloco", every=8),
-    "streaming_sign, learning rate 1e-5": RUN.changed(lr=1e-5),
+    "streaming_sign, the default": RUN,
+    "streaming_diloco": RUN.changed(strategy="streaming_diloco", every=8),
+    "streaming_sign": RUN.changed(lr=1e-5),
 }
 
 
@@ -179,9 +179,9 @@ def main() -> None:
     began, rows = time.monotonic(), []
     for name, run in RUNS.items():
         for row in measure(run, asked.steps):
-            rows.append({"run": name, **row})
+            rows.append({"run": f"{name}, learning rate {run.lr:g}", **row})
             print(
-                f"{name:<50} {row['rounds']:>4} rounds: {row['nbytes']:>10,.0f} bytes of {row['full_nbytes']:,} "
+                f"{rows[-1]['run']:<50} {row['rounds']:>4} rounds: {row['nbytes']:>10,.0f} bytes of {row['full_nbytes']:,} "
                 f"({row['share']:.1%}), {row['copied']:.0%} of fragments copied, {row['visits']} visits"
             )
     costs = [cost(replicas) for replicas in (1, 2)]
