@@ -104,8 +104,11 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
-    if asked.ranks == 1 and (asked.degrees or asked.levels):
-        raise ConfigurationError("--degrees and --levels are of the ranks of a site; give --ranks, above 1, too.")
+    given = [f"--{name}" for name in ("degrees", "levels") if getattr(asked, name)]
+    if asked.ranks == 1 and given:
+        raise ConfigurationError(
+            f"{' and '.join(given)} with --ranks 1: more ranks are needed, among which weights and traffic are divided; give --ranks, above 1, too."
+        )
     for figure in (asked.frontier, asked.rates):
         figures.check(figure)
     console, task = options.console(asked.json), _task(asked)
