@@ -8,7 +8,7 @@ same on every replica; `batches(share)` has one for each share; `loss` and `eval
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -70,6 +70,11 @@ def blaming_job(job: str | None) -> Iterator[None]:
         yield
 
 
+def counted_in(own: Collection[str]) -> str:
+    """What a job with these functions counts its data in."""
+    return "samples" if "collate" in own else "batches"
+
+
 def _spelled(name: str) -> str:
     return f"{name}({', '.join((NEEDED | OPTIONAL)[name])})"
 
@@ -86,7 +91,7 @@ class OwnJob(Job):
         self._own = functions(job)
         self._collated = batch if "collate" in self._own else None  # number of samples in a micro-batch
         self._most = most or batch  # number of samples that are evaluated at a time
-        self.unit = "samples" if self._collated else "batches"
+        self.unit = counted_in(self._own)
         self.packs = False  # whether documents are packed into its batches; known after one was read
         self._batches: Batches | None = None
         self.held = 1  # number of micro-batches that a second pass of an inner step asks for again; the trainer sets it

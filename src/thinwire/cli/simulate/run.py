@@ -20,7 +20,7 @@ from thinwire.cli import options
 from thinwire.cli.pages import write_report
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.jobs.own import functions
+from thinwire.jobs.own import counted_in, functions
 from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.tokenizer import make_tokenizer
@@ -245,9 +245,7 @@ def _times(name: str, text: str | None, *counts: int) -> list[float]:
 
 def _unit(run: Run) -> str:
     """What the run counts its data in."""
-    if run.model.job is None:
-        return UNITS[0]
-    return UNITS[1] if "collate" in functions(run.model.job) else UNITS[2]
+    return counted_in(functions(run.model.job)) if run.model.job else UNITS[0]
 
 
 def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any], unit: str) -> Table:
