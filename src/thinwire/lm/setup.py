@@ -1,4 +1,4 @@
-"""The language model of a run, and every run's learning rate."""
+"""The language model of a run, and every run's optimizer and learning rate."""
 
 from __future__ import annotations
 
@@ -75,6 +75,13 @@ def _bare_model(
     context = max(sequence, size.context)
     shape = dataclasses.replace(size, vocabulary=vocabulary, positions=spec.positions, context=context)
     return Transformer(shape, derive(seed, "weights") % 2**31)
+
+
+def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the run's method, if that has one of its own; otherwise the run's inner optimizer."""
+    if method := run.make_method():
+        return method.optimizer(model, run.lr)
+    return run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
 
 
 def learning_rate(run: Run, step: int) -> float:

@@ -31,7 +31,7 @@ from thinwire.lm.place import ElasticPlace, Place, device_of, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate
+from thinwire.lm.setup import learning_rate, make_optimizer
 from thinwire.lm.start import start
 from thinwire.lm.tokens_mean import by_samples, descend
 from thinwire.lm.watch import watching
@@ -74,7 +74,8 @@ class Trainer(ABC):
         self.job, self.batch = open_job(run, place.folder, self.share.index), run.data.batch_of(self.share.index)
         self.reader: Reader = self.share.reading
         self.share = dataclasses.replace(self.share, reader=self.reader)
-        self._agree(facts := run.shared() | dict(self.job.facts))
+        facts = run.shared() | dict(self.job.facts)
+        self._agree(facts)
         self.job.keep(place.folder, place.name)
         self.device = device_of(place.gpu)
         self.bf16 = run.model.precision == "bf16" or (
@@ -90,13 +91,9 @@ class Trainer(ABC):
         self.job.begin(self.share, place.shard, place.shards)
         self.method, self.inner = run.make_method(), run.make_inner()
         self.lr_factor = 1.0 if self.method else self.inner.lr_factor
-        self.own_rates = bool(own := self.job.make_optimizer(self.model))
-        if own:
-            self.optimizer = as_one(own)
-        elif self.method:
-            self.optimizer = self.method.optimizer(self.model, run.lr)
-        else:
-            self.optimizer = self.inner.make(self.model, run.lr, run.optimizer.weight_decay)
+        own = self.job.make_optimizer(self.model)
+        self.own_rates = bool(own)
+        self.optimizer = as_one(own) if own else make_optimizer(run, self.model)
         if isinstance(self.job, OwnJob) and isinstance(self.optimizer, SharpnessAware):
             self.job.held = run.data.accumulate
         self.parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
