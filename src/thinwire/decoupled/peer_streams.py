@@ -12,9 +12,8 @@ from thinwire.comm.group import Group
 from thinwire.errors import PeerError
 from thinwire.packet import said_nbytes
 
-MOST_WAITING = (
-    64  # messages, and two of each fragment, as at the end of a run; a peer that leaves more unreceived counts as lost
-)
+# Messages that may wait, beside two of each fragment as at the end of a run. A peer that leaves more unreceived counts as lost.
+MOST_WAITING = 64
 
 
 class PeerReceiver:

@@ -47,6 +47,7 @@ from thinwire.membership.view import (
 )
 from thinwire.version import PROTOCOLS
 
+MOST_PAST = 7  # views whose votes are kept for members that may come back
 CLOSED = "nobody keeps its final state"  # the note of an ended run whose final state is gone
 Status = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 Check = Callable[[Mapping[str, Any], str], object]  # takes a status and the name of its member; raises `PeerError`
@@ -391,6 +392,6 @@ class Membership:
                 view.vote_store.forget(past.view.written())
             else:
                 kept.append(past)
-        for past in kept[:-7]:
+        for past in kept[:-MOST_PAST]:
             view.vote_store.forget(past.view.written())
-        self._past = [*kept[-7:], _Past(view, calls)]
+        self._past = [*kept[-MOST_PAST:], _Past(view, calls)]
