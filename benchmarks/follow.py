@@ -15,6 +15,9 @@ import argparse
 import math
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -24,10 +27,11 @@ from provenance import provenance, save
 from safetensors.torch import load_file, save_file
 
 import thinwire as tw
+from thinwire.lm.data import Corpus
 from thinwire.lm.follow import Followed, WeightsFollower
 from thinwire.lm.publish import Publisher
 from thinwire.lm.run import Run
-from thinwire.lm.setup import learning_rate, make_model
+from thinwire.lm.setup import learning_rate, make_model, make_optimizer
 from thinwire.lm.tokenizer import open_corpus
 from thinwire.records.published import Publication, PublishedFolder
 
@@ -39,6 +43,46 @@ RUNS = {
     "streaming_diloco": RUN.changed(strategy="streaming_diloco", every=8),
     "streaming_sign": RUN.changed(lr=1e-5),
 }
+
+
+@dataclass
+class Training:
+    """A replica that trains and, if it is replica 0, publishes."""
+
+    attached: tw.Replica
+    publisher: Publisher | None
+    landed: list[int]  # steps of the rounds that landed since the last version
+    step: Callable[[int], None]
+
+
+@contextmanager
+def training(run: Run, group: tw.Group, corpus: Corpus, folder: Path) -> Iterator[Training]:
+    model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
+    optimizer = make_optimizer(run, model)
+    landed: list[int] = []
+
+    def hear(event: str, step: int, **_: object) -> None:
+        landed.extend([step] * (event == "land"))
+
+    def step(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = learning_rate(run, number + 1)
+        tokens, targets = corpus.batch(
+            run.seed, group.rank, group.size, number, run.data.largest_batch, run.data.sequence
+        )
+        model(tokens, targets).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def write_model(out: Path) -> None:
+        save_file(dict(model.named_parameters()), out / "model.safetensors")
+
+    with tw.Replica(run.make_strategy(), model, optimizer, group, observer=hear) as attached:
+        place = folder / "published" / "replica-0"
+        publisher = None if group.rank else Publisher(place, attached.fragments, write_model, print)
+        yield Training(attached, publisher, landed, step)
+        if publisher:
+            publisher.close()
 
 
 def measure(run: Run, steps: int) -> list[dict[str, Any]]:
@@ -64,38 +108,16 @@ def measure(run: Run, steps: int) -> list[dict[str, Any]]:
             assert torch.equal(here.view(torch.int16).sort()[0], due.view(torch.int16).sort()[0])
 
         def replica(group: tw.Group) -> None:
-            model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
-            optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
-            landed: list[int] = []
-
-            def hear(event: str, step: int, **_: object) -> None:
-                landed.extend([step] * (event == "land"))
-
-            with tw.Replica(run.make_strategy(), model, optimizer, group, observer=hear) as attached:
-                publisher, version = None, 1
-                if group.rank == 0:
-                    publisher = Publisher(
-                        folder / "published" / "replica-0",
-                        attached.fragments,
-                        lambda out: save_file(dict(model.named_parameters()), out / "model.safetensors"),
-                        print,
-                    )
-                    visit(publisher, version, attached)
+            with training(run, group, corpus, folder) as one:
+                version = 1
+                if one.publisher:
+                    visit(one.publisher, version, one.attached)
                 for step in range(steps):
-                    optimizer.param_groups[0]["lr"] = learning_rate(run, step + 1)
-                    tokens, targets = corpus.batch(
-                        run.seed, group.rank, 2, step, run.data.largest_batch, run.data.sequence
-                    )
-                    model(tokens, targets).loss.backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip or math.inf)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if publisher and landed:
-                        landed.clear()
+                    one.step(step)
+                    if one.publisher and one.landed:
+                        one.landed.clear()
                         version += 1
-                        visit(publisher, version, attached)
-                if publisher:
-                    publisher.close()
+                        visit(one.publisher, version, one.attached)
 
         tw.run_threads(2, replica, timeout=600.0)
     rows = []
@@ -114,49 +136,23 @@ def cost(replicas: int) -> dict[str, Any]:
     """Seconds a step with publishing, as the loop of `thinwire train` does it, against without."""
     run = Run.of(model="mini", batch=4, sequence=64, replicas=replicas, steps=WINDOWS * WINDOW)
     corpus = open_corpus(run.data, run.model.model)
-    seconds, versions, main_thread = list[float](), [0], list[float]()
+    seconds, copies = list[float](), list[float]()
 
     def replica(group: tw.Group) -> None:
-        model = make_model(run.model, run.data.sequence, run.seed, corpus.vocabulary)
-        optimizer = run.make_inner().make(model, run.lr, run.optimizer.weight_decay)
-        landed: list[int] = []
-
-        def hear(event: str, step: int, **_: object) -> None:
-            landed.extend([step] * (event == "land"))
-
-        with (
-            tempfile.TemporaryDirectory() as place,
-            tw.Replica(run.make_strategy(), model, optimizer, group, observer=hear) as attached,
-        ):
-            publisher = None
-            if group.rank == 0:
-                publisher = Publisher(
-                    Path(place) / "published" / "replica-0",
-                    attached.fragments,
-                    lambda out: save_file(dict(model.named_parameters()), out / "model.safetensors"),
-                    print,
-                )
+        with tempfile.TemporaryDirectory() as place, training(run, group, corpus, Path(place)) as one:
             for window in range(WINDOWS):
-                while publisher and not publisher.idle:
+                while one.publisher and not one.publisher.idle:
                     time.sleep(0.001)
                 publishes, began = window % 4 in (1, 2), time.monotonic()
                 for step in range(window * WINDOW, (window + 1) * WINDOW):
-                    tokens, targets = corpus.batch(
-                        run.seed, group.rank, replicas, step, run.data.largest_batch, run.data.sequence
-                    )
-                    model(tokens, targets).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if publisher and publishes and landed and publisher.idle:
-                        landed.clear()
+                    one.step(step)
+                    if one.publisher and publishes and one.landed and one.publisher.idle:
+                        one.landed.clear()
                         offered = time.monotonic()
-                        publisher.offer(attached.step, attached.anchors())
-                        main_thread.append(time.monotonic() - offered)
-                        versions[0] += 1
-                if publisher:
+                        one.publisher.offer(one.attached.step, one.attached.anchors())
+                        copies.append(time.monotonic() - offered)
+                if one.publisher:
                     seconds.append((time.monotonic() - began) / WINDOW)
-            if publisher:
-                publisher.close()
 
     tw.run_threads(replicas, replica, timeout=600.0)
     ratios = [
@@ -165,8 +161,8 @@ def cost(replicas: int) -> dict[str, Any]:
     ]
     return {
         "replicas": replicas, "model": "mini", "windows": WINDOWS, "steps_a_window": WINDOW, "seconds_per_step": seconds,
-        "ratio": median(ratios), "spread": stdev(ratios), "ratios": ratios, "versions": versions[0],
-        "copy_seconds": median(main_thread),
+        "ratio": median(ratios), "spread": stdev(ratios), "ratios": ratios, "versions": len(copies),
+        "copy_seconds": median(copies),
     }  # fmt: skip
 
 
