@@ -164,7 +164,7 @@ def test_invalid_token_counts_are_refused():
             counts.share()
         return math.nan
 
-    for said in (0.0, -1.0, math.inf, math.nan):
+    for said in (0.0, -1.0, math.inf, 1.7e308, math.nan):
         tw.run_threads(2, lambda group, said=said: replica(group, said))
     assert tw.run_threads(2, lambda group: replica(group, 0.5)) == [3.0 * 2 / 3.5, 0.5 * 2 / 3.5]
 

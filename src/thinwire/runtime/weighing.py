@@ -22,6 +22,7 @@ from thinwire.strategy import Gradients, Strategy
 
 _COUNT = struct.Struct("<d")
 _MOST_TOKENS = 1e12  # most tokens in a step
+_MOST_TOKENS_OF_DELTA = 1e12 * _MOST_TOKENS  # so that sums of them are finite
 
 
 def tokens_of_step(tokens: object) -> float:
@@ -88,7 +89,7 @@ class TokenCount:
         self._transfer.wait()
         counts = {peer: float(_COUNT.unpack(bytes(count.tolist()))[0]) for peer, count in self._counts.items()}
         for peer, count in counts.items():
-            if not 0 < count < math.inf:
+            if not 0 < count <= _MOST_TOKENS_OF_DELTA:
                 raise PacketError(
                     f"replica {peer} sent {count} as the number of tokens of its delta; check that replica."
                 )
