@@ -65,14 +65,17 @@ def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
     assert files(Path("e/sums")) == before
     assert words["parent"] == Ensemble.read(Path("e")).experts[1].parent != sums["parent"]
 
-    rows = {row["text"]: row for row in output_of(capsys, "evaluate", "e", "--text", *texts.values())[0]["texts"]}
+    said, advice = output_of(capsys, "evaluate", "e", "--text", *texts.values())
+    rows = {row["text"]: row for row in said["texts"]}
+    seeds = ", ".join(str(Path(f"seed-{size}").absolute()) for size in ("nano", "tiny"))  # each has read both texts
+    assert [f"{name}.txt here may have been trained on, in {seeds};" in advice for name in texts] == [True, True]
     for name in texts:
         losses = rows[f"{name}.txt"]["losses"]
         assert list(losses) == ["mixture", "sums", "words"]  # experts of different shapes have no mean of weights
         assert losses["mixture"] <= min(losses["sums"], losses["words"]) + math.log(2) / 16 + 1e-6
-    alone = output_of(capsys, "evaluate", "e/sums")[0]["texts"][
-        0
-    ]  # an expert is a run, which keeps the path of its text
+    said, advice = output_of(capsys, "evaluate", "e/sums")  # an expert is a run, which keeps the path of its text
+    (alone,) = said["texts"]
+    assert "trained on, in " + str(Path("seed-nano").absolute()) in advice and "none of them was given" in advice
     assert alone["losses"]["loss"] == pytest.approx(rows["sums.txt"]["losses"]["sums"], abs=1e-6)
     cached = output_of(capsys, "evaluate", "e", "--text", texts["sums"], "--prior", texts["words"])[0]["texts"][0]
     assert cached["prior"] != {"sums": 0.5, "words": 0.5} and sum(cached["prior"].values()) == pytest.approx(1)

@@ -22,7 +22,7 @@ from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.mixture import scores_of
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import Tokenizer, find, standard_library
-from thinwire.lm.trained import trained_model
+from thinwire.lm.trained import trained_model, with_parents
 from thinwire.records.units import text_of_loss, text_of_share
 
 MIXTURE, MEAN = "mixture", "mean of weights"
@@ -70,31 +70,48 @@ def _of_run(asked: Options) -> list[dict[str, Any]]:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")
     data, rows = Run.load(asked.run / "run.toml").data, list[dict[str, Any]]()
     asked = replace(asked, column=asked.column or data.column)
-    _say_what_was_trained_on(asked.text, data.text)
     texts: list[Sequence[str]] = [[one] for one in asked.text] or [data.text]
+    _say_what_was_trained_on(texts, with_parents(asked.run))
     for text in texts:
         scores = _scores({"loss": trained.model}, _batches(asked, text, trained.tokenizer, data.sequence))["loss"]
-        rows.append({"text": ", ".join(text) or "standard library", "losses": {"loss": -float(scores.mean())}})
+        rows.append({"text": _name(text), "losses": {"loss": -float(scores.mean())}})
     return rows
 
 
-def _say_what_was_trained_on(asked: Sequence[str], run: Sequence[str]) -> None:
-    """Name texts that are a part of the run's own: what is held out of a part alone need not be what the run has held out."""
-    whole = [Path(one).resolve() for one in run]
-    found = find([one for one in whole if one.exists()]) if run else standard_library()
-    own = {source.path.resolve() for source in found} if asked else set()
-    for one in asked:
-        if [Path(one).resolve()] != whole and any(source.path.resolve() in own for source in find([one])):
+def _say_what_was_trained_on(texts: Sequence[Sequence[str]], runs: Mapping[Path, Run]) -> None:
+    """Name texts that share files with a run's own, but are not all of it: what is held out of each is not what that run has held out."""
+    of_text = {folder: run.data.text for folder, run in runs.items() if not run.model.job}
+    read = {folder: (_paths(text), _files(text)) for folder, text in of_text.items()}
+    for text in texts:
+        files = _files(text)
+        readers = [str(run) for run, (own, of_run) in read.items() if own != _paths(text) and files & of_run]
+        if readers:
+            fair = "without --text the part that the run has held out is evaluated"
             options.advise(
-                f"the run has read {one}, so what is held out of it here may have been trained on; without --text the part that the run "
-                "has held out is evaluated"
+                f"what is held out of {_name(text)} here may have been trained on, in {', '.join(readers)}; "
+                f"{fair if len(runs) == 1 else 'a fair test is text that none of them was given'}"
             )
+
+
+def _name(text: Sequence[str]) -> str:
+    return ", ".join(text) or "standard library"
+
+
+def _paths(text: Sequence[str]) -> list[Path]:
+    return [Path(one).resolve() for one in text]
+
+
+def _files(text: Sequence[str]) -> set[Path]:
+    """All files of a text that are on this machine."""
+    found = find([one for one in _paths(text) if one.exists()]) if text else standard_library()
+    return {source.path.resolve() for source in found}
 
 
 def _of_ensemble(asked: Options) -> list[dict[str, Any]]:
     if not asked.text:
         raise ConfigurationError(f"{asked.run} is an ensemble: text is needed; add --text FILE FILE, one row for each.")
     ensemble, rows = Ensemble.read(asked.run), list[dict[str, Any]]()
+    _say_what_was_trained_on([[one] for one in asked.text], with_parents(*ensemble.folders))
     domains, mean = [one.domain for one in ensemble.experts], ensemble.mean()
     prior = ensemble.cached_prior(asked.prior, asked.column or "text", asked.sequence) if asked.prior else None
     mixture = ensemble.mixture(prior)

@@ -99,6 +99,11 @@ class Ensemble:
         """Read the expert.json of each expert in `folder`, not its model. Raises `CheckpointError`."""
         return cls(folder, tuple(Expert.read(file.parent) for file in sorted(folder.glob(f"*/{FILE}"))))
 
+    @property
+    def folders(self) -> list[Path]:
+        """The run of each expert."""
+        return [self.folder / expert.domain for expert in self.experts]
+
     @cached_property
     def models(self) -> list[nn.Module]:
         """All models, in the order of the experts. Raises `CheckpointError` for a model that does not match its expert.json."""

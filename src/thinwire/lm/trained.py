@@ -76,6 +76,25 @@ def trained_model(folder: Path) -> TrainedModel:
     return TrainedModel(model.eval(), tokenizer, spec, saved.step)
 
 
+def with_parents(*folders: Path) -> dict[Path, Run]:
+    """The runs in `folders`, those from whose models they began, and so on, as far as their run files can be read on this machine."""
+    runs = dict[Path, Run]()
+    ahead = list(folders)
+    while ahead:
+        folder = ahead.pop(0)
+        if folder in runs:
+            continue
+        try:
+            runs[folder] = run = Run.load(folder / "run.toml")
+        except ConfigurationError:
+            continue
+        if run.model.model.startswith("hf:"):
+            ahead.append(Path(run.model.model.removeprefix("hf:")))
+        elif run.model.model.endswith(".safetensors"):
+            ahead.append(Path(run.model.model).parent)
+    return runs
+
+
 def _trains_on(folder: Path) -> bool:
     """Whether a run that had ended was resumed, has a checkpoint since then, and has not ended again."""
     ended = (folder / "model.safetensors").stat().st_mtime
