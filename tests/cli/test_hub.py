@@ -120,6 +120,23 @@ def test_join_takes_its_token_from_a_file_or_standard_input(
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_one_signal_ends_a_replica_that_waits_for_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """There is nothing to stop in order yet, so it does not take a second one."""
+    (tmp_path / "run.toml").write_text("[optimizer]\nsteps = 2\n")
+    given = [str(tmp_path / "run.toml"), "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys")]
+
+    def say(line: str) -> None:
+        if line.startswith("waits oslo"):
+            os.kill(os.getpid(), number)
+
+    with Hub(tmp_path / "hub", say=say) as hub:
+        assert main(["join", str(hub.invite()), "--name", "oslo", *given, "--timeout", "600"]) == 128 + number
+    assert "thinwire join: interrupted" in capsys.readouterr().err
+
+
 def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
     """A hub without a run file refuses a replica that comes again without it."""
     given = join.Options("TOKEN", Path("run.toml"), "oslo", listen="0.0.0.0:29540")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from textwrap import fill
 
+from thinwire.cli.signals import handled
 from thinwire.cli.streams import outliving_their_reader
 from thinwire.errors import JobError, ThinwireError
 from thinwire.records.choices import listed, nearest
@@ -84,7 +83,8 @@ def _run(arguments: list[str]) -> int:
         print(f"thinwire: {printable_lines(said)}", file=sys.stderr)
         return 2
     try:
-        with _heard():
+        # SIGTERM and SIGHUP (a closed terminal) end a verb like Ctrl-C, so that it cleans up; one that trains has its own handler
+        with handled(_end, signal.SIGTERM, signal.SIGHUP):
             return int(importlib.import_module(f"thinwire.cli.{verb}").main(rest))
     except JobError as error:  # an error in the user's own file: only its line is shown
         print(printable_lines(str(error)), file=sys.stderr)
@@ -102,21 +102,5 @@ def _run(arguments: list[str]) -> int:
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
 
 
-@contextmanager
-def _heard() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (a closed terminal) end a verb like Ctrl-C, so that it cleans up. A verb that trains has its own handler."""
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup lets the verb ignore it
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)

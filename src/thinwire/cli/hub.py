@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli import options
+from thinwire.cli.signals import asked_to_end
 from thinwire.cli.streams import unread
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
@@ -158,9 +158,6 @@ def _run(asked: Options, console: Console) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    ended: list[int] = []  # see cli/lighthouse.py
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda told, _: ended.append(told))
     if asked.run_file:
         _check_run_file(asked.run_file)
     folder = private_folder(asked.out)
@@ -173,8 +170,12 @@ def _run(asked: Options, console: Console) -> int:
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
     publishers = UploadedVersions(folder, asked.publishers, asked.publish_bytes) if asked.publishers else None
-    hub = Hub(folder, host, port, reached_at, registry=registry, published=published, publishers=publishers, say=say)
-    try:
+    with (
+        asked_to_end() as ended,
+        Hub(
+            folder, host, port, reached_at, registry=registry, published=published, publishers=publishers, say=say
+        ) as hub,
+    ):
         say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
         say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
         if fresh:
@@ -184,8 +185,6 @@ def _run(asked: Options, console: Console) -> int:
         with _reducing(asked, folder, say):
             while not ended:
                 time.sleep(0.2)
-    finally:
-        hub.close()
     return 0
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from thinwire.cli import doctor, options
 from thinwire.cli.token import token_of
 from thinwire.cli.train import finish, train
-from thinwire.comm.secure import admit
+from thinwire.comm.secure import SecureGroup, admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
@@ -90,8 +90,12 @@ def main(arguments: Sequence[str]) -> int:
         console.print(weights, soft_wrap=True, highlight=False)
     launch.new_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
     console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+    group = None if told.elastic else _joined(asked, run, console)  # a signal ends the wait at once
     with launch.stopping(stop):
-        (_train_elastic if told.elastic else _train)(asked, run, folder, console, stop)
+        if group is None:
+            _train_elastic(asked, run, folder, console, stop)
+        else:
+            _train(asked, run, folder, group, console, stop)
         return finish(folder, console, asked.json, stop, *repeated(asked))
 
 
@@ -118,16 +122,17 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
     train(run, folder, asked.resume, console, stop, JoiningReplica(place, asked.name))
 
 
-def _train(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
     console.print(f"waiting until all {run.placement.replicas} replicas have joined", highlight=False)
-    with join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout, asked.address) as group:
-        console.print(
-            f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}",
-            soft_wrap=True,
-            highlight=False,
-        )
-        with Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
-            progress.pass_over()
-            with watching(progress.update, 0.2, "thinwire-progress"):
-                train_member(run, folder, group, asked.resume, stop)
-            progress.update()
+    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout, asked.address)
+    named = f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}"
+    console.print(named, soft_wrap=True, highlight=False)
+    return group
+
+
+def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: Console, stop: launch.Stop) -> None:
+    with group, Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
+        progress.pass_over()
+        with watching(progress.update, 0.2, "thinwire-progress"):
+            train_member(run, folder, group, asked.resume, stop)
+        progress.update()

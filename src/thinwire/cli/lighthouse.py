@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.cli import options
+from thinwire.cli.signals import asked_to_end
 from thinwire.errors import ConfigurationError
 from thinwire.membership.channel import PORT, secret_in
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
@@ -50,18 +51,25 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--port {asked.port}: 0 to 65535 is needed.")
     secret = secret_in(asked.secret, make=True) if asked.secret else b""
     console = options.console(asked.json)
-    ended: list[
-        int
-    ] = []  # not an Event: a signal handler that sets it in this thread, while the thread holds its lock, would deadlock
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda told, _: ended.append(told))
-
     say = options.teller(console)
 
-    lighthouse = Lighthouse(asked.host, asked.port, asked.heartbeat_timeout, secret, say)
+    with (
+        asked_to_end() as ended,
+        closing(Lighthouse(asked.host, asked.port, asked.heartbeat_timeout, secret, say)) as one,
+    ):
+        for line in _lines(asked, one):
+            say(line)
+        if asked.json:
+            print(json.dumps({"address": one.address, "port": one.port}), flush=True)
+        while not ended:
+            time.sleep(0.2)
+    return 0
+
+
+def _lines(asked: Options, lighthouse: Lighthouse) -> list[str]:
     held = f" --secret {quoted(asked.secret)}" if asked.secret else ""
     only = "nothing is encrypted, and the replicas' own ports are open: trusted networks or tunnels only."
-    says = [
+    return [
         f"lighthouse at {lighthouse.address}",
         f"a replica without a heartbeat for {asked.heartbeat_timeout:g} s counts as dead",
         f"replicas join by: thinwire train RUN.toml --lighthouse {_reached_at(lighthouse)} --name NAME{held}",
@@ -71,14 +79,6 @@ def main(arguments: Sequence[str]) -> int:
         *([] if _only_here(asked.host) else ["open the port only to the replicas"]),
         "Ctrl-C ends it; replicas keep their groups, and find a new one at the same address",
     ]
-    for line in says:
-        say(line)
-    if asked.json:
-        print(json.dumps({"address": lighthouse.address, "port": lighthouse.port}), flush=True)
-    while not ended:
-        time.sleep(0.2)
-    lighthouse.close()
-    return 0
 
 
 def _only_here(host: str) -> bool:

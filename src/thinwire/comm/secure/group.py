@@ -239,13 +239,12 @@ def connected_group(link: HubLink, seconds: float, timeout: float, farewell: flo
     thread = LoopThread.shared()
     try:
         thread.run(link.begin())
-        try:
-            place = link.place(seconds)
-        except BaseException:
-            thread.run(link.leave(0.0))
-            raise
+        place = link.place(seconds)
     except BaseException:
-        thread.release()
+        try:
+            thread.run(link.leave(0.0))
+        finally:
+            thread.release()
         raise
     return SecureGroup(link, thread, place, timeout, farewell)
 
