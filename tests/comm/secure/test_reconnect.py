@@ -283,6 +283,17 @@ def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path,
         credentials()
 
 
+def test_a_hub_that_is_away_is_named_without_the_words_of_grpc(tmp_path):
+    thread = LoopThread.shared()
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0)) as hub:
+        member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
+        asyncio.run(member.admitted())
+    with pytest.raises(LinkError) as told:
+        HubChannel(member, "o" * 16, "", thread, 600.0)
+    assert str(told.value) == "the hub does not answer: Connection refused"
+    thread.release()
+
+
 def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
     """Until then it goes on with the former one."""
     used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0)

@@ -69,6 +69,6 @@ def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
         return Refused(f"the hub has ended the connection: {details}")
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Outdated(details)
-    if details and any(text in details for text in _NOT_NOW):
+    if details and code is grpc.StatusCode.UNAVAILABLE:
         return Broken(f"the hub does not answer: {cause(details)}")
     return Broken(details or "the hub has ended the connection")
