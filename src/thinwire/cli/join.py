@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from thinwire.cli.token import token_of
 from thinwire.cli.train import finish, train
 from thinwire.comm.secure import SecureGroup, admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
+from thinwire.comm.secure.link import CONNECTED
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
@@ -133,6 +134,23 @@ def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
 def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: Console, stop: launch.Stop) -> None:
     with group, Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
         progress.pass_over()
-        with watching(progress.update, 0.2, "thinwire-progress"):
+        look = outages(group, asked.name, progress.say)
+        with watching(progress.update, 0.2, "thinwire-progress"), watching(look, 0.2, "thinwire-hub"):
             train_member(run, folder, group, asked.resume, stop)
         progress.update()
+
+
+def outages(group: SecureGroup, name: str, say: Callable[[str], object]) -> Callable[[], None]:
+    """A function that says when the hub has been away for ten of its calls in a row, and when it is back."""
+    away = 0
+
+    def look() -> None:
+        nonlocal away
+        state = group.state
+        if state == CONNECTED and away >= 10:
+            say(f"{name} {state} again")
+        away = 0 if state == CONNECTED else away + 1
+        if away == 10:
+            say(f"{name} {state}; it dials again")
+
+    return look

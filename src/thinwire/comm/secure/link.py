@@ -35,6 +35,7 @@ CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; the default
 PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TLS, HTTP/2), ACKs and control
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
+CONNECTED = "is connected to the hub"  # the state of a link
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
 
@@ -232,7 +233,7 @@ class HubLink:
             )
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
             raise Refused("the hub has given this member's rank to another; start all replicas again")
-        self._place, self.state = welcome, "is connected to the hub"
+        self._place, self.state = welcome, CONNECTED
         for rank, connection in welcome.present:
             self._there(rank, connection)
         if not self._placed.done():
