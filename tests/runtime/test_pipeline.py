@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from strategies import METHODS
 
 import thinwire as tw
 from thinwire.comm.group import WrappedGroup
+from thinwire.errors import LinkError
 from thinwire.packet import flags_of
 from thinwire.runtime.pipeline import ROUNDS, WEIGHTS, StepTimer, or_flags
 from thinwire.testing.toy import adamw, batch, inner_step, toy
@@ -31,24 +33,28 @@ def test_a_ranks_finding_counts_for_its_whole_site() -> None:
 
 
 def test_close_does_not_wait_for_a_round_in_flight() -> None:
-    """The other replica sends its part only after this one has closed. The rounds behind it are dropped."""
-    closed = threading.Event()
+    """The other replica sends nothing. The rounds behind it are dropped, and its end is not observed: a log would be closed by then."""
+    closed, heard = threading.Event(), list[str]()
 
-    def replica(group: tw.Group) -> list[bool]:
+    def replica(group: tw.Group) -> tuple[list[Future[None]], int]:
         model = toy()
         levels = tw.codecs.Levelled((tw.codecs.Int(8), tw.codecs.Sign()))  # chosen by the rounds that have arrived
-        attached = tw.Replica(replace(IN_PARTS, codec=levels), model, adamw(model), group)
+        strategy = replace(IN_PARTS, codec=levels)
+        attached = tw.Replica(
+            strategy, model, adamw(model), group, observer=lambda event, *_, **fields: heard.append(event)
+        )
         for step in (1, 2) if group.rank == 0 else ():
             inner_step(model, attached.optimizer, *batch(0, 0, step))
         if group.rank == 1:
             assert closed.wait(600.0)
-        flying = [fragment.flight for fragment in attached._driver.training.fragments if fragment.flight]
+        arrivals = [fragment.flight.arrival for fragment in attached._driver.training.fragments if fragment.flight]
         attached.close()
-        dropped = [update.arrival.cancelled() for update in flying[1:]]
         closed.set()
-        return dropped
+        return arrivals, len(heard)
 
-    assert tw.run_threads(2, replica, timeout=600.0) == [[True, True], []]
+    ((first, *rest), before), _ = tw.run_threads(2, replica, timeout=600.0)
+    assert [arrival.cancelled() for arrival in rest] == [True, True]
+    assert isinstance(first.exception(), LinkError) and heard == ["depart"] * before == ["depart"] * 3
 
 
 def test_time_spent_waiting_does_not_count_as_own_time() -> None:

@@ -33,10 +33,10 @@ from thinwire.rng import Key
 from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
+from thinwire.runtime.loop_warnings import silent
 from thinwire.runtime.weighing import TokenCount, weighed
 from thinwire.strategy import Gradients, Strategy
-
-Observe = Callable[..., None]
+from thinwire.types import Observer
 
 
 class PolicyMessage:
@@ -78,7 +78,7 @@ class RoundPipeline:
         group: Group,
         site: Group | None,
         clock: Callable[[], float] = time.monotonic,
-        observe: Observe = lambda event, step, **fields: None,
+        observe: Observer = silent,
     ) -> None:
         self.exchange, self.seed, self.site, self.clock = strategy.exchange, strategy.seed, site, clock
         self._aggregate = strategy.aggregate
@@ -149,7 +149,8 @@ class RoundPipeline:
         self._deadlines.landed(late=update.end > began)
 
     def close(self) -> None:
-        """Drop rounds that have not started; rounds in progress end with the group."""
+        """Drop rounds that have not started; rounds in progress end with the group, and nobody observes them."""
+        self._observe = silent
         self.context.close()
         self._inbound.shutdown(wait=False, cancel_futures=True)
 
