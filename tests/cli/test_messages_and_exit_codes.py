@@ -86,6 +86,8 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
     [
         ({"seed": "zero"}, "seed='zero': a whole number is needed"),
         ({"seed": 0.5}, "seed=0.5: a whole number is needed"),
+        ({"steps": 10**20}, r"steps=1(0){20}: a whole number, below 2\*\*63, is needed"),
+        ({"replicas": 10**11}, "replicas=100000000000: at most 1,000,000"),
         ({"steps": True}, "steps=True: a whole number is needed"),
         ({"every": "6"}, r"every='6': a whole number is needed"),
         ({"carrier": "pigeons"}, "carrier='pigeons': 'processes' or 'threads' or"),

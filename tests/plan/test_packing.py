@@ -109,6 +109,7 @@ def test_a_long_sequence_may_take_three_ranks() -> None:
         ([5000], 4, 1000, "at most 4000 fit; give --capacity 1250"),
         ([10], 0, 10, "at least 1 of each"),
         ([10], 1, 0, "at least 1 of each"),
+        ([10], 10**20, 10, "at most 1,000,000 ranks"),
         ([], 1, 10, "0 sequences"),
         ([5, 0], 1, 10, "the shortest of 0 tokens"),
     ],

@@ -21,7 +21,10 @@ class CheckedSettings:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if not fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r:.200}: {_in_words(hints[field.name])} is needed.")
+                size = ", below 2**63," if type(value) is int and abs(value) >= 2**63 else ""
+                raise ConfigurationError(
+                    f"{field.name}={value!r:.200}: {_in_words(hints[field.name])}{size} is needed."
+                )
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name in self.at_least_one:
             several = value if isinstance(value := given.get(name, 1), tuple) else (value,)

@@ -34,6 +34,8 @@ from thinwire.simulate.scenario import Scenario
 from thinwire.simulate.uplinks import Flags, Integers, Messages, Uplinks, send
 from thinwire.strategy import Gradients, Strategy
 
+MOST_STEPS = 10_000_000  # most inner steps of a run: some minutes of simulation, if each has a round
+
 
 @dataclass(eq=False)
 class SimulatedRound:
@@ -144,11 +146,18 @@ def simulate(
     >>> result.rounds, bool(result.compute_utilization < 0.5)
     (10, True)
     """
-    if steps < 1 or not fragments:
-        raise ConfigurationError(f"steps={steps}, {len(fragments)} fragments: at least 1 of each is needed.")
+    check_steps(steps)
+    if not fragments:
+        raise ConfigurationError("0 fragments: at least 1 is needed.")
     fleet = _Fleet(strategy, fragments, scenario, observer)
     fleet.run(steps, Calendar(strategy.schedule, len(fragments), rates))
     return fleet.outcome()
+
+
+def check_steps(steps: int) -> None:
+    """Raise `ConfigurationError` unless so many inner steps can be simulated."""
+    if not 1 <= steps <= MOST_STEPS:
+        raise ConfigurationError(f"steps={steps}: at least 1 and at most {MOST_STEPS:,} are needed.")
 
 
 def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
@@ -267,8 +276,8 @@ class _Fleet:
     def _seconds(self, steps: int) -> Floats:
         """Seconds of `steps` inner steps: sums of independent random times; the pauses of all replicas are drawn together."""
         seconds, scenario = steps * self.step_seconds, self.scenario
-        if scenario.jitter:
-            variance = scenario.jitter**2
+        variance = scenario.jitter**2
+        if variance > 1e-12:  # with less, a gamma draw is the mean, or overflows
             seconds = self.step_seconds * variance * self.random.standard_gamma(steps / variance, len(seconds))
         if scenario.stragglers:
             pauses = self.random.poisson(steps * self.pace[-1] / scenario.stragglers.every_seconds)
