@@ -21,8 +21,9 @@ def test_a_file_is_replaced(tmp_path: Path):
 
 def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path: Path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(OSError) as said:
         write_whole(tmp_path / "taken", b"data")
+    assert said.value.filename == str(tmp_path / "taken") and ".taken" not in str(said.value)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 

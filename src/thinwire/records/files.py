@@ -63,8 +63,9 @@ def write_whole(path: Path, data: str | bytes) -> None:
     try:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)
         draft.replace(path)
-    except OSError:
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(path), None  # the caller knows no draft
         raise
 
 
