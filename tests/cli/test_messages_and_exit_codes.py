@@ -61,6 +61,12 @@ def test_wrong_arguments_are_an_error_of_one_line(
     assert says in said and said.count("\n") == 1
 
 
+def test_a_damaged_run_file_is_named_by_a_follower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("x")
+    assert main(["follow", str(tmp_path)]) == 2
+    assert "run.toml cannot be read as a run file" in capsys.readouterr().err
+
+
 def test_an_emulated_link_is_not_probed_between_real_machines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

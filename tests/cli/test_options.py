@@ -23,6 +23,8 @@ from thinwire.cli import main, options
         (["train", "--steps", "--seed", "1"], "--steps was given without a value; a whole number is needed."),
         (["compare", "--replicas", "x"], "thinwire compare: --replicas x: a whole number is needed. `thinwire compare"),
         (["compare", "--lr=fast"], "--lr fast: a number is needed."),
+        (["train", "--out", ""], "--out '': a file or folder is needed. `thinwire train --help`"),
+        (["report", ""], "thinwire report: '': files or folders are needed."),
         (["train", "--slow", "1", "x"], "--slow 1 x: numbers are needed."),
         (["train", "--precision", "fb16"], "--precision fb16 (did you mean bf16?): one of auto, fp32, bf16 is needed."),
         (["train", "--anchors", "gpu"], "--anchors gpu: one of host, device, disk is needed."),
