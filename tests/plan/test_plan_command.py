@@ -107,6 +107,7 @@ def test_a_name_with_a_line_break_stays_in_the_comment_of_the_run_file(
         (["--tokens", ""], "'' was given; a count is needed"),
         (["--batch-tokens", ""], "'' was given; a count is needed"),
         (["--degrees", "", "--ranks", "4"], "degrees '': three whole numbers"),
+        (["--tokenizer", "bpe:1" + 20 * "0"], "at most 16,777,216"),
         (["--replicas", "1" + 11 * "0"], "1 to 1024 are needed"),
     ],
     ids=lambda given: given[0] if isinstance(given, list) else "",
