@@ -74,6 +74,8 @@ def test_invalid_tokenizer_settings_are_refused(tmp_path: Path) -> None:
         BPE(300).encode("text")
     with pytest.raises(DataError, match="text is empty"):
         bytes_per_token(Bytes(), "")
+    with pytest.raises(DataError, match="an empty name"):
+        list(find([""]))
     (tmp_path / "broken.json").write_text("{")
     for name in ("broken.json", "absent.json"):
         with pytest.raises(DataError, match="train it again"):

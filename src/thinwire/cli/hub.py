@@ -223,17 +223,27 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
     if asked.listen is None:
         return ("127.0.0.1", PORT) if fresh else ("", 0)
-    host, colon, port = asked.listen.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65535:
+    said, _, port = asked.listen.rpartition(":")
+    host = _host(said)
+    if not (host and port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65535):
         raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{PORT}.")
-    return host.strip("[]"), int(port)
+    return host, int(port)
+
+
+def _host(said: str) -> str:
+    """The host, without the brackets of IPv6; empty if no socket would take it, such as 10.0..1."""
+    try:
+        said.encode("idna")
+    except UnicodeError:
+        return ""
+    return said.strip("[]")
 
 
 def _reached_at(asked: Options) -> str | None:
     """The host of --address. A token holds it, and replicas dial it with the ports of --listen."""
     if asked.address is None:
         return None
-    host = asked.address.strip("[]")
+    host = _host(asked.address)
     if not re.fullmatch(r"[\w.-]{1,253}", host, re.ASCII):
         try:
             IPv6Address(host)

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--name {name!r}: letters, digits, dots and dashes are needed, at most 60; it names a file."
         )
-    emulated = Link.parse(asked.link) if asked.link else None
+    emulated = Link.parse(asked.link) if asked.link is not None else None
     place = launch.torchrun_place()
     if place is not None and emulated is not None:
         raise ConfigurationError(

@@ -31,7 +31,6 @@ from thinwire.records.choices import listed, nearest
 from thinwire.strategy import Strategy
 from thinwire.topology import Topology, read_edges
 
-MOST_REPLICAS = 1_000_000
 OF_THE_RECIPE = (
     *("every", "delay", "fragments", "merge", "codec", "partition", "offsets"),
     *("exchange", "outer_lr", "outer_momentum", "anchors", "topology"),
@@ -341,8 +340,6 @@ class Placement(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_link(self.link)
-        if self.replicas > MOST_REPLICAS:
-            raise ConfigurationError(f"replicas={self.replicas}: at most {MOST_REPLICAS:,} are needed.")
         if self.grace is not None:
             grace_seconds(self.grace, 1.0)
         if self.slow and (len(self.slow) != self.replicas or not all(1 <= one < math.inf for one in self.slow)):

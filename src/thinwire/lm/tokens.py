@@ -57,6 +57,8 @@ def standard_library() -> Iterator[Source]:
 def find(paths: Sequence[str | Path], without: Collection[str] = ()) -> Iterator[Source]:
     """Every file of text at `paths`. Folders are searched to the bottom in sorted order; hidden files and folders,
     and folders named in `without`, are left out."""
+    if "" in paths:
+        raise DataError("text '': a file or folder is needed; an empty name would be the current folder.")
     for given in map(Path, paths):
         if given.is_file():
             yield _source(given, given.name)
