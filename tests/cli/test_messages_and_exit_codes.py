@@ -40,6 +40,8 @@ from thinwire.lm.run import Run
         (["doctor", "--firewall", "10.0.0.1", "--master-port", "0"], "--master-port 0: a port, 1 to 65535"),
         (["hub", "--listen", "10.0..1:29530"], "--listen '10.0..1:29530': HOST:PORT is needed"),
         (["hub", "--listen", "10.0.0.1:²"], "--listen '10.0.0.1:²': HOST:PORT is needed"),
+        (["hub", "invite", "--uses", "1" + 20 * "0"], "1 to 1,000,000 uses and a positive time are needed"),
+        (["lighthouse", "--host", ""], "--host '': an address of this machine is needed"),
         (["hub", "--address", "a..b"], "--address 'a..b': a host name or an IP address is needed"),
         (["doctor", "--link", ""], "the link '' was given"),
         (["follow", "nothing", "--every", "-1"], "--every -1.0: seconds between two looks are needed"),

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.streams import unread
+from thinwire.comm.secure.token import MOST_USES
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.records.printable import printable, quoted
@@ -95,9 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         "Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
     )
-    if asked.uses < 1 or not 0 < asked.hours < math.inf:
+    if not 1 <= asked.uses <= MOST_USES or not 0 < asked.hours < math.inf:
         raise ConfigurationError(
-            f"--uses {asked.uses} --hours {asked.hours}: at least one use and a positive time are needed."
+            f"--uses {asked.uses} --hours {asked.hours}: 1 to {MOST_USES:,} uses and a positive time are needed."
         )
     if (asked.do == "revoke") != (asked.who is not None):
         given = "revoke without a name" if asked.who is None else f"{asked.who!r} with {asked.do}"
