@@ -96,6 +96,8 @@ def test_the_kernel_accepts_the_firewall_rules(capsys):
 
 def test_every_finding_that_is_not_ok_has_advice(capsys, tmp_path, text):
     file = saved(tmp_path, text, steps=10**6, replicas=1000, link="1kbit", delay=1)
+    _, found = findings_of(capsys, file, "--step-seconds", "0.1", "--master-addr", "10.0..1")
+    assert "does not resolve" in found["rank 0"]["says"]
     _, found = findings_of(capsys, file, "--step-seconds", "0.1", "--master-addr", "nowhere.invalid")
     poor = {what for what, finding in found.items() if finding["level"] != "ok"}
     assert {"replicas", "text", "link", "delay", "rank 0"} <= poor

@@ -33,11 +33,21 @@ from thinwire.lm.run import Run
             "strategy='dilco' is no recipe (did you mean diloco?); one of data_parallel, local_sgd, diloco",
         ),
         (["probe", "--what", "links"], "a link needs two replicas"),
+        (["probe", "--link", "50mbit", "--replicas", "1" + 11 * "0"], "at most 128 threads are measured"),
+        (["train", "--log", ""], "log='': some of wandb,mlflow,tensorboard,prometheus,jsonl are needed"),
+        (["train", "--lighthouse", "127.0.0.1:1", "--name", ""], "the name '' was given to a replica"),
+        (["train", "--lighthouse", "", "--name", "a"], "the address '' was given"),
         (["probe", "--link", "50"], "the link '50' was given"),
         (["probe", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["doctor", "--step-seconds", "-1"], "more than 0 is needed"),
         (["doctor", "--master-addr", "127.0.0.1", "--master-port", "99999"], "--master-port 99999: a port, 1 to 65535"),
         (["doctor", "--firewall", "10.0.0.1", "--master-port", "0"], "--master-port 0: a port, 1 to 65535"),
+        (["hub", "--listen", "10.0..1:29530"], "--listen '10.0..1:29530': HOST:PORT is needed"),
+        (["hub", "--listen", "10.0.0.1:²"], "--listen '10.0.0.1:²': HOST:PORT is needed"),
+        (["hub", "invite", "--uses", "1" + 20 * "0"], "1 to 1,000,000 uses and a positive time are needed"),
+        (["lighthouse", "--host", ""], "--host '': an address of this machine is needed"),
+        (["hub", "--address", "a..b"], "--address 'a..b': a host name or an IP address is needed"),
+        (["doctor", "--link", ""], "the link '' was given"),
         (["follow", "nothing", "--every", "-1"], "--every -1.0: seconds between two looks are needed"),
         (
             ["docs", "../README"],
@@ -59,6 +69,12 @@ def test_wrong_arguments_are_an_error_of_one_line(
     assert main(arguments) in (1, 2)
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+def test_a_damaged_run_file_is_named_by_a_follower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("x")
+    assert main(["follow", str(tmp_path)]) == 2
+    assert "run.toml cannot be read as a run file" in capsys.readouterr().err
 
 
 def test_an_emulated_link_is_not_probed_between_real_machines(
@@ -86,6 +102,11 @@ def test_a_system_error_has_no_traceback(capsys: pytest.CaptureFixture[str], mon
     [
         ({"seed": "zero"}, "seed='zero': a whole number is needed"),
         ({"seed": 0.5}, "seed=0.5: a whole number is needed"),
+        ({"steps": 10**20}, r"steps=1(0){20}: a whole number, below 2\*\*63, is needed"),
+        ({"seed": 10**20}, r"seed=1(0){20}: a whole number, below 2\*\*63, is needed"),
+        ({"timeout": 1e10}, "timeout=10000000000.0: at most 1,000,000,000 is possible"),
+        ({"text": ("",)}, "text=.*: an empty name was given"),
+        ({"replicas": 10**11}, "replicas=100000000000: at most 1,000,000"),
         ({"steps": True}, "steps=True: a whole number is needed"),
         ({"every": "6"}, r"every='6': a whole number is needed"),
         ({"carrier": "pigeons"}, "carrier='pigeons': 'processes' or 'threads' or"),

@@ -23,6 +23,8 @@ from thinwire.cli import main, options
         (["train", "--steps", "--seed", "1"], "--steps was given without a value; a whole number is needed."),
         (["compare", "--replicas", "x"], "thinwire compare: --replicas x: a whole number is needed. `thinwire compare"),
         (["compare", "--lr=fast"], "--lr fast: a number is needed."),
+        (["train", "--out", ""], "--out '': a file or folder is needed. `thinwire train --help`"),
+        (["report", ""], "thinwire report: '': files or folders are needed."),
         (["train", "--slow", "1", "x"], "--slow 1 x: numbers are needed."),
         (["train", "--precision", "fb16"], "--precision fb16 (did you mean bf16?): one of auto, fp32, bf16 is needed."),
         (["train", "--anchors", "gpu"], "--anchors gpu: one of host, device, disk is needed."),
@@ -30,7 +32,8 @@ from thinwire.cli import main, options
             ["hub", "rum"],
             "thinwire hub: 'rum' (did you mean run?): one of run, list, invite, revoke, rotate is needed.",
         ),
-        (["sample", "runs/x", "--tokens", "-5"], "thinwire sample: --tokens -5: at least 1 is needed."),
+        (["sample", "runs/x", "--tokens", "-5"], "thinwire sample: --tokens -5: 1 to 1,000,000 are needed."),
+        (["sample", "runs/x", "--seed", "1" + 20 * "0"], "seed=100000000000000000000: a whole number, below 2**63,"),
         (["join"], "thinwire join: TOKEN is missing: The join token that thinwire hub printed;"),
         (["join", "tw1.x"], "thinwire join: --name is missing: This replica's own name: small letters, digits and"),
         (

@@ -87,3 +87,10 @@ def test_the_best_graph_within_a_budget_halves_distances_faster_than_a_ring(
     again = [str(tmp_path / "edges.json"), "--replicas", "6", "--model", "nano", "--plot", str(tmp_path / "b.html")]
     assert main(["plan", "topology", *again]) == 0
     assert "edges.json" in capsys.readouterr().out and "plotly" in (tmp_path / "b.html").read_text().lower()
+
+
+@pytest.mark.parametrize(("strategy", "says"), [("difco", "did you mean diloco?"), ("diloco", "takes no topology")])
+def test_a_strategy_that_is_not_one_of_gossip_is_refused(strategy: str, says: str, capsys) -> None:
+    """No graph suits it; the table would have no rows."""
+    assert main(["plan", "topology", "--strategy", strategy]) == 2
+    assert says in capsys.readouterr().err

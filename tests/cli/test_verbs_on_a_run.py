@@ -111,7 +111,7 @@ def test_a_changed_manifest_is_reported_as_damage(run: Path, capsys: pytest.Capt
 UNEQUAL = [
     decoupled_diloco(),
     halos(sites=1),
-    plexus(sample=1),
+    plexus(),
     ad_psgd(),
     ad_psgd(slow=(1, 2)),
     METHODS["fedavg"](),

@@ -148,3 +148,10 @@ def test_invalid_settings_and_resumes_are_refused():
         trained.finish()
 
     run_threads(1, too_many, timeout=600.0)
+
+    def too_few(group):
+        model = toy()
+        with pytest.raises(ConfigurationError, match=r"sample=1 of 2 peers: .* at least 2"):
+            Plexus(sample=1).attach(model, sgd(model), group)
+
+    run_threads(2, too_few, timeout=600.0)

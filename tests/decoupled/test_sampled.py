@@ -157,11 +157,30 @@ def test_a_peer_is_pinged_twice_before_the_next_one():
 
 
 def test_invalid_settings_are_refused():
-    for wrong in ({"sample": 0}, {"aggregators": 0}, {"sample": 2, "fraction": 0.4}, {"fraction": 1.5}, {"window": 0}):
+    for wrong in (
+        {"sample": 0},
+        {"aggregators": 0},
+        {"sample": 2, "fraction": 0.4},
+        {"fraction": 1.5},
+        {"window": 0},
+        {"patience": 0.0},
+        {"patience": np.nan},
+    ):
         with pytest.raises(ConfigurationError, match="needed"):
             SampleRules(**wrong)
-    with pytest.raises(ConfigurationError, match="at least as many"):
-        Network(5, SampleRules(sample=6), 0.0)
+    for peers, sample, said in ((5, 6, "sample=6 of 5"), (5, 1, "at least 2"), (10**20, 2, "1 to 4,096 peers")):
+        with pytest.raises(ConfigurationError, match=said):
+            Network(peers, SampleRules(sample=sample), 0.0)
+    for wrong in ({"rounds": 0}, {"rounds": 1, "seconds": np.nan}):
+        with pytest.raises(ConfigurationError, match="at least 1 round, and a time above 0"):
+            Network(5, SampleRules(sample=2), 0.0).run(**wrong)
+
+
+def test_a_run_of_too_many_events_is_refused(monkeypatch):
+    """Without an end: peers come and go many times between two messages."""
+    monkeypatch.setattr("thinwire.simulate.sampled.EVENTS", 2000)
+    with pytest.raises(ConfigurationError, match=r"0 rounds in .* were 2,000 messages and timers"):
+        Network(10, SampleRules(sample=3), 0.5, away=1e-9).run(rounds=5)
 
 
 # ---- bytes

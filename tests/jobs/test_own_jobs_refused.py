@@ -33,6 +33,7 @@ def test_errors_are_shown_with_their_line(here: Path, capsys: pytest.CaptureFixt
     assert wrong(here, JOB + "def (\n", capsys).startswith(
         f"{path}:{JOB.count(chr(10)) + 1}: SyntaxError: invalid syntax"
     )
+    assert wrong(here, JOB + "raise SystemExit(3)\n", capsys).endswith("in <module>: SystemExit: 3")
     assert "A job file may import what is installed" in wrong(here, "import nobody_s_module\n" + JOB, capsys)
     told = wrong(here, JOB.replace("def batches(share):", "def batches(share):\n    [][1]"), capsys)
     assert "in batches: IndexError: list index out of range" in told

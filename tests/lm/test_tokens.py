@@ -68,10 +68,14 @@ def test_tokens_are_stored_in_the_narrowest_width() -> None:
 def test_invalid_tokenizer_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="at least 257"):
         BPE(256)
+    with pytest.raises(ConfigurationError, match="at most 16,777,216"):
+        BPE(10**20)
     with pytest.raises(ConfigurationError, match="untrained"):
         BPE(300).encode("text")
     with pytest.raises(DataError, match="text is empty"):
         bytes_per_token(Bytes(), "")
+    with pytest.raises(DataError, match="an empty name"):
+        list(find([""]))
     (tmp_path / "broken.json").write_text("{")
     for name in ("broken.json", "absent.json"):
         with pytest.raises(DataError, match="train it again"):

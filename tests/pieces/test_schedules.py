@@ -159,6 +159,7 @@ def test_describe_warns_of_outer_momentum():
     ("make", "message"),
     [
         (lambda: tw.pieces.schedule.Quadratic(0, 0.1), "every=0"),
+        (lambda: tw.diloco(every=10**9), "every=1000000000: at least 1 .* at most 1,000,000"),
         (lambda: tw.pieces.schedule.Quadratic(2.5, 0.1), "every=2.5"),
         (lambda: tw.pieces.schedule.Quadratic(4, 0.1, delay=4), "choose delay <= 3"),
         (lambda: tw.pieces.schedule.Quadratic(4, -0.1), "scale >= 0"),

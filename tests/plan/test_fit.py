@@ -152,8 +152,10 @@ def test_the_verb_prints_laws_intervals_and_densities(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.csv", "", "cannot be read as a ladder"),
-        ("a.csv", "parameters,loss\n", "cannot be read as a ladder"),
+        ("a.csv", "", "cannot be read as a ladder of runs (it has no rows)"),
+        ("a.csv", "parameters,loss\n", "cannot be read as a ladder of runs (it has no rows)"),
+        ("a.csv", "parameters,loss\n2,3,4\n1\n", "cannot be read as a ladder of runs (its rows have unlike columns)"),
+        ("a.json", "[1]", "cannot be read as a ladder of runs (its rows have unlike columns)"),
         ("a.csv", f"parameters,loss\n{'1' * 140_000},2\n", "field larger than field limit"),
         ("a.csv", "parameters,loss\n1e6,2\n1e7,0\n", "finite numbers above 0"),
         ("a.csv", "parameters,loss\n1e6,2\n1e7,low\n", "no numbers in loss"),
@@ -171,3 +173,9 @@ def test_invalid_ladder_files_are_an_error_of_one_line(
     assert main(["plan", "fit", str(tmp_path / name)]) == 1
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
+
+
+def test_more_draws_than_can_be_made_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_text("parameters,loss\n1e6,3\n1e7,2\n1e8,1.5\n")
+    assert main(["plan", "fit", str(tmp_path / "a.csv"), "--draws", "1" + 20 * "0"]) == 1
+    assert "10 to 100,000 draws" in capsys.readouterr().err

@@ -131,14 +131,14 @@ def test_measured_step_times_are_used_and_scaled_for_other_batches() -> None:
         ("flops_per_second = 1e12", "memory missing"),
         ('memory = "16GB"', "flops_per_second missing"),
         ('memory = "16 sheep"\nflops_per_second = 1', "'16 sheep' was given; a size is needed"),
-        ('memory = "0GB"\nflops_per_second = 1', "a size above 0 is needed"),
+        ('memory = "0GB"\nflops_per_second = 1', "a size of at least 1 is needed"),
         ('memory = "1GB"\nflops_per_second = -1', "more than 0 is needed"),
         ('memory = "1GB"\nflops_per_second = nan', "more than 0 is needed"),
         (
             'memory = "1GB"\nflops_per_second = 1\ndevice = "banana"',
             "device='banana' of 'facts': cpu or cuda is needed",
         ),
-        ('memory = "1GB"\nflops_per_second = 1\nbase = "0MB"', "a size above 0 is needed"),
+        ('memory = "1GB"\nflops_per_second = 1\nbase = "0MB"', "a size of at least 1 is needed"),
         (
             f"{LEAST}[[codec]]\nname = 'E3M0()'\nencode = 0.0\ndecode = 1e9",
             "a codec's encode=0.0: more than 0 is needed",
@@ -166,9 +166,11 @@ def test_quantities_with_units_are_parsed() -> None:
         5_400,
         20 * 10**9,
     )
-    for wrong in ("", "12", "3 fortnights", "-1h", "nan"):
+    for wrong in ("", "12", "3 fortnights", "-1h", "nan", "1e300s"):
         with pytest.raises(ConfigurationError):
             quantities.seconds(wrong)
+    with pytest.raises(ConfigurationError, match="of at least 1 is needed"):
+        quantities.count("0.5")
 
 
 def test_probe_machine_measures_steps_and_codecs(tmp_path: Path) -> None:

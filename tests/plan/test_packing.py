@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from itertools import product
 from math import exp
@@ -109,6 +110,7 @@ def test_a_long_sequence_may_take_three_ranks() -> None:
         ([5000], 4, 1000, "at most 4000 fit; give --capacity 1250"),
         ([10], 0, 10, "at least 1 of each"),
         ([10], 1, 0, "at least 1 of each"),
+        ([10], 10**20, 10, "at most 1,000,000 ranks"),
         ([], 1, 10, "0 sequences"),
         ([5, 0], 1, 10, "the shortest of 0 tokens"),
     ],
@@ -131,3 +133,5 @@ def test_the_verb_writes_a_better_packing(tmp_path: Path, capsys: pytest.Capture
     file.write_text("12 twelve")
     assert main(["plan", "pack", str(file)]) == 1 and "whole numbers of tokens" in capsys.readouterr().err
     assert main(["plan", "pack", str(file), "--model", "2b"]) == 2
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["plan", "pack", str(tmp_path / "pipe")]) == 1 and "is no regular file" in capsys.readouterr().err

@@ -97,3 +97,29 @@ def test_a_name_with_a_line_break_stays_in_the_comment_of_the_run_file(
     assert main(["plan", "links.toml", "machine.toml", "--model", "nano", "--tokens", "1m"]) == 0
     capsys.readouterr()
     assert Run.load(Path("plan.toml")).seed == 0 and "a\\nseed = 7" in Path("plan.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--memory", ""], "'' was given; a size is needed"),
+        (["--deadline", ""], "'' was given; a time is needed"),
+        (["--tokens", ""], "'' was given; a count is needed"),
+        (["--batch-tokens", ""], "'' was given; a count is needed"),
+        (["--degrees", "", "--ranks", "4"], "degrees '': three whole numbers"),
+        (["--tokenizer", "bpe:1" + 20 * "0"], "at most 16,777,216"),
+        (["--replicas", "1" + 11 * "0"], "1 to 1024 are needed"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+def test_empty_values_and_too_many_replicas_are_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CPU.save(Path("machine.toml"))
+    assert main(["plan", "1gbit,1ms", "machine.toml", "--model", "nano", "--tokens", "1m", *given]) == 2
+    assert says in capsys.readouterr().err

@@ -259,3 +259,9 @@ def test_the_command_prints_the_rule_of_each_parameter_and_refuses_a_thin_link(c
     refused = " ".join(capsys.readouterr().err.split())
     assert "98 all-reduces" in refused and "of the time would be training" in refused and "predicted" in refused
     assert main(["plan", "tp", "1b", "--ranks", "4", "--link", "2000gbit,2us"]) == 0
+
+
+@pytest.mark.parametrize("option", ["machine", "batch", "sequence"])
+def test_what_only_counts_over_a_link_needs_one(option, capsys):
+    assert main(["plan", "tp", "nano", f"--{option}", "4"]) == 2
+    assert f"--{option} without --link" in capsys.readouterr().err

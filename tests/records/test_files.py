@@ -21,8 +21,10 @@ def test_a_file_is_replaced(tmp_path: Path):
 
 def test_a_file_that_cannot_be_written_leaves_no_draft(tmp_path: Path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError):
-        write_whole(tmp_path / "taken", b"data")
+    for name, kind in (("taken", IsADirectoryError), (300 * "x", OSError)):
+        with pytest.raises(kind) as said:
+            write_whole(tmp_path / name, b"data")
+        assert str(said.value).endswith(f": '{tmp_path / name}'")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 

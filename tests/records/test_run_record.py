@@ -265,6 +265,8 @@ def test_smoothing_has_no_start_up_bias() -> None:
         (text_of_seconds(59.97), "1 min 0 s"),
         (text_of_seconds(90061), "1 d 1 h"),
         (text_of_seconds(math.nan), "–"),
+        (text_of_seconds(8.64e24), "1e+20 d"),
+        (text_of_nbytes(1e300), "1e+285 PB"),
     ],
 )
 def test_quantities_are_printed_with_units(text: str, expected: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from thinwire.records.run_record import RunRecord
 from thinwire.records.units import NOTHING
 from thinwire.report import progress as module
 from thinwire.report.progress import Progress, compare_table, final_table
+from thinwire.report.replica_progress import ReplicaProgress
 from thinwire.report.top import Top
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
@@ -190,6 +192,19 @@ def test_a_new_session_resets_the_counters(tmp_path: Path, write_events: Write, 
     with Progress(tmp_path, steps=100, replicas=1, console=shown):
         pass
     assert out.getvalue().startswith("resume: from step 50\nstep 52/100")
+
+
+def test_the_loss_of_a_replica_is_empty_until_a_step_tells_one(start: Start) -> None:
+    """A restart keeps the step. NaN is a loss."""
+    (step,) = steps(5, 5)
+    shown = ReplicaProgress.of(start(0, 1), step=4)
+    shown.take(step | {"loss": None})
+    assert shown.loss is None and shown.step == 5
+    shown.take(step | {"loss": math.nan})
+    assert shown.loss is not None and math.isnan(shown.loss)
+    for loss in (2.0, math.nan, 1.0):
+        shown.take(step | {"loss": loss})
+    assert shown.loss == pytest.approx(1.9)
 
 
 def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:

@@ -73,13 +73,23 @@ def test_the_command_draws_a_curve_for_each_column(tmp_path, capsys):
     [
         (lambda: structure(BarabasiAlbert(2), 50, "degree", 0.001, 1), "that is 0"),
         (lambda: structure(BarabasiAlbert(2), 50, "degree", 1.0, 1), "that is 50"),
+        (lambda: structure(BarabasiAlbert(2), 50, "degree", float("nan"), 1), "that is 0"),
+        (lambda: structure(BarabasiAlbert(2), 50, "degree", float("inf"), 1), "that is 50"),
+        (lambda: structure(BarabasiAlbert(2), 10**20, "degree", 0.1, 1), "1 to 4096 are needed"),
+        (lambda: structure(BarabasiAlbert(2), -1, "degree", 0.1, 1), "1 to 4096 are needed"),
         (lambda: structure(RandomPairs(), 50, "degree", 0.1, 1), "the same in every round"),
         (lambda: Disaster(Ring(), at_round=60), "0 <= at_round < rounds"),
+        (lambda: Disaster(Ring(), rounds=10**20), "at most 10,000"),
         (lambda: BarabasiAlbert(0), "at least 1 neighbour"),
         (lambda: BarabasiAlbert(5).edges(5), "more than 5 are needed"),
     ],
-    ids=range(6),
+    ids=range(11),
 )
 def test_invalid_settings_are_refused(make, said):
     with pytest.raises(ConfigurationError, match=said):
         make()
+
+
+def test_more_graphs_than_can_be_drawn_are_refused(capsys):
+    assert main(["simulate", "disrupted", "--graphs", "1" + 20 * "0"]) == 2
+    assert "at most 1,000 graphs and runs" in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_the_table_labels_simulated_and_predicted_figures(capsys, tmp_path):
         ("--rate 0gbit", "0.0 bit/s was given"),
         ("--rate fast", "the link 'fast' was given"),
         ("--nbytes 1parsec", "'1parsec' was given; a size is needed"),
-        ("--nbytes 0", "'0' was given; a size above 0"),
+        ("--nbytes 0", "'0' was given; a size of at least 1"),
         ("--draws 0", "draws=0: between 1 and 100"),
         ("--leaves 100 --hosts 100", "at most 30,000 parts of flows"),
         ("--plot f.pdf", "plot=f.pdf"),

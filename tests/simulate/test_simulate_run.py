@@ -77,6 +77,24 @@ def test_a_simulated_run_folder_can_be_reported(capsys, tmp_path):
     assert "holds a run already" in capsys.readouterr().err
 
 
+def test_the_screen_of_a_simulated_run_shows_no_loss(capsys, tmp_path):
+    json_output(capsys, f"{ASKED} --out {tmp_path / 'virtual'}")
+    assert main(["top", str(tmp_path / "virtual"), "--once", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "nan" not in told.err and json.loads(told.out.splitlines()[-1])["replicas"][0]["loss"] is None
+
+
+def test_more_steps_than_can_be_simulated_are_refused_before_a_folder_is_made(capsys, tmp_path):
+    asked = [*ASKED.split(), "--steps", "1" + 12 * "0", "--out", str(tmp_path / "virtual")]
+    assert main(["simulate", "run", *asked]) == 2
+    assert "at most 10,000,000" in capsys.readouterr().err and not (tmp_path / "virtual").exists()
+
+
+def test_a_variation_whose_square_is_zero_is_none(capsys):
+    none, least = (json_output(capsys, f"{ASKED} --jitter {jitter}") for jitter in ("0", "1e-300"))
+    assert none["wall_seconds"] == least["wall_seconds"]
+
+
 @pytest.mark.parametrize(("collate", "unit", "each"), [("def collate(samples): ...", "samples", 4), ("", "batches", 1)])
 def test_a_job_is_counted_in_its_own_unit(capsys, tmp_path, collate, unit, each):
     job, out = tmp_path / "job.py", tmp_path / "virtual"

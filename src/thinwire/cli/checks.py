@@ -196,7 +196,7 @@ def meeting_point(address: str, port: int) -> Iterator[CheckResult]:
     """Rank 0's address and port, and the address at which gloo would listen here."""
     try:
         theirs = {str(info[4][0]) for info in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: 10.0..1
         advice = "give --master-addr an address, or add the name to the hosts file"
         yield CheckResult("rank 0", "problem", f"{address} does not resolve ({reason(error)})", advice)
         return

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.firewall:
         print(rules(asked.firewall, asked.master_port))
         return 0
-    link = parse_link(asked.link) if asked.link else None
+    link = parse_link(asked.link) if asked.link is not None else None
     console = options.console(asked.json)
     findings = list(examine(asked, link, options.teller(console)))
     console.print(_table(findings))

@@ -20,6 +20,7 @@ from thinwire.cli.token import takes_token, token_of
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, DataError, LinkError, PacketError
 from thinwire.lm.follow import Followed, WeightsFollower
+from thinwire.records.printable import reason
 from thinwire.records.published import Origin, PublishedFolder
 from thinwire.records.run_file import read_run_file
 from thinwire.records.units import text_of_nbytes
@@ -80,11 +81,18 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
         raise ConfigurationError(
             f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train --publish` wrote, or a hub's token."
         )
-    if not (folder / "published").exists() and not read_run_file(folder / "run.toml")[0].get("publish"):
+    if not (folder / "published").exists() and not _publishes(folder / "run.toml"):
         raise ConfigurationError(
             f"the run in {folder} publishes nothing: it was started without --publish. Resume it with --publish."
         )
     yield PublishedFolder(folder), ConfigurationError
+
+
+def _publishes(run_file: Path) -> bool:
+    try:
+        return bool(read_run_file(run_file)[0].get("publish"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{run_file} cannot be read as a run file ({reason(error)}); restore it.") from None
 
 
 def _follow(

@@ -22,6 +22,7 @@ from rich.console import Console
 from thinwire.cli import options
 from thinwire.cli.signals import asked_to_end
 from thinwire.cli.streams import unread
+from thinwire.comm.secure.token import MOST_USES
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.records.printable import printable, quoted
@@ -95,9 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         "Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
     )
-    if asked.uses < 1 or not 0 < asked.hours < math.inf:
+    if not 1 <= asked.uses <= MOST_USES or not 0 < asked.hours < math.inf:
         raise ConfigurationError(
-            f"--uses {asked.uses} --hours {asked.hours}: at least one use and a positive time are needed."
+            f"--uses {asked.uses} --hours {asked.hours}: 1 to {MOST_USES:,} uses and a positive time are needed."
         )
     if (asked.do == "revoke") != (asked.who is not None):
         given = "revoke without a name" if asked.who is None else f"{asked.who!r} with {asked.do}"
@@ -222,17 +223,27 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
     if asked.listen is None:
         return ("127.0.0.1", PORT) if fresh else ("", 0)
-    host, colon, port = asked.listen.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) < 65535:
+    said, _, port = asked.listen.rpartition(":")
+    host = _host(said)
+    if not (host and port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65535):
         raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{PORT}.")
-    return host.strip("[]"), int(port)
+    return host, int(port)
+
+
+def _host(said: str) -> str:
+    """The host, without the brackets of IPv6; empty if no socket would take it, such as 10.0..1."""
+    try:
+        said.encode("idna")
+    except UnicodeError:
+        return ""
+    return said.strip("[]")
 
 
 def _reached_at(asked: Options) -> str | None:
     """The host of --address. A token holds it, and replicas dial it with the ports of --listen."""
     if asked.address is None:
         return None
-    host = asked.address.strip("[]")
+    host = _host(asked.address)
     if not re.fullmatch(r"[\w.-]{1,253}", host, re.ASCII):
         try:
             IPv6Address(host)

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--heartbeat-timeout {asked.heartbeat_timeout}: a positive number of seconds is needed."
         )
+    if not asked.host:  # as of an unset variable of a shell; a socket would listen at every address
+        raise ConfigurationError("--host '': an address of this machine is needed; 0.0.0.0 stands for all of them.")
     if not 0 <= asked.port < 65536:
         raise ConfigurationError(f"--port {asked.port}: 0 to 65535 is needed.")
     secret = secret_in(asked.secret, make=True) if asked.secret else b""

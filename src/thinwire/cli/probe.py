@@ -29,6 +29,8 @@ from thinwire.plan.probe import Probe, probe_links
 from thinwire.plan.search import codecs
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 
+MOST_THREADS = 128  # replicas of an emulated link
+
 
 @dataclass(frozen=True)
 class Options:
@@ -74,7 +76,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             f"--name {name!r}: letters, digits, dots and dashes are needed, at most 60; it names a file."
         )
-    emulated = Link.parse(asked.link) if asked.link else None
+    emulated = Link.parse(asked.link) if asked.link is not None else None
+    if emulated and asked.replicas > MOST_THREADS:
+        raise ConfigurationError(
+            f"--replicas {asked.replicas} with --link: at most {MOST_THREADS} threads are measured."
+        )
     place = launch.torchrun_place()
     if place is not None and emulated is not None:
         raise ConfigurationError(

@@ -13,9 +13,12 @@ import tyro
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
+from thinwire.lm.checked import fits, unfit
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.model import generate
 from thinwire.lm.trained import trained_model
+
+MOST_TOKENS = 1_000_000  # to write: the text is shown when all are there
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "sample", arguments, "Continue a text with a run's model, or an ensemble.")
-    if asked.tokens < 1:
-        raise ConfigurationError(f"--tokens {asked.tokens}: at least 1 is needed.")
+    if not 1 <= asked.tokens <= MOST_TOKENS:
+        raise ConfigurationError(f"--tokens {asked.tokens}: 1 to {MOST_TOKENS:,} are needed.")
+    if not fits(asked.seed, int):
+        raise unfit("seed", asked.seed, int)
     ensemble = Ensemble.read(asked.run) if Ensemble.is_one(asked.run) else None
     language_model: Any
     if ensemble:

@@ -84,12 +84,12 @@ class Options:
             )
         if self.secret and self.lighthouse is None:
             raise ConfigurationError("--secret without --lighthouse: a run on one machine makes its own; leave it out.")
-        if not (self.elastic or self.lighthouse):
+        if not (self.elastic or self.lighthouse is not None):
             return self
         if self.run_settings.placement.carrier == "threads":
             raise ConfigurationError("--carrier threads with --elastic: threads die together; choose one of them.")
         secure = self.run_settings.placement.carrier in ("secure", "secure-elastic")
-        if secure and self.lighthouse:
+        if secure and self.lighthouse is not None:
             raise ConfigurationError(
                 "--lighthouse with --carrier secure: with this carrier replicas on several machines meet at a hub; start it with "
                 "thinwire hub --elastic, and each replica with thinwire join."
@@ -99,7 +99,7 @@ class Options:
 
     @property
     def joining(self) -> JoiningReplica | None:
-        if not (self.lighthouse and self.name):
+        if self.lighthouse is None or self.name is None:
             return None
         return JoiningReplica(AtLighthouse(self.lighthouse, self.secret), self.name)
 

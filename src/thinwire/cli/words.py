@@ -102,6 +102,7 @@ def _check_values(option: _Taken, given: list[str], prog: str) -> None:
     if isinstance(spec.nargs, int) and len(given) < spec.nargs:
         raise ConfigurationError(f"{option.name} was given without a value; {needed}. `{prog} --help` explains it.")
     wrong = spec.choices is not None and any(one not in spec.choices for one in given)
+    wrong |= word == "PATH" and "" in given  # as of an unset variable of a shell; it would be the current folder
     if not wrong:
         try:
             spec.instance_from_str(given)
@@ -109,7 +110,11 @@ def _check_values(option: _Taken, given: list[str], prog: str) -> None:
             wrong = True
     if wrong:
         near = nearest(given[0], choices) if choices and given else ""
-        told = repr(" ".join(given)) if option.positional else f"{option.name} {' '.join(given)}"
+        told = (
+            repr(" ".join(given))
+            if option.positional
+            else f"{option.name} {' '.join(one or repr(one) for one in given)}"
+        )
         raise ConfigurationError(f"{told}{near}: {needed}. `{prog} --help` explains it.")
 
 

@@ -13,7 +13,6 @@ from thinwire.comm.group import Group
 from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.decoupled.sampled_driver import PlexusReplica
 from thinwire.decoupled.sampled_messages import Kind, SampleMessages
-from thinwire.errors import ConfigurationError
 from thinwire.methods.base import silent
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.types import Observer
@@ -35,8 +34,7 @@ class Plexus(SampleComposition):
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> PlexusReplica:  # fmt: skip
         """Attach this method to a model. Collective. Raises `ModelError`, `ConfigurationError`, `DisagreementError`, `LinkError`."""
-        if self.sample > group.size:
-            raise ConfigurationError(f"sample={self.sample} of {group.size} replicas: at most all can be sampled.")
+        self.rules.check(group.size)
         return PlexusReplica(self, model, optimizer, group, observer, clock)
 
     def nbytes_per_period(self, numel: int, size: int, rank: int = 0, period: int = 0) -> int:

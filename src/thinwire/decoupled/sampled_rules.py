@@ -39,9 +39,18 @@ class SampleRules:
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise ConfigurationError(f"{name}={count}: a whole number above 0 is needed.")
+        if not self.patience > 0:
+            raise ConfigurationError(f"patience={self.patience}: a time above 0 is needed.")
         if not 0 < self.fraction <= 1 or math.floor(self.sample * self.fraction) < 1:
             raise ConfigurationError(
                 f"fraction={self.fraction} of sample={self.sample}: a mean of at least 1 model is needed, and at most all."
+            )
+
+    def check(self, peers: int) -> None:
+        """Raise `ConfigurationError` unless samples of `peers` peers can hold rounds: a mean is safe once another peer has it."""
+        if not min(2, peers) <= self.sample <= peers:
+            raise ConfigurationError(
+                f"sample={self.sample} of {peers} peers: at most all can be sampled, and at least 2 if there is more than one peer."
             )
 
     def needed(self, sample: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from thinwire.errors import ConfigurationError
@@ -16,17 +17,23 @@ class CheckedSettings:
     at_least_one: ClassVar[tuple[str, ...]] = ()
     positive: ClassVar[tuple[str, ...]] = ()
     not_negative: ClassVar[tuple[str, ...]] = ()
+    at_most: ClassVar[Mapping[str, int]] = {"replicas": 1_000_000, "timeout": 1_000_000_000}
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if not fits(value := getattr(self, field.name), hints[field.name]):
-                raise ConfigurationError(f"{field.name}={value!r:.200}: {_in_words(hints[field.name])} is needed.")
+                raise unfit(field.name, value, hints[field.name])
+            if isinstance(value, tuple) and "" in value:
+                raise ConfigurationError(f"{field.name}={list(value)}: an empty name was given; leave it out.")
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name in self.at_least_one:
             several = value if isinstance(value := given.get(name, 1), tuple) else (value,)
             if not several or min(several) < 1:
                 raise ConfigurationError(f"{name}={given[name]}: at least 1 is needed.")
+        for name, most in self.at_most.items():
+            if given.get(name, 0) > most:
+                raise ConfigurationError(f"{name}={given[name]}: at most {most:,} is possible.")
         for name in self.positive:
             if not 0 < given.get(name, 1) < math.inf:
                 raise ConfigurationError(f"{name}={given[name]}: a finite number above 0 is needed.")
@@ -48,6 +55,12 @@ def check_batches(batch: int | tuple[int, ...], replicas: int, carrier: str) -> 
         raise ConfigurationError(
             f"batch={list(batch)} with carrier={carrier!r}: micro-batches differ in a fixed group only; give one number, or choose another carrier."
         )
+
+
+def unfit(name: str, value: object, hint: Any) -> ConfigurationError:
+    """The error for a value that does not fit its type."""
+    size = ", below 2**63," if type(value) is int and abs(value) >= 2**63 else ""
+    return ConfigurationError(f"{name}={value!r:.200}: {_in_words(hint)}{size} is needed.")
 
 
 def _in_words(hint: Any) -> str:

@@ -14,7 +14,7 @@ import tomli_w
 from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
-from thinwire.lm.checked import check_batches, fits
+from thinwire.lm.checked import check_batches, fits, unfit
 from thinwire.lm.model import SIZES
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement
 from thinwire.methods import Codistill, Method
@@ -73,7 +73,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if not fits(self.seed, int):
-            raise ConfigurationError(f"seed={self.seed!r:.200}: a whole number is needed.")
+            raise unfit("seed", self.seed, int)
         strategy = self._composition()
         self.make_inner()
         if self.model.job and (self.data.text or self.data.tokenizer):

@@ -55,7 +55,7 @@ def _named(asked: str) -> Tokenizer:
         return Pretrained.load(what)
     if kind == "bytes":
         return Bytes()
-    return BPE(int(what)) if what.isdigit() else BPE.load(what)
+    return BPE(int(what)) if what.isdecimal() else BPE.load(what)
 
 
 def tokenizer_of(data: DataSpec, model: str, folder: Path) -> Tokenizer:

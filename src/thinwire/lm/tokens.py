@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.records.files import parsed
 
+MOST_VOCABULARY = 1 << 24
 END = "<|end|>"  # the separator of two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
 CHUNK = 1 << 18  # characters tokenised at a time
@@ -56,6 +57,8 @@ def standard_library() -> Iterator[Source]:
 def find(paths: Sequence[str | Path], without: Collection[str] = ()) -> Iterator[Source]:
     """Every file of text at `paths`. Folders are searched to the bottom in sorted order; hidden files and folders,
     and folders named in `without`, are left out."""
+    if "" in paths:
+        raise DataError("text '': a file or folder is needed; an empty name would be the current folder.")
     for given in map(Path, paths):
         if given.is_file():
             yield _source(given, given.name)
@@ -273,10 +276,10 @@ class BPE:
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.vocabulary <= 256:
+        if not 256 < self.vocabulary <= MOST_VOCABULARY:
             raise ConfigurationError(
                 f"BPE(vocabulary={self.vocabulary}): 256 bytes and the end of a document come before any merge. "
-                "Take at least 257, or Bytes()."
+                f"Take at least 257 and at most {MOST_VOCABULARY:,}, or Bytes()."
             )
 
     @classmethod

@@ -154,7 +154,7 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         del sys.modules[name]
         raise ConfigurationError(f"{path} cannot be imported ({type(error).__name__}: {error}); correct it.") from error
     return module

@@ -54,12 +54,17 @@ Rates = Callable[[int], float]
 """The learning rate of an inner step."""
 
 
+MOST_STEPS = 1_000_000  # between two rounds: plans walk through each step of a period
+
+
 def _check(schedule: Schedule | Adaptive) -> None:
     for name, value in (("every", schedule.every), ("delay", schedule.delay)):
         if type(value) is not int:
             raise ConfigurationError(f"{name}={value!r}: a whole number of inner steps is needed.")
-    if schedule.every < 1:
-        raise ConfigurationError(f"every={schedule.every}: at least 1 inner step between two rounds is needed.")
+    if not 1 <= schedule.every <= MOST_STEPS:
+        raise ConfigurationError(
+            f"every={schedule.every}: at least 1 inner step between two rounds is needed, and at most {MOST_STEPS:,}."
+        )
     if not 0 <= schedule.delay <= schedule.every:
         raise ConfigurationError(
             f"delay={schedule.delay} with every={schedule.every}: a round must land before its fragment departs again; "

@@ -23,6 +23,7 @@ from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.settings import DataSpec
 from thinwire.lm.setup import make_model
+from thinwire.lm.tokens import BPE
 from thinwire.pieces.inner_optimizers import AdamW
 from thinwire.plan import machine
 from thinwire.plan.base import base_nbytes, resident_nbytes
@@ -39,11 +40,11 @@ def vocabulary(data: DataSpec) -> int:
     kind, _, what = (data.tokenizer or "bytes").partition(":")
     if kind == "bytes":
         return 256
-    if not what.isdigit():
+    if kind != "bpe" or not what.isdecimal():
         raise ConfigurationError(
             f"tokenizer={data.tokenizer!r}: bytes or bpe:SIZE is needed here, so that its size is known."
         )
-    return int(what)
+    return BPE(int(what)).vocabulary
 
 
 def shape_of(run: Run) -> Shape:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
 from thinwire.records.files import contents, parsed
+from thinwire.records.printable import reason
 
 Form = Literal["power", "constant", "mixed"]
 Floats = NDArray[np.float64]
@@ -70,11 +71,15 @@ class Ladder:
         try:
             text = contents(path)
             rows = parsed(json.loads, text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
+            if not rows:
+                raise ValueError("it has no rows")
             names = list(rows[0])
             table = {name: [row[name] for row in rows] for name in names}
-        except (OSError, ValueError, IndexError, KeyError, TypeError, csv.Error) as error:
+        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+            known = isinstance(error, OSError | ValueError | csv.Error)
+            why = reason(error) if known else "its rows have unlike columns"
             raise DataError(
-                f"{path} cannot be read as a ladder of runs ({type(error).__name__}: {error}); a CSV with a header, or a JSON list of objects, "
+                f"{path} cannot be read as a ladder of runs ({why}); a CSV with a header, or a JSON list of objects, "
                 "with loss and parameters (and replicas, every, tokens, ...) is needed."
             ) from None
         columns = {name: values for name in names if (values := _numbers(table[name])) is not None}

@@ -23,6 +23,7 @@ from heapq import heapify, heapreplace
 from thinwire.data_ledger.packs import Cost
 from thinwire.errors import ConfigurationError, DataError
 
+MOST = 1_000_000  # ranks: each has a list of its own
 MicroBatch = tuple[int, ...]  # indices of sequences; a sequence on several ranks is divided evenly among them
 
 
@@ -164,8 +165,10 @@ def in_order(lengths: Sequence[int], ranks: int, capacity: int, cost: Cost) -> P
 
 
 def _check(lengths: Sequence[int], ranks: int, capacity: int) -> None:
-    if ranks < 1 or capacity < 1:
-        raise ConfigurationError(f"ranks={ranks}, capacity={capacity}: at least 1 of each is needed.")
+    if not 1 <= ranks <= MOST or capacity < 1:
+        raise ConfigurationError(
+            f"ranks={ranks}, capacity={capacity}: at least 1 of each, and at most {MOST:,} ranks, are needed."
+        )
     if not lengths or min(lengths) < 1:
         raise DataError(
             f"{len(lengths)} sequences, the shortest of {min(lengths, default=0)} tokens: at least one of at least 1 token is needed."

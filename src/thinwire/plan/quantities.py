@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from math import isfinite
 
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-zA-Z]*)\s*")
+MOST = 1e30  # bytes, tokens, parameters, seconds
 _NBYTES = {
     "": 1,
     "b": 1,
@@ -27,7 +27,7 @@ _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 def nbytes(text: str | int) -> int:
     """`nbytes("16GB") == 16_000_000_000`, `nbytes("2GiB") == 2_147_483_648`; a number without a unit is in bytes."""
-    return int(_read(str(text), _NBYTES, "a size", "16GB, 900MB or 2GiB"))
+    return int(_read(str(text), _NBYTES, "a size", "16GB, 900MB or 2GiB", 1))
 
 
 def seconds(text: str) -> float:
@@ -37,7 +37,7 @@ def seconds(text: str) -> float:
 
 def count(text: str) -> int:
     """`count("20B") == 20_000_000_000`: tokens, parameters."""
-    return int(_read(text, _COUNT, "a count", "300M or 20B"))
+    return int(_read(text, _COUNT, "a count", "300M or 20B", 1))
 
 
 def rate(text: str) -> float:
@@ -54,7 +54,7 @@ def rounded(link: Link) -> Link:
     return Link(float(f"{link.bits_per_second:.4g}"), float(f"{link.delay_seconds:.4g}"))
 
 
-def _read(text: str, units: dict[str, int] | dict[str, float], what: str, example: str) -> float:
+def _read(text: str, units: dict[str, int] | dict[str, float], what: str, example: str, least: int = 0) -> float:
     match = _NUMBER.fullmatch(text)
     unit = match[2].lower() if match else ""
     if match is None or unit not in units:
@@ -63,6 +63,8 @@ def _read(text: str, units: dict[str, int] | dict[str, float], what: str, exampl
             f"{text!r} was given; {what} is needed, a number and one of {known}. Write it like {example}."
         )
     value = float(match[1]) * units[unit]
-    if not (isfinite(value) and value > 0):
-        raise ConfigurationError(f"{text!r} was given; {what} above 0 is needed.")
+    if not least <= value <= MOST or not value:
+        raise ConfigurationError(
+            f"{text!r} was given; {what} {f'of at least {least}' if least else 'above 0'} is needed, and at most {MOST:g}."
+        )
     return value

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,9 +64,10 @@ def write_whole(path: Path, data: str | bytes) -> None:
     try:
         draft.write_bytes(data.encode() if isinstance(data, str) else data)
         draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with suppress(OSError):  # a name that is too long
+            draft.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the caller knows no draft
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:

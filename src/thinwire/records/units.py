@@ -11,6 +11,7 @@ from thinwire.errors import ConfigurationError
 
 UNITS = ("tokens", "samples", "batches")  # units of data
 NOTHING = "–"  # the text for an unknown number
+_LONG = 1e7  # of the largest unit: from here on three digits and an exponent
 
 
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -20,6 +21,8 @@ def _scaled(value: float, units: tuple[str, ...], base: float = 1000.0) -> str:
     index = 0
     while abs(value) >= base * 0.9995 and index < len(units) - 1:
         value, index = value / base, index + 1
+    if abs(value) >= _LONG:
+        return f"{value:.3g} {units[index]}".rstrip()
     digits = 0 if (index == 0 and value == int(value)) or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f} {units[index]}".rstrip()
 
@@ -50,6 +53,8 @@ def text_of_seconds(seconds: float | None) -> str:
         if seconds >= 0.9995 or seconds == 0:
             return f"{seconds:.1f} s"
         return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
+    if seconds >= _LONG * _TIMES["d"]:
+        return f"{seconds / _TIMES['d']:.3g} d"
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:

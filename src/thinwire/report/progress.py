@@ -28,6 +28,7 @@ from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
     NOTHING,
     UNITS,
+    known,
     text_of_count,
     text_of_loss,
     text_of_nbytes,
@@ -196,7 +197,7 @@ class Progress:
     def _line(self) -> str:
         if phase := self._phase():
             return f"{phase} · {self._elapsed()}"
-        losses = [r.loss for r in self._replicas if math.isfinite(r.loss)]
+        losses = [r.loss for r in self._replicas if known(r.loss)]
         parts = [
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
@@ -270,7 +271,7 @@ class Progress:
             replica.ended or ("silent" if silent else str(replica.step)),
         )
         cells = (
-            *(name, now, text_of_loss(replica.loss) if replica.step else NOTHING),
+            *(name, now, text_of_loss(replica.loss)),
             *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
             *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
         )

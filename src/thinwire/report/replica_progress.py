@@ -10,7 +10,7 @@ from thinwire.comm.emulated import Link, Uplink
 from thinwire.records.events import Event
 from thinwire.records.printable import printable
 from thinwire.records.sessions import number, whole
-from thinwire.records.units import NOTHING
+from thinwire.records.units import NOTHING, known
 
 RECENT = 64  # number of inner steps for speed and link use
 FLIGHTS = 512  # number of last departures, more than in these steps
@@ -32,7 +32,7 @@ class ReplicaProgress:
 
     begun: bool = False
     step: int = 0
-    loss: float = math.nan
+    loss: float | None = None  # None until a step tells one
     stall_seconds: float = 0.0
     nbytes: int = 0
     refused: int = 0
@@ -59,9 +59,12 @@ class ReplicaProgress:
         """Learn from one event."""
         kind = event["event"]
         if kind == "step":
-            loss = number(event["loss"])
-            if math.isfinite(loss):
-                self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
+            if event["loss"] is not None:
+                loss = number(event["loss"])
+                if not known(self.loss):
+                    self.loss = loss
+                elif math.isfinite(loss):
+                    self.loss = 0.9 * self.loss + 0.1 * loss
             self.step = event["step"]
             begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
             self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))

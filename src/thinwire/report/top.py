@@ -204,7 +204,7 @@ class Top:
         saved = f"step {one.saved[0]}, {text_of_seconds(round(now - one.saved[1]))} ago" if one.saved else NOTHING
         return (
             one.name.removeprefix("replica-"), self._state(one, now), str(shown.step),
-            text_of_loss(shown.loss) if shown.step else NOTHING, text_of_count(shown.tokens_per_second),
+            text_of_loss(shown.loss), text_of_count(shown.tokens_per_second),
             text_of_share(shown.compute_utilization), text_of_seconds(shown.stall_seconds), shown.in_the_air,
             text_of_nbytes(shown.nbytes), text_of_share(shown.link_use), str(shown.refused), saved,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from thinwire.topology.base import Edges
 
 Who = Literal["degree", "betweenness", "random"]
 Data = Literal["everywhere", "hit", "others"]
+MOST_ROUNDS = 10_000
 CLASSES, FEATURES, SAMPLES, RATE = 10, 20, 8, 0.5  # samples of a replica; learning rate
 
 Alive = NDArray[np.bool_]
@@ -85,7 +86,7 @@ def survivors(edges: Edges, who: Who, share: float, seed: int) -> Alive:
     [False, True, True, True, True]
     """
     size = len(edges)
-    count = round(share * size)
+    count = round(min(max(0.0, share), 1.0) * size)
     if not 0 < count < size:
         raise ConfigurationError(
             f"share={share:g} of {size} replicas: that is {count}; at least 1 must fail and 1 survive, so give {1 / size:g} to {1 - 1 / size:g}."
@@ -206,6 +207,8 @@ class Disaster:
             raise ConfigurationError(
                 f"at_round={self.at_round} of {self.rounds} rounds: 0 <= at_round < rounds is needed."
             )
+        if self.rounds > MOST_ROUNDS:
+            raise ConfigurationError(f"rounds={self.rounds}: at most {MOST_ROUNDS:,} are needed.")
 
     def learned(self, seed: int) -> Learned:
         """The accuracies of one run. Raises `ConfigurationError`."""

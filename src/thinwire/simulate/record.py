@@ -58,7 +58,7 @@ class Recorder:
             )  # fmt: skip
 
     def stepped(self, first: int, done: Integers, begin: Floats, end: Floats) -> None:
-        fields = {"loss": math.nan, "lr": math.nan, "grad_norm": math.nan, "tokens": self.tokens}
+        fields = {"loss": None, "lr": None, "grad_norm": None, "tokens": self.tokens}
         for rank in range(len(self.logs)):
             edges = np.linspace(begin[rank], end[rank], int(done[rank]) + 1).tolist()
             for number, (left, right) in enumerate(pairwise(edges), first):

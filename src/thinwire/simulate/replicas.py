@@ -267,8 +267,8 @@ class _Fleet:
     def _seconds(self, steps: int) -> Floats:
         """Seconds of `steps` inner steps: sums of independent random times; the pauses of all replicas are drawn together."""
         seconds, scenario = steps * self.step_seconds, self.scenario
-        if scenario.jitter:
-            variance = scenario.jitter**2
+        variance = scenario.jitter**2
+        if variance > 1e-12:  # with less, a gamma draw is the mean, or overflows
             seconds = self.step_seconds * variance * self.random.standard_gamma(steps / variance, len(seconds))
         if scenario.stragglers:
             pauses = self.random.poisson(steps * self.pace[-1] / scenario.stragglers.every_seconds)

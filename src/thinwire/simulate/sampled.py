@@ -25,6 +25,8 @@ from thinwire.rng import derive
 
 Point = NDArray[np.float64]
 DIMENSIONS, PULL = 16, 0.5
+MOST = 4096  # peers: each draws from all
+EVENTS = 5_000_000  # most messages, timers and changes of a run: some minutes of simulation
 LATENCY, TRAINING, SETTLED = 0.05, (0.5, 1.5), 5.0  # seconds: of a message; of training; until a peer may leave
 
 
@@ -78,11 +80,11 @@ class Network:
         self, peers: int, rules: SampleRules, offline: float, away: float = 100.0, seed: int = 0,
         drops: Callable[[int, PeerMessage], bool] = lambda peer, message: False,
     ) -> None:  # fmt: skip
-        if peers < 1 or rules.sample > peers or not 0 <= offline < 1 or not away > 0:
+        if not 1 <= peers <= MOST or not 0 <= offline < 1 or not away > 0:
             raise ConfigurationError(
-                f"{peers} peers, samples of {rules.sample}, offline={offline}, away={away}: at least as many peers as a sample has, a share "
-                "from 0 to below 1, and a time above 0 are needed."
+                f"{peers} peers, offline={offline}, away={away}: 1 to {MOST:,} peers, a share from 0 to below 1, and a time above 0 are needed."
             )
+        rules.check(peers)
         self.offline, self.away, self._drops = offline, away, drops
         self._random = np.random.default_rng(derive(seed, "sampled network"))
         self.points: Point = self._random.normal(size=(peers, DIMENSIONS)) + 3.0
@@ -103,10 +105,22 @@ class Network:
                 self._later(self._session(True), partial(self._toggle, peer))
 
     def run(self, rounds: int, seconds: float = 1e6) -> Sampled:
-        """Continue until so many rounds were held, or for so many seconds."""
+        """Continue until so many rounds were held, or for so many seconds. Raises `ConfigurationError` for more than 5 million events."""
+        if rounds < 1 or not seconds > 0:
+            raise ConfigurationError(
+                f"rounds={rounds}, seconds={seconds}: at least 1 round, and a time above 0, are needed."
+            )
+        events = 0
         while self._events and self.seconds < seconds and (self.newest is None or self.newest.round <= rounds):
+            if events == EVENTS:
+                held = self.newest.round - 1 if self.newest else 0
+                raise ConfigurationError(
+                    f"{held} rounds in {self.seconds:.6g} s were {EVENTS:,} messages and timers, and no more are simulated; fewer rounds or seconds, "
+                    "or longer times of away and patience, are needed."
+                )
             self.seconds, _, event = heapq.heappop(self._events)
             event()
+            events += 1
         asked = np.array([both for one in self.members for both in one.asked] or [(0, 0)], float)
         held = self.newest.round - 1 if self.newest else 0
         best = self.points.mean(0)

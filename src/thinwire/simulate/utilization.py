@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 
 import numpy as np
 
@@ -25,6 +24,7 @@ PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: all its rates are
 PAPER_STEPS = 300
 PAPER_BITS = 13.4  # bits per parameter that reproduce the paper's table; the paper names 16
 LANES = 32  # number of rates that a search tries at once for a target
+MOST_BITS = 1_000_000  # per parameter
 LONGEST = 10_000  # most inner steps between two exchanges, because each calls the schedule
 PASSES = 6  # passes of a search: from 14 decades to a factor of 1 + 4e-8
 
@@ -59,8 +59,10 @@ class Study:
     bits_per_parameter: float = 16.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.bits_per_parameter) and self.bits_per_parameter > 0):
-            raise ConfigurationError(f"bits_per_parameter={self.bits_per_parameter}: a positive number is needed.")
+        if not 0 < self.bits_per_parameter <= MOST_BITS:
+            raise ConfigurationError(
+                f"bits_per_parameter={self.bits_per_parameter}: a positive number is needed, at most {MOST_BITS:,}."
+            )
         if not 1 <= self.every <= LONGEST:
             raise ConfigurationError(
                 f"every={self.every}: between 1 and {LONGEST:,} inner steps between two exchanges are needed."

@@ -14,6 +14,7 @@ from thinwire.errors import ConfigurationError
 Edges = NDArray[np.bool_]  # [size, size]; [i, j]: replica i sends to replica j; no replica sends to itself
 Weights = NDArray[np.float64]  # [size, size]; [i, j]: the weight of j's vector at i; the diagonal is a replica's own
 
+MOST = 4096  # replicas: a graph is a table of each with each
 DRAWN = 64  # number of rounds that are checked if a topology is random in each round
 
 
@@ -76,11 +77,14 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
         seed: seed of random topologies; an integer number.
 
     Raises:
-        ConfigurationError: the graph is not connected, so that the replicas would train several models.
+        ConfigurationError: the graph is not connected, so that the replicas would train several models; or there are fewer than 1 or more
+            than 4096 replicas.
 
     >>> from thinwire.topology import Ring
     >>> check_size(Ring(), size=8)
     """
+    if not 1 <= size <= MOST:
+        raise ConfigurationError(f"{topology} among {size} replicas: 1 to {MOST} are needed.")
     union = np.zeros((size, size), dtype=bool)
     for number in range(topology.rounds(size) or DRAWN):
         union |= topology.edges(size, number, 0, seed)

@@ -191,8 +191,12 @@ def test_invalid_hub_folders_invitations_and_ports_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no hub"):
         invite(tmp_path / "none")
     with Hub(tmp_path / "hub") as hub:
-        with pytest.raises(ConfigurationError, match="at least one use"):
+        with pytest.raises(ConfigurationError, match="1 to 1,000,000 uses"):
             hub.invite(0)
+        with pytest.raises(ConfigurationError, match="1 to 1,000,000 uses"):
+            hub.invite(10**20)
+        with pytest.raises(ConfigurationError, match="name ''"):
+            hub.invite(name="")
         with pytest.raises(LinkError, match=r"the hub cannot listen at 127\.0\.0\.1"):
             Hub(tmp_path / "another", port=hub.port)
     with Hub(tmp_path / "hub") as again:

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan", arguments, about)
     if asked.top < 1:
         raise ConfigurationError(f"top={asked.top}: at least 1 row is needed.")
-    given = [f"--{name}" for name in ("degrees", "levels") if getattr(asked, name)]
+    given = [f"--{name}" for name in ("degrees", "levels") if getattr(asked, name) not in (None, ())]
     if asked.ranks == 1 and given:
         raise ConfigurationError(
             f"{' and '.join(given)} with --ranks 1: more ranks are needed, among which weights and traffic are divided; give --ranks, above 1, too."
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     for figure in (asked.frontier, asked.rates):
         figures.check(figure)
     console, task = options.console(asked.json), _task(asked)
-    deadline = quantities.seconds(asked.deadline) if asked.deadline else None
+    deadline = quantities.seconds(asked.deadline) if asked.deadline is not None else None
     targets = Targets(asked.utilization, deadline, asked.loss)
     found = settings(task)
     met = meeting(found, targets, task)
@@ -164,11 +164,11 @@ def _task(asked: Options) -> Task:
         raise ConfigurationError(
             "no machine was given; `thinwire probe` writes machine.toml: thinwire plan LINKS machine.toml"
         )
-    tokens = quantities.count(asked.tokens) if asked.tokens else _enough(run)
+    tokens = quantities.count(asked.tokens) if asked.tokens is not None else _enough(run)
     return Task(
         base=run, links=links, machines=tuple(Machine.load(path) for path in asked.machines), tokens=tokens, ranks=asked.ranks,
-        batch_tokens=quantities.count(asked.batch_tokens) if asked.batch_tokens else None,
-        memory_nbytes=quantities.nbytes(asked.memory) if asked.memory else None,
+        batch_tokens=quantities.count(asked.batch_tokens) if asked.batch_tokens is not None else None,
+        memory_nbytes=quantities.nbytes(asked.memory) if asked.memory is not None else None,
         methods=tuple(method.replace("-", "_") for method in asked.methods),
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
 def _sharding(asked: Options, task: Task, best: Setting) -> Table:
     """The bytes that a rank keeps and sends inside its site, for the named ways of sharding and for the given one."""
     levels = asked.levels if asked.levels and asked.levels[-1] == task.ranks else (*asked.levels, task.ranks)
-    degrees = Shards.parse(asked.degrees) if asked.degrees else None
+    degrees = Shards.parse(asked.degrees) if asked.degrees is not None else None
     table = Table(
         "s_w, s_g, s_o", title=f"Sharding over {task.ranks} ranks of a site (predicted; `thinwire train` takes ZeRO-3)"
     )

@@ -19,6 +19,7 @@ from thinwire.errors import DataError
 from thinwire.plan.fit import Fitted, Form, Ladder, density, fit, hold_out, intervals
 from thinwire.records.units import text_of_count, text_of_share
 
+MOST_DRAWS = 100_000
 LIKELY = ("parameters", "replicas", "every", "tokens")
 
 
@@ -45,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         "Fit scaling laws of the loss to your own runs, with bootstrap intervals and a hold-out at the largest size."
     )
     asked = options.read(Options, "plan fit", arguments, about)
-    if asked.draws < 10 or not 0 < asked.level < 1:
+    if not 10 <= asked.draws <= MOST_DRAWS or not 0 < asked.level < 1:
         raise DataError(
-            f"draws={asked.draws}, level={asked.level}: at least 10 draws and a level between 0 and 1 are needed."
+            f"draws={asked.draws}, level={asked.level}: 10 to {MOST_DRAWS:,} draws and a level between 0 and 1 are needed."
         )
     console, ladder = options.console(asked.json), Ladder.load(asked.file)
     variables = asked.variables or telling(ladder)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{name}: fitted from {text_of_count(low)} to {text_of_count(high)}; outside it is a guess", highlight=False
         )
     facts: dict[str, Any] = {"word": "predicted", "runs": len(ladder), "variables": list(variables), "laws": rows}
-    if asked.reference:
+    if asked.reference is not None:
         facts["density"] = _densities(console, ladder, asked.reference)
     if asked.json:
         print(json.dumps(facts))

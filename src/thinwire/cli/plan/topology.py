@@ -24,9 +24,8 @@ from thinwire.plan.graph import graph_chart, halving_seconds, within_budget
 from thinwire.plan.links import Links, store
 from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
-from thinwire.topology.base import Weights
+from thinwire.topology.base import MOST, Weights
 
-MOST = 4096  # replicas: a graph is a table of each with each
 TRIED = ("complete", "ring", "mesh", "torus", "exponential", "one_peer_exponential", "random_pairs", "random_regular")
 
 
@@ -77,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     found += [(text, topology) for text in asked.topologies for topology in _fitting(asked, text, size)]
     if not asked.topologies:
         found += [(text, topology) for text in TRIED for topology in _fitting(asked, text, size, named=False)]
+    if not found:
+        _fitting(asked, TRIED[0], size)  # raises the reason
     rows = [_row(asked, text, topology, size, links) for text, topology in found]
     console = options.console(asked.json)
     console.print(_table(asked, rows, size))

@@ -52,6 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan tp", arguments, about)
     if asked.batch < 1 or asked.sequence < 1:
         raise ConfigurationError(f"batch={asked.batch}, sequence={asked.sequence}: at least 1 of each is needed.")
+    given = [f"--{name}" for name in ("machine", "batch", "sequence") if getattr(asked, name) != getattr(Options, name)]
+    if given and asked.link is None:
+        raise ConfigurationError(
+            f"{' and '.join(given)} without --link: these are for the time over a link; give --link, such as 400gbit,5us, or leave them out."
+        )
     which = {"job": asked.model} if asked.model.endswith(".py") else {"model": asked.model}
     plan = derive(layers_of(skeleton(Run.of(**which))), asked.ranks)
     console, say = options.console(asked.json), options.teller(options.console(asked.json))
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{text_of_count(plan.numel)} parameters; {passed} all-reduces in a forward and a backward pass"
     )
     facts = _facts(plan)
-    if asked.link:
+    if asked.link is not None:
         facts["utilization"] = _over(asked, plan, say)
     if asked.json:
         print(json.dumps(facts))

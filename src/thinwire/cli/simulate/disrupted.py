@@ -18,6 +18,8 @@ from thinwire.records.losses import for_json
 from thinwire.simulate.disrupted import Data, Disaster, Who, structure
 from thinwire.simulate.figure import disrupted_chart
 
+MOST = 1000  # graphs, and runs
+
 
 @dataclass(frozen=True)
 class Options:
@@ -50,9 +52,9 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     description = "Replicas drop out of a gossip graph: its largest part, isolated ones, accuracy (simulated)."
     asked = options.read(Options, "simulate disrupted", arguments, description)
-    if asked.graphs < 1 or asked.runs < 1 or not asked.shares:
+    if not (1 <= asked.graphs <= MOST and 1 <= asked.runs <= MOST and asked.shares):
         raise ConfigurationError(
-            f"graphs={asked.graphs}, runs={asked.runs}, shares={asked.shares}: at least 1 of each is needed."
+            f"graphs={asked.graphs}, runs={asked.runs}, shares={asked.shares}: at least 1 of each, and at most {MOST:,} graphs and runs, are needed."
         )
     figures.check(asked.plot)
     rows = [_row(asked, share) for share in asked.shares]

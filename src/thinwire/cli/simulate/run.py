@@ -40,6 +40,7 @@ from thinwire.simulate.replicas import SimulationResult, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.version import __version__
 
+MOST_STEPS = 10_000_000  # some minutes, if each step has a round
 SHOWN = 8  # most replicas in the table
 
 
@@ -90,6 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "simulate run", arguments, description)
     asked = dataclasses.replace(asked, run_settings=asked.run_settings.counted_in_samples())
     run, console = asked.run_settings, options.console(asked.json)
+    if run.optimizer.steps > MOST_STEPS:
+        raise ConfigurationError(f"--steps {run.optimizer.steps}: at most {MOST_STEPS:,} are simulated.")
     scenario = make_scenario(asked)
     strategy = run.make_strategy()
     cut = strategy.partition.fragments(skeleton(run))

@@ -43,8 +43,8 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     description = "Peers train in samples and come and go: rounds, time, pings, and what is learned (simulated)."
     asked = options.read(Options, "simulate sampled", arguments, description)
-    if asked.rounds < 1 or not asked.offline:
-        raise ConfigurationError(f"rounds={asked.rounds}, offline={asked.offline}: at least 1 of each is needed.")
+    if not asked.offline:
+        raise ConfigurationError("--offline without a share: at least 1 is needed, such as 0.5.")
     rules = SampleRules(sample=asked.sample, aggregators=asked.aggregators, patience=asked.patience)
     networks = [Network(asked.peers, rules, share, asked.away, asked.seed) for share in asked.offline]
     rows = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.comm.secure.keys import Authorities, Authority, check_name
 from thinwire.comm.secure.state import HubState
-from thinwire.comm.secure.token import Token
+from thinwire.comm.secure.token import MOST_USES, Token
 from thinwire.errors import ConfigurationError
 
 
@@ -36,15 +36,19 @@ def invite(
     ...     invite(Path(folder), uses=2).host
     '127.0.0.1'
     """
-    if uses < 1 or not seconds > 0:
-        raise ConfigurationError(f"uses={uses}, seconds={seconds}: at least one use and a positive time are needed.")
+    if not 1 <= uses <= MOST_USES or not seconds > 0:
+        raise ConfigurationError(
+            f"uses={uses}, seconds={seconds}: 1 to {MOST_USES:,} uses and a positive time are needed."
+        )
     with opened_state(folder) as state:
         host, ports = state.meta("host"), state.meta("ports")
         if host is None or ports is None:
             raise ConfigurationError(
                 f"the hub in {folder} never ran; start it first: thinwire hub --out {shlex.quote(str(folder))}"
             )
-        number, secret = state.invite(uses, seconds, check_name(name) if name else None, [*map(check_name, runs)])
+        number, secret = state.invite(
+            uses, seconds, None if name is None else check_name(name), [*map(check_name, runs)]
+        )
         port, join_port = map(int, ports.split())
         return Token(host, port, join_port, Authority(folder).fingerprint, number, secret)
 

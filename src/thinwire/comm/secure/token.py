@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import ConfigurationError
 
+MOST_USES = 1_000_000
 _PREFIX = "tw1."
 _LAYOUT = struct.Struct("<32s8s16sHH")
 _LONGEST_HOST = 253

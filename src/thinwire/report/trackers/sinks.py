@@ -57,6 +57,8 @@ def named(log: str | None) -> dict[str, str]:
     {'jsonl': '', 'prometheus': '9100'}
     """
     asked = dict(part.strip().partition("=")[::2] for part in (log or "").split(",") if part.strip())
+    if log is not None and not asked:
+        raise ConfigurationError(f"log={log!r}: some of {','.join(SINKS)} are needed.")
     if unknown := [name for name in asked if name not in SINKS]:
         raise ConfigurationError(f"log={log!r}: {', '.join(unknown)} not known; some of {','.join(SINKS)} are needed.")
     return asked
