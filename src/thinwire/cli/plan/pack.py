@@ -15,7 +15,6 @@ from thinwire.data_ledger.packs import attention_cost
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm.model import SIZES
 from thinwire.plan.packing import Packing, in_order, pack
-from thinwire.records.files import contents
 from thinwire.records.printable import reason
 from thinwire.records.units import text_of_count
 
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _lengths(path: Path) -> list[int]:
     try:
-        return [int(word) for word in contents(path).split()]
+        return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: {reason(error)}; whole numbers of tokens, one per line, are needed.") from None
 
