@@ -32,7 +32,7 @@ from thinwire.membership.view import View
 
 __all__ = ["one_thread"]  # a fixture
 PASSING = State.ENDING, State.WAITING, State.KEEPING
-DOCS = Path(__file__).parents[2] / "docs" / "elastic.md"
+DOCS = Path(__file__).parents[2] / "docs" / "rounds.md"
 
 
 class Subject:
@@ -294,7 +294,7 @@ def test_no_other_module_writes_attributes_of_the_loop_or_membership() -> None:
 
 
 def drawn() -> str:
-    """Returns the table in the form of docs/elastic.md."""
+    """Returns the table in the form of docs/rounds.md."""
     lines = ["| state: this replica | event | what the loop does | next state |", "|---|---|---|---|"]
     for state in State:
         said = f"`{state.name}`: {state.value}"
@@ -308,4 +308,4 @@ def drawn() -> str:
 
 
 def test_the_docs_page_draws_the_transition_table() -> None:
-    assert drawn() in DOCS.read_text(encoding="utf-8"), f"docs/elastic.md is to draw this:\n\n{drawn()}"
+    assert drawn() in DOCS.read_text(encoding="utf-8"), f"docs/rounds.md is to draw this:\n\n{drawn()}"

@@ -1,7 +1,7 @@
 """The round loop as a table of states, events and transitions with their actions. No I/O.
 
 The loop (round_loop.py) runs on one thread, and only this thread holds the state. An event is a message from the main thread, or the
-result of a round. An event that has no row in the present state is a mistake in the program: `transition` raises. docs/elastic.md
+result of a round. An event that has no row in the present state is a mistake in the program: `transition` raises. docs/rounds.md
 shows the table; a test drives the loop through every row of it.
 """
 
