@@ -6,12 +6,14 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from group_laws import free_port
+from hub_process import HubProcess
 
 from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
@@ -48,6 +50,19 @@ def test_a_hub_whose_stdout_was_closed_before_the_token_serves(
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_a_hub_whose_port_was_taken_prints_its_token_at_another(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["hub", "--out", str(tmp_path / "hub"), "--listen", at]) == 1
+    hub = HubProcess(tmp_path / "hub")
+    try:
+        assert hub.process.stdout
+        told = next(line for line in hub.process.stdout if "join token" in line or "admitted members" in line)
+    finally:
+        hub.close()
+    assert "join token" in told
 
 
 @pytest.mark.parametrize(

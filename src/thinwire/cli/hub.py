@@ -138,10 +138,11 @@ def main(arguments: Sequence[str]) -> int:
 def _run(asked: Options, console: Console) -> int:
     from thinwire.comm.secure import Hub
     from thinwire.comm.secure.frames import MEMBERS
+    from thinwire.comm.secure.invitations import has_run
     from thinwire.comm.secure.keys import private_folder
     from thinwire.records.uploaded import UploadedVersions
 
-    fresh = not (asked.out / "hub.sqlite").exists()
+    fresh = not has_run(asked.out)
     (host, port), reached_at = _listen(asked, fresh), _reached_at(asked)
     _check_publishers(asked)
     if not 0 < asked.heartbeat_timeout < 86_400:

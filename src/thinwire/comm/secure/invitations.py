@@ -74,6 +74,14 @@ def rotate(folder: Path, now: bool = False) -> tuple[bool, list[str]]:
         return ended, behind
 
 
+def has_run(folder: Path) -> bool:
+    """Whether the hub in `folder` has ever listened. One whose port was taken has not, and its token was never shown."""
+    if not (folder / "authority.pem").exists():
+        return False
+    with opened_state(folder) as state:
+        return state.meta("ports") is not None
+
+
 @contextmanager
 def opened_state(folder: Path) -> Iterator[HubState]:
     """The state of the hub in `folder`, whether it runs or not. Raises `ConfigurationError` if there is none."""
