@@ -106,7 +106,8 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
     text = ["--text", str(texts["sums"]), "--out", "e"]
     for arguments, why in {
         ("branch", "seed-nano", "--domain", "sums", *text): "is an expert already",
-        ("branch", "seed-nano", "--domain", "../sums", *text): "a name of letters",
+        ("branch", "seed-nano", "--domain", "../sums", *text): "domain='../sums': a name of letters",
+        ("branch", "seed-nano", *text): "no domain: a name of letters",
         ("branch", "seed-nano", "--domain", "new", "--out", "e"): "no text of the domain",
         ("branch", "seed-nano", "--domain", "new", *text, "--flops", "10"): "one inner step of all replicas needs",
         ("branch", "seed-nano", "--domain", "new", *text, "--model", "tiny"): "begins with that run's model",

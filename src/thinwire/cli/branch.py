@@ -131,7 +131,8 @@ def _source(asked: Options) -> Path:
 def _folder(asked: Options) -> Path:
     if not DOMAIN.fullmatch(asked.domain or ""):
         raise ConfigurationError(
-            f"domain={asked.domain!r:.80}: a name of letters, digits, - and _ is needed, which becomes a folder; add --domain law."
+            f"{'no domain' if asked.domain is None else f'domain={asked.domain!r:.80}'}: a name of letters, digits, - and _ is needed, which "
+            "becomes a folder; add --domain law."
         )
     return asked.out / str(asked.domain)
 
