@@ -17,7 +17,6 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.cli.join import outages
 from thinwire.comm.secure import Hub, enrol, join, link
 from thinwire.comm.secure.calls import Broken, Refused
 from thinwire.comm.secure.enrol import Admitted, Enrolment
@@ -282,34 +281,6 @@ def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path,
     now[0] = end + 1
     with pytest.raises(LinkError, match="does not answer"):
         credentials()
-
-
-def test_a_replica_of_a_fixed_group_says_that_its_hub_is_away_and_back(tmp_path):
-    """Training waits meanwhile, and would show nothing."""
-    said = []
-    with Hub(tmp_path / "hub") as hub, Proxy(hub.invite(1)) as proxy:
-        with join(str(proxy.token), "oslo", 1, tmp_path / "keys") as group:
-            look = outages(group, "oslo", said.append)
-            look()
-            proxy.cut()
-            while not said:
-                look()
-            proxy.mend()
-            while len(said) == 1:
-                look()
-    assert said[0].startswith("oslo is not connected to the hub (") and said[0].endswith("); it dials again")
-    assert said[1:] == ["oslo is connected to the hub again"]
-
-
-def test_a_hub_that_is_away_is_named_without_the_words_of_grpc(tmp_path):
-    thread = LoopThread.shared()
-    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0)) as hub:
-        member = Enrolment(hub.invite(), "oslo", tmp_path / "keys")
-        asyncio.run(member.admitted())
-    with pytest.raises(LinkError) as told:
-        HubChannel(member, "o" * 16, "", thread, 600.0)
-    assert str(told.value) == "the hub does not answer: Connection refused"
-    thread.release()
 
 
 def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
