@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.pieces import inner_optimizers
 from thinwire.pieces.inner_optimizers import SAM, SGD, AdamW, Muon, SharpnessAware, UnfusedSGD, at_the_worst_point
-from thinwire.testing.toy import batch, inner_step, same_bits, toy
+from thinwire.testing.toy import batch, fill, inner_step, same_bits, toy
 
 RADIUS, LR = 0.3, 0.1
 
@@ -285,6 +285,32 @@ def test_a_step_with_a_closure_computes_gradients_and_returns_the_first_loss(inn
     if isinstance(inner, SAM):
         with pytest.raises(ModelError, match=r"no backward inside perturbed"):
             optimizer.step()  # once more, along the gradient of the step before
+
+
+@pytest.mark.parametrize("inner", [SGD(0.9), AdamW(), Muon(), *map(SAM, (SGD(0.9), AdamW(), Muon()))], ids=str)
+def test_a_loaded_state_continues_with_the_same_bits(inner):
+    """Also after a scheduler has changed the learning rate of the loaded one."""
+    models = [fill(nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)))) for _ in range(2)]
+    first, second = (inner.make(model, 0.01, 0.1) for model in models)
+
+    def train(model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        loss = at_the_worst_point(optimizer, lambda: backward(model, optimizer))
+        optimizer.step()
+        return loss
+
+    def backward(model, optimizer):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    for _ in range(2):
+        train(models[0], first)
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert [train(models[0], first) for _ in range(3)] == [train(models[1], second) for _ in range(3)]
 
 
 def test_muon_without_matrices_is_refused():

@@ -14,7 +14,7 @@ import thinwire as tw
 from thinwire.errors import PacketError
 from thinwire.pieces.robust import Median
 from thinwire.runtime.weighing import TokenCount, tokens_of_step, weighed
-from thinwire.testing.toy import same_bits
+from thinwire.testing.toy import same_bits, weights
 
 # the tokens of a replica's step, by round and replica
 VALUES = (((1.0, 1.0, 1.0, 1.0), (6.0,)), ((2.0,), (12.0, 12.0, 12.0)))
@@ -50,6 +50,7 @@ def test_weighing_by_tokens_removes_the_bias_of_equal_weights():
 STRATEGIES = {
     "streaming": replace(tw.streaming_diloco(every=4, fragments=2, delay=2), feedback=tw.pieces.feedback.Feedback()),
     "two-shot": replace(tw.diloco(every=3), exchange=tw.exchange.TwoShot()),
+    "a dense end": tw.recipes.streaming_sparse(every=4, delay=1, partition=tw.pieces.partition.BySize(2)),
 }
 
 
@@ -94,6 +95,24 @@ def test_a_weighted_run_resumes_bit_for_bit_with_rounds_in_flight(strategy):
 
     first, second = tw.run_threads(2, train)
     assert all(same_bits(a, b) for a, b in zip(first, second)) and same_bits(first[0], first[1])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("steps", [4, 5, 6, 7])
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_weighted_run_ends_after_any_step(strategy, steps, replicas):
+    """Also where the last round begins without a step since the one before."""
+
+    def train(group: tw.ThreadGroup) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.Replica(strategy, model, optimizer, group, tokens=1) as replica:
+            for _ in range(steps):
+                step(replica, group.rank)
+        return weights(model)
+
+    first, *others = tw.run_threads(replicas, train)
+    assert all(same_bits(first, other) for other in others) and bool(torch.isfinite(first).all())
 
 
 def test_unsupported_weighing_is_refused():
@@ -167,6 +186,7 @@ def test_invalid_token_counts_are_refused():
     for said in (0.0, -1.0, math.inf, 1.7e308, math.nan):
         tw.run_threads(2, lambda group, said=said: replica(group, said))
     assert tw.run_threads(2, lambda group: replica(group, 0.5)) == [3.0 * 2 / 3.5, 0.5 * 2 / 3.5]
+    assert tw.run_threads(2, lambda group: TokenCount(group, 0, 0.0).share()) == [1.0, 1.0]
 
 
 def test_a_deltas_weight_is_divided_out_for_its_feedback():

@@ -280,6 +280,8 @@ class Both(torch.optim.Optimizer):
         begin = 0
         for part, count in zip(self.parts, self._counts):
             part.param_groups, part.state = self.param_groups[begin : begin + count], self.state
+            if isinstance(part, Both):
+                part._share()
             begin += count
 
 

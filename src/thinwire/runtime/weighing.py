@@ -88,6 +88,8 @@ class TokenCount:
         """The factor of this replica's delta; waits for the others. Raises `LinkError`, `PacketError`."""
         self._transfer.wait()
         counts = {peer: float(_COUNT.unpack(bytes(count.tolist()))[0]) for peer, count in self._counts.items()}
+        if {self._own, *counts.values()} == {0.0}:  # the round that ends a run, right after another one
+            return 1.0
         for peer, count in counts.items():
             if not 0 < count <= _MOST_TOKENS_OF_DELTA:
                 raise PacketError(
