@@ -14,7 +14,7 @@ from elastic_runs import NAMES, living, played
 
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
 from thinwire.jobs.base import Share
 from thinwire.lm import launch, membership, supervisor, trainer
 from thinwire.lm.job import check
@@ -129,6 +129,16 @@ def test_each_replica_resumes_from_its_newest_sound_checkpoint(
     assert [back[name]["path"] for name in NAMES] == [str(path.relative_to(folder)) for path in used]
     assert "outer.safetensors is not what was written" in back["replica-2"]["skipped"][0]["reason"]
     assert RunRecord.load(folder).summary.steps == 36
+
+
+def test_a_resume_with_another_text_names_both_sizes(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
+    began = played(cluster, run.changed(steps=12), tmp_path / "run")["replica-0"]["samples"]["in_an_epoch"]
+    (text := tmp_path / "other.txt").write_text("another text of other length\n" * 300)
+    other = run.changed(text=(str(text),), steps=24)
+    one = living(cluster, other, tmp_path / "run", resume=True)
+    ended = cluster.play({name: one for name in NAMES})
+    errors = [str(error) for error in ended.values() if isinstance(error, CheckpointError)]
+    assert errors and all(f"other data: {began:,} samples in an epoch there, " in error for error in errors)
 
 
 def test_replicas_with_separate_texts_have_no_data_ledger(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
@@ -295,3 +305,5 @@ def test_command_flags_select_the_carrier() -> None:
 def test_an_elastic_run_resumes_as_an_elastic_run_only() -> None:
     assert Run.of(carrier="elastic").unlike(Run()) == "carrier 'processes' there, 'elastic' given"
     assert not Run.of(carrier="threads").unlike(Run())
+    own = Run.of(carrier="elastic", own_text=True)
+    assert own.unlike(Run.of(carrier="elastic")) == "own_text False there, True given"

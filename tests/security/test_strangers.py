@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -136,6 +137,14 @@ def test_an_impostor_hub_gets_no_token_secret(hub, audit, tmp_path):
         admit(str(token), "oslo", tmp_path / "keys")
         with pytest.raises(ConfigurationError, match="holds the key of oslo at another hub"):
             admit(str(other.invite()), "oslo", tmp_path / "keys")
+
+
+def test_a_mistyped_token_does_not_bind_the_key(hub, tmp_path):
+    token = hub.invite()
+    mistyped = replace(token, authority=bytes(32))
+    with pytest.raises(LinkError, match=r"another fingerprint\. Check that the whole token of this hub was given"):
+        admit(str(mistyped), "oslo", tmp_path / "keys")
+    admit(str(token), "oslo", tmp_path / "keys")
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["members", "joining"])

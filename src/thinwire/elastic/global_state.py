@@ -73,12 +73,14 @@ class GlobalState:
                 raise ValueError(f"its round is {number}; 0 to {MOST_ROUNDS - 1} is needed")
             text = facts["ledger"]
             ledger = layout.decoded(bytes.fromhex(text)) if text else None
-            if (ledger and ledger.terms) != (self.ledger and self.ledger.terms):
-                raise ValueError("only one of both runs has a data ledger")
         except (DataError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"a transferred or saved state cannot be read ({error}); run the same version on every replica."
             ) from None
+        if other := _other_data(ledger, self.ledger):
+            raise CheckpointError(
+                f"a transferred or saved state belongs to other data: {other}; every replica needs the data with which the run began."
+            )
         self.round, self.state_digest, self.run, self.counted, self.ledger = number, state_digest, run, counted, ledger
 
     @property
@@ -192,3 +194,12 @@ class GlobalState:
                 }
         self.round, self.state_digest, self.run = other.round, other.state_digest, other.run
         self.counted, self.ledger, self.arrived = other.counted, other.ledger, {}
+
+
+def _other_data(there: DataLedger | None, here: DataLedger | None) -> str:
+    """How the terms of two ledgers differ; empty if they do not."""
+    if there is None or here is None:
+        return "" if there is here else "only one of both runs has a reader that assigns samples to replicas"
+    if there.samples != here.samples:
+        return f"{there.samples:,} samples in an epoch there, {here.samples:,} here"
+    return "" if there.terms == here.terms else f"the terms of its data ledger are {there.terms}, here {here.terms}"

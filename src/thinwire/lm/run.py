@@ -282,6 +282,8 @@ class Run:
         # the checkpoints of elastic runs have rounds, those of others have flights
         if self.placement.elastic != other.placement.elastic:
             said.append(f"carrier {there['carrier']!r} there, {given['carrier']!r} given")
+        elif self.placement.elastic and self.data.own_text != other.data.own_text:
+            said.append(f"own_text {other.data.own_text} there, {self.data.own_text} given")
         if self._composition() != other._composition():
             said.append(f"strategy {other.method.label} there, {self.method.label} given")
         return ", ".join(said)

@@ -76,9 +76,7 @@ class Enrolment:
         pinned, key = own / "authority.sha256", own / "key.pem"
         if not key.exists():
             write_private(key, new_key())
-        if not pinned.exists():
-            write_private(pinned, token.authority.hex().encode() + b"\n")
-        if token.authority.hex() not in pinned.read_text().split():
+        if pinned.exists() and token.authority.hex() not in pinned.read_text().split():
             raise ConfigurationError(
                 f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone. "
                 f"If the hub's authority was replaced while this machine was away, remove {own}/authority.* alone."
@@ -197,8 +195,11 @@ class Enrolment:
         if not _pinned(pem, self.token.authority):
             raise Refused(
                 f"{self.token.host}:{self.token.join_port} is not the hub of this token: its authority has another fingerprint. "
-                "Somebody may have intercepted the connection; nothing was sent to it."
+                "Check that the whole token of this hub was given; otherwise somebody may have intercepted the connection. "
+                "Nothing was sent to it."
             )
+        if not self._pins.exists():  # not before the hub has shown it: a mistyped token must not bind the key to a hub
+            write_private(self._pins, self.token.authority.hex().encode() + b"\n")
         write_private(self._kept, pem)
         return pem
 
