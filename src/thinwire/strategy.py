@@ -154,6 +154,7 @@ class Strategy:
         protocols |= {"policy": Policy, "exchange": Exchange, "aggregate": Aggregate, "outer": Outer, "merge": Merge}
         for name, protocol in protocols.items():
             check_piece(name, getattr(self, name), protocol)
+        object.__setattr__(self, "exchange", self.exchange.seeded(self.seed))
         kinds: dict[str, Any] = {"signal": Deltas | Gradients, "feedback": Feedback | None}
         kinds |= {"privacy": Privacy | None, "guard": Guard | None}
         for name, kind in kinds.items():
@@ -182,9 +183,7 @@ class Strategy:
             )
 
     def __repr__(self) -> str:
-        """The text of the dataclass, without the aggregate, the guard and the type of state if they are the defaults, so that strategies
-        without them have the same text as in earlier versions.
-        """
+        """The text of the dataclass, without aggregate, guard and state_dtype if they are the defaults, as in earlier versions."""
         usual = {"aggregate": Mean(), "guard": Guard(), "state_dtype": "fp32"}
         named = [f.name for f in fields(self) if f.name not in usual or getattr(self, f.name) != usual[f.name]]
         return f"Strategy({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"

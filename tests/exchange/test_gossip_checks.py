@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ from thinwire.pieces.outer import Nesterov
 from thinwire.pieces.schedule import Every
 from thinwire.pieces.trust import Judging
 from thinwire.rng import Key
-from thinwire.topology import MoshpitGrid, OnePeerExponential, RandomPairs, Ring
+from thinwire.testing.toy import sgd, toy
+from thinwire.topology import ErdosRenyi, MoshpitGrid, OnePeerExponential, RandomPairs, Ring, parts
 from thinwire.topology.base import Topology, Union
 from thinwire.types import State
 
@@ -159,3 +162,17 @@ def test_the_neighbours_of_a_round_are_those_of_its_gossip_steps():
     assert [once.sources(Key(round=number, sender=0), 4) for number in range(3)] == [[3], [2], [3]]
     assert [twice.sources(Key(round=number, sender=0), 4) for number in range(3)] == [[3], [3], [3]]
     assert [gossip.most_targets(4) for gossip in (once, twice)] == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_drawn_graph_is_checked_for_the_strategys_seed(seed):
+    drawn = ErdosRenyi(0.5)
+    strategy = replace(tw.recipes.d_psgd(topology=drawn), seed=seed)
+
+    def attach(group: tw.Group) -> None:
+        model = toy()
+        tw.Replica(strategy, model, sgd(model), group).close()
+
+    one_part = len(parts(drawn.edges(4, seed=seed))) == 1
+    with nullcontext() if one_part else pytest.raises(tw.ConfigurationError, match="parts: no path leads"):
+        tw.run_threads(4, attach)

@@ -39,6 +39,7 @@ GOSSIP: dict[str, tw.Strategy] = {
     ),
     "bristle": RECIPES["bristle"](every=3, delay=1, partition=tw.pieces.partition.BySize(2)),
     "sybil_wall": RECIPES["sybil_wall"](every=2, delay=1, width=64),
+    "a graph of another seed": replace(RECIPES["d_psgd"](topology=tw.topology.BarabasiAlbert(1)), seed=2),
     "push-sum, one way, unlike degrees": RECIPES["sgp"](every=2, delay=1, topology=_IRREGULAR),
 }
 _IN_THE_AIR = tw.Strategy(

@@ -88,6 +88,10 @@ class Exchange(Protocol):
         """Raise `ConfigurationError` unless the other pieces of `strategy` work with this exchange."""
         return
 
+    def seeded(self, seed: int) -> Exchange:
+        """This exchange in a strategy with this `seed`, for what it draws before the first round."""
+        return self
+
     def check_size(self, size: int) -> None:
         """Raise `ConfigurationError` if `size` replicas cannot use this exchange; `init` makes the checks that depend on a fragment."""
         return

@@ -107,6 +107,7 @@ class Gossip(Exchange):
 
     topology: Topology
     rule: GossipRule
+    seed: int = field(default=0, repr=False, compare=False, kw_only=True)  # the strategy's
 
     agrees: ClassVar[bool] = False
     needs_fixed_group: ClassVar[str] = "knows its neighbours by their ranks"
@@ -148,10 +149,13 @@ class Gossip(Exchange):
                 f"{strategy.schedule} with {self.rule}: the rule needs a round after every step, without delay; choose Every(1)."
             )
 
+    def seeded(self, seed: int) -> Gossip:
+        return replace(self, seed=seed)
+
     def check_size(self, size: int) -> None:
-        check_size(self.topology, size)
+        check_size(self.topology, size, self.seed)
         for number in range(self.topology.rounds(size) or 1):
-            self.rule.weights(self.topology, size, number, 0, 0)
+            self.rule.weights(self.topology, size, number, 0, self.seed)
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
         self.check_size(size)
@@ -228,7 +232,7 @@ class Gossip(Exchange):
 
     def _place(self, size: int, number: int, rank: int) -> tuple[int, int]:
         """The size of this replica's group, and its rank in it."""
-        row = self.topology.edges(size, number)[rank]
+        row = self.topology.edges(size, number, 0, self.seed)[rank]
         return int(row.sum()) + 1, int(row[:rank].sum())
 
     def most_targets(self, size: int, rank: int | None = None) -> int:
@@ -236,9 +240,8 @@ class Gossip(Exchange):
         replicas.
         """
         steps, period = self.rule.steps, self.topology.rounds(size) or 1
-        sent = np.stack(
-            [sum(self.topology.edges(size, n * steps + step).sum(1) for step in range(steps)) for n in range(period)]
-        )
+        edges = [self.topology.edges(size, number, 0, self.seed) for number in range(period * steps)]
+        sent = np.stack([sum(one.sum(1) for one in edges[n * steps : (n + 1) * steps]) for n in range(period)])
         return int(sent.max() if rank is None else sent[:, rank].max())
 
     @property
