@@ -85,6 +85,18 @@ def test_an_option_of_another_verb_or_a_host_that_nobody_can_dial_is_refused(
     assert says in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "hub").exists()
 
 
+def test_an_invitation_shows_the_command_that_its_holder_types(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Hub(tmp_path / "hub").close()
+    for name, command in (
+        ("oslo", "thinwire join TOKEN [run.toml] --name NAME"),
+        ("follower-oslo", "thinwire follow TOKEN --name follower-oslo --out FOLDER"),
+    ):
+        assert main(["hub", "invite", "--name", name, "--out", str(tmp_path / "hub")]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(f" by: {command}")
+
+
 def test_each_verb_ends_with_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Hub(tmp_path / "hub") as hub:
         admit(str(hub.invite()), "oslo", tmp_path / "keys")

@@ -68,6 +68,18 @@ def test_every_method_is_ranked_by_useful_tokens_and_has_all_figures(found: list
         assert explain.sentence(setting, found[0]).endswith(".")
 
 
+def test_traffic_is_a_multiple_of_the_best_ones_or_a_rate_where_that_sends_nothing(found: list[Setting]) -> None:
+    alone, *others = settings(task("10kbit,1s"))
+    assert alone.run.placement.replicas == 1
+    for setting in others:
+        if setting.run.placement.replicas > 1:
+            assert "bit/s of traffic where it sends nothing" in explain.sentence(setting, alone)
+    several = [setting for setting in found if setting.run.placement.replicas > 1]
+    least, most = (of(several, key=lambda setting: setting.bits_per_second) for of in (min, max))
+    times = most.bits_per_second / least.bits_per_second
+    assert times > 100 and f" {times:.0f} × the traffic" in explain.sentence(most, least)
+
+
 def test_learning_rate_and_batch_follow_the_laws_where_they_hold(found: list[Setting]) -> None:
     parameters = SIZES["1b"].parameters()
     run = next(s for s in found if s.method == "streaming_diloco" and s.run.placement.replicas == 4).run

@@ -270,12 +270,18 @@ def _check_run_file(path: Path) -> None:
 
 
 def _told(asked: Options, console: Console, token: str) -> int:
+    from thinwire.comm.secure.fetch import FOLLOWER
+
     times = "once" if asked.uses == 1 else f"{asked.uses} times"
     who = f" by {asked.name}" if asked.name else ""
     where = f" for {', '.join(asked.group)}" if asked.group else ""
     console.print(f"join token, valid for {asked.hours:g} hours, to use {times}{who}{where}; keep it like a password:")
     console.print(f"  {token}", soft_wrap=True, highlight=False, markup=False)
-    console.print("a replica joins by: thinwire join TOKEN [run.toml] --name NAME", highlight=False, markup=False)
+    if (asked.name or "").startswith(FOLLOWER):
+        use = f"a follower fetches by: thinwire follow TOKEN --name {asked.name} --out FOLDER"
+    else:
+        use = "a replica joins by: thinwire join TOKEN [run.toml] --name NAME"
+    console.print(use, soft_wrap=True, highlight=False, markup=False)
     return _print_json(asked, {"token": token})
 
 

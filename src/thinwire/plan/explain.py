@@ -47,8 +47,11 @@ def sentence(setting: Setting, best: Setting) -> str:
         if abs(learns) >= 0.005
         else []
     )
-    sent = setting.bits_per_second / max(best.bits_per_second, 1e-9)
-    parts += [f"{sent:.2g} × the traffic"] if not 0.67 < sent < 1.5 else []
+    if best.run.placement.replicas == 1:
+        parts += [f"{text_of_rate(setting.bits_per_second)} of traffic where it sends nothing"]
+    else:
+        sent = setting.bits_per_second / best.bits_per_second
+        parts += [f"{sent:{'.2g' if sent < 99.5 else '.0f'}} × the traffic"] if not 0.67 < sent < 1.5 else []
     return f"{why[0].upper()}{why[1:]}; beside the best: {', '.join(parts) or 'the same in all that is predicted'}."
 
 
