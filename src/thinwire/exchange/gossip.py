@@ -107,7 +107,7 @@ class Gossip(Exchange):
 
     topology: Topology
     rule: GossipRule
-    seed: int = field(default=0, repr=False, compare=False, kw_only=True)  # the strategy's
+    seed: int = field(default=0, init=False, repr=False, compare=False)  # the strategy's
 
     agrees: ClassVar[bool] = False
     needs_fixed_group: ClassVar[str] = "knows its neighbours by their ranks"
@@ -150,7 +150,9 @@ class Gossip(Exchange):
             )
 
     def seeded(self, seed: int) -> Gossip:
-        return replace(self, seed=seed)
+        drawn = replace(self)
+        object.__setattr__(drawn, "seed", seed)
+        return drawn
 
     def check_size(self, size: int) -> None:
         check_size(self.topology, size, self.seed)
