@@ -365,6 +365,7 @@ class Strategy:
 
     def describe(self, model: nn.Module, size: int) -> str:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
+        self.exchange.check_size(size)
         fragments = self.partition.fragments(model)
         numels = [fragment.numel for fragment in fragments]
         shapes = [fragment.shapes for fragment in fragments]

@@ -293,12 +293,18 @@ def test_peers_with_different_exchanges_are_refused():
         )
 
 
-def test_sites_of_another_group_are_refused():
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_sites_of_another_group_are_refused(chosen, size):
+    sites = tw.exchange.Hierarchy((2, 1))
+    strategy = tw.Strategy(exchange=tw.exchange.Fastest("1mbit", (sites,)) if chosen else sites)
+    said = f"is for 3 replicas, the group has {size}; give the sites of this group"
+
     def replica(group):
         model = toy()
-        with pytest.raises(
-            tw.ConfigurationError, match=r"is for 3 replicas, the group has 2; give the sites of this group"
-        ):
-            tw.Replica(tw.Strategy(exchange=tw.exchange.Hierarchy((2, 1))), model, adamw(model), group)
+        with pytest.raises(tw.ConfigurationError, match=said):
+            tw.Replica(strategy, model, adamw(model), group)
 
-    tw.run_threads(2, replica)
+    tw.run_threads(size, replica)
+    with pytest.raises(tw.ConfigurationError, match=said):
+        strategy.describe(toy(), size)

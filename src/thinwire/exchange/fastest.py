@@ -110,6 +110,7 @@ class Fastest(Exchange):
             )
 
     def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        self.check_size(size)
         return self.chosen(codec, numel, size).init(codec, numel, rank, size)
 
     def depart(self, round_: Round, state: State) -> _Departure:

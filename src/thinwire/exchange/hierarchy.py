@@ -108,11 +108,14 @@ class Hierarchy(Exchange):
         if self.feedback:
             self.feedback.check(codec)
 
-    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+    def check_size(self, size: int) -> None:
         if sum(map(len, self.ranks)) != size:
             raise ConfigurationError(
                 f"{self} is for {sum(map(len, self.ranks))} replicas, the group has {size}; give the sites of this group."
             )
+
+    def init(self, codec: Codec, numel: int, rank: int, size: int) -> State:
+        self.check_size(size)
         place, owned = self.site_of(rank).index(rank), self.owned(codec, numel)
         if not self.feedback or place >= len(owned):
             return {}
