@@ -13,11 +13,11 @@ HOST = "choose anchors='host', or deltas of fragments in turn."
 CONFIGURATIONS = {
     "every=0": (
         lambda: tw.pieces.schedule.Every(0),
-        "every=0: at least 1 inner step between two rounds is needed.",
+        "every=0: at least 1 inner step between two rounds is needed, and at most 1,000,000.",
     ),
     "every=-3": (
         lambda: tw.pieces.schedule.Staggered(-3),
-        "every=-3: at least 1 inner step between two rounds is needed.",
+        "every=-3: at least 1 inner step between two rounds is needed, and at most 1,000,000.",
     ),
     "every='a'": (
         lambda: tw.diloco(every="a"),
