@@ -24,6 +24,7 @@ from thinwire.errors import PacketError
 from thinwire.jobs.base import Summed
 from thinwire.methods import Attached
 from thinwire.replica import Replica
+from thinwire.runtime.module_state import separate_gradients
 from thinwire.strategy import Gradients
 
 _TOKENS = struct.Struct("<d")
@@ -59,6 +60,7 @@ def _divide_by_tokens(model: nn.Module, replica: Replica | Attached, tokens: flo
         replica.tokens = tokens  # the weight of a delta
     if isinstance(replica, Replica) and isinstance(replica.strategy.signal, Gradients):
         tokens = _mean_over_replicas(replica.group, tokens)  # type: ignore[arg-type]  # Gradients need a fixed group
+    separate_gradients(model.parameters())
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(tokens)

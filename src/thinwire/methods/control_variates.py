@@ -38,7 +38,7 @@ from thinwire.methods.control_rules import Rule
 from thinwire.packet import REFUSED, Header, identity
 from thinwire.rng import Key
 from thinwire.runtime.handshake import agree_on_start, digest
-from thinwire.runtime.module_state import gradient
+from thinwire.runtime.module_state import gradient, separate_gradients
 from thinwire.types import Observer
 
 
@@ -178,6 +178,7 @@ class Controlled(Attached):
         self._corrected = True
         self._moves = any(parameter.grad is not None for parameter in self.parameters)
         if self._moves and self.strategy.rule.controls:
+            separate_gradients(self.parameters)
             for parameter, slice_ in self._slices(self.c - self.own):
                 gradient(parameter).add_(slice_)
 

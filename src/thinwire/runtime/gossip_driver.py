@@ -26,7 +26,7 @@ from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
 from thinwire.runtime.judged_update import JudgedUpdate
-from thinwire.runtime.module_state import evaluating, gradient
+from thinwire.runtime.module_state import evaluating, gradient, separate_gradients
 from thinwire.runtime.recovery import start_again
 from thinwire.topology import spread
 from thinwire.types import State
@@ -155,6 +155,7 @@ class GossipDriver(Driver):
                 f"step(closure) with {self._rule}: it replaces gradients before the step; call the closure first."
             )
         self._tracked = True
+        separate_gradients(parameter for one in self.training.fragments for _, parameter in one.fragment.parameters)
         for fragment in self.training.fragments:
             flat = torch.empty_like(fragment.anchor)
             parts = [gradient(parameter) for _, parameter in fragment.fragment.parameters]

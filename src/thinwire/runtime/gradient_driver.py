@@ -15,7 +15,7 @@ from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
-from thinwire.runtime.module_state import gradient, put_gradient, reshard
+from thinwire.runtime.module_state import gradient, put_gradient, reshard, separate_gradients
 
 COMPARED = 100  # steps between two comparisons of the weights, which should be equal
 _DRIFTED = (
@@ -49,6 +49,7 @@ class GradientDriver(Driver):
             return
         self._exchanged = True
         training, buffers = self.training, self._flights.buffers
+        separate_gradients(parameter for one in training.fragments for _, parameter in one.fragment.parameters)
         for fragment in training.fragments:
             delta = buffers.like(fragment.anchor)
             partial = any(parameter.grad is None for _, parameter in fragment.fragment.parameters)

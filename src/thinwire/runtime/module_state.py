@@ -60,6 +60,20 @@ def put_gradient(parameter: nn.Parameter, values: Tensor) -> None:
         gradient(parameter).copy_(values)
 
 
+def separate_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each gradient memory of its own, so that one can be changed and no other. After backward, autograd may have made several as views
+    of one tensor: those of a and b in `a.unsqueeze(0) + b.unsqueeze(0)`.
+    """
+    dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    end = 0
+    for parameter in sorted(dense, key=lambda p: gradient(p).data_ptr()):
+        own = gradient(parameter)
+        if own.data_ptr() < end:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone()
+        end = max(end, own.data_ptr() + own.nbytes)
+
+
 def has_sparse(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether any gradient is sparse, such as that of a sparse embedding."""
     return any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
@@ -90,6 +104,7 @@ def clip_alike(parameters: Iterable[nn.Parameter], most: float) -> float:
 
 def clip(parameters: Sequence[nn.Parameter], most: float, alike: bool) -> float:
     """Clip the gradients to the norm `most`, and return their earlier norm. `alike`: they are equal on all replicas, and stay equal."""
+    separate_gradients(parameters)
     if alike or has_sparse(parameters):  # torch cannot take the norm of sparse gradients
         return clip_alike(parameters, most)
     norm = torch.nn.utils.clip_grad_norm_(parameters, most)
