@@ -33,7 +33,10 @@ from thinwire.cli import main, options
             "thinwire hub: 'rum' (did you mean run?): one of run, list, invite, revoke, rotate is needed.",
         ),
         (["sample", "runs/x", "--tokens", "-5"], "thinwire sample: --tokens -5: 1 to 1,000,000 are needed."),
-        (["sample", "runs/x", "--seed", "1" + 20 * "0"], "seed=100000000000000000000: a whole number, below 2**63,"),
+        (
+            ["sample", "runs/x", "--seed", "1" + 20 * "0"],
+            "seed=100000000000000000000: a whole number is needed, below 2**63.",
+        ),
         (["join"], "thinwire join: TOKEN is missing: The join token that thinwire hub printed;"),
         (["join", "tw1.x"], "thinwire join: --name is missing: This replica's own name: small letters, digits and"),
         (

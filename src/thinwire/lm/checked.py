@@ -59,8 +59,8 @@ def check_batches(batch: int | tuple[int, ...], replicas: int, carrier: str) -> 
 
 def unfit(name: str, value: object, hint: Any) -> ConfigurationError:
     """The error for a value that does not fit its type."""
-    size = ", below 2**63," if type(value) is int and abs(value) >= 2**63 else ""
-    return ConfigurationError(f"{name}={value!r:.200}: {_in_words(hint)}{size} is needed.")
+    size = ", below 2**63" if type(value) is int and abs(value) >= 2**63 else ""
+    return ConfigurationError(f"{name}={value!r:.200}: {_in_words(hint)} is needed{size}.")
 
 
 def _in_words(hint: Any) -> str:
