@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
+
+import pytest
 from raw_member import RawMember, admitted, welcomed
 
-from thinwire.comm.secure import frames
+from thinwire.cli import main
+from thinwire.comm.secure import admit, frames
 from thinwire.comm.secure.state import HubState
+from thinwire.errors import LinkError
 
 
 def test_a_member_revoked_while_the_disk_is_full_is_out_and_the_others_hear_of_it_later(hub, audit, tmp_path):
@@ -31,3 +36,32 @@ def test_a_member_revoked_while_the_disk_is_full_is_out_and_the_others_hear_of_i
             kind = frames.opened(next(other.call), sequence, range(12), other.version).kind
         assert "gone oslo: was revoked" in log.read_text() and log.stat().st_mode & 0o777 == 0o600
         assert sum("cannot write" in line for line in audit.said) == 1
+
+
+def test_a_machine_that_comes_while_the_disk_is_full_hears_that_and_is_admitted_later(hub, audit, tmp_path):
+    token = str(hub.invite())
+    hub._state._base.execute("pragma query_only = 1")
+    with pytest.raises(LinkError, match=r"admits nobody now: it cannot write its state \(.*\); make room on its disk"):
+        admit(token, "oslo", tmp_path / "keys")
+    audit.wait("cannot admit 127.0.0.1:", "make room on its disk")
+    hub._state._base.execute("pragma query_only = 0")
+    admit(token, "oslo", tmp_path / "keys")
+
+
+def test_the_reason_of_a_failed_admission_is_the_full_disk(tmp_path):
+    """SQLite has ended the transaction then, and a rollback would be another error."""
+    state = HubState(tmp_path)
+    number, secret = state.invite(10_000, 600.0, None, [])
+    state._base.execute("pragma max_page_count = 1")  # no more than now
+    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
+        for index in range(10_000):
+            state.admit(f"oslo-{index}", bytes(32), number, secret)
+    state.close()
+
+
+@pytest.mark.parametrize("verb", ["run", "list", "invite", "rotate"])
+def test_a_damaged_state_ends_each_command_with_its_path(verb, hub, tmp_path, capsys):
+    hub.close()
+    (state := tmp_path / "hub/hub.sqlite").write_text("no database\n" * 100)
+    assert main(["hub", verb, "--out", str(tmp_path / "hub")]) == 1
+    assert f"thinwire hub: {state}: file is not a database. Check the path" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -96,6 +97,13 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         "Run the server that all replicas dial: it admits them by a token, and forwards their messages.",
     )
+    try:
+        return _do(asked)
+    except sqlite3.Error as error:  # a full disk, a damaged file
+        raise OSError(f"{asked.out / 'hub.sqlite'}: {error}") from None
+
+
+def _do(asked: Options) -> int:
     if not 1 <= asked.uses <= MOST_USES or not 0 < asked.hours < math.inf:
         raise ConfigurationError(
             f"--uses {asked.uses} --hours {asked.hours}: 1 to {MOST_USES:,} uses and a positive time are needed."

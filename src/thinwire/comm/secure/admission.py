@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import struct
 from datetime import timedelta
 from pathlib import Path
@@ -58,15 +59,18 @@ class Admission:
             found = opened_request(request)
             new = self._state.admit(name, key_digest(found), invitation, secret)
             self.proxy.authenticated(context.peer())
+            if new:
+                self._audit("admitted", name, f"from {who}")
+            issuer, trusted = self.authorities.issuer, self.authorities.trusted
+            certificate = issuer.issue(found, member_dns(name), self._lifetime)
+            self._state.issued(name, issuer.fingerprint)
+        except sqlite3.Error as error:  # no refusal: it is admitted when there is room
+            self._audit.stranger("cannot admit", who, f"{error}; make room on its disk")
+            await context.abort(grpc.StatusCode.ABORTED, f"it cannot write its state ({error}); make room on its disk")
         except (LinkError, PacketError, ConfigurationError) as error:
             self._audit.stranger("refused to admit", who, error)
             self.proxy.logged(context.peer())
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"the hub does not admit this machine: {error}")
-        if new:
-            self._audit("admitted", name, f"from {who}")
-        issuer, trusted = self.authorities.issuer, self.authorities.trusted
-        certificate = issuer.issue(found, member_dns(name), self._lifetime)
-        self._state.issued(name, issuer.fingerprint)
         told = self._run.read_bytes() if self._run.exists() else b""
         return ADMITTED.pack(len(certificate), len(trusted), len(told), self._elastic) + certificate + trusted + told
 

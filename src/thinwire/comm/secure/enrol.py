@@ -150,6 +150,10 @@ class Enrolment:
                     served = states_range(error.initial_metadata(), JOINING)
                     advice = f" {_ADVICE}" if served else ""
                     raise Refused(f"{error.details()}.{advice}") from None
+                if error.code() is grpc.StatusCode.ABORTED:
+                    raise LinkError(
+                        f"the hub at {token.host}:{token.join_port} admits nobody now: {error.details()}"
+                    ) from None
                 raise LinkError(
                     f"the hub at {token.host}:{token.join_port} does not answer ({cause(error.details())}). Check that it "
                     "runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the hub's "

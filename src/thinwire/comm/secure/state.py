@@ -181,7 +181,8 @@ class HubState:
             self._base.execute("commit")
             return made
         except BaseException:
-            self._base.execute("rollback")
+            if self._base.in_transaction:  # SQLite itself has rolled back if the disk is full
+                self._base.execute("rollback")
             raise
 
     def _admitted(self, name: str, key: bytes, invitation: bytes, secret: bytes) -> bool:
