@@ -40,7 +40,7 @@ format: .venv/.dev       ## write the format that check asks for
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-zoo: .venv/.demo         ## workloads that nobody tuned for, with four methods, and their table: under ten minutes
+zoo: .venv/.demo         ## workloads that nobody tuned for, with five methods, and their table: under ten minutes
 	$(BIN)/python benchmarks/zoo.py --out runs/zoo
 
 tables: .venv/.demo      ## the README's tables anew, from benchmarks/results

@@ -79,7 +79,7 @@ def check_piece(name: str, value: object, protocol: Any) -> None:
         lacks = [member for member in _members(protocol) if not hasattr(value, member)]
         needed = (
             f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
-            f"thinwire.{name.title()}, which has defaults for the rest."
+            f"{protocol.__module__.removesuffix('.base')}.{protocol.__qualname__}, which has defaults for the rest."
         )
     raise ConfigurationError(f"{name}={value!r}: {needed}")
 

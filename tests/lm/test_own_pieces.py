@@ -119,7 +119,7 @@ def test_user_pieces_work_in_an_elastic_run(here: Path) -> None:
 CASES = {
     "none.py:Mine": "none.py cannot be read as a Python file",
     "own.py:Mine(3)": "own.py has no piece 'Mine'; it has Truncated, Smoothed, DirectBelow, RoundedOnce",
-    "own.py:Smoothed(0.5)": "codec=Smoothed(decay=0.5): a Codec is needed, which has decode_add, encode, nbytes; make it",
+    "own.py:Smoothed(0.5)": "a Codec is needed, which has decode_add, encode, nbytes; make it a subclass of thinwire.codecs.Codec,",
     "own.py:Truncated(9)": "1 to 3 bytes of a value are needed",
     "half.py:Half": "half.py: Half lacks decode_add, nbytes, which a Codec needs; add what is missing.",
     "bad.py:Mine": "bad.py cannot be imported (ZeroDivisionError: division by zero)",
