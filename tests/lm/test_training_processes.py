@@ -151,6 +151,27 @@ while not os.path.exists({str(go)!r}): time.sleep(0.01)
     ]
 
 
+ENDS = """
+import os, signal
+from thinwire.lm.launch import Stop, stopping
+
+
+class Late:
+    def __del__(self, kill=os.kill, own=os.getpid(), number=signal.SIGINT):
+        kill(own, number)
+
+
+late = Late()
+with stopping(Stop(launched=True)):
+    pass
+"""
+
+
+def test_a_signal_while_python_ends_does_not_end_a_replica() -> None:
+    """Python has replaced its handlers by the default when it deletes modules. The exit code would be that of a replica that had not begun."""
+    assert subprocess.run([sys.executable, "-c", ENDS]).returncode == 0
+
+
 @pytest.fixture
 def a_late_signal_is_harmless() -> Iterator[None]:
     """A SIGINT that comes when the command has ended is ignored, and so ends no other test."""

@@ -355,8 +355,8 @@ def stopping(stop: Stop) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if not stop.launched:  # such a process ends now, and its launcher's signal may come late
-                signal.signal(number, handler)
+            # A launched process ends now. Its launcher's signal may come when Python has put the default in the place of its own handlers.
+            signal.signal(number, signal.SIG_IGN if stop.launched else handler)
 
 
 def _stop_with_the_launcher(stop: threading.Event) -> None:
