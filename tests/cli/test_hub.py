@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from hub_process import HubProcess
 
 from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
+from thinwire.lm.run import Run
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
@@ -162,6 +164,24 @@ def test_one_signal_ends_a_replica_that_waits_for_the_others(
     with Hub(tmp_path / "hub", say=say) as hub:
         assert main(["join", str(hub.invite()), "--name", "oslo", *given, "--timeout", "600"]) == 128 + number
     assert "thinwire join: interrupted" in capsys.readouterr().err
+
+
+def test_a_join_without_a_checkpoint_to_resume_from_is_told_what_it_can_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`join` has no --from-start."""
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
+    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, replicas=1, carrier="secure")
+    run.save(tmp_path / "run.toml")
+    given = ["--name", "oslo", "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys")]
+    with Hub(tmp_path / "hub") as hub:
+        join = ["join", str(hub.invite()), str(tmp_path / "run.toml"), *given]
+        assert main(join) == 0
+        shutil.rmtree(tmp_path / "run/checkpoints")
+        assert main([*join, "--resume"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "begin again at the first step in another --out" in said and "--from-start" not in said
 
 
 def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:

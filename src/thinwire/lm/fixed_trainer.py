@@ -67,9 +67,12 @@ class FixedTrainer(Trainer):
             found, skipped = checkpoint.newest_common(self.checkpoints, self.group, self.place.site)
         if found is None:
             told = "; ".join(f"{one['path']}: {one['reason']}" for one in skipped)
+            again = (
+                "in another --out" if self.place.alone else "by --resume --from-start, which sets the checkpoints aside"
+            )
             raise CheckpointError(
-                f"--resume: no step has a complete checkpoint of every replica ({told}). Restore the missing ones, or begin "
-                "again at the first step by --resume --from-start, which sets the checkpoints aside."
+                f"--resume: no step has a complete checkpoint of every replica ({told}). Restore the missing ones, or begin again at the first "
+                f"step {again}."
             )
         self._load(found)
         checkpoint.set_aside_later(self.checkpoints, found.step)
