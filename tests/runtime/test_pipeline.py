@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from strategies import METHODS
@@ -32,9 +33,16 @@ def test_a_ranks_finding_counts_for_its_whole_site() -> None:
     assert or_flags(None, (0, 4), WEIGHTS) == (0, 4) and ROUNDS != WEIGHTS
 
 
-def test_close_does_not_wait_for_a_round_in_flight() -> None:
+def test_close_does_not_wait_for_a_round_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other replica sends nothing. The rounds behind it are dropped, and its end is not observed: a log would be closed by then."""
-    closed, heard = threading.Event(), list[str]()
+    arriving, closed, heard = threading.Event(), threading.Event(), list[str]()
+    arrive = tw.exchange.Direct.arrive
+
+    def noted(*arguments: Any) -> Any:
+        arriving.set()
+        return arrive(*arguments)
+
+    monkeypatch.setattr(tw.exchange.Direct, "arrive", noted)
 
     def replica(group: tw.Group) -> tuple[list[Future[None]], int]:
         model = toy()
@@ -45,8 +53,7 @@ def test_close_does_not_wait_for_a_round_in_flight() -> None:
         )
         for step in (1, 2) if group.rank == 0 else ():
             inner_step(model, attached.optimizer, *batch(0, 0, step))
-        if group.rank == 1:
-            assert closed.wait(600.0)
+        assert (arriving if group.rank == 0 else closed).wait(600.0)
         arrivals = [fragment.flight.arrival for fragment in attached._driver.training.fragments if fragment.flight]
         attached.close()
         closed.set()
