@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import secrets
 import socket
@@ -119,6 +120,35 @@ def test_replicas_that_disconnect_during_a_call_or_after_one_are_no_error(
     lighthouse.close()  # ends the connections that are open
     with pytest.raises(LinkError):
         member.ask("beat")
+
+
+@pytest.mark.parametrize("do", ["beat", "call"])
+@pytest.mark.parametrize("hops", range(8))
+def test_a_connection_ends_wherever_it_is_cancelled_beside_an_answer(
+    lighthouse: Lighthouse, hops: int, do: str
+) -> None:
+    """An end that falls between an answer and the next request is not lost: `close` would wait for it for ever."""
+    answer, cancelled = lighthouse._registry.answer, queue.SimpleQueue[bool]()
+
+    async def answered(requester: Any, said: Any) -> Any:
+        if said["do"] == do:
+            (task,) = lighthouse._lines[requester.incarnation]
+            cancel(hops, task)
+        return await answer(requester, said)
+
+    def cancel(left: int, task: asyncio.Task[None]) -> None:
+        if left:
+            lighthouse._loop.call_soon(cancel, left - 1, task)
+        else:
+            cancelled.put(task.cancel())
+
+    lighthouse._registry.answer = answered  # type: ignore[method-assign]
+    member = channel(lighthouse)
+    with suppress(LinkError):  # it may be answered before its end
+        member.ask(do, **({"seconds": 0.0, "presence": "status"} if do == "call" else {}))
+    assert cancelled.get(timeout=LIMIT)
+    with pytest.raises(LinkError):
+        member.ask("forget", keys=[])
 
 
 def test_a_port_that_cannot_be_is_refused(lighthouse: Lighthouse) -> None:

@@ -69,7 +69,8 @@ class _Line:
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
-        await asyncio.wait_for(self.writer.drain(), ANSWER)
+        async with asyncio.timeout(ANSWER):  # `wait_for` of Python 3.11 can lose a cancellation
+            await self.writer.drain()
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
         """Whether `future` is done within `seconds`. Raises `ConnectionError` if the other side goes before."""
@@ -78,8 +79,7 @@ class _Line:
         if gone in done:
             raise ConnectionError
         gone.cancel()
-        with suppress(asyncio.CancelledError):
-            await gone
+        await asyncio.wait({gone})
         return future in done
 
 
@@ -137,7 +137,8 @@ class Lighthouse:
         while not self._stop.is_set():
             self._registry.tick()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), TICK)
+                async with asyncio.timeout(TICK):
+                    await self._stop.wait()
         server.close()
         tasks = [*self._strangers, *(task for tasks in self._lines.values() for task in tasks)]
         for task in tasks:

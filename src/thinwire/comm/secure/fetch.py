@@ -156,7 +156,8 @@ class PublishedAtHub(HubClient):
 async def _next(call: Any) -> bytes | None:
     """The next chunk; None at the end. Raises `DataError`, `LinkError`."""
     try:
-        chunk = await asyncio.wait_for(call.read(), ANSWER_SECONDS)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            chunk = await call.read()
     except TimeoutError:
         raise DataError(
             f"the hub sent nothing for {ANSWER_SECONDS:g} s; check that it runs, and the link to it"

@@ -91,7 +91,8 @@ def unary(method: Callable[[bytes, Any], Awaitable[bytes]]) -> grpc.RpcMethodHan
 
 
 async def first(context: Any) -> bytes:
-    raw = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+    async with asyncio.timeout(HELLO_SECONDS):
+        raw = await context.read()
     if raw is grpc.aio.EOF:
         raise PacketError("the stream ended before its first frame")
     return bytes(raw)

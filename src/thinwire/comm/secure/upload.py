@@ -109,7 +109,8 @@ class Uploads:
             upload = await self._on_disk(self._publishers.begin, name, digest.hex(), nbytes)
             while (want := await self._on_disk(upload.wanted)) is not None:
                 await context.write(_WANT.pack(bytes.fromhex(want[0]), want[1]))
-                chunk = await asyncio.wait_for(context.read(), SILENT_SECONDS)
+                async with asyncio.timeout(SILENT_SECONDS):
+                    chunk = await context.read()
                 if chunk is grpc.aio.EOF:
                     return
                 if identify()[1] < time.time():
@@ -178,7 +179,8 @@ class HubUploader(HubClient):
 
 async def _read(call: Any) -> bytes:
     try:
-        return await asyncio.wait_for(read(call), SILENT_SECONDS)
+        async with asyncio.timeout(SILENT_SECONDS):
+            return await read(call)
     except TimeoutError:
         raise Broken(f"the hub sent nothing for {SILENT_SECONDS:g} s") from None
 
