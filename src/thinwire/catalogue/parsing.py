@@ -81,7 +81,14 @@ def parse(
         return value(ast.parse(written.strip(), mode="eval").body, inside=False)
     except ConfigurationError:
         raise
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
+    except (
+        SyntaxError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two: too deep
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None
@@ -103,7 +110,13 @@ def _check_arguments(
     except ValueError:  # a class that is written in C may have no signature
         return
     try:
-        signature.bind(*given, **keywords)
+        bound = signature.bind(*given, **keywords)
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "no arguments"
         raise ConfigurationError(f"{name} in {text!r}: {error}; it takes {takes}.") from None
+    for key, value in bound.arguments.items():
+        hint = signature.parameters[key].annotation
+        hint = hint if isinstance(hint, str) else inspect.formatannotation(hint)
+        whole = hint == "int" or (hint == "int | None" and value is not None)
+        if whole and (type(value) is not int or not -(2**63) <= value < 2**63):
+            raise ConfigurationError(f"{name}({key}={value!r}): a whole number is needed, below 2**63.")
