@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
@@ -65,9 +65,7 @@ class Piece(Protocol):
 
     @property
     def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round, as the end of a sentence that begins with the piece; empty: they may
-        come and go.
-        """
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the piece; empty: they may come and go."""
 
 
 def check_piece(name: str, value: object, protocol: Any) -> None:
@@ -313,9 +311,8 @@ class Strategy:
         self.outer.step(few, few, self.outer.init(few))
 
     def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int, number: int = LONG_RUN) -> int:
-        """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors
-        of such shapes (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted;
-        or the most, where a codec's size depends on the values (see `bound`).
+        """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors of such shapes
+        (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted, or the most (`bound`).
         """
         shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
         return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
@@ -332,8 +329,10 @@ class Strategy:
     @property
     def bound(self) -> str:
         """A remark on predicted bytes if they are a bound; empty if they are exact."""
-        said = f"sizes of {self.codec} depend on the values; bytes that are predicted are the most it sends"
-        return said if any(codec.varies for codec in self.policy.codecs(self.codec)) else ""
+        of: list[object] = [self.codec] if any(codec.varies for codec in self.policy.codecs(self.codec)) else []
+        of += [one for one in self.filters if one.full > LONG_RUN]
+        said = f"sizes of {' and '.join(map(str, of))} depend on the values; bytes that are predicted are the most it sends"
+        return said if of else ""
 
     def choices(self, fragments: Sequence[Shapes], size: int) -> list[str]:
         """The exchange that was chosen for fragments with these shapes, and the reason; empty if there is no choice."""
@@ -387,12 +386,13 @@ class Strategy:
                 f"aggregate: {nbytes:,} bytes of inner products sent per replica and period, beside these (predicted)"
             )
         lines += [] if self.guards else ["guard: off" + (", which is for deltas only" if self.guard else "")]
-        if self.filters:
-            lines.append(f"filters: {', '.join(map(str, self.filters))}")
-        if self.inner:
-            lines.append(f"inner optimizer: {self.inner}")
+        lines += [f"filters: {', '.join(map(str, self.filters))}"] if self.filters else []
+        lines += [f"inner optimizer: {self.inner}"] if self.inner else []
         full = max((one.full for one in self.filters), default=0)
-        for first, end in pairwise(sorted({0, full, *self.policy.changes})):
+        if full > LONG_RUN:
+            after = replace(self, filters=()).nbytes_per_period(shapes, size)
+            lines.append(f"after the last round in fp32: {after:,} bytes a period (predicted)")
+        for first, end in pairwise(sorted({0, *(n for n in (full, *self.policy.changes) if n <= LONG_RUN)})):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
         lines += [f"warning: {warning}" for warning in self.warnings(shapes, size)]

@@ -9,8 +9,9 @@ import torch
 from pieces import FILTERS
 
 import thinwire as tw
-from thinwire.pieces.transforms import said, settled
+from thinwire.pieces.transforms import NEVER_KNOWN, said, settled
 from thinwire.rng import Key
+from thinwire.testing.strategies import counted, counted_as_predicted
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, toy, weights
 from thinwire.testing.values import roundtrip
 
@@ -284,7 +285,20 @@ def test_the_variance_test_waits_for_its_least_rounds():
         tw.pieces.transforms.Moments(freeze=7),
         tw.pieces.transforms.Moments(freeze=tw.pieces.transforms.Settled(1.0, 5)),
     )
-    assert [one.full for one in known] == [7, 5], "rounds in full at least"
+    assert [one.full for one in known] == [7, NEVER_KNOWN], "rounds in full at most"
+
+
+def test_bytes_are_predicted_in_fp32_while_only_the_run_knows_when_v_is_frozen():
+    settled, codec = tw.pieces.transforms.Settled(0.5, 2), tw.codecs.E3M0()
+    strategy = tw.Strategy(codec=codec, filters=(tw.pieces.transforms.Moments(beta2=0.5, freeze=settled),))
+    plain = tw.Strategy(codec=codec)
+    assert strategy.nbytes_per_period([1000], 2) == tw.Strategy().nbytes_per_period([1000], 2)
+    assert strategy.bound.startswith("sizes of Moments(") and not plain.bound
+    model = torch.nn.Linear(30, 30)
+    after = plain.nbytes_per_period([((30, 30), (30,))], 2)
+    assert f"after the last round in fp32: {after:,} bytes a period (predicted)" in strategy.describe(model, 2)
+    counted_as_predicted(strategy, *counted(strategy, 2, steps=8))  # frozen after its fourth round
+    assert "rounds 0 to" not in strategy.describe(model, 2) and "after" not in plain.describe(model, 2)
 
 
 def test_a_norm_that_no_longer_changes_passes_the_test_with_ratio_1():

@@ -215,9 +215,24 @@ def test_folders_without_a_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         RunRecord.load(tmp_path / "nowhere")
     (tmp_path / "events").mkdir()
-    (tmp_path / "events" / "replica-0.jsonl").write_text("torn")
+    (tmp_path / "events" / "replica-0.jsonl").touch()
     with pytest.raises(DataError, match="no event yet"):
         RunRecord.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"torn", b"\x00\xff\n" * 1000, b'{"event": "stop"}\n'])
+def test_a_damaged_log_is_named(
+    tmp_path: Path, write_events: Write, start: Start, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    damaged, whole = (tmp_path / "events" / f"replica-{number}.jsonl" for number in (1, 0))
+    damaged.parent.mkdir()
+    damaged.write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 1
+    assert f"{damaged} is damaged: it holds no start of a run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--diagnose"]) == 1 and str(damaged) in capsys.readouterr().err
+    write_events(whole, by_hand(start))
+    assert main(["report", str(tmp_path)]) == 0
+    assert f"{damaged} is damaged: it holds no start of a run." in RunRecord.load(tmp_path).remarks
 
 
 @pytest.mark.parametrize("field", ["begin", "compute_seconds"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from thinwire.cli import main
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.records.run_record import RunRecord
 from thinwire.report import timeline
@@ -48,6 +49,15 @@ def test_two_runs_are_shown_side_by_side_with_differences_marked(make_run: Make,
     assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 5 * 2
     assert re.search(r'<tr class="differs"><th>rate</th>.*10 Mbit/s.*100 Mbit/s', text)
     assert "<tr><th>every</th>" in text
+
+
+def test_several_runs_have_a_page_beside_that_of_the_first(make_run: Make, tmp_path: Path) -> None:
+    first, second = (make_run(tmp_path / name, steps=20) for name in ("first", "second"))
+    assert main(["report", str(first)]) == 0
+    page = (first / "report.html").read_bytes()
+    assert main(["report", str(first), str(second)]) == 0
+    assert (first / "report.html").read_bytes() == page and not (second / "report.html").exists()
+    assert "2 runs side by side" in (first / "comparison.html").read_text()
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, write_events: Any, start: Any) -> None:

@@ -18,6 +18,8 @@ PIECES: dict[str, Callable[..., Any]] = {
 
 
 LONGEST = 10_000  # most characters of a composition that is parsed
+# the last two: too deep
+_UNREADABLE = (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError)
 
 
 def pieces_of(room: str) -> list[str]:
@@ -59,8 +61,7 @@ def parse(
                 raise _unknown(name, text, names if inside else offered or sorted(names), inside)
             given = [value(argument) for argument in term.args]
             keywords = {keyword.arg or "**": value(keyword.value) for keyword in term.keywords}
-            _check_arguments(name, names[name], given, keywords, text)
-            return names[name](*given, **keywords)
+            return _called(name, names[name], given, keywords, text)
         if isinstance(term, ast.Tuple):
             return tuple(map(value, term.elts))
         try:
@@ -81,7 +82,7 @@ def parse(
         return value(ast.parse(written.strip(), mode="eval").body, inside=False)
     except ConfigurationError:
         raise
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
+    except _UNREADABLE as error:
         raise ConfigurationError(
             f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
         ) from None
@@ -94,16 +95,31 @@ def _unknown(name: str, text: str, known: Collection[str], inside: bool) -> Conf
     return ConfigurationError(f"{name!r}{where} is not known{nearest(name, known)}; {instead}.")
 
 
-def _check_arguments(
-    name: str, function: Callable[..., Any], given: list[Any], keywords: dict[str, Any], text: str
-) -> None:
-    """Raise `ConfigurationError` if `function` does not take these arguments."""
+def _called(name: str, function: Callable[..., Any], given: list[Any], keywords: dict[str, Any], text: str) -> Any:
+    """The value that `function` makes of these arguments. Raises `ConfigurationError` if it does not take them."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a class that is written in C may have no signature
-        return
+        return function(*given, **keywords)
     try:
-        signature.bind(*given, **keywords)
+        bound = signature.bind(*given, **keywords)
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "no arguments"
         raise ConfigurationError(f"{name} in {text!r}: {error}; it takes {takes}.") from None
+    try:
+        made = function(*given, **keywords)  # a piece's own message says more than the next line's
+    except (TypeError, ArithmeticError):
+        _check_whole(name, bound)
+        raise
+    _check_whole(name, bound)
+    return made
+
+
+def _check_whole(name: str, bound: inspect.BoundArguments) -> None:
+    """Raise `ConfigurationError` if another value than a whole number of 64 bits was given where one is needed."""
+    for key, value in bound.arguments.items():
+        hint = bound.signature.parameters[key].annotation
+        hint = hint if isinstance(hint, str) else inspect.formatannotation(hint)
+        whole = hint == "int" or (hint == "int | None" and value is not None)
+        if whole and (type(value) is not int or not -(2**63) <= value < 2**63):
+            raise ConfigurationError(f"{name}({key}={value!r}): a whole number is needed, below 2**63.")

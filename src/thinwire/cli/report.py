@@ -30,7 +30,7 @@ class Options:
     diagnose: bool = False
     """Name the replica or link that hangs or is slow in one run. Writes no page. Works during the run, too."""
     out: Path | None = None
-    """The page. Default: report.html in the first run's folder."""
+    """The page. Default: report.html in the run's folder; of several, comparison.html in the first one's."""
     log: str | None = None
     """Also send each run's metrics to trackers: some of wandb,mlflow,tensorboard,jsonl (thinwire docs metrics). Default: to none."""
     json: bool = False
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.diagnose:
         return _diagnose(asked, console)
     folders = [one for folder in asked.runs for one in _runs_of(folder)]
-    page = write_report(folders, asked.out or asked.runs[0] / "report.html")
+    name = "report.html" if len(asked.runs) == 1 else "comparison.html"  # a run keeps its own page
+    page = write_report(folders, asked.out or asked.runs[0] / name)
     records = [RunRecord.load(folder) for folder in folders]
     console.print(compare_table(records))
     for record in records if asked.log else ():

@@ -90,7 +90,7 @@ class Batches:
                 value = self._again()
         if is_empty(value):
             raise JobError(
-                f"{self._path}: batches(share) yielded an empty batch as number {self.taken + 1}, for {self._share}; at least one "
+                f"{self._path}: batches(share) yielded an empty batch as number {self.taken + 1}, for {self._part}; at least one "
                 "sample is needed. Drop empty batches before they are yielded."
             )
         self.taken += 1
@@ -109,16 +109,21 @@ class Batches:
     def _again(self) -> Any:
         if self._iterator is self._source:
             raise JobError(
-                f"{self._path}: batches(share) ended after {self.taken} for {self._share}, and training needs more; yield without end "
+                f"{self._path}: batches(share) ended after it had yielded {self.taken}, for {self._part}; more are needed. Yield without end "
                 "(while True:), or return an iterable that can be iterated again, such as a DataLoader or a list."
             )
         self._iterator = iter(self._source)
         for value in self._iterator:
             return value
         raise JobError(
-            f"{self._path}: the iterable from batches(share) is empty for {self._share}; at least one sample is needed. Give more data, "
+            f"{self._path}: the iterable from batches(share) is empty for {self._part}; at least one sample is needed. Give more data, "
             "or fewer replicas."
         )
+
+    @property
+    def _part(self) -> str:
+        """The share in the words of the user's file."""
+        return f"share.index={self._share.index} of share.count={self._share.count}"
 
     @contextmanager
     def _user(self) -> Iterator[None]:

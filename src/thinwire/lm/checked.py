@@ -17,7 +17,7 @@ class CheckedSettings:
     at_least_one: ClassVar[tuple[str, ...]] = ()
     positive: ClassVar[tuple[str, ...]] = ()
     not_negative: ClassVar[tuple[str, ...]] = ()
-    at_most: ClassVar[Mapping[str, int]] = {"replicas": 1_000_000, "timeout": 1_000_000_000}
+    at_most: ClassVar[Mapping[str, int]] = {"replicas": 1_000_000, "timeout": 1_000_000_000, "lora": 1_000_000}
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

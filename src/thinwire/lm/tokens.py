@@ -125,11 +125,9 @@ def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
             raise DataError(
                 f"{source.path}:{number} is not JSON ({error}); each line needs one JSON object. Correct or remove the line."
             ) from error
-        found = list(record) if isinstance(record, dict) else type(record).__name__
         if not isinstance(record, dict) or not isinstance(record.get(column), str):
-            raise DataError(
-                f"{source.path}:{number} has {found}; text under {column!r} is needed. Name the right column."
-            )
+            found = ", ".join(record) if isinstance(record, dict) else f"none, but a {type(record).__name__}"
+            raise _wrong_column(f"{source.path}:{number}", found, column)
         yield from _slices(record[column].encode(errors="replace").decode())  # JSON can spell half a surrogate pair
         yield None
 
@@ -147,9 +145,7 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
             field = file.schema_arrow.field(column) if column in file.schema_arrow.names else None
             if field is None or not (arrow.types.is_string(field.type) or arrow.types.is_large_string(field.type)):
                 found = ", ".join(f"{each.name} ({each.type})" for each in file.schema_arrow)
-                raise DataError(
-                    f"{source.path} has columns {found}: text under {column!r} is needed. Name the right column."
-                )
+                raise _wrong_column(source.path, found, column)
         # as a dictionary, because a file of a few bytes may contain a long text a million times
         with parquet.ParquetFile(source.path, read_dictionary=[column], buffer_size=1 << 20) as file:
             for group in range(file.num_row_groups):
@@ -162,6 +158,10 @@ def _rows(source: Source, column: str) -> Iterator[str | None]:
                         yield None
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{source.path}: {error}; a whole .parquet file is needed. Download it again.") from error
+
+
+def _wrong_column(where: object, found: str, column: str) -> DataError:
+    return DataError(f"column={column!r}: {where} has no text in it; it has {found or 'none'}. Give another --column.")
 
 
 _EXPANDS = f"{{}} has a row group that expands more than {RATIO} times · no text does · write the file again"

@@ -13,7 +13,10 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.codecs.exact import root, summed
 from thinwire.errors import ConfigurationError
+from thinwire.pieces.policy import LONG_RUN
 from thinwire.types import State
+
+NEVER_KNOWN = LONG_RUN + 1  # rounds
 
 
 @runtime_checkable
@@ -43,7 +46,7 @@ class Filter(Protocol):
 
     @property
     def full(self) -> int:
-        """The number of first rounds that are sent in fp32 with any codec, as far as it is known beforehand (see `dense`)."""
+        """The number of first rounds that may be sent in fp32 with any codec (see `dense`); `NEVER_KNOWN` if only the run tells."""
         return 0
 
     def fitted(self, codec: Codec, numel: int, size: int) -> Filter:
@@ -92,7 +95,7 @@ class Clip(Filter):
     """
 
     norm: float = 1.0
-    replicas: int = field(default=1, repr=False)  # filled in
+    replicas: int = field(default=1, repr=False, compare=False)  # filled in
 
     def __post_init__(self) -> None:
         if not 0 <= self.norm < math.inf or self.replicas < 1:
@@ -139,7 +142,7 @@ class Momentum(Filter):
 
     decay: float = 0.9
     clears: Literal["sent", "nothing"] = "sent"
-    spared: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # filled in
+    spared: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)  # filled in
 
     momentum: ClassVar[bool] = True
 
@@ -247,7 +250,7 @@ class Moments(Filter):
 
     @property
     def full(self) -> int:
-        return self.freeze if isinstance(self.freeze, int) else self.freeze.least
+        return self.freeze if isinstance(self.freeze, int) else NEVER_KNOWN
 
     def init(self, numel: int) -> State:
         # rounds so far, the norm of v at the last test, whether v is frozen

@@ -115,6 +115,11 @@ class RunRecord:
             why = "is no run folder: it has no events/*.jsonl" if folder.exists() else "does not exist"
             raise DataError(f"{folder} {why}. Give the folder that `thinwire train` wrote.")
         records = ReplicaRecord.load_all(paths)
+        read = {record.called for record in records}
+        unread = [path for path in paths if path.stem not in read and path.stat().st_size]
+        damaged = [f"{path} is damaged: it holds no start of a run." for path in unread]
+        if not records and damaged:
+            raise DataError(f"{' '.join(damaged)} One JSON object per line is needed; restore it, or give another run.")
         if not records:
             raise DataError(f"{folder} holds no event yet: its run was never started, or only just. Try again later.")
         replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
@@ -122,7 +127,7 @@ class RunRecord:
         summary, more = _summary(folder, replicas)
         evaluations = next((r.evaluations for r in replicas if len(r.evaluations.step)), replicas[0].evaluations)
         status = outcome(_status(replicas), summary.eval_loss, evaluations)
-        return cls(folder, settings, replicas, summary, status, (*remarks, *more, *_remarks(replicas)))
+        return cls(folder, settings, replicas, summary, status, (*remarks, *damaged, *more, *_remarks(replicas)))
 
     @property
     def made_of(self) -> Mapping[str, Any]:

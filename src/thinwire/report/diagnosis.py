@@ -92,7 +92,9 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
     paths = sorted(Path(folder).glob("events/*.jsonl"))
     logs, rules = [log for path in paths if (log := _Log.read(path)) is not None], rules or Rules()
     if not logs:
-        raise DataError(f"{folder} holds no events/*.jsonl of a run. Give the folder that `thinwire train` wrote.")
+        unread = ", ".join(str(path) for path in paths if path.stat().st_size)
+        why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
+        raise DataError(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
     if logs[0].word == "simulated":
         doubt = "The run was simulated, so no message was sent. Its report page shows who waits, and for how long."
         return Diagnosis(tuple(log.name for log in logs), (), doubts=(doubt,), word="simulated")

@@ -133,10 +133,9 @@ class Progress:
         elif kind == "eval" and event["of"] != "start":
             self._evaluated = (event["step"], number(event["loss"]))
         elif kind in ("warning", "stop"):
-            self._say(
-                f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})",
-                event.get("message", event.get("reason")),
-            )
+            said = event.get("message", event.get("reason"))
+            if not str(said).startswith("JobError: "):  # the command ends with it
+                self._say(f"{kind} ({self._names[index].replace('-', ' ')}, step {event['step']})", said)
         elif kind == "skip" and not any(replica.skipped for replica in self._replicas):
             self._print(
                 f"warning ({self._names[index].replace('-', ' ')}, step {event['step']}): the step changed no weights, because "

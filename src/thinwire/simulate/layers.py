@@ -34,10 +34,10 @@ class Stack:
     Args:
         parameters: number of parameters, at most 1e18.
         layers: number of layers.
-        step_seconds: seconds of an inner step, at most 1e9.
+        step_seconds: seconds of an inner step, 1e-12 to 1e9.
 
     Raises:
-        ConfigurationError: a number is not positive or too large, or there are more layers than parameters.
+        ConfigurationError: a number is too small or too large, or there are more layers than parameters.
 
     >>> len(list(Stack(1e9, layers=24, step_seconds=0.1).skeleton().parameters()))
     24
@@ -48,10 +48,10 @@ class Stack:
     step_seconds: float
 
     def __post_init__(self) -> None:
-        for name, most in (("parameters", 1e18), ("step_seconds", 1e9)):
-            if not 0 < getattr(self, name) <= most:
+        for name, least, most in (("parameters", 1, 1e18), ("step_seconds", 1e-12, 1e9)):
+            if not least <= getattr(self, name) <= most:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)}: a positive number is needed, at most {most:g}."
+                    f"{name}={getattr(self, name)}: a number from {least:g} to {most:g} is needed."
                 )
         if self.layers < 1:
             raise ConfigurationError(f"layers={self.layers}: at least 1 is needed.")

@@ -24,7 +24,7 @@ PAPER_GRID = np.logspace(-1, 3, 50) * 1e9  # the paper's axis: all its rates are
 PAPER_STEPS = 300
 PAPER_BITS = 13.4  # bits per parameter that reproduce the paper's table; the paper names 16
 LANES = 32  # number of rates that a search tries at once for a target
-MOST_BITS = 1_000_000  # per parameter
+LEAST_BITS, MOST_BITS = 1e-9, 1_000_000  # per parameter
 LONGEST = 10_000  # most inner steps between two exchanges, because each calls the schedule
 PASSES = 6  # passes of a search: from 14 decades to a factor of 1 + 4e-8
 
@@ -59,9 +59,9 @@ class Study:
     bits_per_parameter: float = 16.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.bits_per_parameter <= MOST_BITS:
+        if not LEAST_BITS <= self.bits_per_parameter <= MOST_BITS:
             raise ConfigurationError(
-                f"bits_per_parameter={self.bits_per_parameter}: a positive number is needed, at most {MOST_BITS:,}."
+                f"bits_per_parameter={self.bits_per_parameter}: a number from {LEAST_BITS:g} to {MOST_BITS:,} is needed."
             )
         if not 1 <= self.every <= LONGEST:
             raise ConfigurationError(

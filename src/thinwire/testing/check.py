@@ -111,7 +111,9 @@ def _composed(piece: object) -> Strategy:
     if isinstance(piece, Policy):
         return _with_a_codec(piece)
     if isinstance(piece, Filter):
-        return Strategy(schedule=Staggered(4, 1), partition=Strided(2), filters=(piece,), merge=Mix(0.5))
+        return Strategy(
+            schedule=Staggered(4, 1), partition=Strided(2), codec=E3M0(32), filters=(piece,), merge=Mix(0.5)
+        )
     if isinstance(piece, Inner):
         return Strategy(schedule=Staggered(4, 1), partition=Strided(2), inner=piece, merge=Mix(0.5))
     if isinstance(piece, Schedule | Adaptive):

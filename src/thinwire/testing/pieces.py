@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ def is_a_value(piece: Any) -> None:
     """A piece is a frozen dataclass with its text as identity: equal pieces have the same text and the same hash."""
     frozen = is_dataclass(piece) and not isinstance(piece, type) and type(piece).__dataclass_params__.frozen  # type: ignore[attr-defined]
     law(frozen, f"{piece!r}: an instance of a class under @dataclass(frozen=True) is needed")
+    hidden = [field.name for field in fields(piece) if field.compare and not field.repr]
+    law(not hidden, f"{', '.join(hidden)}: what the text leaves out is compared; give the field compare=False")
     again = replace(piece)
     law(
         again == piece and hash(again) == hash(piece),

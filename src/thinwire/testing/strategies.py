@@ -76,7 +76,7 @@ def a_refused_round_changes_nothing(strategy: Strategy, replicas: int = REPLICAS
 
 
 def predicted_is_counted(strategy: Strategy, replicas: int = REPLICAS) -> None:
-    """Law 5: predicted, reported and counted bytes are equal; if the codec `varies`, no more are counted than predicted."""
+    """Law 5: predicted, reported and counted bytes are equal; if they are a `bound`, no more are counted than predicted."""
     counted_as_predicted(strategy, *counted(strategy, replicas, steps=8))
 
 
@@ -92,9 +92,9 @@ def counted_as_predicted(strategy: Strategy, journeys: Sequence[Journey], ledger
     for rank, (one, ledger) in enumerate(zip(journeys, ledgers)):
         departures = one.heard("depart")
         predicted = sum(weighs(strategy, e, fragments[e["fragment"]], replicas, rank) for e in departures)
-        sent, varies = ledger.sent("packet"), strategy.codec.varies
+        sent = ledger.sent("packet")
         law(
-            sent == predicted or (varies and sent <= predicted),
+            sent == predicted or (bool(strategy.bound) and sent <= predicted),
             f"replica {rank}: {predicted} bytes predicted, {sent} sent",
         )
 
