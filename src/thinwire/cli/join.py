@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.publish:
         run = run.changed(publish=True)
     with waiting(console, "looking at data and model"):
-        model, run, weights = check_and_weigh(run, folder if asked.resume else None)
+        model, run, weights = check_and_weigh(run, folder if asked.resume else None, asked.resume)
         doctor.ready(run, model, 1, folder, console)
         del model
     if weights:
