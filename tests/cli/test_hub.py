@@ -125,6 +125,20 @@ def test_a_run_file_that_members_would_refuse_is_refused_by_the_hub(
     assert says in capsys.readouterr().err and not (tmp_path / "hub").exists()
 
 
+@pytest.mark.parametrize("content", ["", "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"])
+def test_a_damaged_authority_is_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    """Of a hub that starts, and of one that invites or whose authority is replaced."""
+    Hub(tmp_path).close()
+    for name, due in (("authority.pem", "begin a new hub in another --out"), ("authority.key", "holds no private key")):
+        (tmp_path / name).write_text(content)
+        for verb in ("run", "invite", "rotate"):
+            assert main(["hub", verb, "--out", str(tmp_path)]) == 2
+            told = " ".join(capsys.readouterr().err.split())
+            assert f"{tmp_path / name} is empty or damaged: " in told and due in told
+
+
 def test_join_takes_its_token_from_a_file_or_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
