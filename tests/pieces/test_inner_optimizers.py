@@ -150,6 +150,21 @@ def test_a_failed_backward_restores_the_weights_and_forbids_the_step() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("inner", [SGD(0.9), Muon()], ids=str)
+def test_a_step_with_no_gradient_skips_the_update(inner) -> None:
+    """After a NaN, say, without `perturbed`. With a gradient of which that was not asked the step is still refused."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = SAM(inner).make(model, LR, 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.full((1, 2), torch.nan)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before)) and not optimizer.state_dict()["state"]
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ModelError, match="no backward inside perturbed"):
+        optimizer.step()
+
+
 def test_invalid_settings_and_optimizers_are_refused() -> None:
     model = nn.Linear(2, 1)
     for wrong in (lambda: SAM(radius=-0.1), lambda: SAM(radius=float("inf")), lambda: SAM(SAM())):
