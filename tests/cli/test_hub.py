@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hub_process import HubProcess
 
 from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
+from thinwire.comm.secure import join as meet
 from thinwire.lm.run import Run
 
 
@@ -205,3 +207,24 @@ def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
     assert told == (" --name oslo --keys .thinwire --listen 0.0.0.0:29540", "join TOKEN run.toml")
     spaced = join.Options("TOKEN", Path("my run.toml"), "oslo", keys=Path("my keys"))
     assert join.repeated(spaced) == (" --name oslo --keys 'my keys'", "join TOKEN 'my run.toml'")
+
+
+def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_leaves_no_log_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
+    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, carrier="secure").absolute()
+    run.save(tmp_path / "run.toml")
+    (tmp_path / "oslo/events").mkdir(parents=True)
+    run.save(tmp_path / "oslo/run.toml")
+    (tmp_path / "oslo/events/replica-1.jsonl").touch()
+    given = [str(tmp_path / "run.toml"), "--resume", "--out", str(tmp_path / "oslo"), "--keys", str(tmp_path / "keys")]
+    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as threads:
+        token = str(hub.invite(uses=2))
+        other = threads.submit(meet, token, "oslo", 2, tmp_path / "keys")
+        assert main(["join", token, "--name", "bergen", *given]) == 2
+        other.result().close()
+    told = " ".join(capsys.readouterr().err.split())
+    assert "oslo is the folder of replica-1, and bergen is replica-0 of bergen, oslo; give the --out" in told
+    assert [path.name for path in (tmp_path / "oslo").rglob("*.jsonl")] == ["replica-1.jsonl"]
