@@ -145,7 +145,11 @@ def test_a_failed_backward_restores_the_weights_and_forbids_the_step() -> None:
     with pytest.raises(ZeroDivisionError), optimizer.perturbed():
         assert not torch.equal(model.x, before)
         raise ZeroDivisionError
+    optimizer.step()  # without gradients it skips the update
     assert torch.equal(model.x, before)
+    with pytest.raises(ZeroDivisionError), optimizer.perturbed():
+        model().backward()
+        raise ZeroDivisionError
     with pytest.raises(ModelError, match="no backward inside perturbed"):
         optimizer.step()
 
