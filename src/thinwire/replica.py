@@ -54,8 +54,9 @@ class Replica:
     - **The one rule**: every replica takes the same number of inner steps. Gradient accumulation, closures and schedulers work
       unchanged. To skip an update, call `step` with all gradients set to None.
 
-    Parameters: frozen ones are left alone. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
-    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
+    Parameters: frozen ones never travel, and must be equal on all replicas. Tied ones travel once. Any floating dtype is exchanged as fp32
+    and written back in its own dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1
+    and DDP are not supported.
 
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
@@ -81,7 +82,7 @@ class Replica:
     Raises:
         ModelError: the model has nothing to train, or the optimizer holds other parameters.
         ConfigurationError: the strategy does not work with this group or this optimizer, or the group has another Replica at work.
-        DisagreementError: replicas differ in code, strategy, model or number of steps.
+        DisagreementError: replicas differ in code, strategy, model, frozen parameters or number of steps.
         LinkError: a replica was lost, or a link was cut.
 
     >>> import thinwire as tw

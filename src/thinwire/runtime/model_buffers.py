@@ -35,6 +35,23 @@ def _parts(buffer: Tensor) -> list[Tensor]:
     return [buffer.ccol_indices(), buffer.row_indices(), buffer.values()]
 
 
+def frozen(model: nn.Module) -> dict[str, str]:
+    """The shape and a digest of each parameter of `model` that is not trained, by name. None is ever sent, so replicas compare these."""
+    named = [
+        (name.replace("_orig_mod.", ""), p.detach()) for name, p in model.named_parameters() if not p.requires_grad
+    ]
+    return {
+        f"frozen parameter {name}": f"{tuple(p.shape)} {p.dtype}, digest {digest(_held(p)).hex()}" for name, p in named
+    }
+
+
+def _held(parameter: Tensor) -> list[Tensor]:
+    """As `_parts`; for a parameter that is made of several tensors, such as a quantised one, these."""
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return _parts(parameter)
+    return [part for name in parameter.__tensor_flatten__()[0] for part in _held(getattr(parameter, name))]
+
+
 def average(model: nn.Module, group: Group) -> None:
     """Set each floating-point buffer to the mean of all replicas', in fp32 and in rank order, with the same bits on all. Collective.
 
