@@ -299,6 +299,57 @@ def test_a_checkpoint_of_another_strategy_is_refused(other, message):
     tw.run_threads(1, replica)
 
 
+def of_two(strategy, folder):
+    """Trains two replicas, and saves each in its folder."""
+
+    def replica(group):
+        model = toy()
+        optimizer = strategy.inner.make(model, 0.01, 0.1) if strategy.inner else adamw(model)
+        with tw.Replica(strategy, model, optimizer, group) as one:
+            for step in range(1, 4):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+            checkpoint.save(folder / str(group.rank), one, {})
+        return weights(model)
+
+    return tw.run_threads(2, replica)
+
+
+@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.recipes.dgc()], ids=["own training", "feedback"])
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 1, 0]], ids=["fewer", "swapped", "more"])
+def test_a_checkpoint_of_another_replica_or_number_is_refused(strategy, ranks, tmp_path):
+    def replica(group):
+        model = toy()
+        saved = checkpoint.read(tmp_path / str(ranks[group.rank]) / "step-00000003")
+        other = tw.Replica(
+            strategy, model, strategy.inner.make(model, 0.01, 0.1) if strategy.inner else adamw(model), group
+        )
+        due = (
+            f"that of replica-{ranks[group.rank]} of 2, and this is replica-{group.rank} of {len(ranks)}: it holds what"
+        )
+        with pytest.raises(tw.CheckpointError, match=due):
+            checkpoint.load(saved, other)
+        other.close()
+
+    of_two(strategy, tmp_path)
+    tw.run_threads(len(ranks), replica)
+
+
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 1, 0]], ids=["fewer", "swapped", "more"])
+def test_where_replicas_keep_nothing_for_themselves_any_number_resumes(ranks, tmp_path):
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.data_parallel(), model, optimizer := adamw(model), group) as one:
+            checkpoint.load(checkpoint.read(tmp_path / str(ranks[group.rank]) / "step-00000003"), one)
+            resumed = weights(model)
+            inner_step(model, optimizer, *batch(0, group.rank, 4))
+        return resumed, weights(model), one.step
+
+    before, _ = of_two(tw.data_parallel(), tmp_path)
+    after = tw.run_threads(len(ranks), replica)
+    assert all(same_bits(resumed, before) and step == 4 for resumed, _, step in after)
+    assert all(same_bits(trained, after[0][1]) for _, trained, _ in after)
+
+
 def test_a_checkpoint_without_the_outer_state_of_the_strategy_is_refused():
     def replica(group):
         model = toy()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.driver import elastic_driver
-from thinwire.errors import ConfigurationError
+from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.claim import GroupClaim
@@ -197,12 +197,22 @@ class Replica:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer, with rounds in flight: tensors, and facts for JSON."""
-        return self._driver.state()
+        tensors, facts = self._driver.state()
+        return tensors, facts if isinstance(self.group, Membership) else facts | {"replica": self._place}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
-        fixed group all must call it. Raises `CheckpointError` (another model or strategy), `DisagreementError` (different anchors)."""
+        fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
+        if (saved := facts.get("replica", self._place)) != self._place and self._training.keeps_own:
+            raise CheckpointError(
+                f"the checkpoint is that of {saved}, and this is {self._place}: it holds what that replica alone has trained or not yet sent. "
+                "Resume with as many replicas as before, each from its own checkpoint; for another number begin anew from export()."
+            )
         self._driver.load_state(tensors, facts)
+
+    @property
+    def _place(self) -> str:
+        return "" if isinstance(self.group, Membership) else f"{owner(self.group, self._site)} of {self.group.size}"
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
