@@ -141,6 +141,27 @@ def test_a_damaged_authority_is_named_with_what_to_do(
             assert f"{tmp_path / name} is empty or damaged: " in told and due in told
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("authority.pem", "the hub has admitted oslo thinwire join: the hub keeps no run file"),  # it is shown again
+        ("key.pem", "oslo/key.pem is empty or damaged: it holds no private key"),
+        ("authority.sha256", "keys/oslo holds the key of oslo at another hub"),
+    ],
+)
+def test_a_join_with_a_damaged_file_of_its_keys_names_it_or_makes_it_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, says: str, content: bytes
+) -> None:
+    with Hub(tmp_path / "hub") as hub:
+        token = str(hub.invite())
+        admit(token, "oslo", tmp_path / "keys")
+        (tmp_path / "keys/oslo" / file).write_bytes(content)
+        assert main(["join", token, "--name", "oslo", "--keys", str(tmp_path / "keys")]) == 2
+    told = capfd.readouterr()
+    assert says in " ".join((told.out + told.err).split())
+
+
 def test_join_takes_its_token_from_a_file_or_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
