@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group
 from thinwire.data_ledger import LeasedReader
 from thinwire.elastic.driver import elastic_driver
-from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.claim import GroupClaim
@@ -25,7 +25,7 @@ from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import exported
-from thinwire.runtime.stateful import owner, packed, unpacked
+from thinwire.runtime.stateful import checked, marked, owner, packed, unpacked
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -54,9 +54,8 @@ class Replica:
     - **The one rule**: every replica takes the same number of inner steps. Gradient accumulation, closures and schedulers work
       unchanged. To skip an update, call `step` with all gradients set to None.
 
-    Parameters: frozen ones never travel, and must be equal on all replicas. Tied ones travel once. Any floating dtype is exchanged as fp32
-    and written back in its own dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1
-    and DDP are not supported.
+    Parameters: frozen ones must be equal on all. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
+    dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
 
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
@@ -197,22 +196,12 @@ class Replica:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer, with rounds in flight: tensors, and facts for JSON."""
-        tensors, facts = self._driver.state()
-        return tensors, facts if isinstance(self.group, Membership) else facts | {"replica": self._place}
+        return marked(self._driver.state(), self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
-        if (saved := facts.get("replica", self._place)) != self._place and self._training.keeps_own:
-            raise CheckpointError(
-                f"the checkpoint is that of {saved}, and this is {self._place}: it holds what that replica alone has trained or not yet sent. "
-                "Resume with as many replicas as before, each from its own checkpoint; for another number begin anew from export()."
-            )
-        self._driver.load_state(tensors, facts)
-
-    @property
-    def _place(self) -> str:
-        return "" if isinstance(self.group, Membership) else f"{owner(self.group, self._site)} of {self.group.size}"
+        self._driver.load_state(tensors, checked(facts, self.group, self._site, self._training.keeps_own))
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
