@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
@@ -149,6 +150,29 @@ def test_a_method_with_its_own_loop_compares_frozen_parameters(frozen):
             method.attach(model, method.optimizer(model, lr=0.1), group)
 
     tw.run_threads(2, replica)
+
+
+@pytest.mark.leaves(
+    files=("pipe:", "socket:", "anon_inode:"), why="torch keeps the gloo device of a process's first mesh"
+)
+def test_a_sharded_replica_compares_its_part_of_frozen_parameters():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    bases = [DTensor.from_local(torch.full((2,), float(rank)), mesh) for rank in range(2)]
+
+    def replica(group):
+        model = nn.Linear(2, 1)
+        model.base = nn.Parameter(bases[group.rank], requires_grad=False)
+        with pytest.raises(tw.DisagreementError, match="replica 1 does not fit replica 0: frozen parameter base: "):
+            tw.Replica(tw.local_sgd(), model, torch.optim.SGD([model.weight, model.bias]), group)
+
+    try:
+        tw.run_threads(2, replica)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_replicas_with_different_tensor_orders_are_refused():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.membership.rendezvous import Membership
-from thinwire.pieces.partition import local
+from thinwire.pieces.partition import is_sharded, local
 from thinwire.runtime.handshake import agree_on_weights, digest
 
 
@@ -47,7 +47,7 @@ def frozen(model: nn.Module) -> dict[str, str]:
 
 def _held(parameter: Tensor) -> list[Tensor]:
     """As `_parts`; for a parameter that is made of several tensors, such as a quantised one, these."""
-    if not hasattr(parameter, "__tensor_flatten__"):
+    if is_sharded(parameter) or not hasattr(parameter, "__tensor_flatten__"):
         return _parts(parameter)
     return [part for name in parameter.__tensor_flatten__()[0] for part in _held(getattr(parameter, name))]
 
