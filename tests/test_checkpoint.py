@@ -11,6 +11,7 @@ from strategies import IN_SITES, METHODS
 
 import thinwire as tw
 from thinwire import checkpoint
+from thinwire.pieces.inner_optimizers import SAM, SGD, Muon
 from thinwire.testing.strategies import load, resumed_run, save, whole_run
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
@@ -155,6 +156,72 @@ def test_a_learning_rate_that_is_no_plain_number_is_saved_and_trains_on(tmp_path
     assert through[0] == resumed[0] and same_bits(through[1], resumed[1])
 
 
+class Decaying(torch.optim.AdamW):
+    """A user's own."""
+
+
+def of_two_groups(model):
+    first, *others = (p for p in model.parameters() if p.requires_grad)
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def several(model):
+    first, *others = (p for p in model.parameters() if p.requires_grad)
+    return [torch.optim.AdamW([first]), torch.optim.SGD(others, lr=0.01, momentum=0.9)]
+
+
+def muon(model):
+    return Muon().make(model, lr=0.01, weight_decay=0.1)
+
+
+def of(kind, **settings):
+    return lambda model: kind([p for p in model.parameters() if p.requires_grad], **settings)
+
+
+SAVED_AND_GIVEN = [
+    (of(torch.optim.SGD, momentum=0.9), adamw, "has the state of SGD, and AdamW was given"),
+    (sgd, adamw, "has the state of SGD, and AdamW was given"),
+    (adamw, sgd, "has the state of AdamW, and SGD was given"),
+    (of(torch.optim.RAdam), adamw, "has the state of RAdam, and AdamW was given"),
+    (muon, adamw, "has the state of Muon and AdamW, and AdamW was given"),
+    (adamw, lambda model: SAM(Muon()).make(model, 0.01, 0.1), "of AdamW, and Muon and AdamW was given"),
+    (several, adamw, "has the state of AdamW and SGD, and AdamW was given"),
+    (adamw, of_two_groups, "state of AdamW .* does not fit .*different number of parameter groups"),
+    (of_two_groups, of_two_groups, ""),
+    (several, several, ""),
+    (muon, muon, ""),
+    (muon, lambda model: SAM(Muon()).make(model, 0.01, 0.1), ""),
+    (adamw, of(Decaying), ""),
+    (of(Decaying), adamw, ""),
+    (of(torch.optim.AdamW, fused=True), of(torch.optim.AdamW, foreach=True), ""),
+    (lambda model: SGD(0.9).make(model, 0.01, 0.1), of(torch.optim.SGD, momentum=0.9), ""),
+]
+
+
+@pytest.mark.parametrize(("saved", "given", "refusal"), SAVED_AND_GIVEN)
+def test_a_checkpoint_of_another_inner_optimizer_is_refused_by_name(saved, given, refusal, tmp_path):
+    """The same one, a subclass of it and its variants load."""
+
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.local_sgd(every=2), model, saved(model), group) as one:
+            inner_step(model, one.optimizer, *batch(0, 0, 1))
+            folder = checkpoint.save(tmp_path, one, {})
+        model = toy()
+        fresh = weights(model)
+        other = tw.Replica(tw.local_sgd(every=2), model, given(model), group)
+        if refusal:
+            with pytest.raises(tw.CheckpointError, match=refusal):
+                checkpoint.load(checkpoint.read(folder), other)
+            assert same_bits(weights(model), fresh) and not other.optimizer.state
+        else:
+            checkpoint.load(checkpoint.read(folder), other)
+            assert other.step == 1 and other.optimizer.state
+        other.close()
+
+    tw.run_threads(1, replica)
+
+
 @pytest.mark.parametrize("parameters", [1, 6])
 def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path, parameters):
     """LBFGS keeps lists of tensors. With one parameter these have one value, as a learning rate has."""
@@ -230,6 +297,57 @@ def test_a_checkpoint_of_another_strategy_is_refused(other, message):
         second.close()
 
     tw.run_threads(1, replica)
+
+
+def of_two(strategy, folder):
+    """Trains two replicas, and saves each in its folder."""
+
+    def replica(group):
+        model = toy()
+        optimizer = strategy.inner.make(model, 0.01, 0.1) if strategy.inner else adamw(model)
+        with tw.Replica(strategy, model, optimizer, group) as one:
+            for step in range(1, 4):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+            checkpoint.save(folder / str(group.rank), one, {})
+        return weights(model)
+
+    return tw.run_threads(2, replica)
+
+
+@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.recipes.dgc()], ids=["own training", "feedback"])
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 1, 0]], ids=["fewer", "swapped", "more"])
+def test_a_checkpoint_of_another_replica_or_number_is_refused(strategy, ranks, tmp_path):
+    def replica(group):
+        model = toy()
+        saved = checkpoint.read(tmp_path / str(ranks[group.rank]) / "step-00000003")
+        other = tw.Replica(
+            strategy, model, strategy.inner.make(model, 0.01, 0.1) if strategy.inner else adamw(model), group
+        )
+        due = (
+            f"that of replica-{ranks[group.rank]} of 2, and this is replica-{group.rank} of {len(ranks)}: it holds what"
+        )
+        with pytest.raises(tw.CheckpointError, match=due):
+            checkpoint.load(saved, other)
+        other.close()
+
+    of_two(strategy, tmp_path)
+    tw.run_threads(len(ranks), replica)
+
+
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 1, 0]], ids=["fewer", "swapped", "more"])
+def test_where_replicas_keep_nothing_for_themselves_any_number_resumes(ranks, tmp_path):
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.data_parallel(), model, optimizer := adamw(model), group) as one:
+            checkpoint.load(checkpoint.read(tmp_path / str(ranks[group.rank]) / "step-00000003"), one)
+            resumed = weights(model)
+            inner_step(model, optimizer, *batch(0, group.rank, 4))
+        return resumed, weights(model), one.step
+
+    before, _ = of_two(tw.data_parallel(), tmp_path)
+    after = tw.run_threads(len(ranks), replica)
+    assert all(same_bits(resumed, before) and step == 4 for resumed, _, step in after)
+    assert all(same_bits(trained, after[0][1]) for _, trained, _ in after)
 
 
 def test_a_checkpoint_without_the_outer_state_of_the_strategy_is_refused():

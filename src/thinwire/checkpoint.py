@@ -307,7 +307,7 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
         replica: made with the same strategy and the same kind of model and optimizer as the saved one.
 
     Raises:
-        CheckpointError: it was made for another model or strategy.
+        CheckpointError: it was made for another model, inner optimizer or strategy.
     """
     manifest = checkpoint.manifest
     if manifest["strategy"] != repr(replica.strategy):
@@ -319,11 +319,12 @@ def load(checkpoint: Checkpoint, replica: Trained) -> None:
     differing = sorted(model.keys() ^ own.keys()) or [n for n in own if model[n].shape != own[n].shape]
     if differing:
         raise CheckpointError(f"{checkpoint.path} was made for another model: {', '.join(differing[:3])} do not fit.")
+    random = {name: inner.pop(name) for name in [*inner] if name.startswith("random")}
+    inner_state.restore(replica.optimizer, inner, manifest["groups"])
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(model[name])
-    _restore_random_states(replica.model, {n: inner.pop(n) for n in [*inner] if n.startswith("random")})
-    inner_state.restore(replica.optimizer, inner, manifest["groups"])
+    _restore_random_states(replica.model, random)
     replica.load_state(outer, manifest["facts"])
 
 

@@ -25,7 +25,7 @@ from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import exported
-from thinwire.runtime.stateful import owner, packed, unpacked
+from thinwire.runtime.stateful import checked, marked, owner, packed, unpacked
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -54,7 +54,7 @@ class Replica:
     - **The one rule**: every replica takes the same number of inner steps. Gradient accumulation, closures and schedulers work
       unchanged. To skip an update, call `step` with all gradients set to None.
 
-    Parameters: frozen ones are left alone. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
+    Parameters: frozen ones must be equal on all. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
     dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
 
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
@@ -81,7 +81,7 @@ class Replica:
     Raises:
         ModelError: the model has nothing to train, or the optimizer holds other parameters.
         ConfigurationError: the strategy does not work with this group or this optimizer, or the group has another Replica at work.
-        DisagreementError: replicas differ in code, strategy, model or number of steps.
+        DisagreementError: replicas differ in code, strategy, model, frozen parameters or number of steps.
         LinkError: a replica was lost, or a link was cut.
 
     >>> import thinwire as tw
@@ -196,12 +196,12 @@ class Replica:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer, with rounds in flight: tensors, and facts for JSON."""
-        return self._driver.state()
+        return marked(self._driver.state(), self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
-        fixed group all must call it. Raises `CheckpointError` (another model or strategy), `DisagreementError` (different anchors)."""
-        self._driver.load_state(tensors, facts)
+        fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
+        self._driver.load_state(tensors, checked(facts, self.group, self._site, self._training.keeps_own))
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""

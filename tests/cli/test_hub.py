@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hub_process import HubProcess
 
 from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
+from thinwire.comm.secure import join as meet
 from thinwire.lm.run import Run
 
 
@@ -125,6 +127,41 @@ def test_a_run_file_that_members_would_refuse_is_refused_by_the_hub(
     assert says in capsys.readouterr().err and not (tmp_path / "hub").exists()
 
 
+@pytest.mark.parametrize("content", ["", "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"])
+def test_a_damaged_authority_is_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    """Of a hub that starts, and of one that invites or whose authority is replaced."""
+    Hub(tmp_path).close()
+    for name, due in (("authority.pem", "begin a new hub in another --out"), ("authority.key", "holds no private key")):
+        (tmp_path / name).write_text(content)
+        for verb in ("run", "invite", "rotate"):
+            assert main(["hub", verb, "--out", str(tmp_path)]) == 2
+            told = " ".join(capsys.readouterr().err.split())
+            assert f"{tmp_path / name} is empty or damaged: " in told and due in told
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("authority.pem", "the hub has admitted oslo thinwire join: the hub keeps no run file"),  # it is shown again
+        ("key.pem", "oslo/key.pem is empty or damaged: it holds no private key"),
+        ("authority.sha256", "keys/oslo holds the key of oslo at another hub"),
+    ],
+)
+def test_a_join_with_a_damaged_file_of_its_keys_names_it_or_makes_it_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, says: str, content: bytes
+) -> None:
+    with Hub(tmp_path / "hub") as hub:
+        token = str(hub.invite())
+        admit(token, "oslo", tmp_path / "keys")
+        (tmp_path / "keys/oslo" / file).write_bytes(content)
+        assert main(["join", token, "--name", "oslo", "--keys", str(tmp_path / "keys")]) == 2
+    told = capfd.readouterr()
+    assert says in " ".join((told.out + told.err).split())
+
+
 def test_join_takes_its_token_from_a_file_or_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,3 +228,24 @@ def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
     assert told == (" --name oslo --keys .thinwire --listen 0.0.0.0:29540", "join TOKEN run.toml")
     spaced = join.Options("TOKEN", Path("my run.toml"), "oslo", keys=Path("my keys"))
     assert join.repeated(spaced) == (" --name oslo --keys 'my keys'", "join TOKEN 'my run.toml'")
+
+
+def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_leaves_no_log_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
+    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, carrier="secure").absolute()
+    run.save(tmp_path / "run.toml")
+    (tmp_path / "oslo/events").mkdir(parents=True)
+    run.save(tmp_path / "oslo/run.toml")
+    (tmp_path / "oslo/events/replica-1.jsonl").touch()
+    given = [str(tmp_path / "run.toml"), "--resume", "--out", str(tmp_path / "oslo"), "--keys", str(tmp_path / "keys")]
+    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as threads:
+        token = str(hub.invite(uses=2))
+        other = threads.submit(meet, token, "oslo", 2, tmp_path / "keys")
+        assert main(["join", token, "--name", "bergen", *given]) == 2
+        other.result().close()
+    told = " ".join(capsys.readouterr().err.split())
+    assert "oslo is the folder of replica-1, and bergen is replica-0 of bergen, oslo; give the --out" in told
+    assert [path.name for path in (tmp_path / "oslo").rglob("*.jsonl")] == ["replica-1.jsonl"]

@@ -154,6 +154,19 @@ def test_replicas_with_different_weighting_are_refused() -> None:
     assert isinstance(told, DisagreementError) and "weights: by tokens there, alike at 'a'" in str(told)
 
 
+def test_replicas_with_different_frozen_parameters_are_refused() -> None:
+    cluster = SimulatedCluster()
+
+    def run(name: str) -> Any:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(False).fill_(name == "b")
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        tw.Replica(tw.diloco(every=4), model, optimizer, cluster.membership(name)).close()
+
+    told = cluster.play({name: run for name in "abc"})["b"]
+    assert isinstance(told, DisagreementError) and "frozen parameters: 1 tensors, digest " in str(told)
+
+
 def test_the_last_deltas_are_averaged_without_momentum() -> None:
     """As in a fixed group, a whole outer step for a delta of less than a period would overshoot."""
     anchor, delta, outer = torch.zeros(4), torch.ones(4), tw.pieces.outer.Nesterov(lr=0.5, momentum=0.8)

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
@@ -94,6 +95,84 @@ def test_replicas_with_different_precisions_or_frozen_layers_are_refused():
 
     assert "torch.bfloat16" in disagree(half, 2)[0]
     assert "head.bias: absent there" in disagree(frozen, 2)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [tw.local_sgd(), tw.data_parallel(), tw.recipes.d_psgd(every=2)], ids=["", "g", "n"]
+)
+def test_replicas_with_different_values_of_frozen_parameters_are_refused_by_name(dtype, strategy):
+    """They never travel, so replicas would train different models."""
+
+    def one(group):
+        model = toy()
+        model.base = nn.Parameter(torch.full((2, 1), group.rank == 1, dtype=dtype), requires_grad=False)
+        return model, sgd(model), strategy, group
+
+    told = disagree(one)
+    assert len(set(told)) == 1
+    assert told[0].startswith(f"replica 1 does not fit replica 0: frozen parameter base: (2, 1) {dtype}, digest ")
+
+
+class Quantised(torch.Tensor):
+    """A tensor of two tensors, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, codes, scales):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scales):
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function is torch.ops.aten.detach.default, "its values are not to be read"
+        return cls(args[0].codes, args[0].scales)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        lambda rank: torch.full((2,), float(rank)),
+        lambda rank: torch.full((2,), 1.0 + rank).to_sparse(),
+        lambda rank: Quantised(torch.ones(2, dtype=torch.int8), torch.tensor(1.0 + rank)),
+    ],
+    ids=["dense", "sparse", "quantised"],
+)
+def test_a_method_with_its_own_loop_compares_frozen_parameters(frozen):
+    def replica(group):
+        model, method = nn.Linear(2, 1), tw.methods.scaffold(every=2)
+        model.base = nn.Parameter(frozen(group.rank), requires_grad=False)
+        with pytest.raises(tw.DisagreementError, match="replica 1 does not fit replica 0: frozen parameter base: "):
+            method.attach(model, method.optimizer(model, lr=0.1), group)
+
+    tw.run_threads(2, replica)
+
+
+@pytest.mark.leaves(
+    files=("pipe:", "socket:", "anon_inode:"), why="torch keeps the gloo device of a process's first mesh"
+)
+def test_a_sharded_replica_compares_its_part_of_frozen_parameters():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    bases = [DTensor.from_local(torch.full((2,), float(rank)), mesh) for rank in range(2)]
+
+    def replica(group):
+        model = nn.Linear(2, 1)
+        model.base = nn.Parameter(bases[group.rank], requires_grad=False)
+        with pytest.raises(tw.DisagreementError, match="replica 1 does not fit replica 0: frozen parameter base: "):
+            tw.Replica(tw.local_sgd(), model, torch.optim.SGD([model.weight, model.bias]), group)
+
+    try:
+        tw.run_threads(2, replica)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_replicas_with_different_tensor_orders_are_refused():

@@ -12,12 +12,13 @@ import pytest
 import torch
 from elastic_runs import NAMES, living, played
 
+from thinwire.cli import main
 from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
 from thinwire.jobs.base import Share
 from thinwire.lm import launch, membership, supervisor, trainer
-from thinwire.lm.job import check
+from thinwire.lm.job import check, check_and_weigh
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.membership import AdaptiveTimeouts, MemberSpec, RetryReporter, join
 from thinwire.lm.place import ElasticPlace
@@ -139,6 +140,19 @@ def test_a_resume_with_another_text_names_both_sizes(cluster: SimulatedCluster, 
     ended = cluster.play({name: one for name in NAMES})
     errors = [str(error) for error in ended.values() if isinstance(error, CheckpointError)]
     assert errors and all(f"other data: {began:,} samples in an epoch there, " in error for error in errors)
+
+
+def test_a_resume_with_another_text_is_refused_before_the_folder_changes(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    played(cluster, run.changed(steps=6).absolute(), folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    (text := tmp_path / "other.txt").write_text("another text of other length\n" * 300)
+    assert main(["train", "--resume", "--out", str(folder), "--steps", "24", "--text", str(text)]) == 2
+    assert "was begun with other data: 4,811 samples in an epoch there, 516 given" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    check_and_weigh(Run.load(folder / "run.toml"), folder, goes_on=True)  # its own text
 
 
 def test_replicas_with_separate_texts_have_no_data_ledger(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:

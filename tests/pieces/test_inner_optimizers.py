@@ -145,7 +145,26 @@ def test_a_failed_backward_restores_the_weights_and_forbids_the_step() -> None:
     with pytest.raises(ZeroDivisionError), optimizer.perturbed():
         assert not torch.equal(model.x, before)
         raise ZeroDivisionError
+    optimizer.step()  # without gradients it skips the update
     assert torch.equal(model.x, before)
+    with pytest.raises(ZeroDivisionError), optimizer.perturbed():
+        model().backward()
+        raise ZeroDivisionError
+    with pytest.raises(ModelError, match="no backward inside perturbed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("inner", [SGD(0.9), Muon()], ids=str)
+def test_a_step_with_no_gradient_skips_the_update(inner) -> None:
+    """After a NaN, say, without `perturbed`. With a gradient of which that was not asked the step is still refused."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = SAM(inner).make(model, LR, 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.full((1, 2), torch.nan)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before)) and not optimizer.state_dict()["state"]
+    model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ModelError, match="no backward inside perturbed"):
         optimizer.step()
 

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.publish:
         run = run.changed(publish=True)
     with waiting(console, "looking at data and model"):
-        model, run, weights = check_and_weigh(run, folder if asked.resume else None)
+        model, run, weights = check_and_weigh(run, folder if asked.resume else None, asked.resume)
         doctor.ready(run, model, 1, folder, console)
         del model
     if weights:
@@ -132,6 +132,14 @@ def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
 
 
 def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: Console, stop: launch.Stop) -> None:
+    """Raises `ConfigurationError` if the folder belongs to another replica."""
+    held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
+    if held and f"replica-{group.rank}" not in held:
+        group.close()
+        raise ConfigurationError(
+            f"{folder} is the folder of {', '.join(held)}, and {asked.name} is replica-{group.rank} of {', '.join(group.names)}; give the "
+            "--out and the --name of one replica, and have the same names meet as before."
+        )
     with group, Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
         progress.pass_over()
         look = outages(group, asked.name, progress.say)

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
     chosen: list[str] = []
     with waiting(console, "looking at data and model"):
-        model, run, weights = check_and_weigh(run, asked.out if asked.resume else None)
+        model, run, weights = check_and_weigh(run, asked.out if asked.resume else None, not asked.from_start)
         doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         # one process decides, and writes the file that all replicas read
         if not (asked.resume or asked.joining or place):

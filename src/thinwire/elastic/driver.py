@@ -42,6 +42,7 @@ from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.handshake import check_start, digest, introduction
+from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.recovery import start_again
 from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.strategy import Strategy
@@ -332,7 +333,7 @@ def elastic_driver(
     training.fragments += [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
     check_start(fragments, [fragment.anchor for fragment in training.fragments])
     weights = "by tokens" if counts_tokens(training) else "alike"
-    membership.require(introduction(strategy, fragments) | {"weights": weights})
+    membership.require(introduction(strategy, fragments, frozen(training.model)) | {"weights": weights})
     return ElasticDriver(training, membership)
 
 

@@ -121,6 +121,10 @@ class Job(Protocol):
     unit: str  # the unit of the data: tokens, samples, batches
 
     @property
+    def samples(self) -> int | None:
+        """In an epoch; None if the job reads its data independently."""
+
+    @property
     def facts(self) -> Mapping[str, object]:
         """The facts that must be equal on all replicas, beside the settings of the run."""
 

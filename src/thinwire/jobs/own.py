@@ -85,6 +85,8 @@ MOST_TOKENS = 1e12  # most tokens of a micro-batch
 class OwnJob(Job):
     """The job of a file, for one replica; `batches(share)` yields its samples."""
 
+    samples: int | None = None  # known after `try_out`
+
     def __init__(self, job: str, seed: int, batch: int = 1, eval_batches: int = 1, most: int | None = None) -> None:
         path, self._digest = taken_apart(job)
         self._path, self._seed, self._eval_batches = path.absolute(), seed, eval_batches
@@ -115,7 +117,7 @@ class OwnJob(Job):
         share = replace(share, reader=share.reading)
         self.begin(share)
         self.loss(model, 0, torch.device("cpu"))
-        self.packs = share.reading.packed
+        self.packs, self.samples = share.reading.packed, share.reading.samples
         return model
 
     def make_model(self) -> nn.Module:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
 
+from thinwire import checkpoint
+from thinwire.data_ledger.layout import decoded
 from thinwire.decoupled.method import Decoupled
-from thinwire.errors import ConfigurationError
+from thinwire.errors import CheckpointError, ConfigurationError, DataError
 from thinwire.jobs.base import Job
 from thinwire.jobs.own import OwnJob
 from thinwire.lm.loops import check_method
@@ -37,9 +40,9 @@ def check(run: Run, folder: Path | None = None) -> nn.Module:
     return check_and_weigh(run, folder)[0]
 
 
-def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Run, str]:
-    """Like `check`. Also returns `run` with deltas weighed by their tokens, if replicas have unequal micro-batches or the job packs documents,
-    and no other weights are set, and a line about that, or "".
+def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False) -> tuple[nn.Module, Run, str]:
+    """Like `check`; if the run in `folder` `goes_on`, its data are compared, too. Also returns `run` with deltas weighed by their tokens, if
+    replicas have unequal micro-batches or the job packs documents, and no other weights are set, and a line about that, or "".
     """
     each = dict.fromkeys(run.of_replica(rank) for rank in range(run.placement.replicas))
     if run.model.models:
@@ -52,11 +55,27 @@ def check_and_weigh(run: Run, folder: Path | None = None) -> tuple[nn.Module, Ru
             )
     jobs = [open_job(one, folder) for one in each]
     models = [_check(one, job) for one, job in zip(each, jobs, strict=True)]
+    if goes_on and folder and run.placement.elastic and not run.data.own_text:
+        _check_data(folder, jobs[0])
     largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()))
     packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
     if run.data.batches:
         return largest, *_weighed(run, "micro-batches differ")
     return largest, *(_weighed(run, "the job packs documents") if packs else (run, ""))
+
+
+def _check_data(folder: Path, job: Job) -> None:
+    """Raise `ConfigurationError` if the data of the elastic run in `folder`, which its members divide among them, had another size."""
+    for path in (path for own in folder.glob("checkpoints/*") for path in reversed(checkpoint.found_in(own))):
+        with suppress(CheckpointError, DataError):
+            saved = checkpoint.read(path, hashes=False).manifest["facts"].get("agreed", {}).get("ledger")
+            there = decoded(bytes.fromhex(saved)).samples if saved else None
+            if None not in (there, job.samples) and there != job.samples:
+                raise ConfigurationError(
+                    f"{folder} was begun with other data: {there:,} samples in an epoch there, {job.samples:,} given. Resume with the run's "
+                    "own, or start a new run in another --out."
+                )
+            return
 
 
 def _weighed(run: Run, why: str) -> tuple[Run, str]:

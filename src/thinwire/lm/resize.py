@@ -138,7 +138,7 @@ def _make(
         donor = rank % len(found)
         manifest, facts = dict(found[donor].manifest), dict(found[donor].manifest["facts"])
         since = [DROPPED if str(index) in facts["flights"] else value for index, value in enumerate(facts["since"])]
-        manifest["facts"] = facts | {"flights": {}, "since": since}
+        manifest["facts"] = facts | {"flights": {}, "since": since, "replica": f"replica-{rank} of {new}"}
         model, inner = (load_file(found[donor].path / f"{name}.safetensors") for name in ("model", "inner"))
         state = {name: value for name, value in outer[donor].items() if name.split(".", 1)[1] != "delta"}
         notes = manifest["notes"]

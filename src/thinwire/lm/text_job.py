@@ -32,6 +32,10 @@ class TextJob:
         self.begin(Share(run.seed, 0, 1))
 
     @property
+    def samples(self) -> int | None:
+        return self._reader.samples
+
+    @property
     def facts(self) -> Mapping[str, object]:
         return {"tokenizer": self.corpus.tokenizer.fingerprint}
 

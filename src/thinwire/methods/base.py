@@ -25,6 +25,7 @@ from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
 from thinwire.runtime.handshake import compare_settings, digest
+from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.module_state import exported
 from thinwire.types import Observer
 
@@ -249,11 +250,8 @@ class Attached(Participant):
     def introduce(self, facts: Mapping[str, Any]) -> None:
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""
         tensors = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in trainable(self.model)}
-        common = {"strategy": repr(self.strategy)}
-        compare_settings(
-            self.group,
-            common | {f"model, {name}": text for name, text in tensors.items()} | digests(self.strategy) | dict(facts),
-        )
+        common = {"strategy": repr(self.strategy)} | {f"model, {name}": text for name, text in tensors.items()}
+        compare_settings(self.group, common | digests(self.strategy) | frozen(self.model) | dict(facts))
 
     def same_weights(self) -> None:
         """Compare weights by 16 bytes from each replica; if they differ, all replicas raise `DisagreementError`."""

@@ -335,7 +335,7 @@ class SharpnessAware(Both):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step with a closure that sets all gradients to zero and computes the loss and the gradients. Raises `ModelError` without a closure,
-        unless the gradients are those of `perturbed`.
+        unless the gradients are those of `perturbed`, or all are None: that skips an update.
         """
         loss = None
         if closure is not None:
@@ -343,7 +343,7 @@ class SharpnessAware(Both):
                 loss = closure()
                 with self.perturbed():
                     closure()
-        elif not self._ready:
+        elif not self._ready and any(p.grad is not None for group in self.param_groups for p in group["params"]):
             raise ModelError(
                 "step() of SAM without a closure, and no backward inside perturbed(): it would step along the gradient at the weights "
                 "themselves. Call step(closure), or backward once more within `with optimizer.perturbed():`."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -19,8 +19,8 @@ def saved(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str
     """Tensors by "parameter.key", and the rest, which JSON can hold. A setting that is a tensor of one value, or a number of numpy's, becomes
     a plain number. Raises `CheckpointError` for what is neither tensor, number nor text.
     """
-    names = " and ".join(type(part).__name__ for part in getattr(optimizer, "parts", [optimizer]))
-    state_dict = optimizer.state_dict()
+    classes = _classes(optimizer)
+    names, state_dict = _names(classes), optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for index, state in state_dict["state"].items():
@@ -33,11 +33,30 @@ def saved(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str
         {key: _plain(value, _number, f"the setting {key!r} of {names}") for key, value in group.items()}
         for group in state_dict["param_groups"]
     ]
-    return tensors, {"param_groups": groups, "state": rest}
+    return tensors, {"param_groups": groups, "state": rest, "classes": classes}
 
 
 def restore(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Restore `saved`. Numbers get the type that the optimizer has for them: its tensor of one value stays a tensor."""
+    """Restore `saved`. Numbers get the type that the optimizer has for them: its tensor of one value stays a tensor.
+
+    Raises `CheckpointError`, and changes nothing, if an optimizer of an unrelated class was saved, or one with other parameter groups.
+    """
+    classes, own = rest.get("classes"), _classes(optimizer)
+    if classes and not (len(classes) == len(own) and all(set(one) & set(other) for one, other in zip(classes, own))):
+        raise CheckpointError(
+            f"the checkpoint has the state of {_names(classes)}, and {_names(own)} was given as inner optimizer; resume with the one that was "
+            "saved."
+        )
+    try:
+        _restore(optimizer, tensors, rest)
+    except (IndexError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of {_names(own)} in the checkpoint does not fit the given one ({type(error).__name__}: {error}); resume with the inner "
+            "optimizer and the parameter groups that were saved."
+        ) from error
+
+
+def _restore(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for name, value in (*tensors.items(), *rest["state"].items()):
@@ -48,6 +67,18 @@ def restore(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], res
         for group, now in zip(rest["param_groups"], chain(optimizer.param_groups, repeat({})))
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _classes(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The class of each optimizer in it, with those of which it is a subclass."""
+    if parts := getattr(optimizer, "parts", ()):
+        return [classes for part in parts for classes in _classes(part)]
+    beyond = torch.optim.Optimizer.__mro__
+    return [[one.__name__ for one in type(optimizer).__mro__ if one not in beyond]]
+
+
+def _names(classes: Sequence[Sequence[str]]) -> str:
+    return " and ".join(own[0] for own in classes)
 
 
 def _plain(value: object, default: Callable[[object], object] | None, what: str) -> Any:

@@ -22,7 +22,7 @@ from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
 from thinwire.runtime.saved_state import restore, saved
-from thinwire.strategy import Strategy
+from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
 
@@ -109,6 +109,12 @@ class Training:
     def weights(self) -> list[Tensor]:
         """This rank's part of each trained parameter, in the order of the fragments."""
         return [part for fragment in self.fragments for part in fragment.parts()]
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether this replica holds what no other does: its training since the last rounds, or what it has not sent."""
+        kept = (state for one in self.fragments for state in (one.feedback, one.exchange, one.aggregate, *one.filtered))
+        return not isinstance(self.strategy.signal, Gradients) or any(kept)
 
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the anchors."""

@@ -10,6 +10,7 @@ from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
 from thinwire.runtime.fragment_state import RoundUpdate, hold
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
+from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.weighing import check_weighing
 
@@ -25,7 +26,8 @@ class Flights:
         if training.tokens is not None:
             check_weighing(training.strategy)
         self.training, self.group = training, group
-        introduce(group, training.strategy, fragments, {} if training.tokens is None else {"weights": "by tokens"})
+        weights = {} if training.tokens is None else {"weights": "by tokens"}
+        introduce(group, training.strategy, fragments, weights | frozen(training.model))
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.buffers = self.pipeline.context.buffers
         training.fragments += [

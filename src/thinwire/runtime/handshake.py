@@ -44,13 +44,20 @@ def introduce(
     )
 
 
-def introduction(strategy: Strategy, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """The strategy and a digest of the model, as facts of a `Membership`, which compares the rest."""
+def introduction(
+    strategy: Strategy, fragments: Sequence[Fragment], frozen: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """The strategy and digests of the model and of its `frozen` parameters, as facts of a `Membership`, which compares the rest."""
     tensors = _tensors(fragments)
-    told = hashlib.blake2b(json.dumps(tensors).encode(), digest_size=8).hexdigest()
     numel = sum(fragment.numel for fragment in fragments)
-    model = f"{len(tensors)} tensors, {numel:,} parameters, digest {told}"
-    return {"strategy": repr(strategy), "model": model} | digests(strategy)
+    facts = {"model": f"{len(tensors)} tensors, {numel:,} parameters, digest {_digest_of(tensors)}"}
+    if frozen:
+        facts["frozen parameters"] = f"{len(frozen)} tensors, digest {_digest_of(frozen)}"
+    return {"strategy": repr(strategy)} | facts | digests(strategy)
+
+
+def _digest_of(facts: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(dict(facts)).encode(), digest_size=8).hexdigest()
 
 
 def _tensors(fragments: Sequence[Fragment]) -> dict[str, str]:

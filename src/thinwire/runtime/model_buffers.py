@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.membership.rendezvous import Membership
-from thinwire.pieces.partition import local
+from thinwire.pieces.partition import is_sharded, local
 from thinwire.runtime.handshake import agree_on_weights, digest
 
 
@@ -33,6 +33,23 @@ def _parts(buffer: Tensor) -> list[Tensor]:
     if buffer.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [buffer.crow_indices(), buffer.col_indices(), buffer.values()]
     return [buffer.ccol_indices(), buffer.row_indices(), buffer.values()]
+
+
+def frozen(model: nn.Module) -> dict[str, str]:
+    """The shape and a digest of each parameter of `model` that is not trained, by name. None is ever sent, so replicas compare these."""
+    named = [
+        (name.replace("_orig_mod.", ""), p.detach()) for name, p in model.named_parameters() if not p.requires_grad
+    ]
+    return {
+        f"frozen parameter {name}": f"{tuple(p.shape)} {p.dtype}, digest {digest(_held(p)).hex()}" for name, p in named
+    }
+
+
+def _held(parameter: Tensor) -> list[Tensor]:
+    """As `_parts`; for a parameter that is made of several tensors, such as a quantised one, these."""
+    if is_sharded(parameter) or not hasattr(parameter, "__tensor_flatten__"):
+        return _parts(parameter)
+    return [part for name in parameter.__tensor_flatten__()[0] for part in _held(getattr(parameter, name))]
 
 
 def average(model: nn.Module, group: Group) -> None:

@@ -32,6 +32,33 @@ def owner(group: Group | Membership, site: Group | None) -> str:
     return f"{name}.shard-{site.rank}" if site else name
 
 
+def marked(
+    state: tuple[dict[str, Tensor], dict[str, Any]], group: Group | Membership, site: Group | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The `state` of a replica of a fixed group with its owner and their number, for `checked`."""
+    tensors, facts = state
+    return tensors, facts if isinstance(group, Membership) else facts | {"replica": _place(group, site)}
+
+
+def checked(
+    facts: Mapping[str, Any], group: Group | Membership, site: Group | None, keeps_own: bool
+) -> Mapping[str, Any]:
+    """The `facts` of a state. Raises `CheckpointError` if it is that of another replica, or of another number, and a replica `keeps_own`."""
+    if isinstance(group, Membership) or not keeps_own:
+        return facts
+    here = _place(group, site)
+    if (saved := facts.get("replica", here)) != here:
+        raise CheckpointError(
+            f"the checkpoint is that of {saved}, and this is {here}: it holds what that replica alone has trained or not yet sent. Resume with "
+            "as many replicas as before, each from its own checkpoint; for another number begin anew from export()."
+        )
+    return facts
+
+
+def _place(group: Group, site: Group | None) -> str:
+    return f"{owner(group, site)} of {group.size}"
+
+
 def packed(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, Any]:
     """The `state` of the replica `owner`."""
     tensors, facts = state

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from thinwire.comm.secure.keys import (
     check_name,
     fingerprint,
     new_key,
+    private,
     private_folder,
     request,
     write_private,
@@ -67,7 +69,7 @@ class Enrolment:
         folder: keeps the key.
 
     Raises:
-        ConfigurationError: `name` is no valid name, or the folder holds the key for another hub.
+        ConfigurationError: `name` is no valid name, or the folder holds the key for another hub, or a damaged one.
     """
 
     def __init__(self, token: Token, name: str, folder: Path) -> None:
@@ -76,12 +78,13 @@ class Enrolment:
         pinned, key = own / "authority.sha256", own / "key.pem"
         if not key.exists():
             write_private(key, new_key())
-        if pinned.exists() and token.authority.hex() not in pinned.read_text().split():
+        if pinned.exists() and token.authority.hex().encode() not in pinned.read_bytes().split():
             raise ConfigurationError(
                 f"{own} holds the key of {self.name} at another hub; choose another folder, or remove it if that hub is gone. "
                 f"If the hub's authority was replaced while this machine was away, remove {own}/authority.* alone."
             )
         self._key, self._kept, self._pins = key.read_bytes(), own / "authority.pem", pinned
+        private(self._key, key)
         self._admitted: Admitted | None = None
 
     async def admitted(self) -> Admitted:
@@ -190,11 +193,11 @@ class Enrolment:
         return Admitted(own, told, elastic, time.time() + lifetime, time.time() + lifetime / 2)
 
     async def _authority(self) -> bytes:
-        """The authority's certificate as PEM: the stored one, or the hub's, if it has the token's fingerprint."""
-        try:
-            return self._kept.read_bytes()
-        except FileNotFoundError:
-            pass
+        """The authority's certificate as PEM: the stored one, or if it is missing or damaged the hub's, if it has the token's fingerprint."""
+        with suppress(FileNotFoundError, ValueError):
+            kept = self._kept.read_bytes()
+            x509.load_pem_x509_certificates(kept)
+            return kept
         pem = await _shown(self.token.host, self.token.join_port)
         if not _pinned(pem, self.token.authority):
             raise Refused(

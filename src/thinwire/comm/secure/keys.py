@@ -57,16 +57,14 @@ def new_key() -> bytes:
     )
 
 
-def private(key: bytes) -> ec.EllipticCurvePrivateKey:
-    """The private key in a PEM. Raises `ConfigurationError`."""
+def private(key: bytes, file: object = "a file") -> ec.EllipticCurvePrivateKey:
+    """The private key in a PEM, the content of `file`. Raises `ConfigurationError`."""
     try:
         found = serialization.load_pem_private_key(key, None)
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"a file that should hold a private key cannot be read ({error}); restore it."
-        ) from None
+    except (ValueError, TypeError):
+        raise ConfigurationError(f"{file} is empty or damaged: it holds no private key; restore it.") from None
     if not isinstance(found, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError("a file holds a private key of another kind than P-256; restore the original file.")
+        raise ConfigurationError(f"{file} holds a private key of another kind than P-256; restore the original file.")
     return found
 
 
@@ -131,9 +129,15 @@ class Authority:
             made = new_key()
             write_private(key, made)
             write_private(certificate, _authority_certificate(private(made)))
-        self._key = private(key.read_bytes())
+        self._key = private(key.read_bytes(), key)
         self.pem = certificate.read_bytes()
-        self.certificate = x509.load_pem_x509_certificate(self.pem)
+        try:
+            self.certificate = x509.load_pem_x509_certificate(self.pem)
+        except ValueError:
+            raise ConfigurationError(
+                f"{certificate} is empty or damaged: the certificate of the hub's authority is needed, by which members know the hub. Restore "
+                "it from a copy, or begin a new hub in another --out, for which all members need new tokens."
+            ) from None
         self.fingerprint = fingerprint(self.certificate)
 
     def issue(self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta) -> bytes:
