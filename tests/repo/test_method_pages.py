@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 import shlex
 
@@ -116,6 +117,23 @@ def test_summaries_are_short_and_complete():
     for name in NAMED:
         said = recipes.summary(name)
         assert 10 < len(said) < 120 and said.count("(") == said.count(")") and "arXiv" not in said, said
+
+
+IN_WORDS = {"l_greco", "choco", "moshpit"}  # they say what a codec or a group decides
+STAGES = {"one_bit_adam"}  # its first formula is of the first rounds
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - IN_WORDS - STAGES))
+def test_the_formula_of_bytes_in_a_docstring_gives_the_bytes(name):
+    """For two replicas and one matrix, within a percent: the headers of further messages are not in it."""
+    said = re.sub(r"\s+", " ", RECIPES[name].__doc__)
+    formula = re.search(r"\*Wire\*: (.+?) bytes", said)[1].replace(" and ", " + ")
+    formula = re.sub(r"log₂ ([\w.]+)", r"log2(\1)", formula.replace("·", "*").replace("−", "-"))
+    bits = re.search(r"\bb = ([\d+/. ]*\d)", said)
+    numbers = {"M": 2, "N": 10**6, "P": 0, "n": 1000, "m": 1000, "r": 4, "Q": 4, "log2": math.log2}
+    settings = {one.name: one.default for one in inspect.signature(RECIPES[name]).parameters.values()}
+    told = eval(formula, settings | numbers | ({"b": eval(bits[1])} if bits else {}))
+    assert told == pytest.approx(RECIPES[name]().nbytes_per_period([((1000, 1000),)], 2), rel=0.01), formula
 
 
 # ---- what is filled in
