@@ -147,6 +147,8 @@ def test_the_table_of_bytes_is_that_of_the_strategies():
     assert lines[3].startswith(f"| `outer_dgc`, round 0 | {first:,} in 30 steps | ")
     assert any(re.match(r"\| `qsr` \| [\d,]+ in 4 steps \| ≤ 8 \|", line) for line in lines)
     assert "| `just_one_byte` | 52 in a step | 0.000844 | 0 |" in lines and lines[-1].startswith("*Predicted")
+    bounds = recipes.wire(["plexus", "codistill", "decoupled_diloco"])
+    assert bounds.count(" ≤ ") == 2 and re.search(r"\| `decoupled_diloco` \| .* \| 16 \|", bounds)
 
 
 def test_the_table_of_measurements_marks_old_and_missing_rows(tmp_path):
