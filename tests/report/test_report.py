@@ -85,6 +85,15 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
     assert "They differ: " in text
 
 
+def test_a_fragment_s_bytes_are_those_of_a_replica_to_all_others_in_a_round(make_run: Make, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replicas=3, steps=60)
+    text = own_text(write_report([run], tmp_path / "page.html").read_text())
+    table = text[text.index('id="section-fragments"') :]
+    of = RunRecord.load(run).replicas[0]
+    assert ">sent a round</th>" in table and ">a packet</th>" not in table
+    assert text_of_nbytes(of.sent[0] / of.departed[0]) in table[: table.index("</table>")]
+
+
 def test_bytes_that_no_departure_tells_of_are_named_beside_the_charts_without_them(
     make_run: Make, tmp_path: Path
 ) -> None:

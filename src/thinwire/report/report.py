@@ -265,7 +265,7 @@ def _fragments(record: RunRecord, several: bool) -> str:
         )
         cells = "".join(f'<td class="n">{value}</td>' for value in values)
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
-    head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "a packet", "in the air", "stalled"]
+    head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "sent a round", "in the air", "stalled"]
     return _run_title(record, several) + table(head, rows, 7)
 
 
