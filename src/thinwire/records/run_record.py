@@ -367,11 +367,12 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
 
 
 def provenance_of(start: Mapping[str, Any]) -> str:
-    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate, otherwise "measured"."""
+    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate or replicas wait as slow machines
+    would, otherwise "measured"."""
     if start.get("carrier") == "virtual time":
         return "simulated"
-    link = start["link"]
-    return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
+    link, run = (start[name] if isinstance(start[name], dict) else {} for name in ("link", "run"))
+    return "emulated" if math.isfinite(number(link.get("bits_per_second"))) or run.get("slow") else "measured"
 
 
 def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:

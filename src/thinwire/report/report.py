@@ -26,7 +26,7 @@ NOTES = 200
 
 MEANINGS = {
     "measured": "real processes on a real link",
-    "emulated": "real processes on a shaped link",
+    "emulated": "real processes on a shaped link, or slowed down",
     "simulated": "virtual time",
     "predicted": "closed form",
 }
