@@ -99,8 +99,17 @@ class Messages:
 
 
 def nbytes_of_each(exchange: Exchange, codec: Codec, numel: int, there: Flags) -> Integers:
-    """Bytes that each replica sends in a round of those that are `there`, int64 [M]: the most of all, but for exchanges in which replicas
-    have unlike parts.
+    """Bytes that each of M replicas sends in a round. In most exchanges all count what the one sends that sends most; in `Star` and
+    `Hierarchy` each counts its own.
+
+    Args:
+        exchange: how packets become their mean.
+        codec: the codec of the packets.
+        numel: number of elements.
+        there: which replicas take part, bool [M].
+
+    Returns:
+        Bytes, int64 [M]; 0 for a replica that takes no part.
 
     >>> from thinwire.codecs import Identity
     >>> nbytes_of_each(Star(1), Identity(), 1000, np.array([True, True, True])).tolist()
