@@ -27,7 +27,7 @@ from thinwire.decoupled.pairs import AcceleratedPairs, Pairs
 from thinwire.decoupled.sampled import Plexus
 from thinwire.decoupled.sites import Halos
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.methods import CODISTILL, METHODS, Averaged, ControlVariates, Flasc, Method
+from thinwire.methods import CODISTILL, METHODS, Averaged, Codistill, ControlVariates, Flasc, Method
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.policy import Deciding
 from thinwire.pieces.schedule import Adaptive
@@ -93,9 +93,10 @@ def sent(name: str) -> Iterator[tuple[str, int, int]]:
 
 
 def bits(name: str, nbytes: int, every: int) -> str:
-    """A parameter and step; with ≤ where learning rate or data may ask for less."""
+    """A parameter and step; with ≤ where learning rate, data or the drawn replicas may ask for less."""
     made = NAMED[name]()
     less = isinstance(made, Strategy) and (isinstance(made.schedule, Adaptive) or isinstance(made.policy, Deciding))
+    less = less or isinstance(made, Codistill | Plexus)
     share = 8 * nbytes / sum(fragment.numel for fragment in fragments(name)) / every
     return ("≤ " if less else "") + f"{share:.3g}"
 
@@ -204,8 +205,8 @@ def kept(name: str) -> float:
         return 16 if isinstance(made.rule, Averaged) else 12
     if isinstance(made, Flasc):  # of the hub: s, p and Adam's moments
         return 16
-    if isinstance(made, Decoupled | Halos):  # beside the syncer: anchor, outer state, residual and what is in the air
-        return 12 + 4 * len(made.outer.init(torch.zeros(1)))
+    if isinstance(made, Decoupled | Halos):  # beside the syncer: anchor, residual, outer state; and what is in the air
+        return 16 + 4 * sum(value.numel() == 2 for value in made.outer.init(torch.zeros(2)).values())
     if isinstance(made, Pairs):  # x at the last event, and its momentum
         return 8 if isinstance(made, AcceleratedPairs) else 4
     if isinstance(made, Plexus):  # the model of the round, and its momentum

@@ -366,8 +366,7 @@ class Strategy:
         """What this strategy does to `model` among `size` replicas, in a few lines, with predicted bytes."""
         self.exchange.check_size(size)
         fragments = self.partition.fragments(model)
-        numels = [fragment.numel for fragment in fragments]
-        shapes = [fragment.shapes for fragment in fragments]
+        numels, shapes = [fragment.numel for fragment in fragments], [fragment.shapes for fragment in fragments]
         nbytes = self.nbytes_per_period(shapes, size)
         bits = 8 * nbytes / max(1, sum(numels)) / self.schedule.every
         least = "at least " if isinstance(self.schedule, Adaptive) else ""
@@ -395,6 +394,9 @@ class Strategy:
         for first, end in pairwise(sorted({0, *(n for n in (full, *self.policy.changes) if n <= LONG_RUN)})):
             early = self.nbytes_per_period(shapes, size, first)
             lines.append(f"rounds {first:,} to {end - 1:,} of a fragment: {early:,} bytes a period (predicted)")
+        ends = sum(self.exchange.nbytes_sent(*self.coded(of, last=True), size) for of in shapes)
+        said = f"the rounds that end a run: {ends:,} bytes (predicted)"
+        lines += [said] if self.policy.last is not self.policy else []
         lines += [f"warning: {warning}" for warning in self.warnings(shapes, size)]
         lines += [f"exchange: {choice}" for choice in self.choices(shapes, size)]
         return "\n".join(lines + [f"  {f.name}: {f.numel:,} parameters" for f in fragments])

@@ -21,6 +21,18 @@ def test_graphs_are_compared_by_degree_bytes_and_eigenvalue(capsys: pytest.Captu
     assert "predicted" in told.err
 
 
+def test_a_round_of_several_gossip_steps_gains_as_much_as_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    def ring(strategy: str) -> dict[str, float]:
+        given = ["ring", "--replicas", "8", "--model", "nano", "--links", "50mbit", "--strategy", strategy, "--json"]
+        assert main(["plan", "topology", *given]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+
+    one, four = ring("dfedsam"), ring("dfedsam_mgs")
+    assert four["second"] == pytest.approx(one["second"] ** 4) and four["gap"] == pytest.approx(1 - four["second"])
+    assert four["halving"] == pytest.approx(one["halving"] / 4)
+    assert four["halving_seconds"] == pytest.approx(one["halving_seconds"])
+
+
 def test_explain_prints_the_edges_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "topology", "one-peer-exponential", "ring", "--replicas", "4", "--model", "nano", "--explain"])

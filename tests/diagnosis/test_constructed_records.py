@@ -280,6 +280,9 @@ def test_the_diagnosis_states_what_it_cannot_tell(tmp_path, capsys):
     assert "after 4 rounds of one fragment; this run has 1 in all" in few.doubts[0]
     lone = diagnose(write(tmp_path / "lone", [[record] for record in (round_of(n, "012")[0] for n in range(9))]))
     assert lone.verdict == "cannot tell" and "1 of 3 replicas left an event log" in lone.doubts[0]
+    for log in write(tmp_path / "own loop", [round_of(0, "012")]).glob("events/*.jsonl"):  # as of scaffold or plexus
+        log.write_text("".join(line for line in log.read_text().splitlines(True) if '"wire"' not in line))
+    assert "its method has its own loop" in diagnose(tmp_path / "own loop").doubts[0]
     with pytest.raises(DataError, match="Give the folder"):
         diagnose(tmp_path / "nothing")
     assert main(["report", str(tmp_path), str(tmp_path), "--diagnose"]) == 2

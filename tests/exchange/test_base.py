@@ -6,7 +6,10 @@ import pytest
 
 import thinwire as tw
 from thinwire.comm import Link
-from thinwire.exchange import Arrival, Exchange
+from thinwire.exchange import Arrival, Exchange, Gossip
+from thinwire.pieces.gossip import AdaptThenCombine
+from thinwire.pieces.mgs import MGS
+from thinwire.topology import MoshpitGrid, Ring
 
 
 class Least(Exchange):
@@ -29,7 +32,7 @@ class Least(Exchange):
 
 
 BOTH = tw.exchange.Direct(), tw.exchange.TwoShot()
-GOSSIP = tw.exchange.Gossip(tw.topology.Ring(), tw.pieces.gossip.AdaptThenCombine())
+GOSSIP = Gossip(Ring(), AdaptThenCombine())
 DECLARED = [  # gathers, agrees, multiplies, sends_own, and whether replicas may come and go
     (Least(), (False, True, False, True, False)),
     (tw.exchange.Direct(), (True, True, True, True, True)),
@@ -123,6 +126,9 @@ def test_predicted_seconds_are_bytes_over_rate_plus_delays():
         (4, tw.exchange.Star("hub"), (1.0 + 4.0) + 1.0),
         (4, tw.exchange.Hierarchy((2, 2)), 0.5 * 1.0 + 0.5),
         (4, GOSSIP, 2 * 1.0 + 0.5),
+        (4, Gossip(Ring(), MGS(AdaptThenCombine(), 3)), 3 * (2 * 1.0 + 0.5)),  # its gossip steps follow each other
+        (8, Gossip(MoshpitGrid(8), AdaptThenCombine()), 2 * 7 / 8 * 1.0 + 1.0),  # as TwoShot
+        (4, Gossip(MoshpitGrid(2), AdaptThenCombine()), 1.0 + 0.5),
         (2, tw.exchange.Direct(), 1.0 + 0.5),
         (2, tw.exchange.TwoShot(), 1.0 + 1.0),
         (2, tw.exchange.AllReduce(), 1.0 + 1.0),

@@ -104,6 +104,11 @@ def test_an_entropy_stage_changes_bytes_only(tmp_path: Path, text: str) -> None:
     assert "the codec's sizes depend on the values, and the most they can be was foreseen" in page
 
 
+def test_figures_of_machines_that_are_slowed_down_are_emulated(tmp_path: Path, text: str) -> None:
+    run_in(tmp_path / "slow", small_run(text, slow=(1.0, 1.5), steps=4))
+    assert events_of(tmp_path / "slow", "end")[0]["summary"]["provenance"] == "emulated"  # type: ignore[index]
+
+
 def test_an_emulated_link_changes_no_weight(whole: Path, tmp_path: Path, text: str) -> None:
     run_in(tmp_path / "linked", small_run(text, link="20mbit,5ms"))
     assert model_of(tmp_path / "linked") == model_of(whole)

@@ -90,6 +90,15 @@ def test_rounds_before_the_switch_have_the_bits_of_a_dense_run():
         assert same == [True] * 5 + [False] * 9
 
 
+def test_a_description_tells_the_bytes_of_the_rounds_that_end_a_run():
+    strategy = METHODS["streaming_sparse"]
+    one, _ = journey(strategy, 2, steps=12)
+    last = one.heard("depart")[-len(strategy.partition.fragments(toy())) :]
+    sent = sum(event["nbytes"] for event in last)
+    assert f"the rounds that end a run: {sent:,} bytes (predicted)" in strategy.describe(toy(), 2)
+    assert "that end a run" not in METHODS["streaming_sign"].describe(toy(), 2)
+
+
 def test_every_round_sends_the_bytes_of_its_due_codec():
     strategy = METHODS["ever sparser, in the air"]
     departures = journey(strategy, 2)[0].heard("depart")

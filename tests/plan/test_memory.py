@@ -23,6 +23,7 @@ from thinwire.lm.model import SIZES, Architecture, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.setup import make_model
 from thinwire.pieces.feedback import Feedback
+from thinwire.pieces.outer import DelayedNesterov
 from thinwire.pieces.partition import Strided
 from thinwire.plan import quantities
 from thinwire.plan.machine import Machine
@@ -104,6 +105,11 @@ def test_predicted_state_equals_the_tensors_of_a_replica():
         nbytes, numels = run_threads(1, kept)[0]
         predicted = kept_nbytes(sum(numels), strategy, numels)
         assert sum(predicted.values()) - predicted["parameters"] - predicted["AdamW"] == nbytes
+
+
+def test_a_count_of_outer_steps_takes_no_memory_for_each_parameter():
+    delayed = replace(diloco(), outer=DelayedNesterov())
+    assert kept_nbytes(1000, delayed, [600, 400])["outer momentum"] == 8 * 1000  # momentum and sum, and one number
 
 
 def test_the_most_parameters_in_flight_at_once():

@@ -199,6 +199,7 @@ def test_numbers_in_virtual_time_are_simulated(start: Start) -> None:
     assert provenance_of(begun) == "emulated"
     assert provenance_of(begun | {"link": None}) == "measured"
     assert provenance_of(begun | {"carrier": "virtual time"}) == "simulated"
+    assert provenance_of(begun | {"link": None, "run": {"slow": [1.0, 2.0]}}) == "emulated"
 
 
 def test_shards_count_as_one_replica(tmp_path: Path, write_events: Write, start: Start) -> None:

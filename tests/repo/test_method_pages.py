@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 import shlex
 
@@ -118,6 +119,23 @@ def test_summaries_are_short_and_complete():
         assert 10 < len(said) < 120 and said.count("(") == said.count(")") and "arXiv" not in said, said
 
 
+IN_WORDS = {"l_greco", "choco", "moshpit"}  # they say what a codec or a group decides
+STAGES = {"one_bit_adam"}  # its first formula is of the first rounds
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - IN_WORDS - STAGES))
+def test_the_formula_of_bytes_in_a_docstring_gives_the_bytes(name):
+    """For two replicas and one matrix, within a percent: the headers of further messages are not in it."""
+    said = re.sub(r"\s+", " ", RECIPES[name].__doc__)
+    formula = re.search(r"\*Wire\*: (.+?) bytes", said)[1].replace(" and ", " + ")
+    formula = re.sub(r"log₂ ([\w.]+)", r"log2(\1)", formula.replace("·", "*").replace("−", "-"))
+    bits = re.search(r"\bb = ([\d+/. ]*\d)", said)
+    numbers = {"M": 2, "N": 10**6, "P": 0, "n": 1000, "m": 1000, "r": 4, "Q": 4, "log2": math.log2}
+    settings = {one.name: one.default for one in inspect.signature(RECIPES[name]).parameters.values()}
+    told = eval(formula, settings | numbers | ({"b": eval(bits[1])} if bits else {}))
+    assert told == pytest.approx(RECIPES[name]().nbytes_per_period([((1000, 1000),)], 2), rel=0.01), formula
+
+
 # ---- what is filled in
 
 
@@ -129,6 +147,8 @@ def test_the_table_of_bytes_is_that_of_the_strategies():
     assert lines[3].startswith(f"| `outer_dgc`, round 0 | {first:,} in 30 steps | ")
     assert any(re.match(r"\| `qsr` \| [\d,]+ in 4 steps \| ≤ 8 \|", line) for line in lines)
     assert "| `just_one_byte` | 52 in a step | 0.000844 | 0 |" in lines and lines[-1].startswith("*Predicted")
+    bounds = recipes.wire(["plexus", "codistill", "decoupled_diloco"])
+    assert bounds.count(" ≤ ") == 2 and re.search(r"\| `decoupled_diloco` \| .* \| 16 \|", bounds)
 
 
 def test_the_table_of_measurements_marks_old_and_missing_rows(tmp_path):

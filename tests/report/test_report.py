@@ -15,6 +15,7 @@ import pytest
 from thinwire.cli import main
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_nbytes
 from thinwire.report import timeline
 from thinwire.report.charts import link_chart, loss_chart, typical_window
 from thinwire.report.report import write_report
@@ -91,6 +92,29 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
     foreseen = RunRecord.load(run).replicas[0].nbytes_sent
     assert f"1,250,000 bytes counted; the departures of the log foresaw {foreseen:,}" in text
     assert "They differ: " in text
+
+
+def test_a_fragment_s_bytes_are_those_of_a_replica_to_all_others_in_a_round(make_run: Make, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", replicas=3, steps=60)
+    text = own_text(write_report([run], tmp_path / "page.html").read_text())
+    table = text[text.index('id="section-fragments"') :]
+    of = RunRecord.load(run).replicas[0]
+    assert ">sent a round</th>" in table and ">a packet</th>" not in table
+    assert text_of_nbytes(of.sent[0] / of.departed[0]) in table[: table.index("</table>")]
+
+
+def test_bytes_that_no_departure_tells_of_are_named_beside_the_charts_without_them(
+    make_run: Make, tmp_path: Path
+) -> None:
+    """Such as the answers of a syncer, of which the charts of bytes show nothing."""
+    run = make_run(tmp_path / "run", replicas=2, steps=60)
+    (run / "events" / "replica-1.jsonl").unlink()
+    drawn = RunRecord.load(run).replicas[0].nbytes_sent
+    text = ended_with(run, {"sent": {"packet": {"1": COUNT | {"nbytes": drawn}}}})
+    assert "that all replicas sent" not in text
+    text = ended_with(run, {"sent": {"packet": {"1": COUNT | {"nbytes": 4 * drawn}}}})
+    said = f"Without {text_of_nbytes(3 * drawn)} of the {text_of_nbytes(4 * drawn)} that all replicas sent"
+    assert text.count(said) == 2 and "what a server answers" in text[text.index("They differ") :]
 
 
 @pytest.mark.parametrize("odd", [7, [], {"sent": 3}, {"sent": {"packet": []}}, {"sent": {"packet": {"1": "x"}}}])
@@ -178,6 +202,22 @@ def test_link_use_adds_up_to_the_bytes_sent(make_run: Make, tmp_path: Path) -> N
     flown = sum(flight.nbytes for flight in record.replicas[0].flights)  # also those after the last step
     assert nbytes == pytest.approx(flown, rel=0.01)
     assert max(y) <= 1.001
+
+
+def test_unlike_links_are_shown_as_such_and_each_replica_s_use_as_a_share_of_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "virtual"
+    uneven = ["--links", "100mbit", "50mbit", "--step-seconds", "0.1", "--steps", "60", "--strategy", "local_sgd"]
+    assert main(["simulate", "run", *uneven, "--out", str(run)]) == 0
+    record = RunRecord.load(run)
+    assert [replica.nbytes_sent for replica in record.replicas] == [record.replicas[0].nbytes_sent] * 2
+    for replica, rate, trace in zip(
+        record.replicas, (1e8, 5e7), link_chart(record, typical_window(record)).views[0].data
+    ):
+        x, share = trace["x"], trace["y"]
+        used = sum(of * (right - left) for of, left, right in zip(share, x, x[1:])) * rate / 8
+        assert used == pytest.approx(replica.nbytes_sent, rel=0.01)
+    text = own_text((run / "report.html").read_text())
+    assert "link 50.0 Mbit/s to 100 Mbit/s" in text and "Link capacity 50.0 Mbit/s to 100 Mbit/s." in text
 
 
 def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path) -> None:

@@ -52,6 +52,14 @@ def test_the_table_labels_simulated_and_predicted_figures(capsys):
     assert "the 4 that wait most and the 4 that wait least" in said
 
 
+@pytest.mark.parametrize(("strategy", "said"), [("gasloc", True), ("local_sgd", False)])
+def test_gossip_s_figures_are_told_to_be_a_bound(strategy, said, capsys):
+    assert (
+        main(["simulate", "run", *f"--strategy {strategy} --link 100mbit --step-seconds 0.1 --steps 60".split()]) == 0
+    )
+    assert ("stalls are an upper bound. The mean of all at the end" in capsys.readouterr().out) == said
+
+
 def test_options_replace_the_settings_of_a_run_file(capsys, tmp_path):
     Run.of(model="nano", steps=30, link="1mbit", strategy="diloco", every=10).save(tmp_path / "run.toml")
     summary = json_output(capsys, f"{tmp_path}/run.toml --step-seconds 0.1 --steps 20")

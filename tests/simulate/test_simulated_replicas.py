@@ -256,6 +256,16 @@ def test_a_round_on_an_idle_link_takes_the_time_that_the_exchange_predicts(excha
     assert stall[0] == pytest.approx(exchange.nbytes_sent(tw.codecs.Identity(), 100_000, 4) / 1e6 + 0.3 * hops)
 
 
+def test_only_the_center_of_a_star_sends_the_mean_to_all():
+    """The others' packets come first: their time is before that of the mean, which the center sends to each."""
+    star, link = tw.exchange.Star(1), Link(8e6, 0.3)
+    strategy, heard = tw.diloco(every=10, exchange=star), Recorder()
+    outcome = simulate(strategy, [100_000], alike(4, link), 20, heard)
+    sent = [star.nbytes_sent(tw.codecs.Identity(), 100_000, 4, rank) for rank in range(4)]
+    assert sent[1] > 2.9 * sent[0] and outcome.nbytes_sent.tolist() == [2 * nbytes for nbytes in sent]
+    assert heard.came[0][3] == pytest.approx([star.seconds(tw.codecs.Identity(), 100_000, 4, link)] * 4)
+
+
 def test_a_round_of_a_hierarchy_takes_the_predicted_time():
     exchange, link = tw.exchange.Hierarchy(sites=((0, 1), (2, 3))), Link(8e6, 0.3)
     heard = Recorder()

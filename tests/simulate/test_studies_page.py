@@ -18,6 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
         "fabric --leaves 8 --spines 8 --hosts 4 --flows 3",
         "stragglers",
         "disrupted",
+        "sampled",
         "overlap --ranks 8 --produce-seconds 1 --send-seconds 0.5",
     ],
 )

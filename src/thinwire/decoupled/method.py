@@ -75,11 +75,11 @@ def decoupled_diloco(
 ) -> Decoupled:
     """Decoupled DiLoCo (arXiv 2604.21428): replicas of unequal speed send at their own pace; a syncer waits for a quorum, and shortly for others.
 
-        Δ_m = a − θ_m,   w_m = tokens²/steps·(1 + s_m)^−½,   z = Σ w_m·Δ_m / Σ w_m + e,   c = decode(encode(z)),   e ← z − c
+        Δ_m = a − θ_m,   w_m = tokens²/steps·(1 + s_m)^−½,   z = Σ w_m·Δ_m / Σ w + e,   c = decode(encode(z)),   e ← z − c
         a ← outer step on c,   θ_m ← θ_m + (a − a_old) + Δ_m          on every replica; + Δ_m if it was counted
 
-    s_m is the staleness of a delta: the number of rounds of its fragment since the delta's anchor. With a momentum `HeLoCo` corrects a
-    stale delta.
+    s_m is the staleness of a delta: the number of rounds of its fragment since the delta's anchor. Σ w is over all replicas: one that
+    has sent nothing to a round counts as a zero delta with the weight of its last one. With a momentum `HeLoCo` corrects a stale delta.
     *Differs*: the outer step takes the mean as it is; the estimate is sent back in the codec, not the new anchor in bf16; the grace
     follows arrivals; the syncer is a thread of replica 0.
     *Wire*: 80 + nbytes(codec) bytes from each replica every H_m of its own steps; 56 + 17·M + nbytes(codec) bytes a round from replica 0 to

@@ -252,7 +252,13 @@ class Gossip(Exchange):
         return self.topology if self.rule.steps == 1 else Union(self.topology, self.rule.steps)
 
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
-        return link.seconds(self.nbytes_sent(codec, numel, size)) if size > 1 else 0.0
+        """See `Exchange.seconds`. Gossip steps follow each other, and so do the two halves of the mean of a group: each has a delay."""
+        if size < 2:
+            return 0.0
+        period = range(self.topology.rounds(size) or 1)
+        most = max(int(self.topology.edges(size, number, 0, self.seed).sum(1).max()) for number in period)
+        delays = self.rule.steps * (2 if self.topology.grouped and most > 1 else 1)
+        return link.seconds(self.nbytes_sent(codec, numel, size)) + (delays - 1) * link.delay_seconds
 
 
 def _vectors(step: _Step) -> list[_Said]:

@@ -380,7 +380,7 @@ class Trainer(ABC):
             and privacy.spent(releases(self.log, len(self.replica.fragments)), run.placement.replicas),
             "weights": digest(self.replica.anchors()).hex(),  # digest of the anchors, equal on all replicas
             "link": None if parse_link(run.placement.link) is None else run.placement.link,
-            "provenance": "emulated" if parse_link(run.placement.link) else "measured",
+            "provenance": "emulated" if parse_link(run.placement.link) or run.placement.slow else "measured",
         }
 
     def _export(self, mark: str = "") -> Path:

@@ -164,7 +164,7 @@ class DenseLast(Policy):
 
     @property
     def last(self) -> Policy:
-        return DenseUntil(LONG_RUN, self.dense)
+        return DenseUntil(LONG_RUN + 1, self.dense)
 
     def codecs(self, codec: Codec) -> tuple[Codec, ...]:
         return (self.dense, codec)

@@ -17,7 +17,9 @@ from thinwire.errors import ConfigurationError
 
 @runtime_checkable
 class Weigh(Protocol):
-    """The weight of a delta: a frozen dataclass. A round's estimate is Σ w·Δ / Σ w over all replicas present."""
+    """The weight of a delta: a frozen dataclass. A round's estimate is Σ w·Δ / Σ w over all replicas present; one that has sent nothing
+    counts as a zero delta with the weight of its last one.
+    """
 
     def weight(self, tokens: float, steps: int, stale: int) -> float:
         """w ≥ 0 of a delta from `tokens` in inner `steps`, which is `stale` by a number of rounds."""
@@ -27,7 +29,7 @@ class Weigh(Protocol):
 class ByTokens(Weigh):
     """w = (tokens²/steps) · (1 + s)^−p: by tokens and tokens per step, less for each round of age s.
 
-        w_m = (tokens² / steps)·(1 + s)^−p,   estimate = Σ_m w_m·Δ_m / Σ_m w_m
+        w_m = (tokens² / steps)·(1 + s)^−p,   estimate = Σ_m w_m·Δ_m / Σ w          Σ w: over all replicas, absent ones with their last weight
 
     *Source*: c_tokens·(c_tokens/c_steps) is Decoupled DiLoCo's (arXiv 2604.21428). *Differs*: the age is ours, `power` 0 turns it off. The mean
     is the plain one; the paper's takes lengths and directions apart.
@@ -56,7 +58,7 @@ class ByTokens(Weigh):
 class Alike(Weigh):
     """w = 1: every delta counts alike, however many tokens stand behind it.
 
-        w_m = 1,   estimate = Σ_m Δ_m / the number of deltas
+        w_m = 1,   estimate = Σ_m Δ_m / the number of replicas present, whether they have sent one or not
 
     *Source*: none; equal weights.
 

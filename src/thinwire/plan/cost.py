@@ -13,6 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from thinwire.codecs import Codec
+from thinwire.comm import Link
+from thinwire.exchange import Exchange
 from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.plan.links import Links
 from thinwire.plan.outline import Shape
@@ -67,6 +70,26 @@ def wire_seconds(links: Links, nbytes: float, places: Sequence[int] | None = Non
 def way_seconds(links: Links, places: Sequence[int] | None = None) -> float:
     """The longest delay between two of the replicas."""
     return float((links.delays if places is None else links.delays[np.ix_(places, places)]).max(initial=0.0))
+
+
+def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
+    """The number of consecutive one-way delays of the link in a round, derived from the exchange's own prediction.
+
+    Args:
+        exchange: how packets become their mean.
+        codec: the codec of the packets.
+        numel: number of elements.
+        size: number of replicas.
+
+    >>> from thinwire.codecs import E3M0
+    >>> from thinwire.exchange import Direct, TwoShot
+    >>> delays(Direct(), E3M0(), 1000, 4), delays(TwoShot(), E3M0(), 1000, 4)
+    (1, 2)
+    """
+    return max(1, round(exchange.seconds(codec, numel, size, _INSTANT)))
+
+
+_INSTANT = Link(1e30, 1.0)  # only the delay takes time: one second
 
 
 def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[FragmentSeconds]) -> Pace:

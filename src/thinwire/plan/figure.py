@@ -23,7 +23,6 @@ from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_count, text_of_nbytes
 from thinwire.report.charts import Chart, Json, colour, rounded
 from thinwire.simulate.figure import chart, curve, share_axis
-from thinwire.simulate.replicas import delays
 from thinwire.strategy import Gradients
 
 POINTS = 60  # of a curve of rates
@@ -149,7 +148,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         sent = [first.sent[p] // first.departed[p] for p in range(len(numels))]
     link = record.replicas[0].start["link"]
     way = float(link.get("delay_seconds") or 0.0) if isinstance(link, dict) else 0.0
-    ways = [way * delays(strategy.exchange, codec, numel, size) for codec, numel in coded]
+    ways = [way * cost.delays(strategy.exchange, codec, numel, size) for codec, numel in coded]
     floor = 8 * sum(sent) / (strategy.schedule.every * step)
     there = record.bits_per_second
     rates = np.geomspace(min(floor, there or floor) / 10, max(floor, there or floor) * 30, POINTS)

@@ -189,8 +189,8 @@ def _aggregate_nbytes(strategy: Strategy, numel: int, replicas: int) -> int:
 
 @lru_cache
 def _states(outer: Outer) -> int:
-    """Number of values that an outer step keeps for each parameter."""
-    return len(outer.init(torch.empty(0)))
+    """Number of values that an outer step keeps for each parameter, without a count of its steps."""
+    return sum(not state.numel() for state in outer.init(torch.empty(0)).values())
 
 
 def most_at_once(strategy: Strategy, numels: Sequence[int]) -> int:

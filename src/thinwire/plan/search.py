@@ -32,7 +32,6 @@ from thinwire.plan.setting import SEARCHED, Candidate, Setting, Task
 from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
 from thinwire.runtime.on_device import stays_on_device
-from thinwire.simulate.replicas import delays
 from thinwire.strategy import Strategy
 
 __all__ = ["SEARCHED", "Setting", "Task", "codecs", "fits", "ruled_out", "settings"]
@@ -265,7 +264,7 @@ class _Search:
         if (key := (candidate.sends, replicas)) not in self._sent:
             exchange = candidate.strategy.exchange
             alike = {
-                shapes: (exchange.nbytes_sent(codec, numel, replicas), delays(exchange, codec, numel, replicas))
+                shapes: (exchange.nbytes_sent(codec, numel, replicas), cost.delays(exchange, codec, numel, replicas))
                 for shapes, (codec, numel) in dict(zip(candidate.shapes, candidate.coded)).items()
             }
             self._sent[key] = tuple(alike[shapes] for shapes in candidate.shapes)

@@ -141,7 +141,7 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
         c_i = C(g_i + e_i),   e_i ← e_i + g_i − c_i,   w ← w − lr·momentum((1/M)·Σ_i c_i)
 
     *Differs*: the inner optimizer has momentum, the papers' has none (`momentum=0.0`); `SGD_RATE` is ours.
-    *Wire*: (M−1)·(48 + N·0.01·(16 + ⌈log₂ N⌉)/8) bytes a step from each of M replicas, for N parameters.
+    *Wire*: (M−1)·(48 + N·0.01·(18 − log₂ 0.01)/8) bytes a step from each of M replicas, for N parameters.
 
     Args:
         codec, exchange: how gradients become bytes; how packets become their mean.
@@ -171,7 +171,7 @@ def ef21(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
 
     *Differs*: h begins at zero, without a first gradient in full; the inner optimizer has momentum, the paper's has
     none (`momentum=0.0`); `SGD_RATE` is ours.
-    *Wire*: (M−1)·(48 + N·0.01·(16 + ⌈log₂ N⌉)/8) bytes a step from each of M replicas, for N parameters.
+    *Wire*: (M−1)·(48 + N·0.01·(18 − log₂ 0.01)/8) bytes a step from each of M replicas, for N parameters.
 
     Args:
         codec, exchange: how gradients become bytes; how packets become their mean.
@@ -204,7 +204,7 @@ def econtrol(
 
     *Differs*: η is a constant, as in the paper's experiments; its theory needs a smaller one. The inner optimizer has
     momentum (`momentum=0.0`: none); `SGD_RATE` is ours.
-    *Wire*: (M−1)·(48 + N·0.01·(16 + ⌈log₂ N⌉)/8) bytes a step from each of M replicas, for N parameters.
+    *Wire*: (M−1)·(48 + N·0.01·(18 − log₂ 0.01)/8) bytes a step from each of M replicas, for N parameters.
 
     Args:
         eta: η, the share of the residual that is added, in [0, 1].

@@ -173,11 +173,16 @@ class RunRecord:
         return fragments_of(self.replicas[0].start)
 
     @property
+    def rates(self) -> list[float]:
+        """The rate of each replica's link in bits per second; empty if one is not known."""
+        links = [replica.start["link"] for replica in self.replicas]
+        rates = [number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan for link in links]
+        return rates if all(math.isfinite(rate) and rate > 0 for rate in rates) else []
+
+    @property
     def bits_per_second(self) -> float | None:
-        """The link's rate, if it is known."""
-        link = self.replicas[0].start["link"]
-        rate = number(link.get("bits_per_second")) if isinstance(link, dict) else math.nan
-        return rate if math.isfinite(rate) and rate > 0 else None
+        """The rate of the slowest link, if it is known."""
+        return min(self.rates, default=None)
 
     def score(self, best: float | None = None) -> Score:
         """One number with named parts; `best` is the least evaluation loss of the runs that it is shown beside."""
@@ -367,11 +372,12 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
 
 
 def provenance_of(start: Mapping[str, Any]) -> str:
-    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate, otherwise "measured"."""
+    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate or replicas wait as slow machines
+    would, otherwise "measured"."""
     if start.get("carrier") == "virtual time":
         return "simulated"
-    link = start["link"]
-    return "emulated" if isinstance(link, dict) and math.isfinite(number(link.get("bits_per_second"))) else "measured"
+    link, run = (start[name] if isinstance(start[name], dict) else {} for name in ("link", "run"))
+    return "emulated" if math.isfinite(number(link.get("bits_per_second"))) or run.get("slow") else "measured"
 
 
 def _remarks(replicas: Sequence[ReplicaRecord]) -> list[str]:

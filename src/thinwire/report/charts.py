@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from thinwire.records.departures import Integers
 from thinwire.records.replica_record import Floats, ReplicaRecord
 from thinwire.records.run_record import RunRecord
+from thinwire.records.sessions import whole
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 
 PALETTE = ("#3b82c4", "#e08a2e", "#3a9e74", "#c4567f", "#8467c4", "#a3873a", "#2fa3b5", "#b5653a", "#6b8e23", "#9a6fb0")
@@ -68,10 +69,25 @@ def loss_chart(records: Sequence[RunRecord]) -> Chart:
             data += _curves(record, label, colour(index), several=len(records) > 1)
         y: Json = {"title": {"text": "loss"}} | ({"range": [low, high]} if clipped else {})
         views.append(ChartState(label, data, {"xaxis": axis, "yaxis": y, "hovermode": "closest"}))
-    return Chart(views, 420, (_CLIPPED,) if clipped else ())
+    undrawn = [(record.name, told) for record in records if (told := _undrawn(record))]
+    remarks = [f"{name}: {told}" if len(records) > 1 else told for name, told in undrawn]
+    return Chart(views, 420, (*([_CLIPPED] if clipped else []), *remarks))
 
 
 _CLIPPED = "The first 5 % of the steps reach above this chart."
+
+
+def _undrawn(record: RunRecord) -> str:
+    """A remark on bytes of which no departure tells, if they are more than a twentieth of all; empty otherwise."""
+    told = [replica for replica in record.replicas if replica.ledger and replica.sessions == 1]
+    counted = sum(whole(sent.get("nbytes")) for replica in told for _, _, sent, _ in replica.ledger)
+    undrawn = counted - sum(replica.nbytes_sent for replica in told)
+    if undrawn <= counted / 20:
+        return ""
+    return (
+        f"Without {text_of_nbytes(undrawn)} of the {text_of_nbytes(counted)} that all replicas sent: the log has departures alone, and not what "
+        "a server answers, or what starts and ends a run."
+    )
 
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
@@ -136,7 +152,7 @@ def _curve(x: NDArray[Any], y: Floats, name: str, log: bool) -> Json:
 
 
 def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
-    """Bits on each replica's link over time, as a share of its capacity if that is known.
+    """Bits on each replica's link over time, as a share of that link's capacity if all are known.
 
     Over the whole run a bin is at least a cycle long, so that the mean load shows; over the window, the single
     packets do.
@@ -144,27 +160,34 @@ def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
     ends = [float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)]
     # the last ones follow the last step
     ends += [flight.link_end for replica in record.replicas for flight in replica.flights]
-    whole = max(filter(math.isfinite, ends), default=1.0)
+    whole_run = max(filter(math.isfinite, ends), default=1.0)
     cycle = _cycle(record.replicas[0])
-    bins = max(1, min(BINS, int(whole / cycle))) if cycle else BINS
-    capacity = record.bits_per_second
+    bins = max(1, min(BINS, int(whole_run / cycle))) if cycle else BINS
+    rates = record.rates
     views = [
-        _link_view(record, "whole run", np.linspace(0.0, whole, bins + 1), capacity),
-        _link_view(record, "a few cycles", np.linspace(*window, BINS + 1), capacity),
+        _link_view(record, "whole run", np.linspace(0.0, whole_run, bins + 1), rates),
+        _link_view(record, "a few cycles", np.linspace(*window, BINS + 1), rates),
     ]
-    remarks = [f"Link capacity {text_of_rate(capacity)}." if capacity else "The link's capacity is not known."]
+    remarks = [f"Link capacity {text_of_rates(rates)}." if rates else "The link's capacity is not known."]
+    remarks += [told] if (told := _undrawn(record)) else []
     if len(record.replicas) > LINES:
         remarks.append(f"The first {LINES} of {len(record.replicas)} replicas are drawn.")
     return Chart(views, 270, tuple(remarks))
 
 
-def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | None) -> ChartState:
+def text_of_rates(rates: Sequence[float]) -> str:
+    """One rate, or the least and the greatest of several."""
+    least, most = text_of_rate(min(rates)), text_of_rate(max(rates))
+    return least if least == most else f"{least} to {most}"
+
+
+def _link_view(record: RunRecord, label: str, edges: Floats, rates: Sequence[float]) -> ChartState:
     width = float(edges[1] - edges[0])
     data: list[Json] = []
-    top = 1.0 if capacity else 0.0
+    top = 1.0 if rates else 0.0
     for index, replica in enumerate(record.replicas[:LINES]):
         rate = 8 * replica.sent_between(edges) / width
-        height = np.append(rate, rate[-1]) / (capacity or 1.0)  # the last bin has a right end too
+        height = np.append(rate, rate[-1]) / (rates[index] if rates else 1.0)  # the last bin has a right end too
         top = max(top, float(height.max()))
         data.append(
             {
@@ -175,19 +198,19 @@ def _link_view(record: RunRecord, label: str, edges: Floats, capacity: float | N
                 "line": {"shape": "hv", "width": 1.5, "color": colour(index)},
                 "name": escape(replica.name),
                 "text": [text_of_rate(float(value)) for value in rate],
-                "hovertemplate": ("%{y:.1%} of the link, " if capacity else "") + "%{text}",
+                "hovertemplate": ("%{y:.1%} of the link, " if rates else "") + "%{text}",
                 **({"fill": "tozeroy", "fillcolor": colour(index) + "22"} if len(record.replicas) <= 2 else {}),
             }
         )
     y: Json = {
-        "title": {"text": "share of the link" if capacity else "on the link"},
-        "range": [0, max(top * 1.08, 0.0 if capacity else 100.0)],
+        "title": {"text": "share of the link" if rates else "on the link"},
+        "range": [0, max(top * 1.08, 0.0 if rates else 100.0)],
     }
-    y |= {"tickformat": ".0%"} if capacity else {"tickformat": "~s", "ticksuffix": "bit/s"}
+    y |= {"tickformat": ".0%"} if rates else {"tickformat": "~s", "ticksuffix": "bit/s"}
     title = f"time (bins of {text_of_seconds(width)})"
     x: Json = {"meta": "seconds", "range": [float(edges[0]), float(edges[-1])], "title": {"text": title}}
     layout: Json = {"xaxis": x, "yaxis": y, "hovermode": "x unified", "showlegend": True}
-    if capacity:
+    if rates:
         full = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
         layout["shapes"] = [full | {"line": {"dash": "dash", "width": 1.3, "color": "#d0564a"}}]
     return ChartState(label, data, layout)

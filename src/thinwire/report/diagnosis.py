@@ -276,7 +276,10 @@ def _doubts(
     if len(names) == 1:
         doubts.append("One log does not show which replica waits for which; at least two logs are needed.")
     elif not rounds:
-        doubts.append("No two replicas recorded the same round: the run has just begun, or an older version wrote it.")
+        doubts.append(
+            "No two replicas recorded the same round: the run has just begun, an older version wrote it, or its method has its own loop, whose "
+            "messages are not recorded."
+        )
     elif not ways:
         doubts.append(
             f"A link's usual time is known after {rules.known} rounds of one fragment; this run has {rounds} in all."

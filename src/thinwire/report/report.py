@@ -15,8 +15,8 @@ from thinwire.records.clocks import text_of_clocks
 from thinwire.records.files import write_whole
 from thinwire.records.run_record import RunRecord, best_loss, explained, text_of_privacy
 from thinwire.records.sessions import finite, whole
-from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
-from thinwire.report.charts import Chart, colour, link_chart, loss_chart, typical_window
+from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_seconds
+from thinwire.report.charts import Chart, colour, link_chart, loss_chart, text_of_rates, typical_window
 from thinwire.report.diagnosis import delay_page, diagnose
 from thinwire.report.distributions import QUANTITIES, distribution_charts
 from thinwire.report.page import chart_place, page, table, word
@@ -26,7 +26,7 @@ NOTES = 200
 
 MEANINGS = {
     "measured": "real processes on a real link",
-    "emulated": "real processes on a shaped link",
+    "emulated": "real processes on a shaped link, or slowed down",
     "simulated": "virtual time",
     "predicted": "closed form",
 }
@@ -181,7 +181,7 @@ def _shape(record: RunRecord) -> str:
         f"{text_of_count(summary.parameters)} parameters",
         f"{summary.steps:,} inner steps",
         f"{text_of_count(summary.tokens)} {record.unit}",
-        f"link {text_of_rate(record.bits_per_second)}" if record.bits_per_second else "link not shaped",
+        f"link {text_of_rates(record.rates)}" if record.rates else "link not shaped",
         record.status,
     ]
     return " · ".join(parts)
@@ -265,7 +265,7 @@ def _fragments(record: RunRecord, several: bool) -> str:
         )
         cells = "".join(f'<td class="n">{value}</td>' for value in values)
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
-    head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "a packet", "in the air", "stalled"]
+    head = ["", "fragment", "", "parameters", "rounds", "landed", "refused", "sent a round", "in the air", "stalled"]
     return _run_title(record, several) + table(head, rows, 7)
 
 
@@ -296,11 +296,11 @@ def _wire(record: RunRecord, several: bool) -> str:
         f"Packets, all replicas together: {counted:,} bytes counted; the departures of the log foresaw {predicted:,}."
     )
     if counted != predicted:
-        sums += " " + _difference(record, unknown)
+        sums += " " + _difference(record, unknown, counted > predicted)
     return _run_title(record, several) + table(head, rows, 7) + f'<p class="remark">{sums}</p>'
 
 
-def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
+def _difference(record: RunRecord, unknown: Sequence[str], more: bool) -> str:
     """Why counted and predicted bytes differ, as far as the events show."""
     why = [f"no ledger of {', '.join(unknown)} is here (it is written when a replica ends)"] if unknown else []
     refused = max(sum(replica.refused.values()) for replica in record.replicas)
@@ -313,6 +313,8 @@ def _difference(record: RunRecord, unknown: Sequence[str]) -> str:
     for count, what in ((refused, "refused"), (failed, "failed")):
         why += [f"rounds that were {what} ({count}) were sent in part, or again"] if count else []
     why += [f"replicas caught up {caught_up} times, for which others sent no packets"] if caught_up else []
+    if more and not why:
+        why = ["what a server answers, and what ends a run without rounds, is in the ledgers alone"]
     return "They differ: " + ("; ".join(why) or "the events do not tell why") + "."
 
 

@@ -66,9 +66,10 @@ class Recorder:
                 self._emit(rank, right, "step", number, **fields, **times)
 
     def departed(self, round_: SimulatedRound, away: Flags) -> None:
-        fields = {"fragment": round_.fragment, "round": round_.number, "nbytes": round_.nbytes, "seconds_spent": 0.0}
+        fields = {"fragment": round_.fragment, "round": round_.number, "seconds_spent": 0.0}
         for rank in self._there(away):
-            self._emit(rank, float(round_.departed[rank]), "depart", round_.step, **fields)
+            nbytes = int(round_.messages.nbytes[rank])
+            self._emit(rank, float(round_.departed[rank]), "depart", round_.step, **fields, nbytes=nbytes)
 
     def landed(self, round_: SimulatedRound, step: int, begin: Floats, stall: Floats, away: Flags) -> None:
         assert round_.landed is not None
@@ -81,7 +82,8 @@ class Recorder:
                     "transfer_seconds": float(round_.messages.arrival[rank] - round_.messages.begin[rank]),
                 }
                 end = float(round_.landed[rank])
-                self._emit(rank, now, "flight", step, **fields, nbytes=round_.nbytes, begin=left, end=end, **on_link)
+                nbytes = int(round_.messages.nbytes[rank])
+                self._emit(rank, now, "flight", step, **fields, nbytes=nbytes, begin=left, end=end, **on_link)
             waited = {"begin": float(begin[rank]), "stall_seconds": float(stall[rank]), "seconds_spent": 0.0}
             self._emit(rank, now, "land", step, **fields, **waited)
 

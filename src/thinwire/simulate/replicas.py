@@ -5,7 +5,7 @@ inner step and their delay, its exchange and codec give the bytes. The simulator
 
 - an inner step takes its replica's time;
 - a departure goes through the exchange thread, then over the uplink, both first in first out; an exchange of several hops is one
-  message of as many bytes, with the sum of the delays;
+  message of as many bytes, and then takes the time of the other hops;
 - a round is complete when the last byte of the last replica has arrived, because a replica waits for its own bytes, too;
 - a landing waits for its round, and nothing else waits.
 
@@ -23,15 +23,14 @@ from typing import Protocol
 
 import numpy as np
 
-from thinwire.codecs import Codec, Shapes
+from thinwire.codecs import Shapes
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.exchange import Exchange
 from thinwire.pieces.schedule import Calendar, Rates
 from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Scenario
-from thinwire.simulate.uplinks import Flags, Integers, Messages, Uplinks, send
+from thinwire.simulate.uplinks import Flags, Integers, Messages, Uplinks, nbytes_of_each, send
 from thinwire.strategy import Gradients, Strategy
 
 
@@ -45,7 +44,7 @@ class SimulatedRound:
         step: number of the inner step after which it departed.
         departed: seconds at which each replica's packet departed, float64 [M].
         messages: what each replica sends.
-        further_seconds: seconds of the delays after the first, in an exchange with several hops.
+        further_seconds: seconds of the exchange beside the largest message and one delay: further hops.
         noticed: time until which the round waited for missing packets, in seconds.
         landed: seconds at which every replica has received and decoded all packets, float64 [M]; None until then.
 
@@ -59,13 +58,13 @@ class SimulatedRound:
     step: int
     departed: Floats
     messages: Messages
-    further_seconds: float  # sum of the delays after the first, in an exchange with several hops
+    further_seconds: float
     noticed: float  # the time until which it waited for missing packets
     landed: Floats | None = None  # the times at which all packets have arrived and are decoded
 
     @property
     def nbytes(self) -> int:
-        return self.messages.nbytes
+        return int(self.messages.nbytes.max())
 
 
 class SimulationObserver(Protocol):
@@ -149,26 +148,6 @@ def simulate(
     fleet = _Fleet(strategy, fragments, scenario, observer)
     fleet.run(steps, Calendar(strategy.schedule, len(fragments), rates))
     return fleet.outcome()
-
-
-def delays(exchange: Exchange, codec: Codec, numel: int, size: int) -> int:
-    """The number of consecutive one-way delays of the link in a round, derived from the exchange's own prediction.
-
-    Args:
-        exchange: how packets become their mean.
-        codec: the codec of the packets.
-        numel: number of elements.
-        size: number of replicas.
-
-    >>> from thinwire.codecs import E3M0
-    >>> from thinwire.exchange import Direct, TwoShot
-    >>> delays(Direct(), E3M0(), 1000, 4), delays(TwoShot(), E3M0(), 1000, 4)
-    (1, 2)
-    """
-    return max(1, round(exchange.seconds(codec, numel, size, _INSTANT)))
-
-
-_INSTANT = Link(1e30, 1.0)  # only the delay takes time: one second
 
 
 class _Fleet:
@@ -281,28 +260,30 @@ class _Fleet:
         there, exchange = ~self.away, self.strategy.exchange
         codec, numel = self.strategy.coded(self.shapes[p], self.rounds[p], last)
         present = int(there.sum())
-        nbytes = exchange.nbytes_sent(codec, numel, present)
+        nbytes = nbytes_of_each(exchange, codec, numel, there)
         ready = np.maximum(self.clock, self.outbound) + self.scenario.encode_seconds * numel
         self.outbound = np.where(there, ready, self.outbound)
         messages = Messages.of(np.where(there, ready, np.inf), nbytes)
-        further = (delays(exchange, codec, numel, present) - 1) * self._delay(there)
+        link = self._slowest(there)
+        further = max(0.0, exchange.seconds(codec, numel, present, link) - link.seconds(int(nbytes.max())))
         flight = SimulatedRound(p, self.rounds[p], step, self.clock, messages, further, self.noticed)
         self.rounds[p] += 1
         self.since[p] = step
         self.flying[p] = flight
         self.waiting.append(flight)
-        self.sent += nbytes * there
-        self.events += 2 * int(there.sum())
-        if not self.shared and nbytes:
+        self.sent += nbytes
+        self.events += 2 * present
+        if not self.shared and flight.nbytes:
             own = np.flatnonzero(there)
-            begin, arrival = self.uplinks.book(self.shares[own], ready[own], np.full(len(own), float(nbytes)))
+            begin, arrival = self.uplinks.book(self.shares[own], ready[own], nbytes[own].astype(np.float64))
             messages.begin[own], messages.arrival[own] = begin, arrival
         if self.observer:
             self.observer.departed(flight, self.away)
 
-    def _delay(self, there: Flags) -> float:
-        """The longest delay among the replicas that take part."""
-        return float(self.uplinks.delay_seconds[self.shares[there]].max(initial=0.0))
+    def _slowest(self, there: Flags) -> Link:
+        """A link with the least rate and the longest delay among those of the replicas that take part."""
+        own = self.shares[there]
+        return Link(8 / float(self.uplinks.seconds_per_byte[own].max()), float(self.uplinks.delay_seconds[own].max()))
 
     def _land(self, p: int, step: int) -> None:
         """Wait for the flight; then all returned replicas take the anchors."""

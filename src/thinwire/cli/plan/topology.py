@@ -134,18 +134,19 @@ def _row(asked: Options, text: str, topology: Topology, size: int, links: Links 
     shapes = [fragment.shapes for fragment in strategy.partition.fragments(model)]
     degrees = [topology.edges(size, number).sum(1) for number in range(topology.rounds(size) or 1)]
     least, most = int(np.min(degrees)), int(np.max(degrees))
-    sent = strategy.nbytes_per_period(shapes, size)
+    sent, steps = strategy.nbytes_per_period(shapes, size), strategy.exchange.rule.steps  # gossip steps of a round
+    second = found.second**steps
     row = {
         "topology": Path(text).name if isinstance(topology, Listed) else repr(topology),
         "neighbours": f"{most}" if least == most else f"{least} to {most}",
-        "second": found.second,
-        "gap": found.gap,
-        "halving": found.halving,
+        "second": second,
+        "gap": 1 - second,
+        "halving": found.halving / steps,
         "link_nbytes": sent // most if most else 0,
         "sent_nbytes": sent,
     }
     if links is not None:
-        row["halving_seconds"] = halving_seconds(links, topology, row["link_nbytes"])
+        row["halving_seconds"] = halving_seconds(links, topology, row["link_nbytes"] // steps)
     rates = _rates(topology, size) if asked.rates else None
     if asked.rates:
         row |= {"meetings_even": None, "meetings": None}

@@ -40,6 +40,10 @@ from thinwire.simulate.replicas import SimulationResult, simulate
 from thinwire.simulate.scenario import Failures, Outages, Scenario, Stragglers, Wire, spread
 from thinwire.version import __version__
 
+_GOSSIP = (
+    "gossip is timed as if each round waited for all replicas, not for neighbours alone: stalls are an upper bound. The mean of all at the end "
+    "is not in these numbers"
+)
 MOST_STEPS = 10_000_000  # some minutes, if each step has a round
 SHOWN = 8  # most replicas in the table
 
@@ -109,6 +113,8 @@ def main(arguments: Sequence[str]) -> int:
     console.print(_table(scenario, outcome, summary, _unit(run)))
     if strategy.bound:
         console.print(strategy.bound, soft_wrap=True, highlight=False)
+    if not strategy.exchange.agrees:
+        console.print(_GOSSIP, soft_wrap=True, highlight=False)
     if asked.out is not None:
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         page = write_report([asked.out], asked.out / "report.html")
