@@ -365,15 +365,12 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     rounds = merged(seen for replica in replicas for seen in replica.rounds)
     incarnations = {replica.called: replica.incarnations for replica in replicas}
     seen = numbers(rounds, incarnations, len(fragments_of(replicas[0].start)))
-    steps = {
-        f"steps_{name}": sum(getattr(r.steps, name) for r in replicas) for name in ("trained", "jumped", "counted")
-    }
+    steps = {f"steps_{own}": sum(getattr(r.steps, own) for r in replicas) for own in ("trained", "jumped", "counted")}
     return {"living": seen.living, "taking_part": seen.taking_part, "rounds_committed": seen.committed, **steps}
 
 
 def provenance_of(start: Mapping[str, Any]) -> str:
-    """The provenance of a run's numbers, from its `start` event: "emulated" if its link has a set rate or replicas wait as slow machines
-    would, otherwise "measured"."""
+    """The provenance of a run's numbers, by its `start` event: "emulated" with a set rate or with replicas slowed down, else "measured"."""
     if start.get("carrier") == "virtual time":
         return "simulated"
     link, run = (start[name] if isinstance(start[name], dict) else {} for name in ("link", "run"))
