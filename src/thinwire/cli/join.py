@@ -124,7 +124,8 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
 
 
 def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
-    console.print(f"waiting until all {run.placement.replicas} replicas have joined", highlight=False)
+    more = " and the hub's reducer" if run.needs_hub else ""
+    console.print(f"waiting until all {run.placement.replicas} replicas{more} have joined", highlight=False)
     group = join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout, asked.address)
     named = f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}"
     console.print(named, soft_wrap=True, highlight=False)
