@@ -75,7 +75,7 @@ class HubLink:
         self._placed: Future[Welcome] = Future()
         self._task: asyncio.Task[None] | None = None
         self.messages = InFlight(size, self)
-        self._left: LinkError | None = None  # of the first member that is gone
+        self._why_gone = ""  # about the member because of which others close their groups
         self._control: deque[tuple[int, int, bytes]] = deque()  # kind, rank, body
         self._connections: dict[int, int] = {}  # connections of connected peers, by rank
         self._woken = asyncio.Event()  # set when there may be frames to send
@@ -305,21 +305,21 @@ class HubLink:
             messages.away.add(peer)
         elif frame.kind == frames.GONE:
             self._connections.pop(peer, None)
-            why = frames.REASONS.get(number(0), "is gone")
-            self.straight.away(peer, why)
-            messages.leave(peer, self._gone(peer, why))
+            self.straight.away(peer, frames.REASONS.get(number(0), "is gone"))
+            messages.leave(peer, self._gone(peer, number(0)))
         else:
             self.straight.heard(frame)
 
-    def _gone(self, peer: int, why: str) -> LinkError:
-        """The error of messages to and from a member that is gone. A reducer that leaves after a replica has left because of it."""
-        reducer = self._name(peer) == REDUCER
-        if reducer and self._left:
-            return self._left
-        what = f"the hub's reducer {why}. {_REDUCER_GONE}" if reducer else f"replica {peer} ({self._name(peer)}) {why}."
-        error = LinkError(f"{what} {self._advice}".strip())
+    def _gone(self, peer: int, reason: int) -> LinkError:
+        """The error of messages to and from a member that is gone. One that closes its group after another is gone does so because of that."""
+        why = frames.REASONS.get(reason, "is gone")
+        if not self._why_gone or reason != frames.LEFT:
+            what = f"replica {peer} ({self._name(peer)}) {why}."
+            if self._name(peer) == REDUCER:
+                what = f"the hub's reducer {why}. {_REDUCER_GONE}"
+            self._why_gone = f"{what} {self._advice}".strip()
+        error = LinkError(self._why_gone)
         error.peer = peer
-        self._left = self._left or error
         return error
 
     def _name(self, peer: int) -> str:
