@@ -73,6 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
     own = None if asked.run is None else Run.load(asked.run, options.advise)  # before the token is used
+    if asked.address and not asked.listen and (own is None or own.placement.listen == "none"):
+        raise ConfigurationError(
+            f"--address {asked.address} without --listen: nothing would listen there; give --listen HOST:PORT, too, or leave it out."
+        )
     asked = dataclasses.replace(asked, token=token_of(asked.token))
     told = admit(asked.token, asked.name, asked.keys)
     if told.elastic and asked.group:
