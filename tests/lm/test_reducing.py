@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from group_laws import TIMEOUT
@@ -100,8 +101,38 @@ def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path, capsys):
     for result in results.values():
         if isinstance(result, BaseException):
             raise result
-    assert results["reducer"].startswith(f"{ROUNDS} rounds; ")
+    assert results["reducer"].startswith(f"{ROUNDS} rounds; ") and results["reducer"].endswith(") closed its group")
     assert capsys.readouterr().out.endswith("averages for bergen, oslo\n")
     plain = tw.run_threads(2, lambda group: reduce_rounds(group, Star(0, Feedback()), x), timeout=TIMEOUT)
     for one, other in zip((results["bergen"], results["oslo"]), plain):
         assert all(same_bits(a, b) for a, b in zip(one, other))
+
+
+def test_a_revoked_replica_is_named_to_the_others_and_not_the_reducer_that_leaves_after_it(tmp_path):
+    told = left_alone(tmp_path, revoke, lambda: average(joined(tmp_path / "hub", 2, "")))
+    assert told.startswith("replica 0 (bergen) was revoked at the hub. ")
+
+
+def test_a_reducer_that_is_gone_is_named_with_its_log(tmp_path):
+    told = left_alone(tmp_path, lambda hub: None, lambda: joined(tmp_path / "hub", 2, "").close())
+    assert told.startswith(
+        "the hub's reducer closed its group. Its log is reducer.txt in the hub's folder; start the hub again "
+    )
+
+
+def revoke(folder):
+    with opened_state(folder) as state:
+        state.revoke("bergen")
+
+
+def left_alone(folder, leave, reduce):
+    """The error that oslo sees when its one round of two replicas does not end; bergen takes no part in it."""
+    with Hub(folder / "hub") as hub, ThreadPoolExecutor(2) as pool:
+        token = str(hub.invite(2))
+        there = [pool.submit(join, token, "bergen", 3, folder / "keys", with_reducer(""), TIMEOUT), pool.submit(reduce)]
+        with join(token, "oslo", 3, folder / "keys", with_reducer(""), TIMEOUT) as group, there[0].result():
+            leave(folder / "hub")
+            with pytest.raises(LinkError) as told:
+                reduce_rounds(WithHub(group), Star("hub"), deltas(2, NUMEL, ROUNDS))
+        there[1].result()
+    return str(told.value)

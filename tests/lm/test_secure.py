@@ -60,6 +60,16 @@ def test_a_run_from_a_hub_is_accepted(tmp_path):
         run_of_hub(tmp_path / "run.toml")
 
 
+def test_a_run_file_of_a_hub_that_is_refused_is_the_hubs_to_correct(tmp_path):
+    """A replica's copy of it is written again at each start."""
+    (tmp_path / "run.toml").write_text("[optimizer]\nbatch = 2\n")
+    with pytest.raises(
+        ConfigurationError,
+        match=r"the hub's run file is refused \(batch is in \[optimizer\]; it belongs in \[data\]\); have",
+    ):
+        run_of_hub(tmp_path / "run.toml")
+
+
 def arguments(**more: object) -> list[str]:
     given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in (SMALL | more).items()]
     return ["train", *(word for pair in given for word in pair)]

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hook_processes import POISONED, STEPS, STRATEGIES, run
 
 import thinwire as tw
 from thinwire.testing.toy import same_bits
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def hooked(model, group, of=None):
+    """`model` in DDP, and the hook of `of`, or of the model."""
+    hook = tw.GradientHook(tw.data_parallel(), of or model, group)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    return ddp, hook, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +81,69 @@ def test_diverged_weights_are_repaired_with_one_warning(world):
     alike = [step for step, pair in enumerate(zip(world[0]["drifted"], world[1]["drifted"]), 1) if same_bits(*pair)]
     assert alike == [*range(1, 6), *range(100, 103)]
     assert all(len(results["told"]) == 1 and "have drifted apart" in results["told"][0] for results in world)
+
+
+@pytest.mark.slow
+def test_a_rank_that_joins_early_is_refused(world):
+    """At the next comparison of weights, which only ranks that step take part in, the others would wait for it."""
+    assert world[1]["joined"].startswith("ModelError: DDP calls its hook outside of backward, as ddp.join() does")
+    assert world[0]["joined"].startswith("LinkError: ")
+
+
+def test_a_second_hook_on_a_group_is_refused_until_the_first_is_closed(one_rank):
+    """Their packets would mix, and the replicas drift apart."""
+    (group,) = tw.ThreadGroup.create(1)
+    ddp, first, optimizer = hooked(torch.nn.Linear(2, 2), group)
+    other, second, others = hooked(torch.nn.Linear(2, 2), group)
+    first.register(ddp, optimizer)
+    with pytest.raises(tw.ConfigurationError, match="has a Replica or a GradientHook that has not finished"):
+        second.register(other, others)
+    first.close()
+    second.register(other, others)
+    second.close()
+
+
+def test_a_group_of_other_replicas_than_ddp_has_ranks_is_refused(one_rank):
+    def register(group):
+        ddp, hook, optimizer = hooked(torch.nn.Linear(2, 2), group)
+        with pytest.raises(tw.ConfigurationError, match="the hook's group has 2 replicas and DDP 1 ranks"):
+            hook.register(ddp, optimizer)
+        hook.close()
+
+    tw.run_threads(2, register)
+
+
+def test_the_model_of_another_ddp_is_refused(one_rank):
+    (group,) = tw.ThreadGroup.create(1)
+    ddp, hook, optimizer = hooked(torch.nn.Linear(2, 2), group, of=torch.nn.Linear(2, 2))
+    with pytest.raises(tw.ModelError, match="DDP trains 'weight' and the hook's model has no such tensor"):
+        hook.register(ddp, optimizer)
+    hook.close()
+
+
+def test_sparse_gradients_are_refused(one_rank):
+    (group,) = tw.ThreadGroup.create(1)
+    ddp, hook, optimizer = hooked(torch.nn.Embedding(4, 2, sparse=True), group)
+    hook.register(ddp, optimizer)
+    with pytest.raises(tw.ModelError, match="the gradient of weight is sparse, and DDP's hooks take dense ones"):
+        ddp(torch.tensor([1])).sum().backward()
+    hook.close()
+
+
+def test_backward_raises_the_link_error_of_a_lost_replica(one_rank):
+    def train(group):
+        ddp, hook, _ = hooked(torch.nn.Linear(2, 2), group)
+        if group.rank == 1:
+            hook.close()
+            group.close()
+            return ""
+        ddp.register_comm_hook(hook, tw.GradientHook.exchange)  # `register` would refuse one rank for two replicas
+        with pytest.raises(tw.LinkError) as told:
+            ddp(torch.ones(1, 2)).sum().backward()
+        hook.close()
+        return str(told.value)
+
+    assert tw.run_threads(2, train)[0].startswith("replica 1 closed its group")
 
 
 @pytest.mark.parametrize(

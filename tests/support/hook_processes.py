@@ -89,6 +89,13 @@ def everything(rank: int) -> dict[str, Any]:
         seen["drifted"] += steps(ddp, optimizer, rank, 5, 102)
     seen["told"] = [str(warning.message) for warning in told]
     hook.close()
+    # a rank that has fewer batches
+    ddp, optimizer, hook = make(STRATEGIES["identity"], group, rank)
+    try:
+        with ddp.join():
+            steps(ddp, optimizer, rank, 0, 3 - rank)
+    except tw.ThinwireError as error:
+        seen["joined"] = f"{type(error).__name__}: {error}"
     group.close()
     return seen
 

@@ -222,7 +222,7 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
 
     def ended(code: int) -> None:
         say(
-            f"warning: the process that averages has ended (exit code {code}), and without it no group goes on or begins: see the end of "
+            f"warning: the reducer's process has ended (exit code {code}), and without it no group goes on or begins: see the end of "
             f"{folder / LOG}, and start this hub again"
         )
 

@@ -73,6 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
     own = None if asked.run is None else Run.load(asked.run, options.advise)  # before the token is used
+    if asked.address and not asked.listen and (own is None or own.placement.listen == "none"):
+        raise ConfigurationError(
+            f"--address {asked.address} without --listen: nothing would listen there; give --listen HOST:PORT, too, or leave it out."
+        )
     asked = dataclasses.replace(asked, token=token_of(asked.token))
     told = admit(asked.token, asked.name, asked.keys)
     if told.elastic and asked.group:
@@ -124,7 +128,8 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
 
 
 def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
-    console.print(f"waiting until all {run.placement.replicas} replicas have joined", highlight=False)
+    more = " and the hub's reducer" if run.needs_hub else ""
+    console.print(f"waiting until all {run.placement.replicas} replicas{more} have joined", highlight=False)
     group = join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout, asked.address)
     named = f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}"
     console.print(named, soft_wrap=True, highlight=False)

@@ -44,7 +44,7 @@ def average(group: SecureGroup) -> str:
     """Average the packets of a group's replicas until one of them leaves; return a line about it. Raises `PacketError`."""
     _say(f"averages for {', '.join(group.names[:-1])}")
     reducer = Reducer(WithHub(group), parse)
-    end = reducer.run()
+    end = reducer.run().partition(". ")[0]  # without the advice, which is for replicas
     return f"{reducer.rounds} rounds; {end}"
 
 

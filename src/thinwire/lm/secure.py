@@ -109,7 +109,13 @@ def run_of_hub(path: Path) -> Run:
             f"the hub's run file names files or models in {', '.join(named)}, and a hub may name none on this machine; "
             "give a run file of your own: thinwire join TOKEN run.toml --name NAME."
         )
-    return Run.load(path).changed(listen="none")  # a port of this machine is opened by its owner alone
+    try:
+        return Run.load(path).changed(listen="none")  # a port of this machine is opened by its owner alone
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"the hub's run file is refused ({str(error).removeprefix(f'{path}: ').removesuffix('.')}); have it corrected and the hub "
+            "started again with --run-file, or give a run file of your own."
+        ) from None
 
 
 def main() -> int:

@@ -6,8 +6,9 @@ Each bucket is exchanged as soon as DDP has filled it, on the exchange threads, 
 # Annotations are evaluated here: DDP looks at those of a hook.
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future as Landing
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.codecs import in_full
 from thinwire.comm.group import Group
-from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
+from thinwire.runtime.claim import GroupClaim
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import compare_settings
@@ -80,6 +82,7 @@ class GradientHook:
                 f"{strategy.filters} in DDP's buckets: Clip would see a bucket and needs the norm of the whole gradient; choose clip=0."
             )
         self.strategy, self.group = strategy, group
+        self._claim: GroupClaim | None = None
         self.steps = 0  # exchanged steps
         self._first = True  # the first step of this hook, after which DDP rebuilds its buckets
         compare_settings(group, {"strategy": repr(strategy)} | digests(strategy))
@@ -93,16 +96,41 @@ class GradientHook:
         self._hooks: list[RemovableHandle] = []
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        """Make `ddp` exchange its buckets by this hook. Raises `ConfigurationError` if the strategy needs another optimizer."""
+        """Make `ddp` exchange its buckets by this hook.
+
+        Raises `ConfigurationError` if the strategy needs another optimizer, the group has not DDP's ranks, or it has another hook or a Replica;
+        `ModelError` if the hook has another model.
+        """
         self.strategy.check_inner(optimizer, sharded=False)
+        if (ranks := ddp.process_group.size()) != self.group.size:
+            raise ConfigurationError(
+                f"the hook's group has {self.group.size} replicas and DDP {ranks} ranks: as many are needed, one rank each; make the group by "
+                f"TorchGroup.from_world(replicas={ranks})."
+            )
+        foreign = [name for name, p in ddp.module.named_parameters() if p.requires_grad and id(p) not in self._named]
+        if foreign:
+            raise ModelError(
+                f"DDP trains {foreign[0]!r} and the hook's model has no such tensor; the module inside DDP is needed: "
+                "GradientHook(strategy, ddp.module, group)."
+            )
+        self._claim = GroupClaim(self.group)
+        self._claim.take()
         ddp.register_comm_hook(self, GradientHook.exchange)
         self._hooks.append(optimizer.register_step_post_hook(outermost(lambda *_: self._stepped.after(self.steps))))
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook that DDP calls: the future is done when the bucket holds the estimate of the mean."""
         buffer, last = bucket.buffer(), bucket.is_last()
+        if buffer.is_sparse:
+            raise ModelError(
+                f"the gradient of {self._named[id(bucket.parameters()[0])][0]} is sparse, and DDP's hooks take dense ones; leave sparse=False in its "
+                "layer, or attach a Replica instead of DDP."
+            )
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type == "cuda" else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._at_end_of_backward(
+            lambda: _raise(update.arrival.exception())
+        )  # DDP would say of the error that it is no tensor
         piece = self._piece(bucket)
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
         codec = in_full(piece.codec) if self._first else None
@@ -116,8 +144,9 @@ class GradientHook:
             try:
                 landing.result()
                 self._land(update, buffer, last)
-            except BaseException as error:
-                done.set_exception(error)  # type: ignore[arg-type]  # any error, because DDP waits for the future
+            except BaseException as error:  # any, because DDP waits for the future
+                # Not the error itself: its frames hold this future.
+                done.set_exception(RuntimeError(str(error)))  # type: ignore[arg-type]
             else:
                 done.set_result(buffer)
 
@@ -145,6 +174,18 @@ class GradientHook:
         for hook in self._hooks:
             hook.remove()
         self._pipeline.close()
+        if self._claim:
+            self._claim.release(not any(piece.flight for piece in self._pieces.values()))
+
+    def _at_end_of_backward(self, call: Callable[[], None]) -> None:
+        """Have `call` called by backward before DDP looks at its buckets. Raises `ModelError` outside of backward."""
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(call)
+        except RuntimeError:
+            raise ModelError(
+                "DDP calls its hook outside of backward, as ddp.join() does on a rank that has no more batches; as many steps on each rank are "
+                "needed. Leave join() out, and give all ranks as many batches."
+            ) from None
 
     @torch.no_grad()
     def _land(self, update: RoundUpdate, buffer: Tensor, last: bool) -> None:
@@ -179,6 +220,12 @@ class GradientHook:
             self._pieces[names] = piece
         self._pieces[names].index = bucket.index()  # the index may change while the parameters stay
         return self._pieces[names]
+
+
+def _raise(error: BaseException | None) -> None:
+    """Raise a copy of `error`: the frames of the error itself would hold DDP, which holds the hook that keeps the error."""
+    if error:
+        raise copy(error)
 
 
 def _memories(piece: FragmentState) -> dict[str, Tensor]:

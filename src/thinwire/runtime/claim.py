@@ -23,8 +23,8 @@ class GroupClaim:
         before = _claims.get(id(group))
         if before and before._held:
             raise ConfigurationError(
-                "this group has a Replica that has not finished, or was closed with rounds in flight, and their packets would mix. Finish it, or "
-                "make a group for each; one Replica takes both models as one module, with their optimizers in a list."
+                "this group has a Replica or a GradientHook that has not finished, or was closed with rounds in flight, and their packets would "
+                "mix. Finish it, or make a group for each; one Replica takes both models as one module, with their optimizers in a list."
             )
 
     def take(self) -> None:

@@ -25,6 +25,7 @@ from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Chunk, Pull
+from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.secure.straight import Straight
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.versions import agreed_with_hub, stated
@@ -36,6 +37,9 @@ SILENT_SECONDS = 20.0  # see `HubLink`; the default
 PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TLS, HTTP/2), ACKs and control
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
 CONNECTED = "is connected to the hub"  # the state of a link
+_REDUCER_GONE = (
+    "Its log is reducer.txt in the hub's folder; start the hub again if it says that the reducer's process has ended."
+)
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
 
@@ -71,6 +75,7 @@ class HubLink:
         self._placed: Future[Welcome] = Future()
         self._task: asyncio.Task[None] | None = None
         self.messages = InFlight(size, self)
+        self._why_gone = ""  # about the member because of which others close their groups
         self._control: deque[tuple[int, int, bytes]] = deque()  # kind, rank, body
         self._connections: dict[int, int] = {}  # connections of connected peers, by rank
         self._woken = asyncio.Event()  # set when there may be frames to send
@@ -300,14 +305,22 @@ class HubLink:
             messages.away.add(peer)
         elif frame.kind == frames.GONE:
             self._connections.pop(peer, None)
-            error = LinkError(
-                f"replica {peer} ({self._name(peer)}) {frames.REASONS.get(number(0), 'is gone')}. {self._advice}".strip()
-            )
-            error.peer = peer
             self.straight.away(peer, frames.REASONS.get(number(0), "is gone"))
-            messages.leave(peer, error)
+            messages.leave(peer, self._gone(peer, number(0)))
         else:
             self.straight.heard(frame)
+
+    def _gone(self, peer: int, reason: int) -> LinkError:
+        """The error of messages to and from a member that is gone. One that closes its group after another is gone does so because of that."""
+        why = frames.REASONS.get(reason, "is gone")
+        if not self._why_gone or reason != frames.LEFT:
+            what = f"replica {peer} ({self._name(peer)}) {why}."
+            if self._name(peer) == REDUCER:
+                what = f"the hub's reducer {why}. {_REDUCER_GONE}"
+            self._why_gone = f"{what} {self._advice}".strip()
+        error = LinkError(self._why_gone)
+        error.peer = peer
+        return error
 
     def _name(self, peer: int) -> str:
         return self._place.names[peer] if self._place else str(peer)

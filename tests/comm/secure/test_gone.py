@@ -1,0 +1,37 @@
+"""What the members of a group say of one that is gone."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from group_laws import TIMEOUT
+
+from thinwire.comm.secure import Hub, join
+from thinwire.comm.secure.invitations import opened_state
+from thinwire.errors import LinkError
+
+
+def waits_for(group, peer):
+    """The error of a message that never comes."""
+    with pytest.raises(LinkError) as told:
+        group.post(7, {}, {peer: torch.zeros(1, dtype=torch.uint8)}).wait()
+    return told.value
+
+
+def test_members_that_close_their_groups_after_a_revoked_one_are_not_blamed(tmp_path):
+    """Rome waits for oslo, which has left because bergen was revoked."""
+    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor(3) as pool:
+        token = str(hub.invite(3))
+        joining = [
+            pool.submit(join, token, one, 3, tmp_path / "keys", "", TIMEOUT) for one in ("bergen", "oslo", "rome")
+        ]
+        bergen, oslo, rome = (one.result() for one in joining)
+        with rome, opened_state(tmp_path / "hub") as state:
+            with oslo, bergen:
+                state.revoke("bergen")
+                first = waits_for(oslo, 0)
+            second = waits_for(rome, 1)
+    assert str(first) == str(second) and str(first).startswith("replica 0 (bergen) was revoked at the hub. ")
+    assert (first.peer, second.peer) == (0, 1)
