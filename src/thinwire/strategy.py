@@ -312,15 +312,13 @@ class Strategy:
 
     def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int, number: int = LONG_RUN) -> int:
         """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors of such shapes
-        (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted, or the most (`bound`).
-        """
+        (the same but for a codec that needs shapes): in their round `number`, or in the long run. Predicted = counted, or the most (`bound`)."""
         shaped = [((fragment,),) if isinstance(fragment, int) else fragment for fragment in fragments]
         return sum(self.exchange.nbytes_sent(*self.coded(shapes, number), size) for shapes in shaped)
 
     def coded(self, shapes: Shapes, number: int = LONG_RUN, last: bool = False) -> tuple[Codec, int]:
         """The codec of round `number` of a fragment with tensors of these `shapes`, `last` in the run or not, and its number of elements. If
-        the policy decides by the data, it is the codec before the first decision.
-        """
+        the policy decides by the data, it is the codec before the first decision."""
         codec, numel = self.codec.fitted(shapes), sum(map(math.prod, shapes))
         if number < max((one.full for one in self.filters), default=0):
             return in_full(codec), numel

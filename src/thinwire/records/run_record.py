@@ -370,7 +370,7 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
 
 
 def provenance_of(start: Mapping[str, Any]) -> str:
-    """The provenance of a run's numbers, by its `start` event: "emulated" with a set rate or with replicas slowed down, else "measured"."""
+    """The provenance of a run's numbers, by its `start` event: "emulated" with a set rate or with replicas slowed down, "measured" with neither."""
     if start.get("carrier") == "virtual time":
         return "simulated"
     link, run = (start[name] if isinstance(start[name], dict) else {} for name in ("link", "run"))
