@@ -24,7 +24,7 @@ COMPOSITIONS = {
     "streaming_sign(every=2, codec=E3M0())": "4 bits, H = 2",
     "streaming_sign": "10 %, H = 4",
     "streaming_sparse(every=4, codec=TopK(0.01, Sign(block=1024)))": "1 %, H = 4",
-    "streaming_sparse": "0.6 %, H = 5",
+    "streaming_sparse": "0.62 %, H = 5",
 }  # and the names of their dots; the control first
 GOAL = {"loss_above": 0.02, "times_fewer_bits": 2000}
 

@@ -154,12 +154,22 @@ def _against(row: Mapping[str, Any], control: Mapping[str, Any] | None) -> str:
     return "control" if row is control else f"{row['eval_loss'] / control['eval_loss'] - 1:+.2%}"
 
 
+def commits(result: Mapping[str, Any]) -> str:
+    """The commit of a result, and those of rows that were recorded later."""
+    own: dict[str, list[str]] = {}
+    for row in result.get("rows", ()):
+        if "commit" in row:
+            own.setdefault(row["commit"][:7], []).append(row["strategy"].partition("(")[0])
+    said = "commit " + (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
+    later = [f"{', '.join(dict.fromkeys(names))} at {commit}" for commit, names in own.items()]
+    return said + (f" ({'; '.join(later)})" if later else "")
+
+
 def _said(result: Mapping[str, Any]) -> str:
     """How and where it was measured."""
     setting, machine = result["setting"], result["machine"]
-    commit = (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
     how = f"model `{setting['model']}`, {setting['steps']} steps, {setting['replicas']} replicas, defaults; mean ± standard deviation over seeds"
-    return f"{result['word'].capitalize()}, {result['date'][:10]}: {how}; commit {commit}, {machine['cpu'].strip()}, {machine['cores']} cores."
+    return f"{result['word'].capitalize()}, {result['date'][:10]}: {how}; {commits(result)}, {machine['cpu'].strip()}, {machine['cores']} cores."
 
 
 # ---- all of them

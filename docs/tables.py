@@ -115,10 +115,9 @@ def catalogue() -> str:
 def provenance(result: Result, name: str, up: str) -> str:
     """Where the numbers are from, in one line."""
     machine, versions = result["machine"], result["versions"]
-    commit = (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
     gpu = f"{result['gpu']}, " if "gpu" in result else ""
     where = f"{gpu}{machine['cpu'].strip()}, {machine['cores']} cores, torch {versions['torch']}"
-    return f"*{result['word'].capitalize()}: [{name}]({up}{name}), {result['date'][:10]}, commit {commit}; {where}.*"
+    return f"*{result['word'].capitalize()}: [{name}]({up}{name}), {result['date'][:10]}, {recipes.commits(result)}; {where}.*"
 
 
 def utilization(result: Result) -> tuple[list[str], list[list[str]]]:

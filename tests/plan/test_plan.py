@@ -120,13 +120,13 @@ def test_the_sparse_recipe_is_proposed_where_the_link_is_too_thin_for_signs() ->
 
 
 def test_a_method_that_a_setting_of_the_run_rules_out_is_left_out_with_the_reason() -> None:
-    shards = replace(BILLION, method=replace(BILLION.method, exchange="TwoShot(feedback=Feedback())"))
-    found = settings(task(base=shards))
-    assert {setting.method for setting in found} == set(SEARCHED) - {"streaming_sparse"}
-    said = [text for text in explain.warnings(task(base=shards), found[0]) if text.startswith("method-refused")]
-    assert len(said) == 1 and said[0].startswith("method-refused: streaming_sparse: DenseLast")
-    with pytest.raises(ConfigurationError, match=r"no planned method .* such as streaming_sparse: DenseLast"):
-        settings(task(base=shards, methods=("streaming_sparse",)))
+    robust = replace(BILLION, method=replace(BILLION.method, aggregate="GeometricMedian"))
+    found = settings(task(base=robust))
+    assert {setting.method for setting in found} == set(SEARCHED) - {"eager_diloco"}
+    said = [text for text in explain.warnings(task(base=robust), found[0]) if text.startswith("method-refused")]
+    assert len(said) == 1 and said[0].startswith("method-refused: eager_diloco: aggregate=GeometricMedian()")
+    with pytest.raises(ConfigurationError, match=r"no planned method .* such as eager_diloco: aggregate"):
+        settings(task(base=robust, methods=("eager_diloco",)))
 
 
 def test_a_replica_with_thin_links_is_left_out() -> None:

@@ -133,7 +133,7 @@ def streaming_sparse(
     every: int = 5,
     fragments: int | None = None,
     delay: int = 1,
-    codec: Codec = TopK(0.006, Sign(block=1024)),
+    codec: Codec = TopK(0.0062, Sign(block=1024)),
     unsent: float = 0.65,
     dense: Codec = TopK(0.25, Sign(block=128)),
     partition: Partition | None = None,
@@ -141,20 +141,20 @@ def streaming_sparse(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """As `streaming_sign` for links that are ten times thinner: 0.6 % of the values every 5 steps, and a quarter of them when a run ends.
+    """As `streaming_sign` for links that are ten times thinner: 0.62 % of the values every 5 steps, and a quarter of them when a run ends.
 
     A value waits for dozens of steps until it is sent. So a share ρ of what was not sent stays in the replica's own parameters, feedback
     keeps the rest, and the last round sends the signs of the largest quarter. The composition is ours, its parts are published: those of
     `streaming_sign`, and the own part that stays, from CHOCO-SGD (arXiv 1902.00340). docs/log.md has the experiment.
 
-        departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m| at the largest 0.6 % of z_m, 0 elsewhere,   e_m ← z_m − c_m
+        departs:   z_m = anchor_p − θ_(m,p)(t) + e_m,   c_m = sign(z_m)·mean|z_m| at the largest 0.62 % of z_m, 0 elsewhere,   e_m ← z_m − c_m
         lands:     anchor_p ← anchor_p − (1/M)·Σ_m c_m,   θ_(m,p) ← anchor_p − ρ·e_m + (θ_(m,p)(t + τ) − θ_(m,p)(t)),   e_m ← (1 − ρ)·e_m
         ends:      c_m = z_m in the codec `dense`,   θ_(m,p) ← anchor_p
 
-    *Differs*: from `streaming_sign`: 0.6 % and H = 5, ρ is not 0, and the last round is denser. During a run the agreed model lacks what was
+    *Differs*: from `streaming_sign`: 0.62 % and H = 5, ρ is not 0, and the last round is denser. During a run the agreed model lacks what was
     not sent, so its evaluation is worse than that of the final model.
-    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 0.062: a sign, 9.4 bits of
-    index and 32/1024 of a scale for each of 0.6 % of the values; once, at the end, 1.31 bits for each parameter.
+    *Wire*: (M−1)·(b·N/8 + 48·(P + 1)) bytes every H steps from each of M replicas, for N parameters; b = 0.064: a sign, 9.3 bits of
+    index and 32/1024 of a scale for each of 0.62 % of the values; once, at the end, 1.31 bits for each parameter.
 
     Args:
         every: H, inner steps between two rounds of a fragment.
@@ -171,7 +171,7 @@ def streaming_sparse(
     >>> streaming_sparse().policy.dense
     TopK(density=0.25, values=Sign(scale='mean', block=128))
     >>> streaming_sparse().nbytes_per_period([((1000, 1000),)], size=2)  # bytes
-    7799
+    8028
     """
     return Strategy(
         schedule=Staggered(every, delay, offsets),
