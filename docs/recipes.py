@@ -142,7 +142,8 @@ def measured(names: list[str], root: Path, up: str) -> str:
             [f"`{name}`" + (" †" if old else ""), f"{row['eval_loss']:.4f}{spread}", _against(row, found.get(CONTROL)),
              f"{row['bits_per_parameter_per_step']:.3g}", str(row["seeds"])]
         )  # fmt: skip
-    lines = [_table(rows), "", f"*{_said(result)} All methods side by side: [family.md]({up}docs/family.md).*"]
+    said = _said(result | {"rows": [found[name] for name in names if name in found]})
+    lines = [_table(rows), "", f"*{said} All methods side by side: [family.md]({up}docs/family.md).*"]
     if changed:
         lines += ["", "† Before its defaults became what they are today."]
     return "\n".join(lines)
@@ -159,9 +160,9 @@ def commits(result: Mapping[str, Any]) -> str:
     own: dict[str, list[str]] = {}
     for row in result.get("rows", ()):
         if "commit" in row:
-            own.setdefault(row["commit"][:7], []).append(row["strategy"].partition("(")[0])
+            own.setdefault(row["commit"][:7], []).append(row.get("label", row["strategy"]))
     said = "commit " + (result["commit"] or "unknown")[:7] + (" and changes" if result.get("uncommitted") else "")
-    later = [f"{', '.join(dict.fromkeys(names))} at {commit}" for commit, names in own.items()]
+    later = [f"{', '.join(names)} at {commit}" for commit, names in own.items()]
     return said + (f" ({'; '.join(later)})" if later else "")
 
 

@@ -141,7 +141,7 @@ def streaming_sparse(
     exchange: Exchange = Direct(),
     anchors: Anchors = "host",
 ) -> Strategy:
-    """As `streaming_sign` for links that are ten times thinner: 0.62 % of the values every 5 steps, and a quarter of them when a run ends.
+    """As `streaming_sign` for links that are ten times thinner: 0.62 % of the values every 5 steps, and 25 % when a run ends.
 
     A value waits for dozens of steps until it is sent. So a share ρ of what was not sent stays in the replica's own parameters, feedback
     keeps the rest, and the last round sends the signs of the largest quarter. The composition is ours, its parts are published: those of
