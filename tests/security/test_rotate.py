@@ -85,7 +85,7 @@ def test_training_continues_while_the_authority_is_replaced(hub, audit, tmp_path
         operator.join()
     assert done
     said = " ".join(capsys.readouterr().out.split())
-    assert "away have no certificate of it yet" in said and "away need a new token" in said
+    assert "without a certificate of it yet: away." in said and "needed by away:" in said
     assert not list(folder.glob("authority-next.*"))
     assert main(["hub", "list", "--out", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["open"] == []  # one use was left

@@ -311,12 +311,12 @@ def _told_or_kept(asked: Options, console: Console, token: str) -> None:
 def _rotated(ended: bool, behind: list[str], folder: Path) -> str:
     names, own = ", ".join(behind), quoted(folder)
     if ended:
-        lost = f"; {names} need a new token" if behind else ""
+        lost = f"; a new token is needed by {names}" if behind else ""
         return f"the old authority and its tokens have ended{lost}: thinwire hub invite --out {own}"
     if not behind:
         return f"a new authority is made; to end the old one: thinwire hub rotate --out {own}"
     return (
-        f"a new authority is made, and {names} have no certificate of it yet: they get one when they connect. "
+        f"a new authority is made; without a certificate of it yet: {names}. A member gets one when it connects. "
         f"Then, to end the old one: thinwire hub rotate --out {own} (without them: --now)"
     )
 

@@ -53,8 +53,11 @@ def cause(details: str | None) -> str:
 
     >>> cause("failed to connect; last error: UNKNOWN: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK")
     'certificate has expired; compare the clocks of this machine and of the hub'
+    >>> cause("DNS resolution failed: [A: Domain name not found]")
+    'Domain name not found'
     """
     text = str(details).removesuffix(": OK").rpartition(": ")[2]
+    text = text if "[" in text else text.rstrip("]")  # the end of a list of errors
     clocks = "; compare the clocks of this machine and of the hub" * (text in _NOT_NOW)
     return text + clocks
 
