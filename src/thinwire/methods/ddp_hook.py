@@ -128,9 +128,8 @@ class GradientHook:
             )
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type == "cuda" else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        self._at_end_of_backward(
-            lambda: _raise(update.arrival.exception())
-        )  # DDP would say of the error that it is no tensor
+        # else DDP would say of the error that it is no tensor
+        self._at_end_of_backward(lambda: _raise(update.arrival.exception()))
         piece = self._piece(bucket)
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
         codec = in_full(piece.codec) if self._first else None

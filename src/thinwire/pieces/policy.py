@@ -136,7 +136,7 @@ class DenseUntil(Policy):
 
 @dataclass(frozen=True)
 class DenseLast(Policy):
-    """`dense` in the rounds that end a run, otherwise the strategy's codec, so that the final model has what sparse rounds left out.
+    """`dense` in the rounds that end a run, otherwise the strategy's codec, so that the final model has more of what sparse rounds left out.
 
         codec of a round = dense if no inner step follows, otherwise the strategy's
 
@@ -144,7 +144,7 @@ class DenseLast(Policy):
     feedback alone it is older, and a dense end does harm (docs/log.md, 2026-11-26).
 
     Args:
-        dense: the codec of the last rounds.
+        dense: the codec of the last rounds, denser than the strategy's.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
