@@ -17,6 +17,7 @@ from thinwire.diagnosis.attribute import attribute
 from thinwire.diagnosis.records import recorded, timed
 from thinwire.errors import ConfigurationError, DataError, PacketError
 from thinwire.records.events import EventLog
+from thinwire.report import top
 from thinwire.report.diagnosis import diagnose
 
 
@@ -271,6 +272,17 @@ def test_the_report_command_diagnoses_a_run_from_its_files(tmp_path, capsys):
     assert "500 ms ×5.0" in said.err and "5.0 times as long" in said.err and "uplink" in said.err
     (folder / "events/replica-1.jsonl").rename(folder / "events/oslo.jsonl")  # as of a replica with --name
     assert diagnose(folder).verdict == facts["verdict"]
+
+
+def test_top_diagnoses_the_end_of_long_logs(tmp_path, monkeypatch):
+    late = [round_of(number, "012", {"01": 0.5, "02": 0.5} if number > 40 else {}) for number in range(50)]
+    folder = write(tmp_path, late)
+    monkeypatch.setattr(top, "RECENT", (folder / "events/replica-0.jsonl").stat().st_size // 2)
+    shown = top.Top(folder)
+    shown.read(0.0)
+    found = shown.facts(0.0)["findings"]
+    assert [(one["suspect"], one["seconds"]) for one in found] == [("0", 0.5)]
+    assert [one["suspect"] for one in diagnose(folder).facts()["findings"]] == ["0"]
 
 
 def test_the_diagnosis_states_what_it_cannot_tell(tmp_path, capsys):

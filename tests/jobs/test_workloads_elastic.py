@@ -65,7 +65,7 @@ def test_one_is_killed_for_good(job: str, cluster: SimulatedCluster, tmp_path: P
     dead = record.steps[1]
     assert 0 < dead.counted <= dead.trained < 12
     named = f"replica-1 {dead.trained} trained, {dead.jumped} jumped, {dead.counted} counted"
-    assert named in write_report([folder], tmp_path / "page.html").read_text()
+    assert named in write_report([RunRecord.load(folder)], tmp_path / "page.html").read_text()
 
 
 DIES = '''

@@ -71,7 +71,7 @@ def test_a_run_names_each_model_and_is_resumed_bit_for_bit(tmp_path: Path, text:
     for replica in record.replicas:
         sent = replica.end["summary"]["ledger"]["sent"]["packet"] if replica.end else {}
         assert 2 * 48 < sum(count["nbytes"] for count in sent.values()) < replica.foreseen == bound
-    assert write_report([whole], whole / "report.html").stat().st_size > 10_000 and complete(run, whole)
+    assert write_report([RunRecord.load(whole)], whole / "report.html").stat().st_size > 10_000 and complete(run, whole)
 
     of_each = [trained_model(whole / "models" / f"replica-{rank}") for rank in (0, 1)]
     assert [one.spec.model for one in of_each] == ["nano", "tiny"]

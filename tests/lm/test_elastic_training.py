@@ -112,7 +112,7 @@ def test_samples_of_a_lost_replica_go_to_the_others(cluster: SimulatedCluster, r
     record = RunRecord.load(folder)
     assert (record.summary.samples_trained, record.summary.samples_lost) == (len(trained), len(lost))
     assert "of the order were returned, and others train them, from replica-1" in record.named_samples
-    report = write_report([folder], folder / "report.html").read_text()
+    report = write_report([RunRecord.load(folder)], folder / "report.html").read_text()
     assert "samples trained" in report and "from replica-1" in report
 
 

@@ -76,7 +76,7 @@ def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(tmp_path: Path, tex
         periods = range(-(-run.optimizer.steps // method.every))
         assert packets == sum(method.nbytes_per_period(end["parameters"], 2, rank, period) for period in periods) > 0
     assert summary["provenance"] == "measured" and 0 < summary["compute_utilization"] <= 1
-    assert write_report([whole], whole / "report.html").stat().st_size > 10_000
+    assert write_report([RunRecord.load(whole)], whole / "report.html").stat().st_size > 10_000
     shutil.copytree(whole, copy)
     (copy / "model.safetensors").unlink()
     for path in copy.glob("checkpoints/*/step-*"):
@@ -110,7 +110,7 @@ def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> No
     idle = [[event["step"] for event in its if event["loss"] != event["loss"]] for its in steps]
     assert sorted(idle[0] + idle[1]) == list(range(1, 13)) and idle[0] and idle[1]
     assert summary["tokens"] == 12 * 2 * 16 and sum(e["tokens"] for its in steps for e in its) == 12 * 2 * 16
-    assert write_report([tmp_path / "run"], tmp_path / "report.html").stat().st_size > 10_000
+    assert write_report([RunRecord.load(tmp_path / "run")], tmp_path / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow

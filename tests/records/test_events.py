@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.errors import DataError
 from thinwire.records import events
-from thinwire.records.events import EVENTS, EventLog, Tail, being_written, read_events
+from thinwire.records.events import EVENTS, EventLog, Tail, being_written, read_events, recent_events
 
 SOURCE = Path(events.__file__).parents[1]
 
@@ -112,6 +112,30 @@ def test_lines_that_are_no_events_are_skipped(tmp_path: Path, line: bytes) -> No
     path = tmp_path / "log.jsonl"
     path.write_bytes(line + b'\n{"event":"stop","seconds":1,"step":1,"reason":"good"}\n')
     assert [event["reason"] for event in read_events(path)] == ["good"]
+
+
+def test_a_damaged_line_among_many_leaves_the_others(tmp_path: Path) -> None:
+    good = [
+        b'{"event":"stop","seconds":1,"step":%d,"reason":"so"}\n' % step for step in range(20_000)
+    ]  # several groups
+    for damage in (good[0].strip() + b"," + good[1], good[0][:20] + b"\n", b"]\n", b"[\n", b"\xff\n"):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(b"".join([*good[:9_000], damage, *good[9_000:]]))
+        tail = Tail(path)
+        assert [event["step"] for event in tail.read()] == list(range(20_000)) and tail.damaged == 1, damage
+
+
+def test_recent_events_are_the_last_ones(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with EventLog(path) as log:
+        for step in range(7):
+            log.emit("stop", step, reason="x" * step)
+    every, size = read_events(path), path.stat().st_size
+    for most in range(size + 2):
+        recent = recent_events(path, most)
+        assert recent == every[len(every) - len(recent) :]
+        assert sum(len(line) for line in path.read_bytes().splitlines(True)[-len(recent) :]) <= most or not recent
+    assert recent == every
 
 
 def test_a_full_disk_does_not_stop_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def test_steps_trained_jumped_and_counted_are_reported_separately(folder: Path, 
     assert [(steps.trained, steps.jumped) for steps in record.steps] == [(30, 0), (20, 10), (30, 0)]
     assert (record.summary.steps, record.summary.steps_trained, record.summary.steps_jumped) == (30, 80, 10)
     assert {("steps trained", "80"), ("steps jumped", "10"), ("steps counted", "0")} <= set(record.summary.figures())
-    page = write_report([folder], tmp_path / "page.html").read_text()
+    page = write_report([RunRecord.load(folder)], tmp_path / "page.html").read_text()
     assert (
         "Jumped steps were not trained by that replica" in page and "replica-1 20 trained, 10 jumped, 0 counted" in page
     )
@@ -164,7 +164,7 @@ def test_the_time_between_two_incarnations_is_drawn(folder: Path, tmp_path: Path
         and bars["base"][0] == pytest.approx(10, abs=0.2)
         and bars["x"][0] == pytest.approx(10, abs=0.2)
     )
-    page = write_report([folder], tmp_path / "page.html").read_text()
+    page = write_report([RunRecord.load(folder)], tmp_path / "page.html").read_text()
     assert "taking part" in page and "rounds committed" in page and "2 of 3 are there" in page
 
 
@@ -172,7 +172,9 @@ def test_runs_with_and_without_the_three_numbers_share_a_page(
     folder: Path, tmp_path: Path, start: Start, write_events: Write
 ) -> None:
     write_events(tmp_path / "fixed/events/replica-0.jsonl", [start(0, 1), step(1, 0.0)])
-    page = write_report([tmp_path / "fixed", folder], tmp_path / "both.html").read_text()
+    page = write_report(
+        [RunRecord.load(tmp_path / "fixed"), RunRecord.load(folder)], tmp_path / "both.html"
+    ).read_text()
     assert "taking part" in page and "2 runs side by side" in page
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import DataError
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_nbytes
 from thinwire.report import timeline
@@ -33,7 +33,7 @@ def own_text(page: str) -> str:
 
 def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=150, killed_at=120)
-    out = write_report([run], tmp_path / "deep" / "report.html")
+    out = write_report([RunRecord.load(run)], tmp_path / "deep" / "report.html")
     text = own_text(out.read_text())
     assert all(f'id="section-{name}"' in text for name in SECTIONS) and 'id="headline"' in text
     for what, value in RunRecord.load(run).summary.figures():
@@ -46,7 +46,7 @@ def test_the_page_has_every_section_and_number(make_run: Make, tmp_path: Path) -
 
 def test_two_runs_are_shown_side_by_side_with_differences_marked(make_run: Make, tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name, steps=60, rate=rate) for name, rate in (("thin", 1e7), ("wide", 1e8))]
-    text = own_text(write_report(folders, tmp_path / "both.html").read_text())
+    text = own_text(write_report([RunRecord.load(one) for one in folders], tmp_path / "both.html").read_text())
     assert "2 runs side by side" in text and text.count('class="chart"') == 1 + 5 * 2
     assert re.search(r'<tr class="differs"><th>rate</th>.*10 Mbit/s.*100 Mbit/s', text)
     assert "<tr><th>every</th>" in text
@@ -63,10 +63,8 @@ def test_several_runs_have_a_page_beside_that_of_the_first(make_run: Make, tmp_p
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, write_events: Any, start: Any) -> None:
     write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1, link=None)])
-    text = own_text(write_report([tmp_path], tmp_path / "report.html").read_text())
+    text = own_text(write_report([RunRecord.load(tmp_path)], tmp_path / "report.html").read_text())
     assert "still running or killed" in text and "measured" in text
-    with pytest.raises(ConfigurationError, match="at least one"):
-        write_report([], tmp_path / "none.html")
 
 
 COUNT = {"nbytes": 1_250_000, "messages": 7, "queued_seconds": 0.25, "transfer_seconds": 75.0}
@@ -77,12 +75,12 @@ def ended_with(run: Path, ledger: object) -> str:
     lines = [line for line in log.read_text().splitlines() if '"end"' not in line[:20]]
     lines.append(json.dumps({"event": "end", "seconds": 99.0, "step": 60, "summary": {"ledger": ledger}}))
     log.write_text("\n".join(lines) + "\n")
-    return own_text(write_report([run], run / "report.html").read_text())
+    return own_text(write_report([RunRecord.load(run)], run / "report.html").read_text())
 
 
 def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=1, steps=60)
-    assert "No ledger here" in own_text(write_report([run], tmp_path / "a.html").read_text())
+    assert "No ledger here" in own_text(write_report([RunRecord.load(run)], tmp_path / "a.html").read_text())
     ledger = {"sent": {"packet": {"1": COUNT}, "vote": {"2": COUNT}}, "received": {"packet": {"1": COUNT}}}
     text = ended_with(run, ledger)
     row = re.search(r"<tr><th>replica 0</th><td>packet</td><td>1</td>(.*?)</tr>", text)
@@ -96,7 +94,7 @@ def test_the_ledger_is_shown_by_purpose_and_peer(make_run: Make, tmp_path: Path)
 
 def test_a_fragment_s_bytes_are_those_of_a_replica_to_all_others_in_a_round(make_run: Make, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", replicas=3, steps=60)
-    text = own_text(write_report([run], tmp_path / "page.html").read_text())
+    text = own_text(write_report([RunRecord.load(run)], tmp_path / "page.html").read_text())
     table = text[text.index('id="section-fragments"') :]
     of = RunRecord.load(run).replicas[0]
     assert ">sent a round</th>" in table and ">a packet</th>" not in table
@@ -149,7 +147,7 @@ def hostile(make_run: Make, tmp_path: Path, write_events: Any) -> Path:
 
 
 def test_text_from_files_is_escaped(hostile: Path, tmp_path: Path) -> None:
-    page = write_report([hostile, hostile], tmp_path / "report.html").read_text()
+    page = write_report([RunRecord.load(hostile)] * 2, tmp_path / "report.html").read_text()
     assert "<img" not in own_text(page) and "pwned" in own_text(page)
     for data in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL):
         assert "<" not in data
@@ -163,7 +161,7 @@ def test_a_log_of_many_fragments_gives_a_small_page(make_run: Make, tmp_path: Pa
     first, *rest = log.read_text().splitlines()
     start = json.loads(first) | {"fragments": [{"name": "x", "numel": 1}] * 100_000}
     log.write_text("\n".join([json.dumps(start), *rest]) + "\n")
-    assert write_report([run], tmp_path / "report.html").stat().st_size < 10_000_000
+    assert write_report([RunRecord.load(run)], tmp_path / "report.html").stat().st_size < 10_000_000
 
 
 def test_long_runs_are_thinned_outside_the_window_shown_first(
@@ -225,7 +223,7 @@ def test_a_browser_draws_the_page(make_run: Make, tmp_path: Path, hostile: Path)
     if browser is None:
         pytest.skip("no Chromium on this machine: chromium, chromium-browser or google-chrome is needed in the PATH")
     folders = [make_run(tmp_path / "run", steps=150, killed_at=120), hostile]
-    page = write_report(folders, tmp_path / "report.html")
+    page = write_report([RunRecord.load(one) for one in folders], tmp_path / "report.html")
     flags = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
         *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -251,5 +249,5 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file(
     folder = make_run(tmp_path / "run", steps=20)
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DataError, match=r"No space left on device.*Free some space"):
-        write_report([folder], tmp_path / "page.html")
+        write_report([RunRecord.load(folder)], tmp_path / "page.html")
     assert not list(tmp_path.glob("page*"))

@@ -103,7 +103,7 @@ def _told(
     rows = [_row(strategy, records) for strategy, records in begun.items() if records]
     left = [strategy for strategy, records in begun.items() if not records and strategy not in failed]
     failures = [{"strategy": strategy, "failed": why} for strategy, why in failed.items()]
-    first = [records[0].folder for records in begun.values() if records]
+    first = [records[0] for records in begun.values() if records]
     page = write_report(first, out / "report.html") if first else None
     out.mkdir(parents=True, exist_ok=True)
     (out / COMPARISON).write_text(json.dumps(for_json(rows + failures), indent=1) + "\n")

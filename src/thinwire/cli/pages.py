@@ -17,9 +17,9 @@ _TEXT = (
 )
 
 
-def write_report(folders: Sequence[str | Path], out: str | Path) -> Path:
+def write_report(records: Sequence[RunRecord], out: str | Path) -> Path:
     """Like `report.report.write_report`, with the utilisation at other rates of the link."""
-    return write(folders, out, _rates)
+    return write(records, out, _rates)
 
 
 def _rates(records: Sequence[RunRecord]) -> Sequence[Section]:

@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         return _diagnose(asked, console)
     folders = [one for folder in asked.runs for one in _runs_of(folder)]
     name = "report.html" if len(asked.runs) == 1 else "comparison.html"  # a run keeps its own page
-    page = write_report(folders, asked.out or asked.runs[0] / name)
     records = [RunRecord.load(folder) for folder in folders]
+    page = write_report(records, asked.out or asked.runs[0] / name)
     console.print(compare_table(records))
     for record in records if asked.log else ():
         with following(asked.log, record.folder, record.settings, options.teller(console)):

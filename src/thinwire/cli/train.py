@@ -306,7 +306,7 @@ def finish(
     if told := text_of_privacy(record.privacy):
         console.print(f"{told} (predicted)", highlight=False)
     try:
-        drawn = f"report: {write_report([folder], folder / 'report.html')}"
+        drawn = f"report: {write_report([record], folder / 'report.html')}"
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {reason(error)}"
     console.print(drawn, soft_wrap=True, highlight=False)

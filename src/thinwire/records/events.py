@@ -58,7 +58,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO
@@ -104,6 +104,10 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 
 LONGEST = 4 << 20  # most bytes of a line
+_GROUP = 1 << 18  # bytes of lines that are parsed at once
+_COUNTS = ("fragment", "round", "nbytes", "tokens")
+_FIELDS = {kind: frozenset(fields) for kind, fields in EVENTS.items()}
+_NO_FIELDS = frozenset[str]()
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -207,13 +211,13 @@ class Tail:
     """Reads the lines added to an event file since the last read; the file need not exist yet.
 
     `damaged` counts the lines that were no events; one of more than LONGEST bytes is passed over unread. A line is taken when its
-    end is there.
+    end is there. The first read begins at byte `offset`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, offset: int = 0) -> None:
         self.path = Path(path)
         self.damaged = 0
-        self._offset = 0
+        self._offset = offset
         self._rest = b""
         self._overlong = False  # the line that is being read
 
@@ -221,7 +225,7 @@ class Tail:
         """The events that were completed since the last call."""
         try:
             with opened(self.path) as file:
-                return [event for line in self._lines(file) if (event := self._event(line)) is not None]
+                return [event for lines in _together(self._lines(file)) for event in self._events(lines)]
         except FileNotFoundError:
             return []
 
@@ -242,14 +246,14 @@ class Tail:
                     yield whole
                 self._overlong = False
 
-    def _event(self, line: bytes) -> Event | None:
-        event = parse_event(line)
-        self.damaged += event is None and bool(line.strip())
-        return event
+    def _events(self, lines: Sequence[bytes]) -> list[Event]:
+        events = _parsed(lines)
+        self.damaged += sum(event is None and bool(line.strip()) for event, line in zip(events, lines))
+        return [event for event in events if event is not None]
 
     def last(self) -> Event | None:
         """The event in a last line without its end, if it lacks nothing else."""
-        return parse_event(self._rest)
+        return _parsed([self._rest])[0]
 
 
 def read_events(path: str | Path) -> list[Event]:
@@ -269,12 +273,47 @@ def read_events(path: str | Path) -> list[Event]:
     return events if last is None else [*events, last]
 
 
-def parse_event(line: bytes) -> Event | None:
-    """One line as an event; None if it is torn, foreign, or lacks a field of its kind."""
+def recent_events(path: Path, most: int) -> list[Event]:
+    """The events in the last `most` bytes of a file."""
+    return Tail(path, max(0, path.stat().st_size - most)).read()
+
+
+def _together(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """The lines in groups of about `_GROUP` bytes."""
+    group, size = [], 0
+    for line in lines:
+        group.append(line)
+        size += len(line)
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _parsed(lines: Sequence[bytes]) -> list[Event | None]:
+    """Each line as an event; None if it is torn, foreign, or lacks a field of its kind.
+
+    Parsed at once they share the names of their fields: half the memory, and half the time.
+    """
     try:
-        event = json.loads(line)
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) != len(lines):  # one of them is damaged
+        values = [_value(line) for line in lines]
+    return [_event(value, line) for value, line in zip(values, lines)]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+def _event(event: Any, line: bytes) -> Event | None:
+    """The event that was parsed from a line, if it is one."""
     if b'"NaN"' in line or b'Infinity"' in line:
         event = _restored(event)
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -285,9 +324,9 @@ def parse_event(line: bytes) -> Event | None:
         or type(event.get("seconds")) not in (int, float)
     ):
         return None
-    if any(_is_no_count(event.get(name)) for name in ("fragment", "round", "nbytes", "tokens")):
+    if any([_is_no_count(event[name]) for name in _COUNTS if name in event]):
         return None
-    return event if event.keys() >= set(EVENTS.get(event["event"], ())) else None
+    return event if event.keys() >= _FIELDS.get(event["event"], _NO_FIELDS) else None
 
 
 def _is_no_count(value: object) -> bool:

@@ -90,11 +90,17 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
     Raises `DataError` for a folder that holds no run.
     """
     paths = sorted(Path(folder).glob("events/*.jsonl"))
-    logs, rules = [log for path in paths if (log := _Log.read(path)) is not None], rules or Rules()
-    if not logs:
+    sessions = {path: last[-1] for path in paths if (last := split(Tail(path).read()))}
+    if not sessions:
         unread = ", ".join(str(path) for path in paths if path.stat().st_size)
         why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
         raise DataError(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
+    return diagnosed(sessions, rules)
+
+
+def diagnosed(sessions: Mapping[Path, Sequence[Event]], rules: Rules | None = None) -> Diagnosis:
+    """Diagnose the last session of each event log, of one or more."""
+    logs, rules = [_Log.of(path, session) for path, session in sessions.items()], rules or Rules()
     if logs[0].word == "simulated":
         doubt = "The run was simulated, so no message was sent. Its report page shows who waits, and for how long."
         return Diagnosis(tuple(log.name for log in logs), (), doubts=(doubt,), word="simulated")
@@ -183,13 +189,8 @@ class _Log:
     word: str = "measured"
 
     @classmethod
-    def read(cls, path: Path) -> _Log | None:
-        tail = Tail(path)
-        events = tail.read()
-        sessions = split(events)
-        if not sessions:
-            return None
-        start, *events = sessions[-1]
+    def of(cls, path: Path, session: Sequence[Event]) -> _Log:
+        start, *events = session
         shard = path.stem.partition(".shard-")[2]
         log = cls(str(whole(start["replica"])), whole(start["replicas"]), int(shard) if shard.isdigit() else 0)
         membership = any(event["event"] == "round" for event in events)

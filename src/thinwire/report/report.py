@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import DataError
 from thinwire.records.clocks import text_of_clocks
 from thinwire.records.files import write_whole
 from thinwire.records.run_record import RunRecord, best_loss, explained, text_of_privacy
@@ -51,20 +51,17 @@ class Section:
 
 
 def write_report(
-    folders: Sequence[str | Path],
+    records: Sequence[RunRecord],
     out: str | Path,
     beside: Callable[[Sequence[RunRecord]], Sequence[Section]] = lambda records: (),
 ) -> Path:
-    """Write a self-contained HTML page on the runs in `folders` to `out`, and return `out`. `beside` makes further sections.
+    """Write a self-contained HTML page on runs to `out`, and return `out`. `beside` makes further sections.
 
     A run that has not ended is shown up to its last event. The page has about 5 MB, most of it Plotly; the number of
-    bars and points is bounded. Raises `DataError` if a folder holds no run.
+    bars and points is bounded. Raises `DataError` if the page cannot be written.
 
-    >>> write_report(["runs/streaming", "runs/ddp"], "comparison.html")   # doctest: +SKIP
+    >>> write_report([RunRecord.load("runs/streaming"), RunRecord.load("runs/ddp")], "comparison.html")   # doctest: +SKIP
     """
-    if not folders:
-        raise ConfigurationError("No run folder was given; a report needs at least one. Give the folder of a run.")
-    records = [RunRecord.load(folder) for folder in folders]
     trained = any(record.summary.provenance != "simulated" for record in records)  # a simulated run has no loss
     charts: dict[str, Chart] = {"loss": loss_chart(records)} if trained else {}
     sections = beside(records)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks
-from thinwire.records.events import Event, Tail, being_written, read_events
+from thinwire.records.events import Event, Tail, being_written, recent_events
 from thinwire.records.losses import for_json
 from thinwire.records.membership import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
@@ -30,11 +30,12 @@ from thinwire.records.units import (
     text_of_share,
     unit_of,
 )
-from thinwire.report.diagnosis import Diagnosis, diagnose
+from thinwire.report.diagnosis import Diagnosis, diagnosed
 from thinwire.report.progress import SILENT_SECONDS
 from thinwire.report.replica_progress import ReplicaProgress
 
-DIAGNOSED_SECONDS = 10.0  # between two diagnoses, because each reads all logs
+DIAGNOSED_SECONDS = 10.0  # between two diagnoses
+RECENT = 8 << 20  # bytes at the end of each log that a diagnosis reads
 CLOCK_SECONDS = 0.1  # smaller differences of clocks are not shown
 _COLUMNS = (
     *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "packets", "link", "refused"),
@@ -83,6 +84,10 @@ class _Watched:
                 rounds.append(RoundSeen.of(event))
         return rounds
 
+    def session(self) -> list[Event]:
+        """The events of its session in the last `RECENT` bytes, after its start."""
+        return split([self.start, *recent_events(self.tail.path, RECENT)])[-1] if self.start else []
+
     def lives(self) -> bool:
         """Whether a process is writing its log."""
         try:
@@ -116,11 +121,9 @@ class Top:
             self._participation.take(round)  # type: ignore[union-attr]
         if now - self._diagnosed > DIAGNOSED_SECONDS:
             self._diagnosed = now
-            try:
-                self._diagnosis = diagnose(self.folder)
-            except DataError:  # nothing that can be diagnosed, or not yet
-                self._diagnosis = None
-            self._clocks = offsets_of({name: split(read_events(one.tail.path)) for name, one in self._watched.items()})
+            sessions = {one.tail.path: one.session() for one in self._watched.values() if one.start}
+            self._diagnosis = diagnosed(sessions) if sessions else None
+            self._clocks = offsets_of({path.stem: [session] for path, session in sessions.items()})
 
     @property
     def over(self) -> bool:

@@ -25,6 +25,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.plan import compute
+from thinwire.records.run_record import RunRecord
 from thinwire.records.units import (
     UNITS,
     seconds_of_text,
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(_GOSSIP, soft_wrap=True, highlight=False)
     if asked.out is not None:
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        page = write_report([asked.out], asked.out / "report.html")
+        page = write_report([RunRecord.load(asked.out)], asked.out / "report.html")
         console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
         print(json.dumps(summary))
