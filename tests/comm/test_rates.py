@@ -36,6 +36,8 @@ def test_a_message_has_left_when_its_bits_have(period):
 def test_a_message_of_whole_periods_leaves_with_the_last_bit():
     trace = RateTrace((0.0, 1.0), (8e3, 0.0), period=2.0)
     assert [trace.left(0.0, nbytes) for nbytes in (1000, 2000, 1001)] == [1.0, 3.0, 2.001]
+    trace = RateTrace((0.0, 2.4, 4.4), (1 / 3, 0.0, 0.0), period=4.5)  # 80 bits are 100.00000000000001 periods
+    assert trace.left(0.0, 10) == pytest.approx(99 * 4.5 + 2.4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +81,26 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(at: int, tmp_path: P
 
     run_threads(2, first)
     assert all(same_bits(a, b.final) for a, b in zip(run_threads(2, second), whole))
+
+
+def test_replicas_at_work_go_back_to_a_state_before_the_first_round():
+    """They were 9 steps further: with a round in flight, and with predictions of another."""
+    method = replace(METHOD, warmup=0)
+
+    def back(group: tw.Group) -> torch.Tensor:
+        trained = train_until(attach(method, group), group.rank, 1)
+        saved = deepcopy((trained.model.state_dict(), trained.optimizer.state_dict()))
+        state = trained.attached.state()
+        train_until(trained, group.rank, 9)
+        assert trained.attached._flying and trained.attached._heard
+        trained.model.load_state_dict(saved[0])
+        trained.optimizer.load_state_dict(saved[1])
+        trained.attached.load_state(*state)
+        train_until(trained, group.rank, 24).attached.finish()
+        return trained.final
+
+    whole = run_threads(2, lambda group: train(group, method))
+    assert all(same_bits(a, b.final) for a, b in zip(run_threads(2, back), whole))
 
 
 @torch.no_grad()

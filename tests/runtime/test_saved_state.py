@@ -10,11 +10,13 @@ import torch
 from strategies import METHODS
 
 import thinwire as tw
+from thinwire import recipes
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.saved_state import passing, restore, saved
-from thinwire.testing.toy import same_bits, toy
+from thinwire.testing.strategies import Saved, fingerprint, frozen, save
+from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation
 
 
 def test_a_checkpoint_without_its_anchor_is_refused() -> None:
@@ -100,3 +102,41 @@ def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
     kept = hold(replace(strategy, feedback=Feedback()), Whole().fragments(toy())[0], 0, 0, 2)
     with pytest.raises(tw.CheckpointError, match="has the feedback nothing in the checkpoint, this strategy keeps "):
         restore([kept], tensors, {"rounds": [3], "since": [2]}, strategy.outer)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tw.streaming_diloco(every=4, fragments=2, delay=2),
+        recipes.eager_diloco(every=4),
+        recipes.co2(every=4),
+        recipes.d_psgd(every=4, delay=2),
+    ],
+)
+def test_a_replica_at_work_goes_back_to_a_saved_state(strategy: tw.Strategy) -> None:
+    """Flights that departed after the saved step never land, and the saved tensors stay as they are, so the same state can be loaded twice."""
+
+    def replica(group: tw.Group, turns: list[int]) -> tuple[list[torch.Tensor], str]:
+        model = toy()
+        optimizer = own(strategy, model)
+        with tw.Replica(strategy, model, optimizer, group, validation=validation(model)) as replica:
+
+            def go_back(saved: Saved) -> None:
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(frozen(saved["optimizer"]))
+                replica.load_state(saved["tensors"], saved["facts"])
+
+            saved: Saved | None = None
+            for until in turns:
+                if saved is not None:
+                    go_back(saved)
+                while replica.step < until:
+                    inner_step(model, optimizer, *batch(0, group.rank, replica.step + 1))
+                saved = saved or save(replica)
+        return fingerprint(replica)
+
+    for begin, far, end in ((3, 5, 4), (6, 9, 8)):
+        straight = tw.run_threads(2, lambda group, end=end: replica(group, [end]), timeout=600.0)
+        back = tw.run_threads(2, lambda group, turns=(begin, far, far, end): replica(group, list(turns)), timeout=600.0)
+        for (tensors, facts), (due, said) in zip(back, straight, strict=True):
+            assert facts == said and all(same_bits(a, b) for a, b in zip(tensors, due, strict=True))

@@ -92,6 +92,7 @@ class RateTrace:
         if self.period < math.inf:
             most = self._bits(self.period)
             more = math.ceil(bits / most) - 1
+            more -= bits <= more * most  # the quotient was rounded up
             whole, bits = whole + more, min(bits - more * most, most)
             now = max(now, whole * self.period)
         place = bisect_left(self._sums, bits) - 1

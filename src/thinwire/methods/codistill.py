@@ -380,13 +380,18 @@ class Talking(Attached):
         return tensors, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Collective: all load the same step, and rounds that were in flight depart again. Raises `CheckpointError`, `DisagreementError`."""
+        """Collective: all load the same step, and rounds that were in flight depart again; one in flight before is dropped. Raises
+        `CheckpointError`, `DisagreementError`, `LinkError`.
+        """
         if facts["replicas"] != self.group.size:
             raise CheckpointError(
                 f"the checkpoint is of {facts['replicas']} replicas, this run has {self.group.size}; resume with as many as the saved run had."
             )
         self.step = facts["step"]
         agree_on_resume(self.group, self.step, bytes(16))
+        if self._flying:
+            self._flying.transfer.wait()
+        self._flying = self._heard = None
         if facts["heard"]:
             round_, ranks = facts["heard"]
             self._heard = self._weighed(round_, {rank: tensors[f"heard.{rank}"] for rank in ranks})

@@ -144,7 +144,10 @@ class Training:
         return saved(self.fragments), facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Resume from `state()`, without flights. Raises `CheckpointError`."""
+        """Resume from `state()`, without flights. Flights in the air are discarded when they arrive. Raises `CheckpointError`, `LinkError`."""
+        for flight in [fragment.flight for fragment in self.fragments if fragment.flight]:
+            flight.wait()
+            flight.discard()
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
         restore(self.fragments, tensors, facts, self.strategy.outer)

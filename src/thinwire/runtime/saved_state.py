@@ -84,7 +84,8 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
     )
     fragment.filtered = tuple(filtered)
     fragment.anchor, fragment.state = here["anchor"], state
-    fragment.deviation, fragment.own = here.get("deviation"), here.get("own")
+    fragment.deviation = here.get("deviation")
+    fragment.own = here["own"].clone() if "own" in here else None  # eager updates change it in place
     fragment.deviation_state = _under(_DEVIATION_OUTER, here)
     if fragment.disk:
         fragment.move_to_disk()
