@@ -37,7 +37,7 @@ from thinwire.report.replica_progress import ReplicaProgress
 DIAGNOSED_SECONDS = 10.0  # between two diagnoses, because each reads all logs
 CLOCK_SECONDS = 0.1  # smaller differences of clocks are not shown
 _COLUMNS = (
-    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "packets", "link", "refused"),
+    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused"),
     "checkpoint",
 )
 _LEFT = ("replica", "state", "in the air", "checkpoint")
@@ -170,8 +170,8 @@ class Top:
 
     @property
     def _step(self) -> int:
-        """The step of the slowest replica; in an elastic run, of the fastest."""
-        return (max if self._participation else min)((one.progress.step for one in self._all), default=0)
+        """The run's inner steps, as the slowest replica knows them; in an elastic run, the fastest."""
+        return (max if self._participation else min)((one.progress.progress for one in self._all), default=0)
 
     def _seconds_left(self) -> float:
         speeds = [one.progress.steps_per_second for one in self._all if one.lives()]
