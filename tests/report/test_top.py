@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,17 @@ def test_bytes_of_servers_and_a_finished_run_are_shown(
         log.write_text("".join(line for line in log.open() if json.loads(line)["event"] != "end"))
     assert main(["top", str(run), "--json"]) == 0
     assert all(one["nbytes"] > 0 for one in json.loads(capsys.readouterr().out)["replicas"])
+
+
+def test_a_damaged_log_is_named(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a whole one, and alone."""
+    run = make_run(tmp_path / "run", steps=8)
+    first, second = sorted(run.glob("events/*.jsonl"))
+    for path in (second, first):
+        path.write_bytes(b"\x00\x01\n[1]\n")
+        assert main(["top", str(run)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"{path.name} is damaged: 2 lines passed over" in told
+    assert "nothing is written yet" not in told

@@ -210,8 +210,13 @@ class Top:
         )  # fmt: skip
 
     def _head(self, now: float) -> list[str]:
+        damaged = [
+            f"{one.tail.path} is damaged: {count} line{'s' * (count > 1)} passed over"
+            for one in self._all
+            if (count := one.tail.damaged)
+        ]
         if self._start is None:
-            return [f"{self.folder}: nothing is written yet"]
+            return damaged or [f"{self.folder}: nothing is written yet"]
         living = [one for one in self._all if one.lives()]
         speed = sum(one.progress.tokens_per_second for one in living if one.progress.recent)
         evaluated = max((one.evaluated for one in self._all if one.evaluated), default=None)
@@ -228,7 +233,7 @@ class Top:
             f"numbers are {provenance_of(self._start)}",
             f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",
         )  # fmt: skip
-        return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part)]
+        return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part), *damaged]
 
     def _found(self) -> list[Text]:
         """The lines of the diagnosis, and the slowest way."""
