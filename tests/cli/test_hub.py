@@ -20,7 +20,9 @@ from hub_process import HubProcess
 from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
 from thinwire.comm.secure import join as meet
+from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
+from thinwire.lm.secure import run_of_hub
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
@@ -114,17 +116,27 @@ def test_each_verb_ends_with_one_json_object(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [('[data]\ntext = ["/data/law.txt"]', "names files in text"), ("[data", "cannot be read")],
-    ids=["names a text", "no TOML"],
+    ("text", "more", "says"),
+    [
+        ('[data]\ntext = ["/data/law.txt"]', [], "names files or models in text, and a hub may name none"),
+        ('[model]\nmodel = "hf:some/model"', [], "names files or models in model, and a hub may name none"),
+        ("[data", [], "cannot be read"),
+        ("[optimizer]\nbatch = 2", [], "is refused (batch is in [optimizer]; it belongs in [data]); have it corrected"),
+        ('[method]\nstrategy = "plexus"', ["--elastic"], "is refused (strategy=plexus with carrier='secure-elastic'"),
+    ],
+    ids=["names a text", "names a model", "no TOML", "wrong table", "not elastic"],
 )
 def test_a_run_file_that_members_would_refuse_is_refused_by_the_hub(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str], says: str
 ) -> None:
-    """Before a token is made, which a member would use in vain."""
+    """Before a token is made, which a member would use in vain, and in a member's words."""
     (tmp_path / "run.toml").write_text(text)
-    assert main(["hub", "--run-file", str(tmp_path / "run.toml"), "--out", str(tmp_path / "hub")]) == 2
-    assert says in capsys.readouterr().err and not (tmp_path / "hub").exists()
+    assert main(["hub", "--run-file", str(tmp_path / "run.toml"), "--out", str(tmp_path / "hub"), *more]) == 2
+    told = capsys.readouterr().err
+    assert f"the hub's run file {says}" in told and not (tmp_path / "hub").exists()
+    with pytest.raises(ConfigurationError) as refused:
+        run_of_hub(tmp_path / "run.toml", bool(more))
+    assert str(refused.value) in told
 
 
 @pytest.mark.parametrize("content", ["", "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"])

@@ -128,17 +128,33 @@ def test_methods_that_do_not_suit_adapters_print_a_warning(
 def test_compare_continues_after_a_method_fails(here: Path, capsys: Capture) -> None:
     out = here / "out"
     out.mkdir()
-    (out / "diloco-seed-0").write_text("a file where the run's folder should be")
+    (out / "diloco-seed-1").write_text("a file where the run's folder should be")
     strategies = ["--strategies", "diloco", "muloco", "local_sgd"]
-    asked = ["compare", *SMALL, "--text", "text.txt", "--out", str(out), "--steps", "4", "--lora", "2", "--json"]
+    asked = [
+        "compare",
+        *SMALL,
+        "--text",
+        "text.txt",
+        "--out",
+        str(out),
+        "--steps",
+        "4",
+        "--seeds",
+        "2",
+        "--lora",
+        "2",
+        "--json",
+    ]
     assert main([*asked, *strategies]) == 1
     told = capsys.readouterr()
     rows = {row["strategy"]: row for row in json.loads(told.out)["strategies"]}
     assert "is a file, and the run needs a folder" in rows["diloco"]["failed"] and "failed" in told.err
     assert all(rows[name]["eval_loss"] > 0 for name in ("muloco", "local_sgd"))
+    assert "over the seeds of each: 1 of diloco, 2 of muloco, 2 of local_sgd" in " ".join(told.err.split())
     assert (out / "report.html").exists()
-    (out / "diloco-seed-0").unlink()
+    (out / "diloco-seed-1").unlink()
     assert main([*asked, *strategies]) == 0
+    assert "loss: mean ± standard deviation over 2 seeds" in capsys.readouterr().err
 
 
 def test_only_compare_accepts_attacks(capsys: Capture):

@@ -337,7 +337,9 @@ def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFi
             0,
             **{n: v for n, v in start.items() if n not in ("event", "seconds", "step")} | {"wall_time": time.time()},
         )
-        going.emit("step", 7, loss=2.0, lr=0.1, grad_norm=1.0, tokens=16, begin=0.0, compute_seconds=0.5)
+        going.emit(
+            "step", 7, loss=2.0, lr=0.1, grad_norm=1.0, tokens=16, begin=0.0, compute_seconds=0.5, progress=7, sent=9
+        )
         facts, text = output_of(capsys, "top", run)
         assert [one["state"] for one in facts["replicas"]] == ["dead", "trains"]
         assert "1 of 2 live" in text and "32 tokens/s" in text and facts["seconds_left"] is not None

@@ -49,15 +49,15 @@ def test_a_run_from_a_hub_may_not_name_local_files(line, tmp_path):
     """Otherwise somebody else would decide to read, send or run local files."""
     (tmp_path / "run.toml").write_text(line + "\n")
     with pytest.raises(ConfigurationError, match="the hub's run file names files or models in"):
-        run_of_hub(tmp_path / "run.toml")
+        run_of_hub(tmp_path / "run.toml", elastic=False)
 
 
 def test_a_run_from_a_hub_is_accepted(tmp_path):
     Run.of(**SMALL, codec="E3M0(block=32)", tokenizer="bpe:500").save(tmp_path / "run.toml")
-    assert run_of_hub(tmp_path / "run.toml").data.tokenizer == "bpe:500"
+    assert run_of_hub(tmp_path / "run.toml", elastic=False).data.tokenizer == "bpe:500"
     (tmp_path / "run.toml").write_text("[[[")
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        run_of_hub(tmp_path / "run.toml")
+        run_of_hub(tmp_path / "run.toml", elastic=False)
 
 
 def test_a_run_file_of_a_hub_that_is_refused_is_the_hubs_to_correct(tmp_path):
@@ -67,7 +67,7 @@ def test_a_run_file_of_a_hub_that_is_refused_is_the_hubs_to_correct(tmp_path):
         ConfigurationError,
         match=r"the hub's run file is refused \(batch is in \[optimizer\]; it belongs in \[data\]\); have",
     ):
-        run_of_hub(tmp_path / "run.toml")
+        run_of_hub(tmp_path / "run.toml", elastic=False)
 
 
 def arguments(**more: object) -> list[str]:

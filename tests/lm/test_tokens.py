@@ -111,6 +111,14 @@ def test_a_file_of_text_comes_back_whole_in_pieces_of_bounded_size(tmp_path: Pat
     assert (found[0] or "").endswith("\n")
 
 
+def test_a_column_of_a_table_that_is_read_as_plain_text_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    table.write_text("id,body\n" + "7,thin wires\n" * 100)
+    with pytest.raises(DataError, match=r"column='body': .*a.csv is read as plain text; only .jsonl and .parquet have"):
+        read(table, "body")
+    assert read(table) == [table.read_text(), None]
+
+
 def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "id": 1}\n\n{"text": "t\\u00fc\\ud800"}\n')

@@ -51,6 +51,18 @@ def test_the_best_method_depends_on_the_link(link: str, wins: str, replicas: int
     assert (best.method, best.run.placement.replicas) == (wins, replicas)
 
 
+def test_bytes_of_a_star_are_the_mean_of_its_replicas_and_packets_travel_both_ways() -> None:
+    """The center sends a packet to each other replica, which sends one to it, and each way takes its time on the sender's link."""
+    for setting in settings(task(base=BILLION.changed(exchange="Star(0)"), methods=("diloco",))):
+        others, exchange = setting.replicas - 1, setting.strategy.exchange
+        packets = [exchange.nbytes_sent(codec, numel, others + 1, rank=1) for codec, numel in setting.candidate.coded]
+        if others:
+            sent = 2 * others * sum(packets) / (others + 1)
+            assert setting.period_nbytes == pytest.approx(sent, rel=1e-3)
+            seconds = [traffic.wire_seconds + traffic.way_seconds for traffic in setting.traffic]
+            assert seconds == pytest.approx([(1 + others) * 8 * nbytes / 100e6 + 0.1 for nbytes in packets], rel=1e-3)
+
+
 def test_every_method_is_ranked_by_useful_tokens_and_has_all_figures(found: list[Setting]) -> None:
     assert {setting.method for setting in found} == set(SEARCHED)
     useful = [setting.useful_tokens_per_second for setting in found if setting.fits]

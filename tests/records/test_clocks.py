@@ -74,7 +74,8 @@ def write(folder: Path, swapped: bool = False) -> None:
                     for peer in peers
                 ]
                 log.emit("wire", 1, **Record(name, 0, number, 0.1, True, tuple(sent), tuple(came)).facts())
-            log.emit("step", 1, loss=1.0, lr=1.0, grad_norm=1.0, tokens=1, begin=own(120.0), compute_seconds=1.0)
+            fields = {"loss": 1.0, "lr": 1.0, "grad_norm": 1.0, "tokens": 1, "progress": 1, "sent": 9}
+            log.emit("step", 1, **fields, begin=own(120.0), compute_seconds=1.0)
 
 
 def test_a_run_on_several_machines_is_drawn_on_one_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -197,6 +198,9 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
         )
     for strategy in failed:
         table.add_row(Text(strategy), Text("failed", style="red"))
-    if any(row["seeds"] > 1 for row in rows):
-        table.caption = f"loss: mean ± standard deviation over {rows[0]['seeds']} seeds"
+    seeds = [row["seeds"] for row in rows]
+    if max(seeds, default=0) > 1:
+        each = ", ".join(f"{row['seeds']} of {row['strategy']}" for row in rows)
+        over = f"{seeds[0]} seeds" if len(set(seeds)) == 1 else f"the seeds of each: {each}"
+        table.caption = escape(f"loss: mean ± standard deviation over {over}")
     return table

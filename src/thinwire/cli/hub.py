@@ -28,7 +28,6 @@ from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.records.printable import printable, quoted
 from thinwire.records.published import PublishedFolder
-from thinwire.records.run_file import names_of_files, read_run_file
 
 PORT = 29530
 PUBLISH_NBYTES = 64 << 30
@@ -169,7 +168,9 @@ def _run(asked: Options, console: Console) -> int:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if asked.run_file:
-        _check_run_file(asked.run_file)
+        from thinwire.lm.secure import run_of_hub
+
+        run_of_hub(asked.run_file, asked.elastic)
     folder = private_folder(asked.out)
     if asked.run_file:
         shutil.copyfile(asked.run_file, folder / "run.toml")
@@ -262,19 +263,6 @@ def _reached_at(asked: Options) -> str | None:
                 "of --listen."
             ) from None
     return host
-
-
-def _check_run_file(path: Path) -> None:
-    """Raise `ConfigurationError` for a run file that the members' machines would refuse after they were admitted."""
-    try:
-        named = names_of_files(read_run_file(path)[0])
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--run-file {path} cannot be read ({error}).") from None
-    if named:
-        raise ConfigurationError(
-            f"--run-file {path} names files in {', '.join(named)}, and a hub may name none on the machines of its members; leave that out, "
-            "or let each member give its own run file: thinwire join TOKEN run.toml --name NAME."
-        )
 
 
 def _told(asked: Options, console: Console, token: str) -> int:

@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     if told.elastic and asked.group:
         check_name(asked.group)
     console.print(f"the hub has admitted {asked.name}", highlight=False)
-    run = (own or _of_hub(asked, told.run)).absolute().changed(carrier="secure-elastic" if told.elastic else "secure")
+    carrier = "secure-elastic" if told.elastic else "secure"
+    run = (own.changed(carrier=carrier) if own else _of_hub(asked, told.run, told.elastic)).absolute()
     if asked.listen:
         run = run.changed(listen=asked.listen)
     if asked.publish:
@@ -112,12 +113,12 @@ def repeated(asked: Options) -> tuple[str, str]:
     return f" --name {asked.name}{more}", f"join TOKEN{f' {quoted(asked.run)}' if asked.run else ''}"
 
 
-def _of_hub(asked: Options, told: str) -> Run:
+def _of_hub(asked: Options, told: str, elastic: bool) -> Run:
     if not told:
         raise ConfigurationError("the hub keeps no run file; give one: thinwire join TOKEN run.toml --name NAME.")
     path = private_folder(asked.keys / asked.name) / "run.toml"
     write_private(path, told.encode())
-    return run_of_hub(path)
+    return run_of_hub(path, elastic)
 
 
 def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:

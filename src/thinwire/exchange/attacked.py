@@ -129,6 +129,9 @@ class Attacked(Exchange):
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return self.exchange.nbytes_sent(codec, numel, size, rank)
 
+    def nbytes_of_each(self, codec: Codec, numel: int, size: int) -> list[int]:
+        return self.exchange.nbytes_of_each(codec, numel, size)
+
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return self.exchange.seconds(codec, numel, size, link)
 

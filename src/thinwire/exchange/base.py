@@ -118,6 +118,10 @@ class Exchange(Protocol):
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         """Bytes that replica `rank` of `size` (None: the one that sends most) sends in a round, headers included."""
 
+    def nbytes_of_each(self, codec: Codec, numel: int, size: int) -> list[int]:
+        """Bytes that each of `size` replicas sends in a round; by default all as many as the one that sends most."""
+        return [self.nbytes_sent(codec, numel, size)] * size
+
     @abstractmethod
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         """Seconds of a round if every replica's uplink is `link`, with no other traffic (predicted)."""

@@ -127,6 +127,9 @@ class Fastest(Exchange):
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return self.chosen(codec, numel, size).nbytes_sent(codec, numel, size, rank)
 
+    def nbytes_of_each(self, codec: Codec, numel: int, size: int) -> list[int]:
+        return self.chosen(codec, numel, size).nbytes_of_each(codec, numel, size)
+
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return self.chosen(codec, numel, size).seconds(codec, numel, size, link)
 

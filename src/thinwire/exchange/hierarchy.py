@@ -144,6 +144,9 @@ class Hierarchy(Exchange):
             return dense
         return dense + len(self.ranks) * (len(site) - 1) * packets_nbytes(owned[place], marks=size)
 
+    def nbytes_of_each(self, codec: Codec, numel: int, size: int) -> list[int]:
+        return [self.nbytes_sent(codec, numel, size, rank) for rank in range(size)]
+
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         return link.seconds(self.nbytes_sent(codec, numel, size)) if len(self.ranks) > 1 else 0.0
 

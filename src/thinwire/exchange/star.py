@@ -153,6 +153,9 @@ class Star(Exchange):
             return max(up, down) if size > 1 else 0
         return down if rank == self.center else up
 
+    def nbytes_of_each(self, codec: Codec, numel: int, size: int) -> list[int]:
+        return [self.nbytes_sent(codec, numel, size, rank) for rank in range(size)]
+
     def seconds(self, codec: Codec, numel: int, size: int, link: Link) -> float:
         if size == 1 and not self.needs_hub:
             return 0.0

@@ -25,8 +25,12 @@ from thinwire.lm.reducing import reducing
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.pieces.own_files import shortened
 from thinwire.records.published import PublishedFolder
-from thinwire.records.run_file import names_of_files, read_run_file
+from thinwire.records.run_file import read_run_file
 
+_CORRECT = (
+    "have it corrected and the hub started again with --run-file, or give each replica a run file of its own: thinwire join TOKEN run.toml "
+    "--name NAME."
+)
 _WAIT_SECONDS = 600.0  # seconds to wait for the other replicas of this machine
 
 
@@ -86,16 +90,16 @@ def _replicas_of(run: Run, group: SecureGroup) -> Group:
     return WithHub(group) if run.needs_hub else group
 
 
-def run_of_hub(path: Path) -> Run:
-    """The run of a run file that a hub sent. It must not name files of this machine, because then another machine would decide which files
-    are read or run here. Raises `ConfigurationError`.
+def run_of_hub(path: Path, elastic: bool) -> Run:
+    """The run of a run file that a hub sends to its members. It must not name files of their machines, because then another machine would
+    decide which files are read or run there. Raises `ConfigurationError`, at the hub and at a member.
     """
     try:
         settings, _ = read_run_file(path)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"the hub's run file cannot be read ({error}); give a run file of your own.") from None
+        raise ConfigurationError(f"the hub's run file cannot be read ({error}); {_CORRECT}") from None
     tokenizer = str(settings.get("tokenizer") or "bytes")
-    named = names_of_files(settings)
+    named = [name for name in ("text", "job") if settings.get(name)]
     named += ["model"] if str(settings.get("model", "nano")) not in SIZES else []
     models = settings.get("models") or []
     named += ["models"] if not isinstance(models, list) or not set(map(str, models)) <= SIZES.keys() else []
@@ -106,16 +110,15 @@ def run_of_hub(path: Path) -> Run:
             named.append(name)
     if named:
         raise ConfigurationError(
-            f"the hub's run file names files or models in {', '.join(named)}, and a hub may name none on this machine; "
-            "give a run file of your own: thinwire join TOKEN run.toml --name NAME."
+            f"the hub's run file names files or models in {', '.join(named)}, and a hub may name none on the machines of its "
+            f"members; {_CORRECT}"
         )
     try:
-        return Run.load(path).changed(listen="none")  # a port of this machine is opened by its owner alone
+        # a member opens no port unless its owner says so
+        return Run.load(path).changed(carrier="secure-elastic" if elastic else "secure", listen="none")
     except ConfigurationError as error:
-        raise ConfigurationError(
-            f"the hub's run file is refused ({str(error).removeprefix(f'{path}: ').removesuffix('.')}); have it corrected and the hub "
-            "started again with --run-file, or give a run file of your own."
-        ) from None
+        why = str(error).removeprefix(f"{path}: ").removesuffix(".")
+        raise ConfigurationError(f"the hub's run file is refused ({why}); {_CORRECT}") from None
 
 
 def main() -> int:

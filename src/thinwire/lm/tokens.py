@@ -84,12 +84,17 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
 
     A .jsonl line and a .parquet row are documents, with their text under `column`; any other file is one document.
     """
-    if source.path.suffix.lower() == ".parquet":
+    kind = source.path.suffix.lower()
+    if kind == ".parquet":
         yield from _rows(source, column)
         return
+    if kind in (".csv", ".tsv", ".json") and column != "text":
+        raise DataError(
+            f"column={column!r}: {source.path} is read as plain text; only .jsonl and .parquet have columns. Convert it, or leave --column out."
+        )
     try:
         with source.path.open(encoding="utf-8-sig", newline="") as file:
-            if source.path.suffix.lower() == ".jsonl":
+            if kind == ".jsonl":
                 yield from _lines(source, file, column)
                 return
             while piece := file.read(CHUNK):

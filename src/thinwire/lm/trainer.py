@@ -249,7 +249,8 @@ class Trainer(ABC):
         self.clock.compute_seconds += compute
         tokens = round(self.batch * run.data.sequence * self.micros)
         self.log.emit(
-            "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute
+            "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute,
+            progress=self.progress, sent=self.ledger.sent(),
         )  # fmt: skip
         self._after_step(compute)
 

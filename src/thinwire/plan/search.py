@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from thinwire.codecs import Codec, Shapes
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.run import Run
@@ -163,7 +164,7 @@ class _Search:
         self._of_one = [made(*each) for each in _composed(task.base, [m for m in task.methods if m == "diloco"], {})[0]]
         self._alone = [_Group(self, (self.kind_of.index(kind),)) for kind in range(len(self.kinds))]
         self._joining: dict[tuple[str, str, int], bool] = {}
-        self._sent: dict[tuple[object, int], tuple[tuple[int, int], ...]] = {}
+        self._sent: dict[tuple[object, int], float] = {}
         self._elsewhere: dict[str, Candidate | None] = {}
 
     def elsewhere(self, candidate: Candidate, gpu: bool) -> Candidate | None:
@@ -259,15 +260,15 @@ class _Search:
             )
         return loss, density
 
-    def sent(self, candidate: Candidate, replicas: int) -> tuple[tuple[int, int], ...]:
-        """For each fragment: the bytes that a replica sends, and the number of successive delays."""
+    def sent(self, candidate: Candidate, replicas: int) -> float:
+        """Bytes that a replica sends in a period, the mean over all of them."""
         if (key := (candidate.sends, replicas)) not in self._sent:
             exchange = candidate.strategy.exchange
             alike = {
-                shapes: (exchange.nbytes_sent(codec, numel, replicas), cost.delays(exchange, codec, numel, replicas))
+                shapes: sum(exchange.nbytes_of_each(codec, numel, replicas)) / replicas
                 for shapes, (codec, numel) in dict(zip(candidate.shapes, candidate.coded)).items()
             }
-            self._sent[key] = tuple(alike[shapes] for shapes in candidate.shapes)
+            self._sent[key] = sum(alike[shapes] for shapes in candidate.shapes)
         return self._sent[key]
 
 
@@ -319,7 +320,7 @@ class _Group:
             candidate=candidate, places=self.places, batch=micro, accumulate=accumulate,
             lr=search.learning_rate(candidate, self.size), outer_lr=search.outer_lr(candidate, self.size),
             step_seconds=step, traffic=traffic, pace=cost.follow(strategy, step, traffic),
-            period_nbytes=sum(nbytes for nbytes, _ in search.sent(candidate, self.size)),
+            period_nbytes=round(search.sent(candidate, self.size)),
             memory_nbytes=self._needed(memory), memory_limit=self.limit, memory=memory,
             loss=loss, density=density, tokens=self.task.tokens, warnings=(*warnings, *self.warnings),
         )  # fmt: skip
@@ -372,18 +373,20 @@ class _Group:
             ways = ways[:best]
 
     def _traffic_of(self, candidate: Candidate) -> tuple[cost.FragmentSeconds, ...]:
-        """Seconds of each fragment: bytes from the exchange, codec times from the measured speeds."""
+        """Seconds of each fragment: those of packets from the exchange, codec times from the measured speeds."""
         if self.size < 2:
             return (cost.FragmentSeconds(0.0, 0.0, 0.0, 0.0),) * len(candidate.numels)
         there = self.gpu and stays_on_device(candidate.strategy)
         if (key := (there, candidate.sends)) not in self._traffic:
-            names, found = candidate.codecs, list[cost.FragmentSeconds]()
-            for numel, (nbytes, ways) in zip(candidate.numels, self.search.sent(candidate, self.size), strict=True):
+            names, exchange, found = candidate.codecs, candidate.strategy.exchange, dict[object, cost.FragmentSeconds]()
+            link = Link(8 * (self.size - 1) / self.wire_seconds, self.way_seconds)  # the slowest uplink
+            for shapes, (codec, numel) in dict(zip(candidate.shapes, candidate.coded)).items():
                 encode = max(machine.codec_seconds(names, numel, 0, there) for machine in self.machines)
                 decode = (
                     max(machine.codec_seconds(names, numel, self.size, there) for machine in self.machines) - encode
                 )
-                wire = nbytes / (self.size - 1) * self.wire_seconds
-                found.append(cost.FragmentSeconds(encode, wire, ways * self.way_seconds, decode))
-            self._traffic[key] = tuple(found)
+                wire = link.serialisation_seconds(exchange.nbytes_sent(codec, numel, self.size))
+                way = max(0.0, exchange.seconds(codec, numel, self.size, link) - wire)
+                found[shapes] = cost.FragmentSeconds(encode, wire, way, decode)
+            self._traffic[key] = tuple(found[shapes] for shapes in candidate.shapes)
         return self._traffic[key]

@@ -116,7 +116,7 @@ class Setting:
     step_seconds: float
     traffic: tuple[cost.FragmentSeconds, ...]  # of the fragments
     pace: cost.Pace
-    period_nbytes: int  # one replica's, sent in a period
+    period_nbytes: int  # sent in a period, the mean over all replicas
     memory_nbytes: int
     memory_limit: int
     memory: Memory

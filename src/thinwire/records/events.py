@@ -4,7 +4,7 @@ Every line holds `event` (its kind), `seconds` since this process opened the log
 of its kind:
 
     start       wall_time replica replicas run strategy parameters fragments link carrier machine
-    step        loss lr grad_norm tokens begin compute_seconds
+    step        loss lr grad_norm tokens begin compute_seconds progress sent
     depart      fragment round nbytes seconds_spent
     flight      fragment round nbytes begin end queued_seconds transfer_seconds
     land        fragment round begin stall_seconds seconds_spent
@@ -38,6 +38,9 @@ its own checkpoint, which contained `round` rounds.
 
 `read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
+
+`progress` of a step is the number of inner steps of the run, which differs from this replica's own if replicas have different speeds; `sent`
+are all bytes that it has sent so far, for any purpose, in earlier sessions too.
 
 `weighed` has the weight that each neighbour got, by rank (a replica's own is 1); one that is missing has sent NaN or infinity.
 
@@ -74,7 +77,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
         *("wall_time", "replica", "replicas", "run", "strategy", "parameters"),
         *("fragments", "link", "carrier", "machine"),
     ),
-    "step": ("loss", "lr", "grad_norm", "tokens", "begin", "compute_seconds"),
+    "step": ("loss", "lr", "grad_norm", "tokens", "begin", "compute_seconds", "progress", "sent"),
     "depart": ("fragment", "round", "nbytes", "seconds_spent"),
     "flight": ("fragment", "round", "nbytes", "begin", "end", "queued_seconds", "transfer_seconds"),
     "land": ("fragment", "round", "begin", "stall_seconds", "seconds_spent"),
@@ -103,10 +106,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "end": ("summary",),
 }
 
+LATER = {"progress", "sent"}  # fields that logs of older versions lack
 LONGEST = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
-_FIELDS = {kind: frozenset(fields) for kind, fields in EVENTS.items()}
+_FIELDS = {kind: frozenset(fields) - LATER for kind, fields in EVENTS.items()}
 _NO_FIELDS = frozenset[str]()
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -9,11 +9,6 @@ from typing import Any
 from thinwire.records.files import contents, parsed
 
 
-def names_of_files(settings: dict[str, Any]) -> list[str]:
-    """The settings that name texts or programs on the machine that trains."""
-    return [name for name in ("text", "job") if settings.get(name)]
-
-
 def read_run_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings by name, and by name the table that each stands in ("" for none). Raises `OSError`, `ValueError`."""
     settings: dict[str, Any] = {}

@@ -99,7 +99,7 @@ class Progress:
     @property
     def step(self) -> int:
         """The slowest replica's step; in an elastic run the farthest one's, at which the others will continue."""
-        return (max if self._membership else min)(replica.step for replica in self._replicas)
+        return (max if self._membership else min)(replica.progress for replica in self._replicas)
 
     def pass_over(self) -> None:
         """Skip the events of earlier sessions, which have been shown."""
@@ -204,7 +204,7 @@ class Progress:
             f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} {self._unit}/s",
             f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
-            f"packets {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
+            f"sent {text_of_nbytes(sum(r.nbytes for r in self._replicas) / len(self._replicas))} per replica",
             self._membership_line(),
             self._steps_line(),
             self._troubles(),

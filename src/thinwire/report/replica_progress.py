@@ -32,9 +32,11 @@ class ReplicaProgress:
 
     begun: bool = False
     step: int = 0
+    progress: int = 0  # the run's
     loss: float | None = None  # None until a step tells one
     stall_seconds: float = 0.0
-    nbytes: int = 0
+    packets: int = 0  # bytes
+    sent: int | None = None  # all bytes, by its last step; None for a log that does not tell
     refused: int = 0
     clipped: int = 0
     skipped: int = 0
@@ -53,7 +55,8 @@ class ReplicaProgress:
         """At the start of its process."""
         link = start["link"] if isinstance(start["link"], dict) else {}
         rate = number(link.get("bits_per_second"))
-        return cls(begun=True, uplink=Uplink(Link(rate)) if 0 < rate < math.inf else None, step=step)
+        uplink = Uplink(Link(rate)) if 0 < rate < math.inf else None
+        return cls(begun=True, uplink=uplink, step=step, progress=step)
 
     def take(self, event: Event) -> None:
         """Learn from one event."""
@@ -66,10 +69,11 @@ class ReplicaProgress:
                 elif math.isfinite(loss):
                     self.loss = 0.9 * self.loss + 0.1 * loss
             self.step = event["step"]
+            self._tell(event.get("progress", self.step), event.get("sent"))
             begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
             self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))
         elif kind == "depart":
-            self.nbytes += whole(event["nbytes"])
+            self.packets += whole(event["nbytes"])
             self.foreseen[str(event["fragment"]), event["round"]] = whole(event["nbytes"])
             if self.uplink:
                 start, end = self.uplink.book(number(event["seconds"]), whole(event["nbytes"]))
@@ -79,19 +83,21 @@ class ReplicaProgress:
             self.air.pop((str(event["fragment"]), event["round"]), None)
             if kind == "flight":
                 foreseen = self.foreseen.pop((str(event["fragment"]), event["round"]), None)
-                self.nbytes += 0 if foreseen is None else whole(event["nbytes"]) - foreseen
+                self.packets += 0 if foreseen is None else whole(event["nbytes"]) - foreseen
             self.stall_seconds += number(event["stall_seconds"]) if kind == "land" else 0.0
             self.refused += kind == "refused"
         elif kind == "clipped":
             self.clipped += 1
         elif kind == "resume":
-            self.step = whole(event["from_step"])
+            self.step = self.progress = whole(event["from_step"])
         elif kind in ("eval", "checkpoint"):
             self.paused_seconds += number(event["seconds_spent"])
         elif kind in ("stop", "end"):
             self.ended = self.ended or ("ended" if kind == "end" else "stopped")
+            if kind == "end" and isinstance(event["summary"], dict):
+                self._tell(event["summary"].get("steps"), event["summary"].get("wire_bytes_sent"))
         elif kind == "round":
-            self.nbytes += whole(event["nbytes"])
+            self.packets += whole(event["nbytes"])
             if self.uplink:
                 self.on_link.append(self.uplink.book(number(event["seconds"]), whole(event["nbytes"])))
             fragment = event["fragment"]
@@ -101,6 +107,17 @@ class ReplicaProgress:
             self.late += 1
         elif kind == "skip":
             self.step, self.skipped = event["step"], self.skipped + 1
+
+    def _tell(self, progress: object, sent: object) -> None:
+        """Take the run's step and all bytes, as far as they are told."""
+        if known(number(progress)):
+            self.progress = whole(progress)
+        if known(number(sent)):
+            self.sent = whole(sent)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packets if self.sent is None else self.sent
 
     @property
     def _seconds(self) -> float:

@@ -38,7 +38,7 @@ DIAGNOSED_SECONDS = 10.0  # between two diagnoses
 RECENT = 8 << 20  # bytes at the end of each log that a diagnosis reads
 CLOCK_SECONDS = 0.1  # smaller differences of clocks are not shown
 _COLUMNS = (
-    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "packets", "link", "refused"),
+    *("replica", "state", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused"),
     "checkpoint",
 )
 _LEFT = ("replica", "state", "in the air", "checkpoint")
@@ -173,8 +173,8 @@ class Top:
 
     @property
     def _step(self) -> int:
-        """The step of the slowest replica; in an elastic run, of the fastest."""
-        return (max if self._participation else min)((one.progress.step for one in self._all), default=0)
+        """The run's inner steps, as the slowest replica knows them; in an elastic run, the fastest."""
+        return (max if self._participation else min)((one.progress.progress for one in self._all), default=0)
 
     def _seconds_left(self) -> float:
         speeds = [one.progress.steps_per_second for one in self._all if one.lives()]
@@ -213,8 +213,13 @@ class Top:
         )  # fmt: skip
 
     def _head(self, now: float) -> list[str]:
+        damaged = [
+            f"{one.tail.path} is damaged: {count} line{'s' * (count > 1)} passed over"
+            for one in self._all
+            if (count := one.tail.damaged)
+        ]
         if self._start is None:
-            return [f"{self.folder}: nothing is written yet"]
+            return damaged or [f"{self.folder}: nothing is written yet"]
         living = [one for one in self._all if one.lives()]
         speed = sum(one.progress.tokens_per_second for one in living if one.progress.recent)
         evaluated = max((one.evaluated for one in self._all if one.evaluated), default=None)
@@ -231,7 +236,7 @@ class Top:
             f"numbers are {provenance_of(self._start)}",
             f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",
         )  # fmt: skip
-        return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part)]
+        return [f"{self.folder.name}: {self._start['strategy']}", " · ".join(part for part in parts if part), *damaged]
 
     def _found(self) -> list[Text]:
         """The lines of the diagnosis, and the slowest way."""

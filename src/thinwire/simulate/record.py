@@ -47,7 +47,7 @@ class Recorder:
         self.scenario, self.tokens = scenario, tokens
         count = min(scenario.replicas, REPLICAS)
         self.now = 0.0
-        self.clock = np.zeros(count)
+        self.sent = [0] * count
         self.logs = [EventLog(folder / "events" / f"replica-{r}.jsonl", lambda: self.now) for r in range(count)]
         for rank in range(count):
             link = scenario.wires[rank if scenario.shares is None else scenario.shares[rank]].link
@@ -63,12 +63,13 @@ class Recorder:
             edges = np.linspace(begin[rank], end[rank], int(done[rank]) + 1).tolist()
             for number, (left, right) in enumerate(pairwise(edges), first):
                 times = {"begin": round(left, 6), "compute_seconds": round(right - left, 6)}
-                self._emit(rank, right, "step", number, **fields, **times)
+                self._emit(rank, right, "step", number, **fields, **times, progress=number, sent=self.sent[rank])
 
     def departed(self, round_: SimulatedRound, away: Flags) -> None:
         fields = {"fragment": round_.fragment, "round": round_.number, "seconds_spent": 0.0}
         for rank in self._there(away):
             nbytes = int(round_.messages.nbytes[rank])
+            self.sent[rank] += nbytes
             self._emit(rank, float(round_.departed[rank]), "depart", round_.step, **fields, nbytes=nbytes)
 
     def landed(self, round_: SimulatedRound, step: int, begin: Floats, stall: Floats, away: Flags) -> None:

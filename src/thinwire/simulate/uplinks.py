@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.codecs import Codec
-from thinwire.exchange import Exchange, Hierarchy, Star
+from thinwire.exchange import Exchange
 from thinwire.simulate.layers import Floats
 from thinwire.simulate.scenario import Wire
 
@@ -99,8 +99,7 @@ class Messages:
 
 
 def nbytes_of_each(exchange: Exchange, codec: Codec, numel: int, there: Flags) -> Integers:
-    """Bytes that each of M replicas sends in a round. In most exchanges all count what the one sends that sends most; in `Star` and
-    `Hierarchy` each counts its own.
+    """Bytes that each of M replicas sends in a round, by `Exchange.nbytes_of_each`.
 
     Args:
         exchange: how packets become their mean.
@@ -112,6 +111,7 @@ def nbytes_of_each(exchange: Exchange, codec: Codec, numel: int, there: Flags) -
         Bytes, int64 [M]; 0 for a replica that takes no part.
 
     >>> from thinwire.codecs import Identity
+    >>> from thinwire.exchange import Star
     >>> nbytes_of_each(Star(1), Identity(), 1000, np.array([True, True, True])).tolist()
     [4048, 8102, 4048]
     """
@@ -122,9 +122,7 @@ def nbytes_of_each(exchange: Exchange, codec: Codec, numel: int, there: Flags) -
 
 @lru_cache(maxsize=1024)
 def _nbytes_by_rank(exchange: Exchange, codec: Codec, numel: int, size: int) -> tuple[int, ...]:
-    if isinstance(exchange, Star | Hierarchy):
-        return tuple(exchange.nbytes_sent(codec, numel, size, rank) for rank in range(size))
-    return (exchange.nbytes_sent(codec, numel, size),) * size
+    return tuple(exchange.nbytes_of_each(codec, numel, size))
 
 
 def send(uplinks: Uplinks, shares: Integers, waiting: Sequence[Messages], due: Messages) -> None:

@@ -1,0 +1,58 @@
+"""`thinwire top`, and the live line of `thinwire train`, on runs of methods with servers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from trained_runs import trained_run
+
+from thinwire.cli import main
+from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_nbytes
+from thinwire.report.progress import Progress
+
+pytestmark = pytest.mark.usefixtures("late_imports")
+TEXT = "".join(f"line {i}: thin wires carry {i}\n" for i in range(1000))
+
+
+@pytest.mark.parametrize("strategy", ["decoupled_diloco(every=4, slow=(1, 3))", "plexus(every=4)"])
+def test_bytes_of_servers_and_a_finished_run_are_shown(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server's answers do not depart. Of replicas with different speeds, the slow one ends after fewer steps."""
+    run = trained_run(tmp_path, tmp_path / "cache", TEXT, "--strategy", strategy, "--steps", "12")
+    summary = RunRecord.load(run).summary
+    capsys.readouterr()
+    assert main(["top", str(run), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step"] == summary.steps >= facts["steps"] == 12
+    out = io.StringIO()
+    with Progress(run, steps=12, replicas=2, console=Console(file=out)):
+        pass
+    line = out.getvalue().splitlines()[-1]
+    assert line.startswith(f"step {summary.steps}/12 · ")
+    assert f" · sent {text_of_nbytes(summary.wire_bytes_sent)} per replica · " in line
+    assert sum(one["nbytes"] for one in facts["replicas"]) == pytest.approx(2 * summary.wire_bytes_sent, abs=2)
+    for log in run.glob("events/*.jsonl"):  # as before the end
+        log.write_text("".join(line for line in log.open() if json.loads(line)["event"] != "end"))
+    assert main(["top", str(run), "--json"]) == 0
+    assert all(one["nbytes"] > 0 for one in json.loads(capsys.readouterr().out)["replicas"])
+
+
+def test_a_damaged_log_is_named(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a whole one, and alone."""
+    run = make_run(tmp_path / "run", steps=8)
+    first, second = sorted(run.glob("events/*.jsonl"))
+    for path in (second, first):
+        path.write_bytes(b"\x00\x01\n[1]\n")
+        assert main(["top", str(run)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"{path.name} is damaged: 2 lines passed over" in told
+    assert "nothing is written yet" not in told
