@@ -23,7 +23,7 @@ from thinwire.cli import disk, main
 from thinwire.comm import ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError
 from thinwire.lm import export as stored
-from thinwire.lm import final, job, launch, watch
+from thinwire.lm import final, job, launch, run_folder, watch
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.lm.text_job import TextJob
@@ -162,8 +162,8 @@ def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, 
 )  # fmt: skip
 def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
-        launch.new_folder(small_run(text, **change), whole, resume=True)
-    launch.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
+        run_folder.new_folder(small_run(text, **change), whole, resume=True)
+    run_folder.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) -> None:
@@ -174,8 +174,8 @@ def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) ->
 
 def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
     with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is active in"):
-        launch.new_folder(small_run(text), whole, resume=True)
-    launch.new_folder(small_run(text), whole, resume=True)
+        run_folder.new_folder(small_run(text), whole, resume=True)
+    run_folder.new_folder(small_run(text), whole, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,6 @@ def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: st
     with pytest.raises(
         ConfigurationError, match="holds a run already; choose another --out, or continue it with --resume"
     ):
-        launch.new_folder(small_run(text), whole, resume=False)
+        run_folder.new_folder(small_run(text), whole, resume=False)
     with pytest.raises(ConfigurationError, match="holds no run to resume"):
-        launch.new_folder(small_run(text), tmp_path / "nothing", resume=True)
+        run_folder.new_folder(small_run(text), tmp_path / "nothing", resume=True)
