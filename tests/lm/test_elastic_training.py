@@ -248,6 +248,9 @@ def test_a_folder_has_one_command_and_one_joining_replica(
     for again in ([], ["--resume"]):
         assert main(["train", *given, "paris", *again]) == 2
         assert "is the folder of oslo, and paris needs its own; give another --out" in capsys.readouterr().err
+    for more in ([], ["--from-start"]):
+        assert main(["train", "--resume", "--out", str(tmp_path / "run"), *more]) == 2
+        assert "is the folder of oslo, whose run meets elsewhere; resume it there, with" in capsys.readouterr().err
     assert {path.name for path in (tmp_path / "run").rglob("*")} == {"run.toml", "events", "oslo.jsonl"}
 
 

@@ -61,9 +61,15 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> No
     if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
         raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
     held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
-    if run.placement.elastic and replica != "*" and held and replica not in held:
+    if not run.placement.elastic or not held:
+        return
+    of, here = ", ".join(held), {f"replica-{number}" for number in range(run.placement.replicas)}
+    if replica not in ("*", *held):
+        raise ConfigurationError(f"{folder} is the folder of {of}, and {replica} needs its own; give another --out.")
+    if replica == "*" and here.isdisjoint(held):
+        at = "--lighthouse HOST:PORT" if run.placement.carrier == "elastic" else "thinwire join TOKEN"
         raise ConfigurationError(
-            f"{folder} is the folder of {', '.join(held)}, and {replica} needs its own; give another --out."
+            f"{folder} is the folder of {of}, whose run meets elsewhere; resume it there, with {at} and --name {held[0]}."
         )
 
 
