@@ -149,10 +149,8 @@ def main(arguments: Sequence[str]) -> int:
         del model
         run_folder.new_folder(run, folder, asked.resume, asked.name or "*")
         console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-        for line in chosen:
+        for line in [*chosen, *([weights] if weights else [])]:
             console.print(line, soft_wrap=True, highlight=False)
-        if weights:
-            console.print(weights, soft_wrap=True, highlight=False)
         console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)
         if asked.from_start:
             run_folder.set_aside(folder, asked.name or "*")
