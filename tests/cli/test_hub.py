@@ -242,7 +242,7 @@ def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
     assert join.repeated(spaced) == (" --name oslo --keys 'my keys'", "join TOKEN 'my run.toml'")
 
 
-def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_leaves_no_log_there(
+def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_changes_nothing_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
@@ -250,7 +250,8 @@ def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_leaves_n
     run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, carrier="secure").absolute()
     run.save(tmp_path / "run.toml")
     (tmp_path / "oslo/events").mkdir(parents=True)
-    run.save(tmp_path / "oslo/run.toml")
+    run.changed(lr=0.5).save(tmp_path / "oslo/run.toml")
+    before = (tmp_path / "oslo/run.toml").read_text()
     (tmp_path / "oslo/events/replica-1.jsonl").touch()
     given = [str(tmp_path / "run.toml"), "--resume", "--out", str(tmp_path / "oslo"), "--keys", str(tmp_path / "keys")]
     with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as threads:
@@ -260,4 +261,5 @@ def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_leaves_n
         other.result().close()
     told = " ".join(capsys.readouterr().err.split())
     assert "oslo is the folder of replica-1, and bergen is replica-0 of bergen, oslo; give the --out" in told
-    assert [path.name for path in (tmp_path / "oslo").rglob("*.jsonl")] == ["replica-1.jsonl"]
+    assert {path.name for path in (tmp_path / "oslo").rglob("*")} == {"run.toml", "events", "replica-1.jsonl"}
+    assert (tmp_path / "oslo/run.toml").read_text() == before

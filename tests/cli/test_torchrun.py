@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
 
@@ -61,7 +61,7 @@ def test_torchrun_gives_the_bytes_of_a_run_in_threads(run_file: Path, tmp_path: 
     summary = torchrun(2, str(run_file), "--out", str(tmp_path / "torchrun"))
     assert summary["steps"] == 12 and summary["replicas"] == 2
     threads = Run.load(run_file).changed(carrier="threads")
-    launch.new_folder(threads, tmp_path / "own", resume=False)
+    run_folder.new_folder(threads, tmp_path / "own", resume=False)
     launch.train_threads(threads, tmp_path / "own", False, lambda: None)
     assert (tmp_path / "torchrun/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
 

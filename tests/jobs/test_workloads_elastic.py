@@ -14,7 +14,7 @@ import pytest
 from elastic_runs import NAMES, simulated
 from pages import ROOT
 
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.membership import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
@@ -57,7 +57,7 @@ def test_one_is_killed_for_good(job: str, cluster: SimulatedCluster, tmp_path: P
 
     for nth in range(1, 200):
         cluster.at("replica-1", "post", kill, nth)
-    launch.new_folder(run, folder, False)
+    run_folder.new_folder(run, folder, False)
     ended = cluster.play(dict.fromkeys(NAMES, mortal))
     assert isinstance(ended["replica-1"], Killed) and ended["replica-0"]["weights"] == ended["replica-2"]["weights"]
     record = RunRecord.load(folder)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import cut_back
 
 from thinwire.errors import ConfigurationError, ModelError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.adapters import adapters, attach, merged
 from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import hugging_face
@@ -103,7 +103,7 @@ def run_of(text: str, **changes: Any) -> Run:
 
 
 def train(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
-    launch.new_folder(run, folder, resume)
+    run_folder.new_folder(run, folder, resume)
     return launch.train_threads(run, folder, resume, lambda: None)
 
 
@@ -173,7 +173,7 @@ def test_only_adapters_are_sent_and_both_model_forms_are_saved(tmp_path: Path, t
     assert [event["from_step"] for event in events if event["event"] == "resume"] == [10]
     assert (tmp_path / "stopped/model.safetensors").read_bytes() == (tmp_path / "lora/model.safetensors").read_bytes()
     with pytest.raises(ConfigurationError, match="lora 2 there, 4 given"):
-        launch.new_folder(run_of(text, model=str(base), lora=4, steps=16), tmp_path / "lora", True)
+        run_folder.new_folder(run_of(text, model=str(base), lora=4, steps=16), tmp_path / "lora", True)
 
 
 @needs_peft

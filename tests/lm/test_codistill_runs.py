@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from thinwire.cli.train import complete, summary_of
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trained_model
@@ -39,7 +39,7 @@ def run_of(text: str, **changes: object) -> Run:
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> Path:
     run = run.absolute()
-    launch.new_folder(run, folder, resume)
+    run_folder.new_folder(run, folder, resume)
     if run.placement.carrier == "secure":
         from thinwire.lm.secure import train_secure
 

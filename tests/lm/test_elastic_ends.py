@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import EndedError, LinkError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.membership import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
@@ -26,7 +26,7 @@ def all_take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> dict[s
 
 
 def take_part(cluster: SimulatedCluster, run: Run, tmp_path: Path, name: str, resume: bool = False) -> Any:
-    launch.new_folder(run, tmp_path / name, resume)
+    run_folder.new_folder(run, tmp_path / name, resume)
     try:
         return launch.train_here(
             run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), tmp_path / name, resume)

@@ -17,7 +17,7 @@ from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
 from thinwire.jobs.base import Share
-from thinwire.lm import launch, membership, supervisor, trainer
+from thinwire.lm import launch, membership, run_folder, supervisor, trainer
 from thinwire.lm.job import check, check_and_weigh
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.membership import AdaptiveTimeouts, MemberSpec, RetryReporter, join
@@ -27,7 +27,7 @@ from thinwire.lm.watch import watching
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Timeouts
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.pieces.partition import Fragment
-from thinwire.records.events import read_events
+from thinwire.records.events import EventLog, read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report
 
@@ -90,7 +90,7 @@ def test_samples_of_a_lost_replica_go_to_the_others(cluster: SimulatedCluster, r
     def mortal(name: str) -> Any:
         return launch.train_here(run, ElasticPlace(MemberSpec(ThreadRendezvous(cluster, name), name), folder, False))
 
-    launch.new_folder(run, folder, False)
+    run_folder.new_folder(run, folder, False)
     ended = cluster.play(dict.fromkeys(NAMES, mortal))
     assert isinstance(ended["replica-1"], Killed) and ended["replica-0"]["weights"] == ended["replica-2"]["weights"]
     logs = {name: read_events(folder / f"events/{name}.jsonl") for name in NAMES}
@@ -129,7 +129,7 @@ def test_each_replica_resumes_from_its_newest_sound_checkpoint(
     used = [saved["replica-0"][-1], saved["replica-1"][-1], saved["replica-2"][-2]]
     assert [back[name]["path"] for name in NAMES] == [str(path.relative_to(folder)) for path in used]
     assert "outer.safetensors is not what was written" in back["replica-2"]["skipped"][0]["reason"]
-    assert RunRecord.load(folder).summary.steps == 36
+    assert RunRecord.load(folder).summary.steps == Run.load(folder / "run.toml").optimizer.steps == 36
 
 
 def test_a_resume_with_another_text_names_both_sizes(cluster: SimulatedCluster, run: Run, tmp_path: Path) -> None:
@@ -148,9 +148,13 @@ def test_a_resume_with_another_text_is_refused_before_the_folder_changes(
     folder = tmp_path / "run"
     played(cluster, run.changed(steps=6).absolute(), folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    (text := tmp_path / "other.txt").write_text("another text of other length\n" * 300)
-    assert main(["train", "--resume", "--out", str(folder), "--steps", "24", "--text", str(text)]) == 2
+    text, command = tmp_path / "other.txt", ["train", "--resume", "--out", str(folder), "--steps", "24", "--text"]
+    text.write_text("another text of other length\n" * 300)
+    assert main([*command, str(text)]) == 2
     assert "was begun with other data: 4,811 samples in an epoch there, 516 given" in capsys.readouterr().err
+    text.write_text(Path(run.data.text[0]).read_text().replace("thin", "thei"))  # of the same length
+    assert main([*command, str(text)]) == 2
+    assert "was begun with other data: a text with digest" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     check_and_weigh(Run.load(folder / "run.toml"), folder, goes_on=True)  # its own text
 
@@ -187,6 +191,67 @@ def test_another_run_is_refused_by_name(cluster: SimulatedCluster, run: Run, tmp
     ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
     assert isinstance(ended["rome"], DisagreementError) and "seed: 5 there, 0 at 'replica-" in str(ended["rome"])
     assert ended["replica-0"]["weights"] == ended["replica-1"]["weights"]
+
+
+def test_a_replica_with_another_text_of_the_same_length_is_refused(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
+) -> None:
+    text = tmp_path / "other.txt"
+    text.write_text(Path(run.data.text[0]).read_text().replace("thin", "thei"))
+    other, folder = run.changed(text=(str(text),)), tmp_path / "other"
+
+    def stranger(name: str) -> Any:
+        with cluster.time:
+            cluster.wait(name, lambda: False, 8.0)  # the others have begun
+        return living(cluster, other, folder)(name)
+
+    two = living(cluster, run, tmp_path / "run")
+    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
+    assert isinstance(ended["rome"], DisagreementError) and "text: " in str(ended["rome"])
+
+
+def test_a_resume_that_the_others_refuse_leaves_the_run_file(
+    cluster: SimulatedCluster, run: Run, tmp_path: Path
+) -> None:
+    """Otherwise a plain --resume would be refused, too."""
+    folder = tmp_path / "rome"
+    run_folder.new_folder(run, folder, False)
+    before = (folder / "run.toml").read_text()
+
+    def stranger(name: str) -> Any:
+        with cluster.time:
+            cluster.wait(name, lambda: False, 8.0)  # the others have begun
+        with run_folder.claimed(folder, True):
+            run_folder.new_folder(run.changed(lr=0.5), folder, True)
+            return living(cluster, run_folder.run_in(folder), folder, resume=True)(name)
+
+    two = living(cluster, run, tmp_path / "run")
+    ended = cluster.play({"replica-0": two, "replica-1": two, "rome": stranger})
+    assert isinstance(ended["rome"], DisagreementError) and "lr: 0.5 there" in str(ended["rome"])
+    assert (folder / "run.toml").read_text() == before
+    assert {path.name for path in folder.iterdir()} == {"run.toml", "events"}
+
+
+def test_a_folder_has_one_command_and_one_joining_replica(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the replicas would replace each other's run file, model and summary."""
+    run.save(tmp_path / "run.toml")
+    given = [str(tmp_path / "run.toml"), "--lighthouse", "127.0.0.1:9", "--timeout", "1"]
+    given += ["--out", str(tmp_path / "run"), "--name"]
+    with run_folder.claimed(tmp_path / "run", False):
+        assert main(["train", *given, "paris"]) == 2
+    assert f"another command trains in {tmp_path / 'run'}; choose another --out" in capsys.readouterr().err
+    assert not list((tmp_path / "run").iterdir())
+    run_folder.new_folder(run.absolute(), tmp_path / "run", False, "oslo")
+    EventLog(tmp_path / "run/events/oslo.jsonl").close()
+    for again in ([], ["--resume"]):
+        assert main(["train", *given, "paris", *again]) == 2
+        assert "is the folder of oslo, and paris needs its own; give another --out" in capsys.readouterr().err
+    for more in ([], ["--from-start"]):
+        assert main(["train", "--resume", "--out", str(tmp_path / "run"), *more]) == 2
+        assert "is the folder of oslo, whose run meets elsewhere; resume it there, with" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "run").rglob("*")} == {"run.toml", "events", "oslo.jsonl"}
 
 
 def test_each_replica_reads_its_share_of_the_text() -> None:
@@ -270,7 +335,7 @@ def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run:
     if not there:
         lighthouse.close()
     before = set(threading.enumerate())
-    launch.new_folder(run, tmp_path / "run", False)
+    run_folder.new_folder(run, tmp_path / "run", False)
     member = MemberSpec(LighthouseRendezvous(lighthouse.address), "replica-0")
 
     def joining() -> bool:

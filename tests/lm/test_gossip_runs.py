@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
@@ -36,7 +36,7 @@ def small_run(text: str, **changes: object) -> Run:
 
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> None:
-    launch.new_folder(run, folder, resume)
+    run_folder.new_folder(run, folder, resume)
     train = launch.train_threads if run.placement.carrier == "threads" else launch.train_processes
     train(run, folder, resume, lambda: None)
 

@@ -23,7 +23,7 @@ from thinwire.cli import disk, main
 from thinwire.comm import ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError
 from thinwire.lm import export as stored
-from thinwire.lm import final, job, launch, watch
+from thinwire.lm import final, job, launch, run_folder, watch
 from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.lm.text_job import TextJob
@@ -162,8 +162,8 @@ def test_resuming_with_another_strategy_is_refused(whole: Path, tmp_path: Path, 
 )  # fmt: skip
 def test_resuming_without_a_fitting_checkpoint_is_refused(whole: Path, text: str, change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=f"begun with other settings: {next(iter(change))} "):
-        launch.new_folder(small_run(text, **change), whole, resume=True)
-    launch.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
+        run_folder.new_folder(small_run(text, **change), whole, resume=True)
+    run_folder.new_folder(small_run(text, steps=99, link="5mbit", lr=1e-3), whole, resume=True)
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) -> None:
@@ -174,8 +174,8 @@ def test_a_run_without_a_checkpoint_is_not_resumed(tmp_path: Path, text: str) ->
 
 def test_two_runs_cannot_share_a_folder(whole: Path, text: str) -> None:
     with EventLog(whole / "events/replica-0.jsonl"), pytest.raises(ConfigurationError, match="a run is active in"):
-        launch.new_folder(small_run(text), whole, resume=True)
-    launch.new_folder(small_run(text), whole, resume=True)
+        run_folder.new_folder(small_run(text), whole, resume=True)
+    run_folder.new_folder(small_run(text), whole, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,10 @@ def test_a_disk_that_is_too_small_is_told_before_training(
     disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
     assert "needs 27.4 MB (predicted): 723 kB for the model" in out.getvalue()
     assert "for a checkpoint, of which 6 are there at once" in out.getvalue()
+    (saved := tmp_path / "run/checkpoints/replica-0/step-00000001").mkdir(parents=True)
+    (saved / "model.safetensors").write_bytes(bytes(500_000))
+    disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
+    assert "12.5 MB of the disk are free or have its checkpoints, and" in " ".join(out.getvalue().split())
 
 
 def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:
@@ -270,6 +274,6 @@ def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: st
     with pytest.raises(
         ConfigurationError, match="holds a run already; choose another --out, or continue it with --resume"
     ):
-        launch.new_folder(small_run(text), whole, resume=False)
+        run_folder.new_folder(small_run(text), whole, resume=False)
     with pytest.raises(ConfigurationError, match="holds no run to resume"):
-        launch.new_folder(small_run(text), tmp_path / "nothing", resume=True)
+        run_folder.new_folder(small_run(text), tmp_path / "nothing", resume=True)

@@ -21,7 +21,7 @@ from small_runs import STEPS, events_of, model_of, run_in, small_run
 
 from thinwire.cli import main
 from thinwire.errors import LinkError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
 
 OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
@@ -103,7 +103,7 @@ def test_a_hanging_replica_is_ended_and_the_error_of_its_peer_is_reported(
     monkeypatch.setattr(launch.os, "cpu_count", lambda: 7)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    launch.new_folder(small_run(text), tmp_path / "run", resume=False)
+    run_folder.new_folder(small_run(text), tmp_path / "run", resume=False)
     with pytest.raises(LinkError) as caught:
         launch.train_processes(small_run(text), tmp_path / "run", False, lambda: None)
     lines = str(caught.value).splitlines()
@@ -142,7 +142,7 @@ while not os.path.exists({str(go)!r}): time.sleep(0.01)
 
     monkeypatch.setattr(launch.subprocess, "Popen", instead)
     run = small_run(text, strategy="halos", delay=None)
-    launch.new_folder(run, tmp_path / "run", resume=False)
+    run_folder.new_folder(run, tmp_path / "run", resume=False)
     with pytest.raises(LinkError) as caught:
         launch.train_processes(run, tmp_path / "run", False, tick)
     assert str(caught.value).splitlines()[:2] == [

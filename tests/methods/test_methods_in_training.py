@@ -10,7 +10,7 @@ import pytest
 from loops import METHODS
 
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
@@ -45,7 +45,7 @@ def run_of(text: str, strategy: str, **changes: object) -> Run:
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> dict[str, Any]:
     check(run)
-    launch.new_folder(run, folder, resume)
+    run_folder.new_folder(run, folder, resume)
     if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:

@@ -13,7 +13,7 @@ from inline import Inline
 
 from thinwire.elastic import round_thread
 from thinwire.exchange import send_queue
-from thinwire.lm import launch, trainer
+from thinwire.lm import launch, run_folder, trainer
 from thinwire.lm.membership import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
@@ -57,7 +57,7 @@ def living(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = Fal
 
 
 def played(cluster: SimulatedCluster, run: Run, folder: Path, resume: bool = False) -> dict[str, Any]:
-    launch.new_folder(run, folder, resume)
+    run_folder.new_folder(run, folder, resume)
     ended = cluster.play({name: living(cluster, run, folder, resume) for name in NAMES[: run.placement.replicas]})
     for outcome in ended.values():
         if isinstance(outcome, BaseException):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
 
@@ -22,7 +22,7 @@ def small_run(text: str, **changes: object) -> Run:
 
 
 def run_in(folder: Path, run: Run, resume: bool = False) -> None:
-    launch.new_folder(run, folder, resume)
+    run_folder.new_folder(run, folder, resume)
     if run.placement.carrier == "threads":
         launch.train_threads(run, folder, resume, lambda: None)
     else:

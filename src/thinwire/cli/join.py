@@ -17,7 +17,7 @@ from thinwire.comm.secure import SecureGroup, admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.comm.secure.link import CONNECTED
 from thinwire.errors import ConfigurationError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.meeting import AtHub
 from thinwire.lm.run import Run
@@ -94,15 +94,16 @@ def main(arguments: Sequence[str]) -> int:
         del model
     if weights:
         console.print(weights, soft_wrap=True, highlight=False)
-    launch.new_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
-    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    group = None if told.elastic else _joined(asked, run, console)  # a signal ends the wait at once
-    with launch.stopping(stop):
-        if group is None:
-            _train_elastic(asked, run, folder, console, stop)
-        else:
-            _train(asked, run, folder, group, console, stop)
-        return finish(folder, console, asked.json, stop, *repeated(asked))
+    with run_folder.claimed(folder, asked.resume):
+        run_folder.check_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
+        console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        group = None if told.elastic else _joined(asked, run, console)  # a signal ends the wait at once
+        with launch.stopping(stop):
+            if group is None:
+                _train_elastic(asked, run, folder, console, stop)
+            else:
+                _train(asked, run, folder, group, console, stop)
+            return finish(folder, console, asked.json, stop, *repeated(asked))
 
 
 def repeated(asked: Options) -> tuple[str, str]:
@@ -122,6 +123,7 @@ def _of_hub(asked: Options, told: str, elastic: bool) -> Run:
 
 
 def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    run_folder.new_folder(run, folder, asked.resume, asked.name)
     token = private_folder(asked.keys / asked.name) / "token"
     write_private(token, f"{asked.token}\n".encode())
     place = AtHub(token, asked.keys, asked.group, asked.address)
@@ -139,19 +141,20 @@ def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
 
 def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: Console, stop: launch.Stop) -> None:
     """Raises `ConfigurationError` if the folder belongs to another replica."""
-    held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
-    if held and f"replica-{group.rank}" not in held:
-        group.close()
-        raise ConfigurationError(
-            f"{folder} is the folder of {', '.join(held)}, and {asked.name} is replica-{group.rank} of {', '.join(group.names)}; give the "
-            "--out and the --name of one replica, and have the same names meet as before."
-        )
-    with group, Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
-        progress.pass_over()
-        look = outages(group, asked.name, progress.say)
-        with watching(progress.update, 0.2, "thinwire-progress"), watching(look, 0.2, "thinwire-hub"):
-            train_member(run, folder, group, asked.resume, stop)
-        progress.update()
+    with group:
+        held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
+        if held and f"replica-{group.rank}" not in held:
+            raise ConfigurationError(
+                f"{folder} is the folder of {', '.join(held)}, and {asked.name} is replica-{group.rank} of {', '.join(group.names)}; give the "
+                "--out and the --name of one replica, and have the same names meet as before."
+            )
+        run_folder.new_folder(run, folder, asked.resume)
+        with Progress(folder, run.optimizer.steps, [f"replica-{group.rank}"], console) as progress:
+            progress.pass_over()
+            look = outages(group, asked.name, progress.say)
+            with watching(progress.update, 0.2, "thinwire-progress"), watching(look, 0.2, "thinwire-hub"):
+                train_member(run, folder, group, asked.resume, stop)
+            progress.update()
 
 
 def outages(group: SecureGroup, name: str, say: Callable[[str], object]) -> Callable[[], None]:

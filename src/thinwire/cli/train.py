@@ -20,7 +20,7 @@ from thinwire.cli import doctor, options
 from thinwire.cli.pages import write_report
 from thinwire.comm import parse_link
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.meeting import PATHS, AtLighthouse
 from thinwire.lm.resize import resize
@@ -143,28 +143,28 @@ def main(arguments: Sequence[str]) -> int:
             run, chosen = doctor.fitted(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
-    if asked.resume and not asked.from_start and not asked.joining and other_number(run, folder):
-        console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
-    del model
-    launch.new_folder(run, folder, asked.resume, asked.name or "*")
-    console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
-    for line in chosen:
-        console.print(line, soft_wrap=True, highlight=False)
-    if weights:
-        console.print(weights, soft_wrap=True, highlight=False)
-    console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)
-    if asked.from_start:
-        launch.set_aside(folder, asked.name or "*")
-    resume, stop = asked.resume and not asked.from_start, launch.Stop()
-    with launch.stopping(stop):
-        if resume and complete(run, folder):
-            console.print(
-                f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps", highlight=False
-            )
-        else:
-            with _told(asked, run, folder, console):
-                train(run, folder, resume, console, stop, asked.joining)
-        return finish(folder, console, asked.json, stop, _membership_options(asked))
+    with run_folder.claimed(folder, asked.resume):
+        if asked.resume and not asked.from_start and not asked.joining and other_number(run, folder):
+            console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
+        del model
+        run_folder.new_folder(run, folder, asked.resume, asked.name or "*")
+        console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        for line in [*chosen, *([weights] if weights else [])]:
+            console.print(line, soft_wrap=True, highlight=False)
+        console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)
+        if asked.from_start:
+            run_folder.set_aside(folder, asked.name or "*")
+        resume, stop = asked.resume and not asked.from_start, launch.Stop()
+        with launch.stopping(stop):
+            if resume and complete(run, folder):
+                console.print(
+                    f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps",
+                    highlight=False,
+                )
+            else:
+                with _told(asked, run, folder, console):
+                    train(run, folder, resume, console, stop, asked.joining)
+            return finish(folder, console, asked.json, stop, _membership_options(asked))
 
 
 def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
@@ -230,9 +230,9 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
         raise ConfigurationError("under torchrun all ranks need one name for the run folder; add --out FOLDER.")
     shards = max(1, world // run.placement.replicas)
     own = f"replica-{rank // shards}" + (f".shard-{rank % shards}" if shards > 1 else "")
-    launch.new_folder(run, folder, asked.resume, own)
+    run_folder.new_folder(run, folder, asked.resume, own)
     if asked.from_start:
-        launch.set_aside(folder, own)
+        run_folder.set_aside(folder, own)
     resume, stop = asked.resume and not asked.from_start, launch.Stop()
     if rank != 0:
         return stop.exit_code if launch.train_as_rank(run, folder, resume, stop)["stopped"] else 0
@@ -260,7 +260,7 @@ def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop
     if stop.is_set():
         return
     console.print(f"{folder}", soft_wrap=True, highlight=False)
-    launch.new_folder(run, folder, resume=begun)
+    run_folder.new_folder(run, folder, resume=begun)
     train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
 
 

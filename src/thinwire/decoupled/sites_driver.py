@@ -84,7 +84,7 @@ class SiteReplica(Unequal):
             final = self._final()
             self._give([self.server + place for place in sorted(self._servers.rounds.there) if place], final)
         else:
-            final = self._take(self.server)
+            final = self._take_final(self.server)
         for one in self._states:
             one.anchor = final[str(one.index)]
         self._load_anchors()
@@ -93,7 +93,7 @@ class SiteReplica(Unequal):
         """The global model at the server of a site."""
         top = self._servers.top
         if top is None:
-            return self._take(0)
+            return self._take_final(0)
         top.wait()
         final = {str(index): anchor for index, anchor in enumerate(top.anchors())}
         self._give([self._sites[site][0] for site in sorted(top.there) if site], final)
@@ -107,6 +107,16 @@ class SiteReplica(Unequal):
                 give(self.group, [rank], final, {})
             except LinkError as error:
                 self._say("warning", message=f"replica {rank} was lost before it had the final model: {error}")
+
+    def _take_final(self, peer: int) -> dict[str, Tensor]:
+        """Raises `LinkError` if `peer` is lost, or does not wait for this replica."""
+        try:
+            return self._take(peer)
+        except LinkError as error:
+            raise LinkError(
+                f"replica {peer} did not give the global model to this replica, which was too late at the end of the run, or has lost it "
+                f"({error}) Take the model of another replica; this one holds that of its site."
+            ) from error
 
     def _take(self, peer: int) -> dict[str, Tensor]:
         return take(self.group, peer, sum(4 * one.anchor.numel() + 256 for one in self._states) + (1 << 16))[0]

@@ -14,6 +14,7 @@ from thinwire.errors import EndedError, LinkError
 from thinwire.jobs.base import mean_of
 from thinwire.lm.membership import AdaptiveTimeouts, RetryReporter, join, make_membership
 from thinwire.lm.place import ElasticPlace
+from thinwire.lm.text_job import TextJob
 from thinwire.lm.trainer import Trainer
 from thinwire.membership import Membership
 from thinwire.replica import Replica
@@ -38,6 +39,7 @@ class ElasticTrainer(Trainer):
         reader = self._lease()
         if reader:
             facts |= {"samples": f"{reader.samples} in an epoch, {reader.step} in an inner step"}
+            facts |= {"text": self.job.corpus.fingerprint} if isinstance(self.job, TextJob) else {}
         reporter = RetryReporter(log.emit)
         saved, times = dict[str, Any](), self._timeouts.timeouts()
         if self.place.resume:

@@ -65,16 +65,22 @@ def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False)
 
 
 def _check_data(folder: Path, job: Job) -> None:
-    """Raise `ConfigurationError` if the data of the elastic run in `folder`, which its members divide among them, had another size."""
+    """Raise `ConfigurationError` if the elastic run in `folder`, whose members divide the data among them, had other data."""
     for path in (path for own in folder.glob("checkpoints/*") for path in reversed(checkpoint.found_in(own))):
         with suppress(CheckpointError, DataError):
-            saved = checkpoint.read(path, hashes=False).manifest["facts"].get("agreed", {}).get("ledger")
-            there = decoded(bytes.fromhex(saved)).samples if saved else None
-            if None not in (there, job.samples) and there != job.samples:
-                raise ConfigurationError(
-                    f"{folder} was begun with other data: {there:,} samples in an epoch there, {job.samples:,} given. Resume with the run's "
-                    "own, or start a new run in another --out."
-                )
+            manifest = checkpoint.read(path, hashes=False).manifest
+            ledger, data = manifest["facts"].get("agreed", {}).get("ledger"), manifest["notes"].get("data", {})
+            samples = decoded(bytes.fromhex(ledger)).samples if ledger else None
+            text = job.corpus.fingerprint if isinstance(job, TextJob) else None
+            for there, given, told in (
+                (samples, job.samples, "{:,} samples in an epoch there, {:,} given"),
+                (data.get("text"), text, "a text with digest {} there, {} given"),
+            ):
+                if None not in (there, given) and there != given:
+                    raise ConfigurationError(
+                        f"{folder} was begun with other data: {told.format(there, given)}. Resume with the run's own, or start a new run in "
+                        "another --out."
+                    )
             return
 
 

@@ -5,7 +5,6 @@ All of them end in `train_here`, so a run file gives the same result with each.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import signal
@@ -33,9 +32,10 @@ from thinwire.lm.fixed_trainer import FixedTrainer
 from thinwire.lm.job import open_job
 from thinwire.lm.place import ElasticPlace, Place
 from thinwire.lm.run import Run
+from thinwire.lm.run_folder import run_in
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
-from thinwire.records.events import EventLog, being_written
+from thinwire.records.events import EventLog
 from thinwire.records.printable import printable_lines, quoted
 
 Tick = Callable[[], object]
@@ -61,42 +61,6 @@ class Stop(threading.Event):
     def exit_code(self) -> int:
         """The shell's exit code of a process that the signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
         return 128 + self.number
-
-
-def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
-    """Make the run folder and write its run file. Raises `ConfigurationError` if it holds another run.
-
-    On several machines every process calls it for its `replica`, because each machine has its own folder.
-    """
-    if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
-        raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
-    if (folder / "config.json").exists() and not (folder / "run.toml").exists():
-        raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"{folder} is a file, and the run needs a folder; choose another --out.")
-    if resume and not (folder / "run.toml").exists():
-        raise ConfigurationError(
-            f"{folder} holds no run to resume: it has no run.toml. Check the path, or start a new run."
-        )
-    if resume and (other := run.unlike(Run.load(folder / "run.toml"))):
-        raise ConfigurationError(
-            f"{folder} was begun with other settings: {other}. Resume with the run's own, or start a new run in another --out."
-        )
-    if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
-        raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        run.save(folder / "run.toml")
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
-
-
-def set_aside(folder: Path, replica: str = "*") -> None:
-    """Rename a run's checkpoints before it begins again in its folder; none is deleted."""
-    for own in folder.glob(f"checkpoints/{replica}"):
-        number = next(n for n in itertools.count(1) if not (folder / f"checkpoints-{n}" / own.name).exists())
-        (folder / f"checkpoints-{number}").mkdir(exist_ok=True)
-        own.rename(folder / f"checkpoints-{number}" / own.name)
 
 
 def torchrun_place() -> tuple[int, int] | None:
@@ -376,7 +340,7 @@ def _free_port() -> int:
 def main() -> int:
     """`python -m thinwire.lm.launch FOLDER [--resume] LAUNCHER`: one replica, as `train_processes` starts it."""
     folder, resume = Path(sys.argv[1]), "--resume" in sys.argv[2:]
-    return as_replica(lambda stop: train_as_rank(Run.load(folder / "run.toml"), folder, resume, stop=stop))
+    return as_replica(lambda stop: train_as_rank(run_in(folder), folder, resume, stop=stop))
 
 
 def as_replica(train: Callable[[Stop], object], failed: int = 1) -> int:

@@ -23,6 +23,7 @@ from thinwire.lm.model import SIZES
 from thinwire.lm.place import Place
 from thinwire.lm.reducing import reducing
 from thinwire.lm.run import OF_PIECES, Run
+from thinwire.lm.run_folder import run_in
 from thinwire.pieces.own_files import shortened
 from thinwire.records.published import PublishedFolder
 from thinwire.records.run_file import read_run_file
@@ -126,7 +127,7 @@ def main() -> int:
     folder, index, resume = Path(sys.argv[1]), int(sys.argv[2]), "--resume" in sys.argv[3:]
 
     def train(stop: Stop) -> None:
-        run, hub = Run.load(folder / "run.toml"), folder / HUB
+        run, hub = run_in(folder), folder / HUB
         with stopping(stop):
             token = (hub / TOKEN).read_text()
             with join_for(run, token, f"replica-{index}", hub / KEYS, str(folder), _WAIT_SECONDS) as group:

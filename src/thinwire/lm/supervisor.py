@@ -38,6 +38,7 @@ from thinwire.lm.launch import (
 from thinwire.lm.meeting import Meeting, meeting_of, own_meeting
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
+from thinwire.lm.run_folder import run_in
 from thinwire.records.events import Tail
 
 FINAL = 3  # exit code of a replica that would fail again
@@ -263,7 +264,7 @@ def main() -> int:
 
     def train(stop: Stop) -> None:
         with stopping(stop):
-            run = Run.load(folder / "run.toml")
+            run = run_in(folder)
             member = meeting_of(sys.argv[5:-1]).member(run, name)
             train_here(run, ElasticPlace(member, folder, resume, index, stop))
 

@@ -88,7 +88,7 @@ class TextJob:
         return self.corpus.describe()
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"text": self.corpus.fingerprint}
 
     def load_state(self, state: Mapping[str, Any]) -> str:
         return ""

@@ -31,6 +31,7 @@ from thinwire.lm.place import ElasticPlace, Place, device_of, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
 from thinwire.lm.run import Run
+from thinwire.lm.run_folder import resumed
 from thinwire.lm.setup import learning_rate, make_optimizer
 from thinwire.lm.start import start
 from thinwire.lm.tokens_mean import by_samples, descend
@@ -147,6 +148,7 @@ class Trainer(ABC):
         failed: ThinwireError | None = None
         if self.place.resume:
             self._resume()
+        resumed(self.place.folder)
         try:
             with publishing(run, self.place, self.job, self.model, self.replica, log=self.log) as self._publisher:
                 self._loop()

@@ -21,7 +21,7 @@ from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
-from thinwire.runtime.saved_state import restore, saved
+from thinwire.runtime.saved_state import names, restore, saved
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -135,6 +135,7 @@ class Training:
             "step": self.step,
             "rounds": [fragment.rounds for fragment in self.fragments],
             "since": [fragment.since for fragment in self.fragments],
+            "parameters": [names(fragment) for fragment in self.fragments],
             "flights": {str(f.index): [f.flight.number, f.flight.departed] for f in self.fragments if f.flight},
             "calendar": self.calendar.facts(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,11 @@ def saved(fragments: Sequence[FragmentState]) -> dict[str, Tensor]:
     return {f"{one.index}.{name}": value for one in fragments for name, value in _tensors(one).items()}
 
 
+def names(one: FragmentState) -> list[str]:
+    """The names of its parameters, in the order in which its tensors hold their values."""
+    return [name.replace("_orig_mod.", "") for name, _ in one.fragment.parameters]
+
+
 def restore(
     fragments: Sequence[FragmentState], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], outer: Outer
 ) -> None:
@@ -32,8 +38,9 @@ def restore(
         raise CheckpointError(
             f"the checkpoint has {len(rounds)} fragments, this strategy makes {len(fragments)}; resume with the run's own strategy."
         )
-    for one, number, since in zip(fragments, rounds, facts["since"]):
-        _load(one, _under(f"{one.index}.", tensors), outer)
+    parameters = facts.get("parameters", [names(one) for one in fragments])  # earlier versions saved none
+    for one, there, number, since in zip(fragments, parameters, rounds, facts["since"]):
+        _load(one, _under(f"{one.index}.", tensors), there, outer)
         one.rounds, one.since = number, since
 
 
@@ -54,7 +61,7 @@ def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) -> None:
+def _load(fragment: FragmentState, named: Mapping[str, Tensor], parameters: Sequence[str], outer: Outer) -> None:
     """Restore a fragment, without its flight. Raises `CheckpointError` if the state belongs to another model or `outer`."""
     saved = named["anchor"].numel() if "anchor" in named else 0
     if saved != fragment.anchor.numel():
@@ -62,6 +69,12 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], outer: Outer) ->
             f"fragment {fragment.fragment.name!r} has {saved} elements in the checkpoint, {fragment.anchor.numel()} in "
             "this model; resume with the run's own model."
         )
+    for there, own in zip_longest(parameters, names(fragment)):
+        if there != own:
+            raise CheckpointError(
+                f"fragment {fragment.fragment.name!r} has the parameter {there} in the checkpoint where this model has {own}; resume with the "
+                "run's own model."
+            )
     here = {name: tensor.to(fragment.anchor.device) for name, tensor in named.items()}
     state = _under(_OUTER, here)
     _check(fragment, "outer state", outer, state, outer.init(here["anchor"]))

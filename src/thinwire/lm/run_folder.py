@@ -1,0 +1,107 @@
+"""The run folder, of which one command is in charge at a time. A run that resumes keeps its run file until a replica has resumed."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from thinwire.errors import ConfigurationError
+from thinwire.lm.run import Run
+from thinwire.records.events import being_written
+
+_DRAFT = ".run.toml"  # the run file of a run that is about to resume
+
+
+@contextmanager
+def claimed(folder: Path, resume: bool) -> Iterator[None]:
+    """A context in which no other command trains in `folder`, which a new run makes. Raises `ConfigurationError` if one does."""
+    try:
+        if not resume:
+            folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # `new_folder` says what is wrong
+        yield
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise ConfigurationError(
+            f"another command trains in {folder}; choose another --out, or wait until it has ended."
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        (folder / _DRAFT).unlink(missing_ok=True)  # of a run that was refused
+        os.close(held)
+
+
+def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
+    """Raise `ConfigurationError` if `run` cannot begin, or `resume`, in `folder`. See `new_folder`."""
+    if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
+        raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
+    if (folder / "config.json").exists() and not (folder / "run.toml").exists():
+        raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"{folder} is a file, and the run needs a folder; choose another --out.")
+    if resume and not (folder / "run.toml").exists():
+        raise ConfigurationError(
+            f"{folder} holds no run to resume: it has no run.toml. Check the path, or start a new run."
+        )
+    if resume and (other := run.unlike(Run.load(folder / "run.toml"))):
+        raise ConfigurationError(
+            f"{folder} was begun with other settings: {other}. Resume with the run's own, or start a new run in another --out."
+        )
+    if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
+        raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
+    held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
+    if not run.placement.elastic or not held:
+        return
+    of, here = ", ".join(held), {f"replica-{number}" for number in range(run.placement.replicas)}
+    if replica not in ("*", *held):
+        raise ConfigurationError(f"{folder} is the folder of {of}, and {replica} needs its own; give another --out.")
+    if replica == "*" and here.isdisjoint(held):
+        at = "--lighthouse HOST:PORT" if run.placement.carrier == "elastic" else "thinwire join TOKEN"
+        raise ConfigurationError(
+            f"{folder} is the folder of {of}, whose run meets elsewhere; resume it there, with {at} and --name {held[0]}."
+        )
+
+
+def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
+    """Make the run folder and write its run file. Raises `ConfigurationError` if it holds another run.
+
+    On several machines every process calls it for its `replica`, because each machine has its own folder.
+    """
+    check_folder(run, folder, resume, replica)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        run.save(folder / (_DRAFT if resume else "run.toml"))
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
+
+
+def run_in(folder: Path) -> Run:
+    """The run that was last begun or is about to resume in `folder`."""
+    with suppress(ConfigurationError):
+        return Run.load(folder / _DRAFT)
+    return Run.load(folder / "run.toml")
+
+
+def resumed(folder: Path) -> None:
+    """Called by each replica when nothing can refuse it any longer."""
+    with suppress(FileNotFoundError):  # the first replica
+        (folder / _DRAFT).replace(folder / "run.toml")
+
+
+def set_aside(folder: Path, replica: str = "*") -> None:
+    """Rename a run's checkpoints before it begins again in its folder; none is deleted."""
+    for own in folder.glob(f"checkpoints/{replica}"):
+        number = next(n for n in itertools.count(1) if not (folder / f"checkpoints-{n}" / own.name).exists())
+        (folder / f"checkpoints-{number}").mkdir(exist_ok=True)
+        own.rename(folder / f"checkpoints-{number}" / own.name)
