@@ -75,7 +75,7 @@ class Replica:
         validation: gives the model's losses on a few held-out batches, for a rule that weighs neighbours by them (`Bristle`). It is called on the
             main thread, in evaluation mode, without gradients.
         observer: is called as `observer(event, step, **fields)` at depart, flight, land, refused, wire (on another thread) and warning.
-            Without it, warnings go to Python's `warnings`.
+            Without it, warnings go to Python's `warnings`; that replicas began with different weights or buffers is not said then.
         clock: the time in seconds that events carry.
 
     Raises:
@@ -111,7 +111,7 @@ class Replica:
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
-        self._buffers.begin(training.warn)
+        self._buffers.begin(observer)
         self._driver.join(lambda: resume(self) if resume else None)
         self._inner_steps = InnerSteps(listed(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)

@@ -159,6 +159,22 @@ def test_an_optimizer_that_is_never_stepped_warns():
     assert "taken none; give the one that the loop steps" in said
 
 
+def test_a_restart_from_the_anchors_warns():
+    """Without an observer, too: the training since the last round is lost. Different first weights are not worth a warning."""
+
+    def replica(group):
+        model = toy(group.rank)
+        optimizer = adamw(model)
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group):
+            for step in range(1, 5):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+                if step == 1 and group.rank == 1:
+                    model.gain.data.fill_(float("nan"))
+
+    (said,) = heard_by(lambda: tw.run_threads(2, replica, timeout=600.0))
+    assert "it restarts from the anchors" in said
+
+
 def test_a_correct_loop_gets_no_warning():
     def action():
         (group,) = tw.ThreadGroup.create(1)
