@@ -18,12 +18,17 @@ _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
 def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """The optimizers that the loop steps. Raises `ModelError` if there are none."""
+    """The optimizers that the loop steps. Raises `ModelError` if there are none, or something else is among them."""
     if isinstance(optimizer, Several):
         return list(optimizer.parts)
     several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not several:
         raise ModelError("an empty list of optimizers was given; give those that the loop steps.")
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ModelError(
+                f"optimizer: a {type(one).__name__} was given; a torch.optim.Optimizer, or a list of them, is needed."
+            )
     return several
 
 
