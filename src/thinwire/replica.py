@@ -44,6 +44,17 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
     return kind(training, fragments, group, site)
 
 
+def _check_kinds(strategy: object, model: object, group: object) -> None:
+    """Raise `ConfigurationError` for something of another kind, such as a recipe that was not called, or torch's own ProcessGroup."""
+    for name, given, kinds, needed in (
+        ("strategy", strategy, Strategy, "a Strategy is needed, such as tw.streaming_sign()"),
+        ("model", model, nn.Module, "an nn.Module is needed; put several into an nn.ModuleList"),
+        ("group", group, (Group, Membership), "this replica's Group or Membership is needed (docs/own-loop.md)"),
+    ):
+        if not isinstance(given, kinds):
+            raise ConfigurationError(f"{name}: a {type(given).__name__} was given; {needed}.")
+
+
 class Replica:
     """Attach a strategy to a model, its optimizer and a group. The training loop does not change.
 
@@ -75,7 +86,7 @@ class Replica:
         validation: gives the model's losses on a few held-out batches, for a rule that weighs neighbours by them (`Bristle`). It is called on the
             main thread, in evaluation mode, without gradients.
         observer: is called as `observer(event, step, **fields)` at depart, flight, land, refused, wire (on another thread) and warning.
-            Without it, warnings go to Python's `warnings`.
+            Without it, warnings go to Python's `warnings`; that replicas began with different weights or buffers is not said then.
         clock: the time in seconds that events carry.
 
     Raises:
@@ -105,13 +116,14 @@ class Replica:
         resume: Callable[[Replica], object] | None = None, validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        _check_kinds(strategy, model, group)
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(listed(optimizer)), group
         self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
-        self._buffers.begin(training.warn)
+        self._buffers.begin(observer)
         self._driver.join(lambda: resume(self) if resume else None)
         self._inner_steps = InnerSteps(listed(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)

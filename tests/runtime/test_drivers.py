@@ -156,3 +156,21 @@ def test_a_new_driver_needs_no_change_in_replica(monkeypatch, tmp_path):
     checkpoint.load(saved, other)
     assert other.step == 5 and other._driver.heard == heard and same_bits(weights(model), after[4])
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"strategy": tw.diloco}, "strategy: a function was given; a Strategy is needed"),
+        ({"strategy": "diloco"}, "strategy: a str was given"),
+        ({"model": [toy()]}, "model: a list was given; .* nn.ModuleList"),
+        ({"optimizer": toy()}, "optimizer: a Toy was given; a torch.optim.Optimizer"),
+        ({"group": tw.ThreadGroup.create(2)}, "group: a list was given; this replica's Group"),
+        ({"group": None}, "group: a NoneType was given"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(given, said):
+    (group,), model = tw.ThreadGroup.create(1), toy()
+    arguments = {"strategy": tw.diloco(), "model": model, "optimizer": adamw(model), "group": group}
+    with pytest.raises((tw.ConfigurationError, tw.ModelError), match=said):
+        tw.Replica(**(arguments | given))

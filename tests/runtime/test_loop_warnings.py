@@ -159,6 +159,66 @@ def test_an_optimizer_that_is_never_stepped_warns():
     assert "taken none; give the one that the loop steps" in said
 
 
+def test_a_restart_from_the_anchors_warns():
+    """Without an observer, too: the training since the last round is lost. Different first weights are not worth a warning."""
+
+    def replica(group):
+        model = toy(group.rank)
+        optimizer = adamw(model)
+        with tw.Replica(tw.local_sgd(every=2), model, optimizer, group):
+            for step in range(1, 5):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+                if step == 1 and group.rank == 1:
+                    model.gain.data.fill_(float("nan"))
+
+    (said,) = heard_by(lambda: tw.run_threads(2, replica, timeout=600.0))
+    assert "it restarts from the anchors" in said
+
+
+@pytest.mark.parametrize("strategy", [tw.local_sgd(every=4), tw.data_parallel()])
+def test_an_optimizer_that_replaces_the_given_one_warns(strategy):
+    """Once, and no longer when the Replica is closed."""
+
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        model = toy()
+        optimizer = adamw(model)
+        with tw.Replica(strategy, model, optimizer, group) as replica:
+            for step in range(1, 7):
+                optimizer = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1) if step == 3 else optimizer
+                inner_step(model, optimizer, *batch(0, 0, step))
+            assert replica.step == 2
+        for step in range(2):
+            inner_step(model, optimizer, *batch(0, 0, step))
+
+    (said,) = heard_by(action)
+    assert "(SGD) that this Replica was not given" in said and "attach a new Replica" in said
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_optimizer_around_or_inside_the_given_one_does_not_warn(inside):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, *inner):
+            self.inner = inner
+            super().__init__(inner[0].param_groups[0]["params"], {})
+
+        def step(self, closure=None):
+            for one in self.inner:
+                one.step(closure)
+
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        model = toy()
+        optimizer = Around(*[adamw(model) for _ in range(3 if inside else 1)])
+        given = optimizer if inside else optimizer.inner[0]
+        with tw.Replica(tw.local_sgd(every=4), model, given, group) as replica:
+            for step in range(1, 7):
+                inner_step(model, optimizer, *batch(0, 0, step))
+            assert replica.step == 6
+
+    assert heard_by(action) == []
+
+
 def test_a_correct_loop_gets_no_warning():
     def action():
         (group,) = tw.ThreadGroup.create(1)

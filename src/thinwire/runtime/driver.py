@@ -84,7 +84,8 @@ class Training:
         return cls(strategy, model, optimizer, observe, clock, calendar, tokens), fragments
 
     def warn(self, message: str) -> None:
-        self.observe("warning", self.step, message=message)
+        """Warn by the observer, or by Python's `warnings` if there is none."""
+        (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
 
     def guard(self, fragment: FragmentState, delta: Tensor, steps: float) -> None:
         """Clip `delta`, which departs after so many inner `steps`, if the strategy's guard finds its norm too large. Every time gives an
@@ -96,11 +97,10 @@ class Training:
             return
         norm, judged = clipped
         if not self.clipped:
-            message = (
+            self.warn(
                 f"a delta of this replica had the norm {norm:.3g}, where {judged.limit:.3g} was the most to expect from earlier ones: it is "
                 "clipped, and so are later ones (events `clipped`). Check batch, learning rate and machine; guard=None (--guard off) does not clip"
             )
-            (warned if self.observe is silent else self.observe)("warning", self.step, message=message)
         self.clipped = True
         self.observe(
             "clipped", self.step, fragment=fragment.index, round=fragment.rounds, norm=norm, limit=judged.limit

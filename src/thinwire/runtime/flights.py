@@ -35,7 +35,8 @@ class Flights:
         ]
         anchors = [fragment.anchor for fragment in training.fragments]
         if agree_on_start(group, anchors):
-            training.warn("replicas began with different weights; all start from replica 0's")
+            told = "replicas began with different weights; all start from replica 0's"
+            training.observe("warning", training.step, message=told)  # nothing to do: not by Python's `warnings`
         check_start(fragments, anchors)
         training.load_anchors()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.errors import ModelError
 from thinwire.runtime.driver import Driver, Training
+from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
 
@@ -17,12 +18,17 @@ _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
 def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """The optimizers that the loop steps. Raises `ModelError` if there are none."""
+    """The optimizers that the loop steps. Raises `ModelError` if there are none, or something else is among them."""
     if isinstance(optimizer, Several):
         return list(optimizer.parts)
     several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     if not several:
         raise ModelError("an empty list of optimizers was given; give those that the loop steps.")
+    for one in several:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ModelError(
+                f"optimizer: a {type(one).__name__} was given; a torch.optim.Optimizer, or a list of them, is needed."
+            )
     return several
 
 
@@ -102,8 +108,10 @@ class InnerSteps:
         self._optimizers, self._count = optimizers, _count(optimizers)
         self._all = frozenset(map(id, optimizers))
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
-        exchanged = {id(p) for fragment in training.fragments for _, p in fragment.fragment.parameters}
-        self._frozen = [p for p in _held(optimizers) if id(p) not in exchanged]
+        exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
+        self._others = OtherOptimizers(optimizers, exchanged, training.warn)
+        ids = set(map(id, exchanged))
+        self._frozen = [p for p in _held(optimizers) if id(p) not in ids]
         self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
         self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
 
@@ -128,6 +136,7 @@ class InnerSteps:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._others.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -162,10 +171,12 @@ class InnerSteps:
                 f"{len(self._optimizers)} optimizers with Gradients(), which exchanges all gradients at once: call "
                 "replica.exchange_gradients() when all are there and none has stepped, or give a strategy that exchanges deltas."
             )
+        self._others.steps(within=True)
         if not self._skipped(optimizer):
             self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._others.steps(within=False)
         if self._skipped(optimizer):
             return
         self._due.discard(id(optimizer))

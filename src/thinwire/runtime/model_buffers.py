@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import is_sharded, local
 from thinwire.runtime.handshake import agree_on_weights, digest
+from thinwire.types import Observer
 
 
 def floating(model: nn.Module) -> list[Tensor]:
@@ -87,8 +88,8 @@ class SharedBuffers:
         self._among = group if policy == "mean" and not isinstance(group, Membership) else None
         self.local = self._among is None
 
-    def begin(self, warn: Callable[[str], None]) -> None:
-        """Give all replicas the buffers of replica 0, also those that are not saved, unless the policy is `local`; `warn` if any differed.
+    def begin(self, observe: Observer) -> None:
+        """Give all replicas the buffers of replica 0, also those that are not saved, unless the policy is `local`. Tell if any differed.
 
         Collective. 40 bytes to each other replica; if they differ, 24 more and the buffers, from replica 0. Raises `DisagreementError`.
         """
@@ -105,7 +106,7 @@ class SharedBuffers:
                     f"replica {rank} has other buffers than replica 0: names, shapes or dtypes differ. Give every replica the same model."
                 )
         if len(set(told)) > 1 and agree_on_weights(self._among, own, "buffers")[1]:
-            warn("replicas began with different buffers; all start from replica 0's")
+            observe("warning", 0, message="replicas began with different buffers; all start from replica 0's")
 
     def average(self) -> None:
         """Set them to the mean, if that is the policy. Collective then."""
