@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from thinwire.cli import main
 from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
@@ -80,6 +81,32 @@ def test_replicas_of_two_ranks_train_the_same_model(run_file: Path, tmp_path: Pa
     assert {n: t.shape for n, t in load_file(tmp_path / "whole/model.safetensors").items()} == {
         n: t.shape for n, t in exported.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("held", "world", "here"),
+    [
+        ("replica-0.shard-0", 2, "and replica-0 would"),
+        ("replica-0", 4, "and replica-0.shard-0 would"),
+        ("replica-0.shard-0", 0, "and replicas of one rank would"),
+    ],
+)
+def test_a_resume_with_another_number_of_ranks_is_refused_at_once(
+    run_file: Path, tmp_path: Path, held: str, world: int, here: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Without torchrun (a world of 0) the command starts replicas of one rank."""
+    folder = tmp_path / "run"
+    (folder / "events").mkdir(parents=True)
+    (folder / "events" / f"{held}.jsonl").touch()
+    run_file.rename(folder / "run.toml")
+    if world:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert main(["train", "--resume", "--out", str(folder), "--timeout", "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"holds a run of {held}, {here} resume it; start as many ranks" in said
+    assert [path.stem for path in folder.glob("events/*")] == [held]
 
 
 def losses(events: Path) -> list[float]:

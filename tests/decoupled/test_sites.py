@@ -214,7 +214,8 @@ def test_a_lost_site_does_not_stop_the_other_and_a_lost_global_server_does(gone)
             says = (
                 "global server on replica 0 is lost, so all"
                 if group.rank < 2
-                else "this site on replica 2 is lost, so the site"
+                else "this site on replica 2 is lost, so the site ends: "
+                + ("the global server is lost" if group.rank == 2 else "")
             )
             with pytest.raises(LinkError, match=says):
                 trained(halos(every=3, apart=1), 10**9)(group)
@@ -225,6 +226,23 @@ def test_a_lost_site_does_not_stop_the_other_and_a_lost_global_server_does(gone)
     if gone:
         assert torch.equal(found[0][0], found[1][0])
         assert any(rank == 0 and message.startswith("site 1 was lost") for rank, message in warnings)
+
+
+def test_a_lost_replica_has_its_number_in_the_run_and_not_in_its_site():
+    warnings = []
+
+    def told(rank, event, step, **fields):
+        if event == "warning":
+            warnings.append((rank, fields["message"]))
+
+    def body(group):
+        steps, leave = (0, True) if group.rank == 3 else (30, False)
+        return trained(halos(every=3, apart=1), steps, told=told, leave=leave)(group)
+
+    run_threads(4, body, timeout=600.0)
+    assert [(rank, message.startswith("replica 3 was lost, the others continue")) for rank, message in warnings] == [
+        (2, True)
+    ]
 
 
 @pytest.mark.parametrize("gone", [1, 2])

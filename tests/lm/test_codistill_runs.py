@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from thinwire.cli import main
 from thinwire.cli.train import complete, summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
@@ -122,3 +125,22 @@ def test_the_carrier_changes_no_model(tmp_path: Path, text: str) -> None:
         for carrier in ("threads", "processes", "secure")
     ]
     assert found[0] == found[1] == found[2] and len(found[0]) == 2
+
+
+def test_a_comparison_with_one_model_shows_each_loss_under_its_name(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--model", "nano", "--steps", "8", "--batch", "2", "--sequence", "16", "--eval-batches", "1"]
+    asked = ["--strategies", "diloco(every=4)", TALK, "--text", text, "--carrier", "threads", *small]
+    capsys.readouterr()
+    assert main(["compare", *asked, "--out", str(tmp_path / "two"), "--json"]) == 0
+    said = capsys.readouterr()
+    one, unlike = json.loads(said.out)["strategies"]
+    rows = [line for line in said.err.splitlines() if "measured" in line and "step " not in line]
+    assert [row["eval_loss"] for row in (one, unlike)] == pytest.approx(
+        [one["eval_losses"][0], statistics.fmean(unlike["losses"].values())]
+    )
+    told = [[f"{loss:.4f}" for loss in (row["eval_loss"], *row["losses"].values())] for row in (one, unlike)]
+    assert len(told[1]) == 3 and all(loss in row for row, losses in zip(rows, told, strict=True) for loss in losses)
+    head = next(line for line in said.err.splitlines() if line.startswith("strategy"))
+    assert head.index("evaluation loss") < head.index("replica-0 (nano)") < head.index("replica-1 (nano)")

@@ -167,6 +167,15 @@ def _named(summaries: Sequence[Summary]) -> list[str]:
     return [name for name in first if all(name in s.losses for s in summaries)] if len(first) > 1 else []
 
 
+def _led(rows: list[dict[str, Any]], named: list[str]) -> bool:
+    """Whether the first of `named` is the evaluation loss of all rows: so of a job's losses, and not of those of unlike models."""
+    evaluated = [row for row in rows if row["eval_loss"] is not None]
+    return bool(named) and all(
+        list(row["losses"])[:1] == named[:1] and text_of_loss(row["losses"][named[0]]) == text_of_loss(row["eval_loss"])
+        for row in evaluated
+    )
+
+
 def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     heads = (
@@ -178,7 +187,8 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
     )
     table.add_column("strategy", overflow="fold", min_width=16)
     named = list(dict.fromkeys(name for row in rows for name in row["losses"]))
-    for head in (*(named or heads[:1]), *heads[1:]):
+    first = named if _led(rows, named) else [heads[0], *named]
+    for head in (*first, *heads[1:]):
         table.add_column(head, justify="right")
     table.add_column("numbers are")
     for row in rows:
@@ -189,7 +199,7 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
                 + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
             ),
             f"{text_of_loss(row['eval_loss'])}{spread}",
-            *(text_of_loss(row["losses"].get(name)) for name in named[1:]),
+            *(text_of_loss(row["losses"].get(name)) for name in first[1:]),
             text_of_nbytes(row["wire_bytes_sent"]),
             text_of_bits(row["bits_per_parameter_per_step"]),
             text_of_share(row["compute_utilization"]),

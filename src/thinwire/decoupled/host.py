@@ -124,7 +124,11 @@ class Host:
         if rank in self.rounds.there and rank not in self._ended:
             self.rounds.lost(rank)
             if not self._stopped:  # after a stop replicas leave
-                self.tell("warning", message=f"{self.member} {rank} was lost, the others continue: {why}")
+                self.tell("warning", message=f"{self.member} {self._number(rank)} was lost, the others continue: {why}")
+
+    def _number(self, rank: int) -> int:
+        """The number of a rank of `group` in the whole run."""
+        return rank
 
     def _read(self, up: Up) -> bool:
         """Store a delta for its round; return whether there is one."""
@@ -170,7 +174,8 @@ class Host:
 
     def _refuse(self, fragment: int, by: list[int]) -> None:
         version = self.syncer.agreed[fragment].version
-        self.tell("refused", fragment=fragment, round=version, by=by, reason="NaN or infinity in the delta")
+        numbers = [self._number(rank) for rank in by]
+        self.tell("refused", fragment=fragment, round=version, by=numbers, reason="NaN or infinity in the delta")
 
     def _send(self, down: Down) -> None:
         packet = self.messages.write_down(down)
@@ -189,7 +194,9 @@ class Host:
             self._end()
         except Closed:
             pass
-        except BaseException as error:  # replica 0 raises it
+        except PeerError as error:  # the replica of this process raises it
+            self.inbox.put(error)
+        except BaseException as error:
             self.inbox.put(
                 PeerError(f"the syncer has failed: {''.join(traceback.format_exception_only(error)).strip()}")
             )

@@ -63,7 +63,7 @@ class PeerSender:
             return
         if self._waiting.qsize() >= self._most:
             self._over = True
-            self._lost(self._peer, PeerError(f"replica {self._peer} takes no messages: {self._most} wait for it"))
+            self._lost(self._peer, PeerError(f"it takes no messages: {self._most} wait for it"))
             return
         self._waiting.put(packet)
 

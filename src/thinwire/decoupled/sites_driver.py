@@ -40,14 +40,15 @@ class SiteReplica(Unequal):
         self._sites = self.strategy.ranks(group.size)
         site = next(site for site, ranks in enumerate(self._sites) if group.rank in ranks)
         self.server = self._sites[site][0]
-        return self.strategy.of_site(site), PartGroup(group, self._sites[site])
+        self._site = PartGroup(group, self._sites[site])
+        return self.strategy.of_site(site), self._site
 
     def _make_host(self, syncer: Syncer) -> Host:
         leaders = PartGroup(self.group, [ranks[0] for ranks in self._sites])
         elsewhere = self.group.size - self._team.size
         of_site = self.strategy.of_site(leaders.rank)
         self._servers = SiteHost(
-            self._team, self._messages, syncer, of_site, self._clock, self._say, self.strategy.upper, leaders, elsewhere,
+            self._site, self._messages, syncer, of_site, self._clock, self._say, self.strategy.upper, leaders, elsewhere,
             self._make_top(leaders) if leaders.rank == 0 else None,
         )  # fmt: skip
         return self._servers

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm.group import Group
+from thinwire.comm.part import PartGroup
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.global_host import GlobalHost
 from thinwire.decoupled.host import Closed, Heard, Host
@@ -88,12 +89,13 @@ class SiteHost(Host):
     """
 
     def __init__(
-        self, group: Group, messages: SyncerMessages, syncer: Syncer, method: SiteComposition,
+        self, group: PartGroup, messages: SyncerMessages, syncer: Syncer, method: SiteComposition,
         clock: Callable[[], float], tell: Callable[..., None], upper: Composition, leaders: Group, elsewhere: int,
         top: Callable[[SyncerMessages, Callable[[Heard], object]], GlobalHost] | None,
     ) -> None:  # fmt: skip
         super().__init__(group, messages, syncer, method, clock, tell)
         self._method, self._upper, self._leaders, self._elsewhere = method, upper, leaders, elsewhere
+        self._members = group.members
         self._wire = SyncerMessages(leaders.size, 0, messages.numels, messages.up, messages.down)
         self.top = top(self._wire, lambda heard: self._answer(0, heard)) if top else None
         self._exchanged = [
@@ -208,6 +210,9 @@ class SiteHost(Host):
         return self.syncer.merge(fragment, shift)
 
     # ---- what a syncer does, and more
+
+    def _number(self, rank: int) -> int:
+        return self._members[rank]
 
     def _reports(self, outcomes: Mapping[int, int], waited: Mapping[int, float]) -> tuple[ReplicaReport, ...]:
         """The reports of a site's replicas, and one of all replicas elsewhere. Before the first reply these are taken to be as fast."""
