@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ from listening import addresses
 
 from thinwire.comm import TorchGroup, start_torch
 from thinwire.comm.address import parse
-from thinwire.comm.sockets import listening, loopback
+from thinwire.comm.sockets import listening
 from thinwire.comm.torch import connected
 from thinwire.errors import ConfigurationError, LinkError
 
@@ -198,19 +197,3 @@ def test_absent_ranks_are_named(rank):
     with pytest.raises(LinkError, match=f"rank {rank} of 2 could not join at 127.0.0.1:.* within 1 s"):
         start_torch(rank, 2, "127.0.0.1", free_port(), 1.0)
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("own", [None, "wg0"])
-def test_a_world_of_one_machine_leaves_no_interface_to_the_next(own, monkeypatch):
-    """gloo would look for other machines at the loopback interface."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    if own:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", own)
-    libc = ctypes.CDLL(None)
-    libc.getenv.restype = ctypes.c_char_p
-    chosen = []
-    for host in ("127.0.0.1", "localhost."):  # the second might be another machine
-        with pytest.raises(LinkError, match="could not join"):
-            start_torch(1, 2, host, free_port(), 0.1)
-        chosen.append(libc.getenv(b"GLOO_SOCKET_IFNAME"))
-    assert chosen == [loopback().encode(), own.encode() if own else None]

@@ -330,9 +330,9 @@ def start_torch(
     """Join `world_size` processes into a torch.distributed world; rank 0 keeps the rendezvous store at `master_port`.
 
     The store listens at `master_addr` alone, if that is an address of this machine. With one such as 127.0.0.1 all ranks are on this
-    machine, and gloo listens there, too, also for groups that this process makes later. Between machines, gloo listens at the address that
-    this machine's name resolves to. If the others cannot reach that address, name the interface in GLOO_SOCKET_IFNAME, which gloo itself
-    reads. End with `torch.distributed.destroy_process_group()`.
+    machine, and gloo listens there, too, as does every later group of this process. Between machines, gloo listens at the address that this
+    machine's name resolves to. If the others cannot reach that address, name the interface in GLOO_SOCKET_IFNAME, which gloo itself reads.
+    End with `torch.distributed.destroy_process_group()`.
 
     Args:
         rank, world_size: rank of this process and number of processes; ranks begin at 0.
@@ -369,12 +369,8 @@ def start_torch(
 
 def _tcp_store(rank: int, world_size: int | None, host: str, port: int, timeout: timedelta) -> TCPStore:
     """The store of all ranks. Without `world_size` another process keeps it, otherwise rank 0 does. Raises `OSError`."""
-    interface = loopback() if only_here(host) else None
-    # gloo has no other setting for it; `os.environ` keeps the caller's own
-    if chosen := interface or os.environ.get("GLOO_SOCKET_IFNAME"):
-        os.putenv("GLOO_SOCKET_IFNAME", chosen)
-    else:
-        os.unsetenv("GLOO_SOCKET_IFNAME")
+    if only_here(host) and (interface := loopback()):
+        os.putenv("GLOO_SOCKET_IFNAME", interface)  # gloo has no other setting for it
     listener = listen(host, port) if rank == 0 and world_size is not None else None
     keeps_it, file = rank == 0 and world_size is not None, listener.detach() if listener else None
     return TCPStore(host, port, world_size, is_master=keeps_it, timeout=timeout, master_listen_fd=file)
