@@ -278,6 +278,7 @@ def test_optimizers_other_than_plain_sgd_are_refused():
         torch.optim.AdamW(own),
         torch.optim.SGD(own, lr=0.1, momentum=0.9),
         torch.optim.SGD(own, 0.1, weight_decay=1),
+        torch.optim.SGD(own, 0.1, maximize=True),
     ):
         with pytest.raises(tw.ModelError, match=r"torch\.optim\.SGD"):
             METHOD.attach(model, optimizer, group)

@@ -91,6 +91,14 @@ def test_the_newton_step_equals_finite_differences_of_the_barrier():
     assert decrement == pytest.approx(float(-slope(at) @ expected), rel=1e-3)
 
 
+def test_resistances_of_nearly_equal_rates_are_nearly_those_of_equal_ones():
+    """Rounding can leave the Laplacian's eigenvalue 0 at more than 1e-15 of the largest; its inverse is no part of the resistance."""
+    rng, even = np.random.default_rng(0), meeting_rates(Complete(), 24, 1.0)
+    for _ in range(60):
+        near = 1 + 1e-9 * rng.normal(size=even.shape)
+        assert resistances(even * (near + near.T) / 2) == pytest.approx(resistances(even), rel=1e-7)
+
+
 def test_fitted_rates_have_the_mean_rate_and_integer_ratios():
     even, fitted = meeting_rates(barbell(4), 8, 2.0), fitted_rates(barbell(4), 8, 2.0)
     assert even.sum() == pytest.approx(fitted.sum()) == pytest.approx(16)

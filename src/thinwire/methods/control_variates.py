@@ -119,7 +119,7 @@ class Controlled(Attached):
         observer, clock: called with each event; seconds, monotonic.
 
     Raises:
-        ConfigurationError: more replicas are sampled than there are, or the optimizer is not plain SGD.
+        ConfigurationError, ModelError: more replicas are sampled than there are; the optimizer is not plain SGD.
 
     >>> from thinwire import ThreadGroup
     >>> from thinwire.methods import scaffold

@@ -391,7 +391,7 @@ def _tables() -> str:
 def _check_plain(optimizer: torch.optim.Optimizer) -> None:
     """Raise `ModelError` unless `optimizer` is plain SGD with one learning rate, because the update is."""
     groups = optimizer.param_groups
-    extras = {k: g[k] for g in groups for k in ("momentum", "weight_decay", "dampening", "nesterov") if g.get(k)}
+    extras = {k: g[k] for g in groups for k in ("momentum", "weight_decay", "dampening", "maximize") if g.get(k)}
     if type(optimizer) is not torch.optim.SGD or extras or len({group["lr"] for group in groups}) > 1:
         what = ", ".join(f"{k}={v}" for k, v in extras.items()) or f"{len(groups)} group(s)"
         raise ModelError(

@@ -117,7 +117,7 @@ def resistances(rates: Weights) -> tuple[float, float]:
     if len(rates) < 2:
         return 0.0, 0.0
     laplacian = np.diag(rates.sum(1)) - rates
-    inverse = np.linalg.pinv(laplacian, hermitian=True)
+    inverse = np.linalg.pinv(laplacian, rcond=1e-10, hermitian=True)  # its 0 is up to 1e-14 of the largest, by rounding
     diagonal = np.diag(inverse)
     between = diagonal[:, None] + diagonal - 2 * inverse
     return float(1 / np.linalg.eigvalsh(laplacian)[1]), float(between[rates > 0].max() / 2)
