@@ -99,8 +99,6 @@ def shards(rank, size):
     site.post(2, {1 - site.rank: mine}, {1 - site.rank: neighbour}).wait()
     with pytest.raises(ConfigurationError, match="a divisor of the world"):
         TorchGroup.from_world(4)
-    with pytest.raises(ConfigurationError, match="'mpi' was given"):
-        TorchGroup.from_world(3, backend="mpi")
     group.close()
     with pytest.raises(LinkError, match="closed"):
         site.post(3, {}, {})

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from math import inf
@@ -30,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from thinwire.comm.address import CheckedAddresses
@@ -87,32 +84,6 @@ class _TorchTransfer:
         return None
 
 
-class _DeviceTransfer:
-    """Messages in transit from GPU to GPU."""
-
-    queued_seconds = 0.0
-    transfer_seconds = 0.0
-
-    def __init__(
-        self, group: TorchGroup, works: list[dist.Work], landing: Mapping[int, Tensor], recv: Mapping[int, Tensor]
-    ) -> None:
-        self._group, self._works, self._landing, self._recv = group, works, landing, recv
-        self.arrivals: dict[int, float] = {}
-        self._stream = torch.cuda.current_stream()
-
-    def wait(self) -> None:
-        try:
-            with torch.cuda.stream(self._stream):  # not the training's stream, which must not wait for messages
-                for work in self._works:
-                    work.wait()
-                for peer, buffer in self._recv.items():
-                    buffer.copy_(self._landing[peer])
-                self._stream.synchronize()
-            self.arrivals = dict.fromkeys(self._recv, time.monotonic())
-        except RuntimeError as error:
-            raise self._group._explained(f"exchange with replica {', '.join(map(str, self._recv))}", error) from error
-
-
 class TorchGroup:
     """One replica's view of a group whose replicas are processes, or sets of processes.
 
@@ -137,36 +108,33 @@ class TorchGroup:
         self, process_group: dist.ProcessGroup, timeout: float, shard: int = 0, shards: int = 1,
         site: TorchGroup | None = None,
     ) -> None:  # fmt: skip
+        if process_group.name() == "nccl":
+            raise ConfigurationError(
+                "a process group of NCCL was given; packets travel over gloo, the shards of a replica may use NCCL: TorchGroup.from_world(...)."
+            )
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout, self.shard, self.shards, self.site = timeout, shard, shards, site
         self._process_group: dist.ProcessGroup | None = process_group  # None when closed
-        self._on_device = process_group.name() == "nccl"
         self._closed = False
         # Transfers without a `wait` yet: a receive that is dropped while its message is in transit would leave
         # gloo with a freed buffer.
         self._open: set[_TorchTransfer] = set()
-        self._one_at_a_time = threading.Lock()
 
     @classmethod
-    def from_world(
-        cls, replicas: int, backend: str = "gloo", timeout: float = 60.0, uplink: float | None = None
-    ) -> TorchGroup:
+    def from_world(cls, replicas: int, timeout: float = 60.0, uplink: float | None = None) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
         World rank r is shard r % shards of replica r // shards. Every rank of the world must call this at the same
-        point. gloo carries packets over the CPU, whatever the default group uses. Choose "nccl" only if GPUs of
-        different replicas share a fast network.
+        point. gloo carries packets over the CPU, whatever the default group uses.
 
         `uplink` is the rate in bits per second at which this process can send to the other replicas. The connections of
         gloo are then paced to share it, and lose no packet to a full queue (`comm/pacing.py`). It works on Linux only;
-        elsewhere, and over NCCL, it changes nothing. Without it, TCP alone decides.
+        elsewhere it changes nothing. Without it, TCP alone decides.
 
         Raises `ConfigurationError` and `LinkError`.
         """
         if not dist.is_initialized():
             raise ConfigurationError("torch.distributed is not initialised; call `start_torch` first.")
-        if backend not in ("gloo", "nccl"):
-            raise ConfigurationError(f"the backend {backend!r} was given; 'gloo' or 'nccl' is needed.")
         world, rank = dist.get_world_size(), dist.get_rank()
         if replicas < 1 or world % replicas or not timeout > 0:
             raise ConfigurationError(
@@ -179,13 +147,13 @@ class TorchGroup:
         replica, shard = divmod(rank, shards)
 
         def subgroup(ranks: list[int]) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
+            made: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo")
             return made
 
         before, heard_before = connections(), set(listening())
         try:  # all ranks make all groups in the same order, and keep their own
             twins = [subgroup(list(range(s, world, shards))) for s in range(shards)]
-            if uplink is not None and backend == "gloo":
+            if uplink is not None:
                 pace(connections() - before, uplink)
             sites = [subgroup(list(range(m * shards, (m + 1) * shards))) for m in range(replicas if shards > 1 else 0)]
         except RuntimeError as error:
@@ -193,8 +161,7 @@ class TorchGroup:
                 f"rank {rank} of {world} could not join its group: {_first_line(error)}. "
                 "Every rank must be running and reachable from every other."
             ) from error
-        if backend == "gloo":
-            shut_new(heard_before, connections() - before, replicas - 1 + (shards - 1))
+        shut_new(heard_before, connections() - before, replicas - 1 + (shards - 1))
         site = cls(sites[replica], timeout) if shards > 1 else None
         return cls(twins[shard], timeout, shard, shards, site)
 
@@ -206,15 +173,6 @@ class TorchGroup:
         carrier = self._process_group
         if self._closed or carrier is None:
             raise self._closed_error()
-        if self._on_device and sized:
-            raise ConfigurationError(
-                "packets of unknown size cannot travel over NCCL, which takes messages of agreed sizes only; take the codec out of Entropy(...), "
-                "or choose the backend 'gloo'."
-            )
-        if self._on_device and tag != FINISH:
-            return self._post_on_device(carrier, send, recv)
-        if self._on_device:  # NCCL matches messages by order only, and this message has no place in the order
-            return _TorchTransfer(self, tag, purpose, [])
         messages: list[_Message] = []
         # Receives first: a message whose receiver is ready leaves at once.
         for verb, start, tensors in ((_RECEIVE, carrier.recv, recv), (_SEND, carrier.send, send)):
@@ -239,8 +197,6 @@ class TorchGroup:
         self._closed = True
         if self.site is not None:
             self.site.close()
-        if self._on_device:
-            return  # peers notice it by their time-out
         for peer in range(self.size):
             if peer != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
@@ -250,25 +206,6 @@ class TorchGroup:
             transfer.end()
         self._open.clear()
         self._process_group = None
-
-    def _post_on_device(
-        self, carrier: dist.ProcessGroup, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]
-    ) -> Transfer:
-        """Over NCCL. Not covered by tests: it needs one GPU for each replica.
-
-        NCCL has no tags: it matches the messages of a pair by their order only. All replicas must post in the same
-        order, both directions together; so it needs one exchange thread, and does not work under a `LinkedGroup`.
-        """
-        device = torch.device("cuda", torch.cuda.current_device())
-        with self._one_at_a_time, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            landing = {peer: torch.empty_like(buffer, device=device) for peer, buffer in recv.items()}
-            operations = [
-                dist.P2POp(call, tensors[peer].to(device), group=carrier, group_peer=peer)
-                for call, tensors in ((dist.isend, send), (dist.irecv, landing))
-                for peer in sorted(tensors)
-            ]
-            works = dist.batch_isend_irecv(operations) if operations else []
-            return _DeviceTransfer(self, works, landing, recv)
 
     def _explained(self, what: str, error: RuntimeError, peer: int | None = None) -> LinkError:
         told = self._closed_error() if self._closed else LinkError(self._reason(what, error))
