@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from pieces import CODECS
@@ -173,3 +176,16 @@ def test_a_joint_codec_is_found_inside_another_and_refused_there():
     check_inner(joint, "codec", joint, joint=True)
     with pytest.raises(ConfigurationError, match="`joint` would never be called inside this codec"):
         check_inner(joint, "codec", joint)
+
+
+@pytest.mark.parametrize(
+    "codec", {type(row.piece): row.piece for row in CODECS}.values(), ids=lambda codec: type(codec).__name__
+)
+def test_every_whole_number_of_a_codec_is_checked_when_it_is_made(codec):
+    for field in fields(codec):
+        if field.type in ("int", "int | None", "Literal[8, 4, 2]"):
+            for value in (64.0, 4.0, "4", True):
+                with pytest.raises(
+                    ConfigurationError, match=re.escape(f"{type(codec).__name__}({field.name}={value!r}")
+                ):
+                    replace(codec, **{field.name: value})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +121,38 @@ def test_the_model_of_another_ddp_is_refused(one_rank):
     with pytest.raises(tw.ModelError, match="DDP trains 'weight' and the hook's model has no such tensor"):
         hook.register(ddp, optimizer)
     hook.close()
+
+
+def test_arguments_of_other_types_are_refused_by_name(one_rank):
+    (group,) = tw.ThreadGroup.create(1)
+    model = torch.nn.Linear(2, 2)
+    ddp, hook, optimizer = hooked(model, group)
+    for made, said in (
+        (
+            lambda: tw.GradientHook("data_parallel", model, group),
+            "GradientHook: strategy is of type str; Strategy is needed",
+        ),
+        (lambda: tw.GradientHook(tw.data_parallel, model, group), "strategy is of type function; Strategy is needed"),
+        (lambda: tw.GradientHook(tw.data_parallel(), [model], group), "model is of type list; Module is needed"),
+        (lambda: tw.GradientHook(tw.data_parallel(), model, dist.group.WORLD), "; Group is needed"),
+        (lambda: hook.register(model, optimizer), "ddp is of type Linear; DistributedDataParallel is needed"),
+        (lambda: hook.register(ddp, None), "optimizer is of type NoneType; Optimizer is needed"),
+    ):
+        with pytest.raises(tw.ConfigurationError, match=re.escape(said)):
+            made()
+    hook.register(ddp, optimizer)  # the refused attempts have left nothing
+    hook.close()
+
+
+def test_a_closed_hook_says_so(one_rank):
+    (group,) = tw.ThreadGroup.create(1)
+    ddp, hook, optimizer = hooked(torch.nn.Linear(2, 2), group)
+    hook.register(ddp, optimizer)
+    hook.close()
+    hook.close()
+    for use in (lambda: hook.register(ddp, optimizer), lambda: ddp(torch.ones(1, 2)).sum().backward()):
+        with pytest.raises(tw.ConfigurationError, match="this GradientHook is closed, and its DDP cannot exchange"):
+            use()
 
 
 def test_sparse_gradients_are_refused(one_rank):

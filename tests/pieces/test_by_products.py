@@ -74,11 +74,11 @@ def test_bulyan_takes_the_mean_of_the_selected_values_nearest_to_their_median():
 
 
 def test_settings_that_cannot_work_are_refused():
-    for wrong in ({"radius": 0.0}, {"radius": -1.0}, {"radius": math.inf}, {"iterations": 0}, {"iterations": 1.5}):
-        with pytest.raises(
-            ConfigurationError, match="a radius above 0 or None, and iterations of 1 or more, are needed"
-        ):
-            CenteredClipping(**wrong)
+    wrong = [{"radius": 0.0}, {"radius": -1.0}, {"radius": math.inf}]
+    wrong += [{"iterations": given} for given in (0, 1.5, 1001, 10**12)]
+    for given in wrong:
+        with pytest.raises(ConfigurationError, match="a radius above 0 or None, and 1 to 1000 iterations, are needed"):
+            CenteredClipping(**given)
     assert CenteredClipping(0.5, 1) == CenteredClipping(radius=0.5, iterations=1)
     MDA(6).check(24)  # 134,596 subsets
     with pytest.raises(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.kernels import Grid, Scale
 from thinwire.rng import Key
@@ -38,6 +39,7 @@ class Blocks(Codec, ABC):
     any_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_whole(self)
         name, share = type(self).__name__, 8 // self.grid.bits
         if self.block < 1 or self.block % share:
             raise ConfigurationError(
@@ -219,8 +221,8 @@ class Int(Blocks):
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4, 2):
-            raise ConfigurationError(f"Int(bits={self.bits}): 8, 4 or 2 is needed; for 1 bit use Sign().")
+        if type(self.bits) is not int or self.bits not in (8, 4, 2):
+            raise ConfigurationError(f"Int(bits={self.bits!r}): 8, 4 or 2 is needed; for 1 bit use Sign().")
         super().__post_init__()
 
     @property

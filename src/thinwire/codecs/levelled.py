@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire.codecs.base import VALUES, Codec, Part, Symbols, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
 
@@ -66,6 +67,7 @@ class Levelled(Codec):
     biased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_whole(self)
         if not isinstance(self.codecs, tuple) or not 2 <= len(self.codecs) <= MOST_LEVELS:
             raise ConfigurationError(
                 f"Levelled(codecs={self.codecs!r}): from 2 to {MOST_LEVELS} codecs are needed, such as (Int(8), E3M0(), Sign(block=512))."
@@ -73,7 +75,7 @@ class Levelled(Codec):
         for codec in self.codecs:
             check_inner(self, "codecs", codec)
         sizes = [codec.nbytes(1 << 20) for codec in self.codecs]
-        if isinstance(self.skips, bool) or not isinstance(self.skips, int) or not 0 <= self.skips <= MOST_SKIPS:
+        if not 0 <= self.skips <= MOST_SKIPS:
             raise ConfigurationError(
                 f"Levelled(skips={self.skips!r}): a whole number from 0 to {MOST_SKIPS} is needed, such as 2."
             )

@@ -13,6 +13,7 @@ from thinwire.codecs.base import VALUES, Codec, Part, Shapes, chance, check_fini
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.exact import orthonormal, product, saturated
 from thinwire.codecs.shapes import checked, split
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, draw
 
@@ -67,6 +68,7 @@ class LowRank(Codec):
     linear: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_whole(self)
         if self.rank < 1 or self.iterations < 1:
             raise ConfigurationError(
                 f"LowRank(rank={self.rank}, iterations={self.iterations}): at least 1 is needed of both; 4 and 2 are usual."

@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.codecs.base import VALUES, Codec, Part, Shapes, chance, check_alone, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.shapes import checked, split
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
@@ -59,6 +60,7 @@ class Each(Codec):
     biased: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_whole(self)
         for codec in (self.codec, *self.chosen):
             if not isinstance(codec, Codec) or isinstance(codec, type | Each):
                 raise ConfigurationError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
@@ -46,6 +47,7 @@ class Sign(Codec):
     any_device: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_whole(self)
         if self.scale not in ("mean", "l2"):
             raise ConfigurationError(f"Sign(scale={self.scale!r}): 'mean' or 'l2' is needed.")
         if self.block is not None and self.block < 1:

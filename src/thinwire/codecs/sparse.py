@@ -28,6 +28,7 @@ from thinwire.codecs.base import (
 )
 from thinwire.codecs.bits import check_ascending
 from thinwire.codecs.cast import Cast
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
@@ -166,6 +167,7 @@ class ChunkedTopK(LargestOfChunks):
     values: Codec = Cast("bf16")
 
     def __post_init__(self) -> None:
+        check_whole(self)
         if not 0 < self.count <= self.chunk:
             raise ConfigurationError(
                 f"ChunkedTopK(chunk={self.chunk}, count={self.count}): 0 < count <= chunk is needed; 64 of 4096 are SparseLoCo's."

@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, Part, Said, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
 from thinwire.codecs.shapes import checked, split
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, draw
 
@@ -138,6 +139,7 @@ class DCT(Turned):
     axes: int = 1
 
     def __post_init__(self) -> None:
+        check_whole(self)
         check_inner(self, "codec", self.codec, joint=True)
         if not 2 <= self.side <= 1024 or self.axes not in (1, 2):
             raise ConfigurationError(
@@ -196,6 +198,7 @@ class Hadamard(Turned):
     block: int = 128
 
     def __post_init__(self) -> None:
+        check_whole(self)
         check_inner(self, "codec", self.codec, joint=True)
         if self.block < 2 or self.block & (self.block - 1):
             raise ConfigurationError(f"Hadamard(block={self.block}): a power of two is needed; 128 is usual.")
@@ -262,6 +265,7 @@ class Squares(Rearranged):
     needs_shapes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_whole(self)
         check_inner(self, "codec", self.codec, joint=True)
         if self.side < 2:
             raise ConfigurationError(f"Squares(side={self.side}): at least 2 is needed; 64 is usual.")

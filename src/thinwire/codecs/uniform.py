@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
 from thinwire.codecs.bits import packed_nbytes
+from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
@@ -43,6 +44,7 @@ class Levels(Codec):
     block: int = 512
 
     def __post_init__(self) -> None:
+        check_whole(self)
         if not 1 <= self.bits <= 8:
             raise ConfigurationError(f"Levels(bits={self.bits}): 1 to 8 are needed; 4 is usual.")
         if self.block < 8 or self.block % 8:

@@ -49,7 +49,7 @@ class GradientHook:
         group: the replicas, one rank each. It needs its own process group: DDP's messages and the packets must not mix.
 
     Raises:
-        ConfigurationError: the strategy exchanges deltas or fragments, or has a `Clip`.
+        ConfigurationError: the strategy exchanges deltas or fragments, or has a `Clip`; an argument has another type.
         DisagreementError: the replicas have different strategies.
         LinkError: raised by backward; a replica was lost, or a link was cut.
 
@@ -72,6 +72,7 @@ class GradientHook:
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, group: Group) -> None:
+        _check_types("GradientHook", strategy=(strategy, Strategy), model=(model, nn.Module), group=(group, Group))
         if not isinstance(strategy.signal, Gradients) or strategy.partition != Whole():
             raise ConfigurationError(
                 f"{strategy.signal} in fragments by {strategy.partition}: DDP exchanges Gradients(), in its own buckets; choose a "
@@ -94,6 +95,7 @@ class GradientHook:
         self._remembered: dict[str, Tensor] = {}  # state by parameter and kind, for buckets that are still to be made
         self._landed: list[RoundUpdate] = []  # in this step
         self._hooks: list[RemovableHandle] = []
+        self._closed = False
 
     def register(self, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         """Make `ddp` exchange its buckets by this hook.
@@ -101,6 +103,9 @@ class GradientHook:
         Raises `ConfigurationError` if the strategy needs another optimizer, the group has not DDP's ranks, or it has another hook or a Replica;
         `ModelError` if the hook has another model.
         """
+        self._check_open()
+        parallel = nn.parallel.DistributedDataParallel
+        _check_types("GradientHook.register", ddp=(ddp, parallel), optimizer=(optimizer, torch.optim.Optimizer))
         self.strategy.check_inner(optimizer, sharded=False)
         if (ranks := ddp.process_group.size()) != self.group.size:
             raise ConfigurationError(
@@ -120,6 +125,7 @@ class GradientHook:
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook that DDP calls: the future is done when the bucket holds the estimate of the mean."""
+        self._check_open()
         buffer, last = bucket.buffer(), bucket.is_last()
         if buffer.is_sparse:
             raise ModelError(
@@ -162,19 +168,26 @@ class GradientHook:
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, before the first step. Raises `CheckpointError`."""
         known = {name.partition("/")[0] for name in tensors} <= {name for name, _ in self._named.values()}
-        if self._pieces or not known:
+        if self._pieces or not known or type(facts.get("steps")) is not int:
             raise CheckpointError(
                 "the state belongs to another model, or this hook has taken a step already; load it into a new GradientHook of the run's own model."
             )
-        self._remembered, self.steps = dict(tensors), int(facts["steps"])
+        self._remembered, self.steps = dict(tensors), facts["steps"]
 
     def close(self) -> None:
         """End the exchange threads. The group stays open; it is the caller's."""
         for hook in self._hooks:
             hook.remove()
         self._pipeline.close()
+        self._closed = True
         if self._claim:
             self._claim.release(not any(piece.flight for piece in self._pieces.values()))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError(
+                "this GradientHook is closed, and its DDP cannot exchange gradients without it; train with a new DDP, with a new hook or none."
+            )
 
     def _at_end_of_backward(self, call: Callable[[], None]) -> None:
         """Have `call` called by backward before DDP looks at its buckets. Raises `ModelError` outside of backward."""
@@ -219,6 +232,13 @@ class GradientHook:
             self._pieces[names] = piece
         self._pieces[names].index = bucket.index()  # the index may change while the parameters stay
         return self._pieces[names]
+
+
+def _check_types(of: str, **given: tuple[object, type]) -> None:
+    """Raise `ConfigurationError` for the first argument that is not of its type."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            raise ConfigurationError(f"{of}: {name} is of type {type(value).__name__}; {kind.__name__} is needed.")
 
 
 def _raise(error: BaseException | None) -> None:

@@ -249,7 +249,7 @@ class CenteredClipping(RobustRule):
 
     Args:
         radius: τ, a number above 0, in the unit of a delta's norm; None: the median distance.
-        iterations: number of times that v moves, 1 or more.
+        iterations: number of times that v moves, 1 to 1000.
 
     Raises:
         ConfigurationError: a setting cannot work; the message says what is needed.
@@ -266,8 +266,10 @@ class CenteredClipping(RobustRule):
 
     def __post_init__(self) -> None:
         fits = self.radius is None or 0 < self.radius < math.inf
-        if not fits or type(self.iterations) is not int or self.iterations < 1:
-            raise ConfigurationError(f"{self}: a radius above 0 or None, and iterations of 1 or more, are needed.")
+        if not fits or type(self.iterations) is not int or not 1 <= self.iterations <= 1000:
+            raise ConfigurationError(
+                f"{self}: a radius above 0 or None, and 1 to 1000 iterations, are needed; 3 is usual."
+            )
 
     def tolerates(self, size: int) -> int:
         return (size - 1) // 2
