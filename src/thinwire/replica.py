@@ -236,6 +236,8 @@ class Replica:
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()
         self._buffers.average()
+        if self._site is None:  # sharding may exchange the parameters of a module
+            self._loop_warnings.finished(self.step, self.model)
         if over:
             self.close()
 

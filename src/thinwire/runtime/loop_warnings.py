@@ -40,6 +40,7 @@ class LoopWarnings:
         self, owner: object, model: nn.Module, observe: Callable[..., None], codec: Codec, local: bool
     ) -> None:
         self._observe = warned if observe is silent else observe
+        self._parameters = list(model.parameters())
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
         for said in (_kept_apart(model) if local else "", _moved_untouched(model, codec)):
             if said:
@@ -49,6 +50,16 @@ class LoopWarnings:
         self.closes()
         if step == 0:
             self._observe("warning", step, message=_UNCOUNTED)
+
+    def finished(self, step: int, model: nn.Module) -> None:
+        """Called when the outer weights are in `model`."""
+        known = set(map(id, self._parameters))
+        new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+        if new:
+            self._observe(
+                "warning", step, message=f"the model has {len(new)} parameters ({new[0]}, ...) that it did not have when the Replica was attached: "
+                "they were not exchanged, and hold no outer weights. Change the model's parameters between two Replicas"
+            )  # fmt: skip
 
     def closes(self) -> None:
         self._unfinished.detach()
