@@ -44,17 +44,6 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
     return kind(training, fragments, group, site)
 
 
-def _check_kinds(strategy: object, model: object, group: object) -> None:
-    """Raise `ConfigurationError` for something of another kind, such as a recipe that was not called, or torch's own ProcessGroup."""
-    for name, given, kinds, needed in (
-        ("strategy", strategy, Strategy, "a Strategy is needed, such as tw.streaming_sign()"),
-        ("model", model, nn.Module, "an nn.Module is needed; put several into an nn.ModuleList"),
-        ("group", group, (Group, Membership), "this replica's Group or Membership is needed (docs/own-loop.md)"),
-    ):
-        if not isinstance(given, kinds):
-            raise ConfigurationError(f"{name}: a {type(given).__name__} was given; {needed}.")
-
-
 class Replica:
     """Attach a strategy to a model, its optimizer and a group. The training loop does not change.
 
@@ -116,7 +105,6 @@ class Replica:
         resume: Callable[[Replica], object] | None = None, validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        _check_kinds(strategy, model, group)
         self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(listed(optimizer)), group
         self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)

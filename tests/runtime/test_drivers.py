@@ -158,6 +158,13 @@ def test_a_new_driver_needs_no_change_in_replica(monkeypatch, tmp_path):
     other.close()
 
 
+class Unhooked(torch.optim.Optimizer):
+    """As accelerate's: it steps another one, and does not initialise its base class."""
+
+    def __init__(self) -> None:
+        self.optimizer = adamw(toy())
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -167,6 +174,7 @@ def test_a_new_driver_needs_no_change_in_replica(monkeypatch, tmp_path):
         ({"optimizer": toy()}, "optimizer: a Toy was given; a torch.optim.Optimizer"),
         ({"group": tw.ThreadGroup.create(2)}, "group: a list was given; this replica's Group"),
         ({"group": None}, "group: a NoneType was given"),
+        ({"optimizer": Unhooked()}, "a Unhooked was given, whose steps torch's hooks do not see"),
     ],
 )
 def test_an_argument_of_another_kind_is_named(given, said):

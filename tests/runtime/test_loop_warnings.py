@@ -195,6 +195,20 @@ def test_an_optimizer_that_replaces_the_given_one_warns(strategy):
     assert "(SGD) that this Replica was not given" in said and "attach a new Replica" in said
 
 
+def test_parameters_that_replace_others_warn():
+    def action():
+        (group,) = tw.ThreadGroup.create(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        optimizer = adamw(model)
+        with tw.Replica(tw.local_sgd(every=4), model, optimizer, group):
+            for step in range(1, 4):
+                inner_step(model, optimizer, *batch(0, 0, step))
+            model[1] = nn.Linear(4, 1)
+
+    (said,) = heard_by(action)
+    assert "has 2 parameters (1.weight, ...) that it did not have" in said and "between two Replicas" in said
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_optimizer_around_or_inside_the_given_one_does_not_warn(inside):
     class Around(torch.optim.Optimizer):

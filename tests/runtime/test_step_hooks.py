@@ -13,7 +13,7 @@ import torch
 import thinwire as tw
 from thinwire.methods import Flasc
 from thinwire.strategy import Gradients
-from thinwire.testing.toy import batch, inner_step, sgd, toy
+from thinwire.testing.toy import batch, inner_step, same_bits, sgd, toy, weights
 
 
 class Clamped(torch.optim.SGD):
@@ -86,3 +86,22 @@ def test_a_method_counts_a_step_inside_a_step_once() -> None:
         inner_step(model, optimizer, *batch(0, 0, step))
     assert (trained.step, trained.rounds) == (3, 1)
     trained.close()
+
+
+@pytest.mark.parametrize("strategy", [tw.streaming_sign(every=2, delay=1), tw.data_parallel()])
+def test_a_compiled_step_is_one_inner_step(strategy: tw.Strategy) -> None:
+    """The compiler leaves the exchange as it is: the weights have the bits of the plain loop."""
+    ends = []
+    for compiled in (False, True):
+        model, (group,) = toy(), tw.ThreadGroup.create(1)
+        optimizer = sgd(model)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        with tw.Replica(strategy, model, optimizer, group) as replica:
+            for number in range(1, 6):
+                x, y = batch(0, 0, number)
+                (model(x) - y).square().mean().backward()
+                step()
+                optimizer.zero_grad()
+                assert replica.step == number
+        ends.append(weights(model))
+    assert same_bits(*ends)

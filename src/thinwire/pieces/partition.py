@@ -85,6 +85,10 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, DistributedDataParallel does not wrap it, and
     torch makes tensors in fp32 by default."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: a {type(model).__name__} was given; an nn.Module is needed; put several into an nn.ModuleList."
+        )
     if torch.get_default_dtype() != torch.float32:
         raise ModelError(
             f"torch's default dtype is {torch.get_default_dtype()}; a Replica computes its rounds in fp32, and needs torch.float32 as the default "

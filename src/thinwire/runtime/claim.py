@@ -17,6 +17,10 @@ class GroupClaim:
     """A Replica's claim on the carrier below `group`, from `take` to `release`. Raises `ConfigurationError` if another one has it."""
 
     def __init__(self, group: Group | Membership) -> None:
+        if not isinstance(group, (Group, Membership)):
+            raise ConfigurationError(
+                f"group: a {type(group).__name__} was given; this replica's Group or Membership is needed (docs/own-loop.md)."
+            )
         while isinstance(group, WrappedGroup):
             group = group.group
         self._carrier, self._held = group, False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.data_ledger import LeasedReader
+from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Fragment, check_optimizer, check_sharding
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
@@ -72,6 +73,10 @@ class Training:
         sharded: bool,
     ) -> tuple[Training, list[Fragment]]:
         """Make a `Training`, and the fragments of the model, whose states the driver makes. Raises `ModelError`, `ConfigurationError`."""
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(
+                f"strategy: a {type(strategy).__name__} was given; a Strategy is needed, such as tw.streaming_sign()."
+            )
         check_optimizer(model, optimizer)
         strategy.check_inner(optimizer, sharded=sharded)
         check_sharding(model, whole_replica=sharded)

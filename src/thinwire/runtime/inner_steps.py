@@ -29,6 +29,11 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
             raise ModelError(
                 f"optimizer: a {type(one).__name__} was given; a torch.optim.Optimizer, or a list of them, is needed."
             )
+        if not hasattr(one, "_optimizer_step_pre_hooks"):
+            raise ModelError(
+                f"optimizer: a {type(one).__name__} was given, whose steps torch's hooks do not see; give the optimizer inside it "
+                "(accelerate: from before prepare())."
+            )
     return several
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.codecs.base import Codec
+from thinwire.pieces.partition import is_sharded
 from thinwire.rng import Key
 
 PROBED = 256  # values of a delta with one that is not zero
@@ -40,6 +41,7 @@ class LoopWarnings:
         self, owner: object, model: nn.Module, observe: Callable[..., None], codec: Codec, local: bool
     ) -> None:
         self._observe = warned if observe is silent else observe
+        self._model, self._parameters = model, list(model.parameters())
         self._unfinished = weakref.finalize(owner, warnings.warn, _UNFINISHED, RuntimeWarning)
         for said in (_kept_apart(model) if local else "", _moved_untouched(model, codec)):
             if said:
@@ -49,6 +51,14 @@ class LoopWarnings:
         self.closes()
         if step == 0:
             self._observe("warning", step, message=_UNCOUNTED)
+        known = set(map(id, self._parameters))
+        new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
+        if new and not any(map(is_sharded, self._parameters)):  # sharding exchanges the parameters of a module itself
+            message = (
+                f"the model has {len(new)} parameters ({new[0]}, ...) that it did not have when the Replica was attached: they were not exchanged, "
+                "and hold no outer weights. Change the model's parameters between two Replicas"
+            )
+            self._observe("warning", step, message=message)
 
     def closes(self) -> None:
         self._unfinished.detach()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 _watched: WeakValueDictionary[int, OtherOptimizers] = (
     WeakValueDictionary()
 )  # by the id of a parameter, which its watcher keeps alive
+_first = threading.Lock()  # replicas may be threads
 
 
 class OtherOptimizers:
@@ -27,6 +30,8 @@ class OtherOptimizers:
         self._given, self._parameters, self._warn = frozenset(map(id, given)), parameters, warn
         self._steps, self._said = 0, False  # of other optimizers, since a given one has stepped
         self._within = False  # a step of a given one, which may step others
+        with _first:
+            _watch_all()
         for parameter in parameters:
             _watched[id(parameter)] = self
 
@@ -62,4 +67,7 @@ def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 return
 
 
-register_optimizer_step_post_hook(_after_any_step)  # once: torch's hooks must not change while another thread steps
+@cache
+def _watch_all() -> None:
+    """Hook the steps of all optimizers; at the first Replica, so that an import alone changes none."""
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_any_step))  # type: ignore[no-untyped-call]

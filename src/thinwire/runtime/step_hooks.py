@@ -15,14 +15,18 @@ StepHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], No
 def outermost(hook: StepHook) -> StepHook:
     """`hook` for `register_step_pre_hook` or `register_step_post_hook`, without the calls for a step inside a step of the same optimizer.
 
-    torch wraps the `step` of each class, so a subclass that calls `super().step()` calls all hooks twice.
+    torch wraps the `step` of each class, so a subclass that calls `super().step()` calls all hooks twice. `torch.compile` of a step leaves
+    the hook as it is.
     """
 
     def called(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _inside_another(optimizer, sys._getframe(1)):
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_locals.get("self") is not optimizer:  # the compiler's frames come between
+            frame = frame.f_back
+        if not _inside_another(optimizer, frame):
             hook(optimizer, args, kwargs)
 
-    return called
+    return torch.compiler.disable(called)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _inside_another(optimizer: torch.optim.Optimizer, wrapper: FrameType) -> bool:
