@@ -32,6 +32,7 @@ from thinwire.lm.final import of_full_disk
 from thinwire.lm.fixed_trainer import FixedTrainer
 from thinwire.lm.job import open_job
 from thinwire.lm.place import ElasticPlace, Place
+from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.lm.trainer import Trainer
 from thinwire.lm.watch import LOOK_SECONDS, warn_of_open_files, watching
@@ -83,7 +84,7 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
             f"{folder} was begun with other settings: {other}. Resume with the run's own, or start a new run in another --out."
         )
     if resume:
-        _check_ranks(folder, replica)
+        check_ranks(folder, replica)
     if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
         raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
     try:
@@ -91,20 +92,6 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
         run.save(folder / "run.toml")
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
-
-
-def _check_ranks(folder: Path, replica: str) -> None:
-    """Raise `ConfigurationError` if the replicas of the run in `folder` have another number of ranks than those that would resume it."""
-    held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
-    if replica == "*":
-        here, others = "replicas of one rank", [name for name in held if ".shard-" in name]
-    else:
-        here, others = replica, [name for name in held if name.split(".")[0] == replica.split(".")[0]]
-    if others and replica not in others:
-        raise ConfigurationError(
-            f"{folder} holds a run of {', '.join(others)}, and {here} would resume it; start as many ranks for each replica as before "
-            "(thinwire docs machines), or choose another --out."
-        )
 
 
 def set_aside(folder: Path, replica: str = "*") -> None:
