@@ -204,7 +204,9 @@ class Progress:
             f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} {self._unit}/s",
             f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
-            f"packets {text_of_nbytes(max(r.nbytes for r in self._replicas))} per replica",
+            f"packets {text_of_nbytes(nbytes)} per replica"
+            if (nbytes := max(r.nbytes for r in self._replicas))
+            else "",
             self._membership_line(),
             self._steps_line(),
             self._troubles(),
@@ -272,7 +274,13 @@ class Progress:
         cells = (
             *(name, now, text_of_loss(replica.loss)),
             *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
-            *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
+            *(
+                text_of_seconds(replica.stall_seconds),
+                replica.in_the_air,
+                text_of_nbytes(replica.nbytes or None),
+                use,
+                counts,
+            ),
         )
         return {name: Text(cell) for name, cell in zip(COLUMNS, cells)}
 
