@@ -28,6 +28,7 @@ from thinwire.lm.run import Run
         (["train", "--resume", "--out", "nothing"], "nothing holds no run to resume"),
         (["train", "nothing.toml"], "nothing.toml cannot be read as a run file"),
         (["compare", "--seeds", "0"], "at least 1 of each is needed"),
+        (["evaluate", "run", "--sequence", "0"], "at least 1 of each is needed"),
         (
             ["compare", "--strategies", "dilco"],
             "strategy='dilco' is no recipe (did you mean diloco?); one of data_parallel, local_sgd, diloco",

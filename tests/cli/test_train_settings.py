@@ -19,6 +19,7 @@ from thinwire.cli import checks as machine
 from thinwire.cli import main
 from thinwire.cli.train import finish, of_speeds, of_stalls
 from thinwire.lm.launch import Stop
+from thinwire.lm.run import Run
 from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
@@ -216,6 +217,7 @@ def test_a_stopped_run_names_the_command_that_resumes_it(
 ) -> None:
     """Under torchrun no command of one machine can."""
     folder = make_run(tmp_path / "my run", steps=40)
+    Run().save(folder / "run.toml")
     for log in folder.glob("events/*.jsonl"):
         stopped = {"event": "stop", "seconds": 99.0, "step": 40, "reason": "asked to stop"}
         log.write_text(log.read_text() + json.dumps(stopped) + "\n")
@@ -230,6 +232,10 @@ def test_a_stopped_run_names_the_command_that_resumes_it(
         f"thinwire train --resume --out '{folder}'",
         "the same torchrun command on each machine, with --resume",
     ]
+    Run.of(strategy="plexus").save(folder / "run.toml")
+    out = io.StringIO()
+    finish(folder, Console(file=out, width=200), False, Stop())
+    assert "a run with plexus cannot resume" in out.getvalue() and "to resume" not in out.getvalue()
 
 
 def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(

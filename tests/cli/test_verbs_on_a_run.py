@@ -156,6 +156,26 @@ def test_replicas_of_unequal_speed_have_checkpoints_of_their_own_steps(
     assert "replica-1: no whole checkpoint, and each replica needs one" in output_of(capsys, "checkpoints", folder)[1]
 
 
+def test_an_unfinished_run_of_plexus_is_not_resumed_and_a_comparison_begins_it_again(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Run.load(trained / "run.toml").data.text
+    asked = ["compare", *SMALL, "--text", *text, "--steps", "4", "--checkpoint-every", "2", "--out", "both"]
+    assert main([*asked, "--strategies", "plexus(every=2)"]) == 0
+    folder = next(tmp_path.glob("both/*-seed-0"))
+    assert main(["train", "--resume", "--out", str(folder)]) == 0
+    assert "finished already" in capsys.readouterr().out
+    (folder / "model.safetensors").unlink()
+    for verb, says in (
+        (["train", "--resume", "--out"], "--resume: a run with plexus(every=2) cannot resume, because no replica"),
+        (["evaluate"], "which a run with plexus(every=2) has at its end only"),
+    ):
+        assert main([*verb, str(folder)]) == 2
+        assert says in " ".join(capsys.readouterr().err.split())
+    assert main([*asked, "--strategies", "plexus(every=2)"]) == 0
+    assert (folder / "model.safetensors").exists() and list(folder.glob("checkpoints-1/replica-*/step-*"))
+
+
 def parts(folder: Path, replica: int, step: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Checkpoint]:
     path = folder / f"replica-{replica}" / f"step-{step:08d}"
     model, inner, outer = (load_file(path / f"{name}.safetensors") for name in ("model", "inner", "outer"))

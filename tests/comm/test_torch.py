@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,12 @@ def test_arbitrary_bytes_are_an_address_or_refused(rubbish, begin, size):
     for blob in (rubbish, LEGAL[:begin] + rubbish + LEGAL[begin + len(rubbish) :]):
         with suppress(LinkError):
             assert len(parse(blob, size)) == 2 and len(blob) < 16 + 255 + 136 + 8 * size + 1
+
+
+def test_a_process_group_of_nccl_is_refused():
+    """Its messages have no tags: the receives of two replicas would wait for sends behind them."""
+    with pytest.raises(ConfigurationError, match="packets travel over gloo"):
+        TorchGroup(SimpleNamespace(name=lambda: "nccl"), timeout=1.0)
 
 
 def test_a_torch_group_needs_an_initialised_process_group():

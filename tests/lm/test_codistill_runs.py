@@ -11,10 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from thinwire.cli import main
-from thinwire.cli.train import complete, summary_of
+from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check
+from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trained_model
 from thinwire.records.events import read_events

@@ -48,6 +48,7 @@ def test_progress_lines_are_printed_without_a_terminal(tmp_path: Path, write_eve
         write_events(log, steps(5, 5))
         progress.update()
         assert out.getvalue().startswith("step 5/100 · loss 2.0000 · ")
+        assert "packets" not in out.getvalue()  # the log tells of none: there was none yet, or the method records none
         warning = {"event": "warning", "seconds": 9.0, "step": 5, "message": "slow\x1b[31m link\n[bold]x"}
         evaluation = {
             "event": "eval",

@@ -17,6 +17,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model_in, sha256_of
 from thinwire.lm.job import check
+from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
 from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokenizer import make_tokenizer
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         with launch.stopping(stop):
             train.train_to_the_end(run, folder, console, stop)
             code = train.finish(folder, console, False, stop)
-        whole = train.complete(run, folder)
+        whole = complete(run, folder)
         if code and whole:  # it ended without a model that can be used
             return code
         if not whole:

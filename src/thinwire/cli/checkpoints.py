@@ -11,9 +11,9 @@ from pathlib import Path
 import tyro
 
 from thinwire.cli import options
-from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.lm.checkpoints import CheckpointSet, list_checkpoints, prune_checkpoints, replicas_of
 from thinwire.lm.loops import has_own_steps
+from thinwire.lm.resuming import cannot_resume
 from thinwire.lm.run import Run
 from thinwire.records.units import text_of_nbytes
 
@@ -87,8 +87,8 @@ def _facts(one: CheckpointSet, each: bool) -> dict[str, object]:
 
 def _told(folder: Path, sets: Sequence[CheckpointSet], here: int, run: Run, each: bool) -> str:
     """The step at which a resume starts, in words."""
-    if isinstance(run.make_method(), SampleComposition):
-        return f"a run with {run.method.label} cannot resume"
+    if why := cannot_resume(run):
+        return why
     whole = [one.step for one in sets if not _problems(one, each)]
     if not whole:
         return "no whole checkpoint: the run cannot resume"

@@ -53,7 +53,7 @@ class Options:
 
 def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "evaluate", arguments, "Evaluate a run's model, or an ensemble, on text.")
-    if min(asked.batch, asked.eval_batches, asked.sequence or 1) < 1:
+    if min(asked.batch, asked.eval_batches, 1 if asked.sequence is None else asked.sequence) < 1:
         raise ConfigurationError("batch, sequence and eval_batches: at least 1 of each is needed.")
     rows = _of_ensemble(asked) if Ensemble.is_one(asked.run) else _of_run(asked)
     options.console(asked.json).print(_table(rows, asked.run))

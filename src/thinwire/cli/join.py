@@ -20,6 +20,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.meeting import AtHub
+from thinwire.lm.resuming import check_resume
 from thinwire.lm.run import Run
 from thinwire.lm.secure import join_for, run_of_hub, train_member
 from thinwire.lm.supervisor import JoiningReplica
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str]) -> int:
         run = run.changed(listen=asked.listen)
     if asked.publish:
         run = run.changed(publish=True)
+    if asked.resume:
+        check_resume(run, folder)
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, folder if asked.resume else None, asked.resume)
         doctor.ready(run, model, 1, folder, console)

@@ -24,6 +24,7 @@ from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.meeting import PATHS, AtLighthouse
 from thinwire.lm.resize import resize
+from thinwire.lm.resuming import cannot_resume, check_resume, complete
 from thinwire.lm.run import Run
 from thinwire.lm.settings import NAMED, recipe_name
 from thinwire.lm.supervisor import JoiningReplica, train_elastic
@@ -189,19 +190,14 @@ def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
         raise ConfigurationError(
             "--from-start without --resume: a new run begins at the first step anyway; leave it out."
         )
+    if asked.out and asked.resume and not asked.from_start:
+        check_resume(run, asked.out)
 
 
 def other_number(run: Run, folder: Path) -> bool:
     """Whether the run in `folder` has another number of replicas."""
     begun = folder / "run.toml"
     return begun.exists() and Run.load(begun).placement.replicas != run.placement.replicas
-
-
-def complete(run: Run, folder: Path) -> bool:
-    """Whether `folder` holds a run with all the steps of `run`, and the trained model."""
-    models = [folder, *folder.glob("models/*")]  # the second for replicas with different models
-    begun = any((one / "model.safetensors").exists() for one in models) and any(folder.glob("events/*.jsonl"))
-    return begun and RunRecord.load(folder).summary.steps >= run.optimizer.steps
 
 
 def train(
@@ -261,6 +257,8 @@ def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop
         return
     console.print(f"{folder}", soft_wrap=True, highlight=False)
     run_folder.new_folder(run, folder, resume=begun)
+    if cannot_resume(run):
+        run_folder.set_aside(folder)
     train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
 
 
@@ -321,7 +319,8 @@ def finish(
         again = f"thinwire {verb} --resume --out {quoted(folder)}{options}"
         if launch.torchrun_place() is not None:
             again = "the same torchrun command on each machine, with --resume"
-        console.print(f"to resume: {again}", soft_wrap=True, highlight=False)
+        why = cannot_resume(Run.load(folder / "run.toml"))
+        console.print(why or f"to resume: {again}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(summary))
     if told := without_result([record]):

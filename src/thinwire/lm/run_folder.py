@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from thinwire.errors import ConfigurationError
+from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import being_written
 
@@ -59,7 +60,7 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> No
             f"{folder} was begun with other settings: {other}. Resume with the run's own, or start a new run in another --out."
         )
     if resume:
-        _check_ranks(folder, replica)
+        check_ranks(folder, replica)
     if any(being_written(path) for path in folder.glob(f"events/{replica}.jsonl")):
         raise ConfigurationError(f"a run is active in {folder}; wait until it has stopped, or choose another --out.")
     held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
@@ -72,20 +73,6 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> No
         at = "--lighthouse HOST:PORT" if run.placement.carrier == "elastic" else "thinwire join TOKEN"
         raise ConfigurationError(
             f"{folder} is the folder of {of}, whose run meets elsewhere; resume it there, with {at} and --name {held[0]}."
-        )
-
-
-def _check_ranks(folder: Path, replica: str) -> None:
-    """Raise `ConfigurationError` if the replicas of the run in `folder` have another number of ranks than those that would resume it."""
-    held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
-    if replica == "*":
-        here, others = "replicas of one rank", [name for name in held if ".shard-" in name]
-    else:
-        here, others = replica, [name for name in held if name.split(".")[0] == replica.split(".")[0]]
-    if others and replica not in others:
-        raise ConfigurationError(
-            f"{folder} holds a run of {', '.join(others)}, and {here} would resume it; start as many ranks for each replica as before "
-            "(thinwire docs machines), or choose another --out."
         )
 
 

@@ -60,7 +60,12 @@ def trained_model(folder: Path) -> TrainedModel:
         named = ", ".join(str(path.parent) for path in models)
         raise ConfigurationError(f"{folder} holds a model of each replica: give one of {named}.")
     found = [one for own in sorted(folder.glob("checkpoints/*")) if (one := newest(own)[0]) and "shard" not in own.name]
-    if not found or run.make_method():
+    if run.make_method():
+        raise ConfigurationError(
+            f"{folder} holds no model.safetensors, which a run with {run.method.label} has at its end only; its checkpoints do not show which "
+            "weights the replicas agree on."
+        )
+    if not found:
         raise ConfigurationError(
             f"{folder} holds no model.safetensors yet, and no checkpoint of whole replicas from which its model could be read; wait for "
             "its first checkpoint, or for its end."

@@ -272,7 +272,13 @@ class Progress:
         cells = (
             *(name, now, text_of_loss(replica.loss)),
             *(text_of_count(replica.tokens_per_second), text_of_share(replica.compute_utilization)),
-            *(text_of_seconds(replica.stall_seconds), replica.in_the_air, text_of_nbytes(replica.nbytes), use, counts),
+            *(
+                text_of_seconds(replica.stall_seconds),
+                replica.in_the_air,
+                text_of_nbytes(replica.nbytes or None),
+                use,
+                counts,
+            ),
         )
         return {name: Text(cell) for name, cell in zip(COLUMNS, cells)}
 

@@ -209,7 +209,7 @@ class Top:
             one.name.removeprefix("replica-"), self._state(one, now), str(shown.step),
             text_of_loss(shown.loss), text_of_count(shown.tokens_per_second),
             text_of_share(shown.compute_utilization), text_of_seconds(shown.stall_seconds), shown.in_the_air,
-            text_of_nbytes(shown.nbytes), text_of_share(shown.link_use), str(shown.refused), saved,
+            text_of_nbytes(shown.nbytes or None), text_of_share(shown.link_use), str(shown.refused), saved,
         )  # fmt: skip
 
     def _head(self, now: float) -> list[str]:
