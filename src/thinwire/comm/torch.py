@@ -96,6 +96,9 @@ class TorchGroup:
         shard, shards: the rank of this process within its replica; ranks per replica.
         site: the group of this replica's shards.
 
+    Raises:
+        ConfigurationError: the process group is one of NCCL, which has no tags.
+
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun gives more ranks
     >>> group = TorchGroup.from_world(replicas=1, timeout=60.0)
     >>> group.rank, group.size
