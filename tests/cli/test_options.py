@@ -94,3 +94,9 @@ def test_the_help_shows_no_unset_default(capsys: pytest.CaptureFixture[str]) -> 
         shown = capsys.readouterr().out
         assert "unset" not in shown and "(default: )" not in shown and "(default: '')" not in shown
         assert "--json" in shown and "(default: False)" in shown
+
+
+def test_the_help_of_resume_names_its_own_usage_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["resume", "--help"])
+    assert capsys.readouterr().out.startswith("usage: thinwire resume RUN [options]")

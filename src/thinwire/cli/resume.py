@@ -12,6 +12,7 @@ from thinwire.errors import ConfigurationError
 def main(arguments: Sequence[str]) -> int:
     """`thinwire resume RUN ...` is `thinwire train --resume --out RUN ...`."""
     if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: thinwire resume RUN [options], which is thinwire train --resume --out RUN [options]:\n")
         return train.main(arguments)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigurationError(
