@@ -220,7 +220,11 @@ def test_a_replica_frozen_past_the_end_takes_the_final_model_or_reports_an_error
         frozen = {}
         for name in ("paris", "rome"):
             until(
-                lambda name=name: any(e["members"] == names for e in logged(folders[name], name, "round")),
+                # without a checkpoint it would not know at its resume which run it was in
+                lambda name=name: (
+                    saved(folders[name], name)
+                    and any(e["members"] == names for e in logged(folders[name], name, "round"))
+                ),
                 folders[name],
             )  # type: ignore[misc]
             frozen[name] = stopped(folders[name], name)

@@ -90,17 +90,20 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
     Raises `DataError` for a folder that holds no run.
     """
     paths = sorted(Path(folder).glob("events/*.jsonl"))
-    sessions = {path: last[-1] for path in paths if (last := split(Tail(path).read()))}
-    if not sessions:
+    logs = [log for path in paths if (log := _Log.read(path))]  # a log may be large: one at a time
+    if not logs:
         unread = ", ".join(str(path) for path in paths if path.stat().st_size)
         why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
         raise DataError(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
-    return diagnosed(sessions, rules)
+    return _diagnosis(logs, rules or Rules())
 
 
-def diagnosed(sessions: Mapping[Path, Sequence[Event]], rules: Rules | None = None) -> Diagnosis:
+def diagnosed(sessions: Mapping[Path, Sequence[Event]]) -> Diagnosis:
     """Diagnose the last session of each event log, of one or more."""
-    logs, rules = [_Log.of(path, session) for path, session in sessions.items()], rules or Rules()
+    return _diagnosis([_Log.of(path, session) for path, session in sessions.items()], Rules())
+
+
+def _diagnosis(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
     if logs[0].word == "simulated":
         doubt = "The run was simulated, so no message was sent. Its report page shows who waits, and for how long."
         return Diagnosis(tuple(log.name for log in logs), (), doubts=(doubt,), word="simulated")
@@ -187,6 +190,11 @@ class _Log:
     damaged: int = 0
     going: bool = False
     word: str = "measured"
+
+    @classmethod
+    def read(cls, path: Path) -> _Log | None:
+        sessions = split(Tail(path).read())
+        return cls.of(path, sessions[-1]) if sessions else None
 
     @classmethod
     def of(cls, path: Path, session: Sequence[Event]) -> _Log:
