@@ -106,11 +106,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "end": ("summary",),
 }
 
-LATER = {"progress", "sent"}  # fields that logs of older versions lack
+_LATER = {"progress", "sent"}  # fields that logs of older versions lack
 LONGEST = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
-_FIELDS = {kind: frozenset(fields) - LATER for kind, fields in EVENTS.items()}
+_FIELDS = {kind: frozenset(fields) - _LATER for kind, fields in EVENTS.items()}
 _NO_FIELDS = frozenset[str]()
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
