@@ -1,12 +1,12 @@
 """Compute utilisation on a thin link, beside DDP and torchft: two processes in two network namespaces. Emulated.
 
-    sudo python benchmarks/utilization.py                         # about half an hour
+    sudo python benchmarks/utilization.py                         # about an hour
     sudo python benchmarks/utilization.py --quick                 # about a minute: a smoke run
     sudo python benchmarks/utilization.py --rates 50,floor        # Mbit/s; `floor` is 1.2 times the predicted floor
 
-One model (7.2 million parameters), one core and one batch sequence a replica, H = 30 and τ = 5 for all that have them. Needs Linux,
-root and iproute2; torchft is optional (`pip install thinwire[rivals]`). Every method has several windows at each rate, in turns with
-the others: the figures are medians, in brackets the least and the greatest.
+One model (7.2 million parameters), one core and one batch sequence a replica, H = 30 and τ = 5 for all that have them; the default,
+`streaming_sign`, has its own H = 4 and τ = 1. Needs Linux, root and iproute2; torchft is optional (`pip install thinwire[rivals]`).
+Every method has several windows at each rate, in turns with the others: the figures are medians, in brackets the least and the greatest.
 
 * of bare      steps per second over those of the same two processes training without any exchange on the same two cores: the
                headline, because a method that slows the inner step down by using the CPU cannot hide it here
@@ -39,7 +39,7 @@ from provenance import installed, provenance, save
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import Strategy, data_parallel, diloco, streaming_diloco
+from thinwire import Strategy, data_parallel, diloco, streaming_diloco, streaming_sign
 from thinwire.catalogue.parsing import parse
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.pieces.partition import BySize, Partition, Strided
@@ -73,8 +73,8 @@ def methods(size: str) -> list[Method]:
 
     def own(name: str, strategy: Strategy, warm: int, steps: dict[float, int]) -> Method:
         numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
-        periods = EVERY // strategy.schedule.every
-        return Method(name, repr(strategy), warm, steps, periods * strategy.nbytes_per_period(numels, 2))
+        nbytes = strategy.nbytes_per_period(numels, 2) * EVERY // strategy.schedule.every
+        return Method(name, repr(strategy), warm, steps, nbytes)
 
     def streaming(partition: Partition) -> Strategy:
         offsets = short_first(EVERY, len(partition.fragments(model)), DELAY)  # the first period is steady already
@@ -84,10 +84,12 @@ def methods(size: str) -> list[Method]:
     thirds = streaming(Strided(LAYER_FRAGMENTS))
     equal = EVERY // DELAY  # so many that the next departs when one lands: the link may be busy all the time
     sixths = streaming(BySize(equal))
+    sign = streaming_sign()
     fp32 = 4 * numel
     return [
         Method("bare", "bare", 2, {0: EVERY}, 0),
         own("Thinwire streaming_diloco", default, DELAY - 1, {0: 2 * EVERY}),
+        own("Thinwire streaming_sign", sign, sign.schedule.every, {0: 2 * EVERY}),
         own("Thinwire streaming_diloco, 3 layers a fragment", thirds, EVERY // (LAYER_FRAGMENTS + 1), {0: 2 * EVERY}),
         own(f"Thinwire streaming_diloco, BySize({equal})", sixths, DELAY - 1, {0: 2 * EVERY}),
         own("Thinwire diloco (fp32)", diloco(every=EVERY), 2, {0: 0, 10: EVERY}),
