@@ -16,7 +16,7 @@ from pieces import CODECS, over
 import thinwire as tw
 from thinwire import kernels
 from thinwire.codecs import warm, warm_up
-from thinwire.codecs.bits import packed_nbytes
+from thinwire.codecs.bits import ascending_nbytes, low_bits, packed_nbytes
 from thinwire.kernels import cpu_block as cpu
 from thinwire.kernels import numba_support as compiled
 from thinwire.kernels import reference
@@ -141,6 +141,32 @@ def test_pack_and_unpack_match_the_reference(width):
         reference.pack(numbers, packed[1], width)
         cpu.unpack(packed[0], back, width)
         assert torch.equal(*packed) and torch.equal(back, numbers)
+
+
+@pytest.mark.parametrize("numel", [1, 64, 65, 1000, 40_000])
+@over("count", [1, 2, 64, 130, 1000])
+def test_codes_of_ascending_indices_are_read_and_refused_as_by_the_reference(numel, count):
+    """Any bit of a code may be wrong: then the number of set bits, their order, or the last index may be."""
+    count = min(count, numel)
+    low = low_bits(count, numel)
+    index = torch.randperm(numel, generator=_draw)[:count].sort().values
+    packed = [torch.full((ascending_nbytes(count, numel),), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    cpu.pack_ascending(index, packed[0], low)
+    reference.pack_ascending(index, packed[1], low)
+    assert torch.equal(*packed)
+    wrong = torch.randint(0, 8 * len(packed[0]), (60,), generator=_draw).tolist()
+    verdicts = []
+    for bit in (None, *wrong):
+        code = packed[0].clone()
+        if bit is not None:
+            code[bit // 8] ^= 1 << bit % 8
+            code[-bit % len(code)] ^= bit % 3  # often none, so that the number of bits may be right again
+        found = [torch.zeros(count, dtype=torch.int64) for _ in range(2)]
+        good = [kernels_.unpack_ascending(code, into, low, numel) for kernels_, into in zip((cpu, reference), found)]
+        assert good[0] == good[1] and (not good[0] or torch.equal(*found))
+        verdicts.append(good[0])
+    assert verdicts[0] and not all(verdicts)
+    assert cpu.unpack_ascending(packed[0], index.clone(), low, int(index[-1])) is False
 
 
 @everything

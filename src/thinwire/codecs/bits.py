@@ -46,28 +46,17 @@ def pack_ascending(index: Tensor, numel: int) -> Tensor:
     """The code of Elias (1974) and Fano (1971) for ascending int64 `index` below `numel`: the low l bits of each index, then a bit set
     at (index >> l) + i for the i-th. Its size depends on the two numbers only.
     """
-    count, low = index.numel(), low_bits(index.numel(), numel)
+    count = index.numel()
     packed = torch.empty(ascending_nbytes(count, numel), dtype=torch.uint8, device=index.device)
-    if count:
-        begin = packed_nbytes(count, low)
-        if low:
-            packed[:begin] = pack(index & ((1 << low) - 1), low)
-        high = (index >> low).add_(torch.arange(count, device=index.device))
-        kernels.of(high, packed).set_bits(high, packed[begin:])
+    kernels.of(index, packed).pack_ascending(index, packed, low_bits(count, numel))
     return packed
 
 
 def unpack_ascending(packed: Tensor, count: int, numel: int) -> Tensor:
     """The `count` indices in `packed`, as int64. Raises `PacketError` if these bytes are no code of ascending indices below `numel`."""
-    low = low_bits(count, numel)
-    begin = packed_nbytes(count, low)
     index = torch.empty(count, dtype=torch.int64, device=packed.device)
-    if kernels.of(packed, index).find_bits(packed[begin:], index) != count:
+    if not kernels.of(packed, index).unpack_ascending(packed, index, low_bits(count, numel), numel):
         raise not_ascending(numel)
-    index.sub_(torch.arange(count, device=packed.device)).bitwise_left_shift_(low)
-    if low:
-        index |= unpack(packed[:begin], count, low)
-    check_ascending(index, numel)
     return index
 
 

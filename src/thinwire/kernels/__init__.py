@@ -64,11 +64,13 @@ class Kernels(Protocol):
     def unpack(self, packed: Tensor, numbers: Tensor, width: int) -> None:
         """The inverse: fill flat int64 `numbers`."""
 
-    def set_bits(self, numbers: Tensor, packed: Tensor) -> None:
-        """Set bit n of `packed` for each n of ascending int64 `numbers`, lowest bit of a byte first; the other bits are zero."""
+    def pack_ascending(self, index: Tensor, packed: Tensor, low: int) -> None:
+        """The `low` lowest bits of each ascending int64 index, packed as by `pack`, then from the next byte on a bit set at (index >> low) + i
+        for the i-th index; the other bits are zero."""
 
-    def find_bits(self, packed: Tensor, numbers: Tensor) -> int:
-        """The inverse: write the numbers of the set bits to int64 `numbers`, as many as fit. Returns how many bits are set."""
+    def unpack_ascending(self, packed: Tensor, index: Tensor, low: int, numel: int) -> bool:
+        """The inverse: fill flat int64 `index`. Returns whether `packed` is the code of that many ascending indices below `numel`; if not,
+        `index` must not be used."""
 
     def select_above(self, x: Tensor, threshold: float, index: Tensor) -> int:
         """Count the |x| > threshold, and write their indices, ascending, to flat int64 `index`, as many as fit.

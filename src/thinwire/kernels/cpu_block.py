@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from thinwire.kernels.cpu_bits import find_bits, set_bits
+from thinwire.kernels.cpu_bits import pack_ascending, unpack_ascending
 from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
 from thinwire.kernels.cpu_levels import add_levels, encode_levels
 from thinwire.kernels.cpu_sparse import (
@@ -60,15 +60,15 @@ __all__ = [
     "encode_floats",
     "encode_levels",
     "encode_signs",
-    "find_bits",
     "mean_sent",
     "nesterov",
     "pack",
+    "pack_ascending",
     "select_above",
     "select_drawn",
     "select_largest",
-    "set_bits",
     "unpack",
+    "unpack_ascending",
 ]
 
 _SHORT = u64(1024)  # elements of a stripe that are read twice, and their random numbers: all in the first-level cache

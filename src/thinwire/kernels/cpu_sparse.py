@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba.cpython.unsafe import numbers
 from torch import Tensor
 
 from thinwire.kernels import reference
+from thinwire.kernels.cpu_bits import zeros_below
 from thinwire.kernels.numba_support import (
     INFINITE,
     MAGNITUDE,
@@ -25,7 +25,6 @@ from thinwire.kernels.numba_support import (
     u64,
 )
 
-_zeros_below: Any = numbers.trailing_zeros  # below the lowest bit that is set
 _EIGHTH = i32(1 << 20)  # in the bits of a magnitude: an eighth to a sixteenth of it
 _LONG = u64(256)  # elements; in shorter chunks the search among all is as fast
 _MANY = 1 << 16  # elements; with fewer, sampling saves no time
@@ -318,7 +317,7 @@ def _collect(bits: Any, begin: Any, end: Any, least: Any, flags: Any, masks: Any
     for j in range((count + u64(7)) >> u64(3)):
         word = words[j]
         while word != ZERO:
-            place = (u64(j) << u64(6)) + u64(_zeros_below(word))
+            place = (u64(j) << u64(6)) + u64(zeros_below(word))
             some[found], places[found] = magnitude(bits[begin + place]), place
             word &= word - ONE
             found += ONE

@@ -21,11 +21,11 @@ from thinwire.kernels.reference import add_levels as add_levels  # no kernel: `L
 from thinwire.kernels.reference import add_sent as add_sent
 from thinwire.kernels.reference import divide_sent as divide_sent
 from thinwire.kernels.reference import encode_levels as encode_levels
-from thinwire.kernels.reference import find_bits as find_bits
 from thinwire.kernels.reference import mean_sent as mean_sent
+from thinwire.kernels.reference import pack_ascending as pack_ascending
 from thinwire.kernels.reference import select_above as select_above
 from thinwire.kernels.reference import select_drawn as select_drawn
-from thinwire.kernels.reference import set_bits as set_bits
+from thinwire.kernels.reference import unpack_ascending as unpack_ascending
 
 _TILE = 2048  # elements of a program
 OPTIONS = {"enable_fp_fusion": False}  # a product and a sum round separately

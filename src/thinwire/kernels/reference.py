@@ -196,16 +196,22 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     numbers.copy_(_unpacked(packed, numbers.numel(), width))
 
 
-def set_bits(numbers: Tensor, packed: Tensor) -> None:
-    bits = torch.zeros(8 * len(packed), dtype=torch.int64, device=packed.device)
-    bits[numbers] = 1
-    packed.copy_(_packed(bits, 1))
+def pack_ascending(index: Tensor, packed: Tensor, low: int) -> None:
+    begin = -(-len(index) * low // 8)
+    packed[:begin] = _packed(index & ((1 << low) - 1), low)
+    bits = torch.zeros(8 * (len(packed) - begin), dtype=torch.int64, device=packed.device)
+    bits[(index >> low) + torch.arange(len(index), device=index.device)] = 1
+    packed[begin:] = _packed(bits, 1)
 
 
-def find_bits(packed: Tensor, numbers: Tensor) -> int:
-    found = _unpacked(packed, 8 * len(packed), 1).nonzero().view(-1)
-    numbers[: len(found)] = found[: len(numbers)]
-    return len(found)
+def unpack_ascending(packed: Tensor, index: Tensor, low: int, numel: int) -> bool:
+    begin = -(-len(index) * low // 8)
+    found = _unpacked(packed[begin:], 8 * (len(packed) - begin), 1).nonzero().view(-1)
+    if len(found) != len(index):
+        return False
+    index.copy_(found - torch.arange(len(found), device=found.device) << low)
+    index |= _unpacked(packed[:begin], len(index), low)
+    return not len(index) or (int(index[-1]) < numel and bool((index[1:] > index[:-1]).all()))
 
 
 def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
@@ -257,7 +263,7 @@ def _largest(rows: Tensor, count: int) -> Tensor:
 
 def _packed(numbers: Tensor, width: int) -> Tensor:
     """Flat integers below 2^width as bytes; the rest of the last byte is zero."""
-    if 8 % width:  # such as 12: bit by bit
+    if not width or 8 % width:  # such as 12: bit by bit
         numbers = (numbers[:, None] >> torch.arange(width, device=numbers.device)).bitwise_and_(1).view(-1)
         width = 1
     share = 8 // width
@@ -271,7 +277,7 @@ def _packed(numbers: Tensor, width: int) -> Tensor:
 
 def _unpacked(packed: Tensor, count: int, width: int) -> Tensor:
     """The first `count` numbers in `packed`, as int64."""
-    if 8 % width:
+    if not width or 8 % width:
         bits = _unpacked(packed, count * width, 1).view(count, width)
         return (bits << torch.arange(width, device=packed.device)).sum(dim=1)
     places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
