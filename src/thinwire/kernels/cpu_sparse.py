@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
@@ -76,7 +77,7 @@ def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
         return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy()))
     some = some[:found]
     _select_largest(bits[some], u64(found), u64(count), index.numpy())
-    np.take(some, index.numpy(), out=index.numpy(), mode="clip")
+    index.copy_(torch.from_numpy(some).index_select(0, index))
     return bool(worst < INFINITE)
 
 
@@ -224,23 +225,35 @@ def _flag(bits: Any, begin: Any, end: Any, threshold: Any, flags: Any) -> Any:
     return most
 
 
+@inlined
+def _masks(flags: Any, size: Any, masks: Any) -> Any:
+    """Write the first `size` flags of a stripe as bits. Returns the number of words of 64."""
+    eights = flags.view(np.uint64)
+    count = (size + u64(7)) >> u64(3)
+    for j in range(count):
+        masks[j] = u8(eights[j] * u64(0x0102040810204080) >> u64(56))
+    for j in range(count, (count + u64(7)) & ~u64(7)):
+        masks[j] = u8(0)
+    return (count + u64(7)) >> u64(3)
+
+
 @compiled
 def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
     n, room, count, worst = u64(bits.size), u64(index.size), ZERO, i32(0)
-    flags = np.empty(STRIPE, np.uint8)
-    eights = flags.view(np.uint64)
+    flags, masks = np.empty(STRIPE, np.uint8), np.empty(STRIPE >> u64(3), np.uint8)
+    words = masks.view(np.uint64)
     at = ZERO
     while at < n:
         stop = min(at + STRIPE, n)
         most = _flag(bits, at, stop, threshold, flags)
         worst = max(worst, most)
-        for j in range((stop - at + u64(7)) >> u64(3) if most > threshold else ZERO):
-            if eights[j] != ZERO:  # skip eight that are all small
-                first = j << u64(3)
-                for i in range(first, first + u64(8)):
-                    if count < room:
-                        index[count] = np.int64(at + i)
-                    count += u64(flags[i])
+        for j in range(_masks(flags, stop - at, masks) if most > threshold else ZERO):
+            word = words[j]
+            while word != ZERO:
+                if count < room:
+                    index[count] = np.int64(at + (u64(j) << u64(6)) + u64(zeros_below(word)))
+                count += ONE
+                word &= word - ONE
         at = stop
     return count, worst
 
@@ -308,13 +321,8 @@ def _least_kept(bits: Any, begin: Any, end: Any, count: Any, least: Any) -> Any:
 def _collect(bits: Any, begin: Any, end: Any, least: Any, flags: Any, masks: Any, some: Any, places: Any) -> Any:
     """Collect the magnitudes of at least `least` in at most a stripe, with their places. Returns their number and the largest of all."""
     most = _flag(bits, begin, end, i32(least - 1), flags)
-    eights, words, found = flags.view(np.uint64), masks.view(np.uint64), ZERO
-    count = (end - begin + u64(7)) >> u64(3)
-    for j in range(count):
-        masks[j] = u8(eights[j] * u64(0x0102040810204080) >> u64(56))
-    for j in range(count, (count + u64(7)) & ~u64(7)):
-        masks[j] = u8(0)
-    for j in range((count + u64(7)) >> u64(3)):
+    words, found = masks.view(np.uint64), ZERO
+    for j in range(_masks(flags, end - begin, masks)):
         word = words[j]
         while word != ZERO:
             place = (u64(j) << u64(6)) + u64(zeros_below(word))
@@ -341,7 +349,7 @@ def _select_largest(bits: Any, chunk: Any, count: Any, index: Any) -> Any:
     n, worst, k, room = u64(bits.size), i32(0), ZERO, u64(index.size)
     flags, masks = np.empty(STRIPE, np.uint8), np.empty(STRIPE >> u64(3), np.uint8)
     some, places = np.empty(STRIPE, np.int32), np.empty(STRIPE, np.uint64)
-    eights = flags.view(np.uint64)
+    words = masks.view(np.uint64)
     begin, least, scale = ZERO, i32(0), i32(0)
     while begin < n:
         end = min(begin + chunk, n)
@@ -368,15 +376,16 @@ def _select_largest(bits: Any, chunk: Any, count: Any, index: Any) -> Any:
         while at < end:
             stop = min(at + STRIPE, end)
             _flag(bits, at, stop, i32(least - 1), flags)
-            for j in range((stop - at + u64(7)) >> u64(3)):
-                if eights[j] != ZERO:
-                    first = at + (j << u64(3))
-                    for i in range(first, min(first + u64(8), stop)):
-                        even = (magnitude(bits[i]) == least) & (equal > ZERO)
-                        if k < room:
-                            index[k] = np.int64(i - begin)
-                        k += u64(even | (magnitude(bits[i]) > least))
-                        equal -= u64(even)
+            for j in range(_masks(flags, stop - at, masks)):
+                word = words[j]
+                while word != ZERO:
+                    i = at + (u64(j) << u64(6)) + u64(zeros_below(word))
+                    even = (magnitude(bits[i]) == least) & (equal > ZERO)
+                    if k < room:
+                        index[k] = np.int64(i - begin)
+                    k += u64(even | (magnitude(bits[i]) > least))
+                    equal -= u64(even)
+                    word &= word - ONE
             at = stop
         begin = end
     return worst < INFINITE
