@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from thinwire.errors import LinkError
+from thinwire.integrations.members import meet
 from thinwire.membership import Lighthouse
 from thinwire.testing.toy import same_bits
 
@@ -100,3 +102,15 @@ def test_a_killed_member_returns_from_its_checkpoint(trainers: Trainers) -> None
         assert one.wait(600) == 0, trainers.said(name)[-3000:]
     ends = [torch.load(trainers.folder / f"{name}.pt") for name in "ab"]
     assert ends[0]["step"] == ends[1]["step"] == 24 and same_bits(ends[0]["weights"], ends[1]["weights"])
+
+
+def test_a_member_that_waits_for_others_says_why(capsys) -> None:
+    reasons, attached = ["the lighthouse refuses this replica"], object()
+
+    def attach() -> object:
+        if reasons:
+            raise LinkError(reasons.pop())
+        return attached
+
+    assert meet(attach, 1e9) is attached
+    assert "still waiting for other members: the lighthouse refuses this replica" in capsys.readouterr().err

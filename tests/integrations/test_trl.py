@@ -43,3 +43,24 @@ def test_two_processes_end_with_equal_weights(tmp_path):
     zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert same_bits(zero["weights"], one["weights"]) and zero["unwrapped"] and one["unwrapped"]
     assert (tmp_path / "sft/replica-1/checkpoint-8/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_completions_that_are_compared_over_all_processes_are_refused(tmp_path):
+    from trl import GRPOConfig, GRPOTrainer
+    from trl_trainer import Dataset as Rows
+    from trl_trainer import GPT2Config, GPT2LMHeadModel, tokenizer
+
+    from thinwire.integrations.huggingface import ThinwireCallback
+
+    shape = {"vocab_size": 41, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    callback = ThinwireCallback(tw.local_sgd(every=3), tw.ThreadGroup.create(2)[0])
+    with pytest.raises(tw.ConfigurationError, match=r"num_generations.*GRPO.*give a Membership and own_data=True"):
+        GRPOTrainer(
+            GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)),
+            lambda completions, **_: [0.0] * len(completions),
+            args=GRPOConfig(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, bf16=False),
+            train_dataset=Rows.from_list([{"prompt": "w1 w2"}] * 8),
+            processing_class=tokenizer(),
+            callbacks=[callback],
+        )

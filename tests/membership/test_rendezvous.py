@@ -268,3 +268,11 @@ def test_wrong_message_sizes_are_refused():
         return "told"
 
     assert cluster.play({"a": run, "b": run}) == {"a": "told", "b": "told"}
+
+
+@pytest.mark.parametrize("secret", [None, "run.secret", bytearray(32)])
+def test_a_secret_that_is_not_bytes_is_refused_by_its_type(secret):
+    with pytest.raises(
+        ConfigurationError, match=rf"secret of type {type(secret).__name__}: bytes are needed.*secret_in"
+    ):
+        Membership(ThreadRendezvous(SimulatedCluster(), "a"), "a", secret=secret)

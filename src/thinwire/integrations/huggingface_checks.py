@@ -140,6 +140,10 @@ def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> N
             size > 1 and weights == "own" and args.load_best_model_at_end,
             "choose weights='anchors': the best of each replica's own weights would be another model on each",
         ),
+        "num_generations, of TRL's GRPO or RLOO": (
+            size > 1 and hasattr(args, "num_generations"),
+            "give a Membership and own_data=True: in a fixed group TRL seeks each process's completions among those of all",
+        ),
     }
     for name, (asked, advice) in refused.items():
         if asked:

@@ -25,9 +25,10 @@ def meet(attach: Callable[[], Replica], seconds: float) -> Replica:
     while True:
         try:
             return attach()
-        except LinkError:
+        except LinkError as error:
             if time.monotonic() > until:
                 raise
+            print(f"thinwire: still waiting for other members: {error}", file=sys.stderr, flush=True)
 
 
 def keep_to_the_end(membership: Membership, seconds: float) -> None:

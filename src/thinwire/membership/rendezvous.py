@@ -144,6 +144,9 @@ class Membership:
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(f"least={least!r}: a whole number of at least 1 member is needed.")
+        if not isinstance(secret, bytes):
+            named = f"secret of type {type(secret).__name__}: bytes are needed"
+            raise ConfigurationError(f"{named}, as thinwire.membership.channel.secret_in reads them from the file.")
         self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
         self.most_steps = most_steps
         self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
