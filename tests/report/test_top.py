@@ -44,6 +44,27 @@ def test_bytes_of_servers_and_a_finished_run_are_shown(
     assert all(one["nbytes"] > 0 for one in json.loads(capsys.readouterr().out)["replicas"])
 
 
+def test_the_step_is_that_of_the_run_after_the_loss_of_a_replica(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of a replica that was killed after its second inner step; the others continued."""
+    run = trained_run(
+        tmp_path, tmp_path / "cache", TEXT, "--strategy", "async_local_sgd(every=4, slow=(1, 3))", "--steps", "12"
+    )
+    steps = RunRecord.load(run).summary.steps
+    log = run / "events" / "replica-1.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    second = [index for index, line in enumerate(lines) if json.loads(line)["event"] == "step"][1]
+    log.write_text("".join(lines[: second + 1]))
+    capsys.readouterr()
+    assert main(["top", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == steps
+    out = io.StringIO()
+    with Progress(run, steps=12, replicas=2, console=Console(file=out)):
+        pass
+    assert out.getvalue().splitlines()[-1].startswith(f"step {steps}/12 · ")
+
+
 def test_a_damaged_log_is_named(
     make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ from thinwire.records.units import (
     text_of_share,
     unit_of,
 )
-from thinwire.report.replica_progress import ReplicaProgress
+from thinwire.report.replica_progress import ReplicaProgress, step_of_run
 from thinwire.report.terminal import Terminal
 
 SILENT_SECONDS = 20.0  # seconds without an event after which a replica does not count as living
@@ -98,8 +98,8 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The slowest replica's step; in an elastic run the farthest one's, at which the others will continue."""
-        return (max if self._membership else min)(replica.progress for replica in self._replicas)
+        """The run's step, as `step_of_run` has it."""
+        return step_of_run(self._replicas, self._membership is not None)
 
     def pass_over(self) -> None:
         """Skip the events of earlier sessions, which have been shown."""

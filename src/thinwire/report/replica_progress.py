@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.comm.emulated import Link, Uplink
@@ -33,6 +34,7 @@ class ReplicaProgress:
     begun: bool = False
     step: int = 0
     progress: int = 0  # the run's
+    own_steps: bool = False  # whether a step told another number of the run's
     loss: float | None = None  # None until a step tells one
     stall_seconds: float = 0.0
     packets: int = 0  # bytes
@@ -70,6 +72,7 @@ class ReplicaProgress:
                     self.loss = 0.9 * self.loss + 0.1 * loss
             self.step = event["step"]
             self._tell(event.get("progress", self.step), event.get("sent"))
+            self.own_steps |= self.progress != self.step
             begin, spent, tokens = (number(event[name]) for name in ("begin", "compute_seconds", "tokens"))
             self.recent.append(_Step(begin, spent, tokens, self.paused_seconds))
         elif kind == "depart":
@@ -161,3 +164,13 @@ class ReplicaProgress:
     @property
     def in_the_air(self) -> str:
         return ", ".join(printable(fragment, 20) for fragment in self.air.values()) or NOTHING
+
+
+def step_of_run(replicas: Sequence[ReplicaProgress], elastic: bool) -> int:
+    """The run's inner steps, as the slowest replica knows them; in an elastic run, the fastest. Where each takes its own number of steps,
+    a lost one knows no more: then as the fastest knows them, or at the end those that ended.
+    """
+    known = [one.progress for one in replicas]
+    if any(one.own_steps for one in replicas):
+        return min((one.progress for one in replicas if one.ended), default=max(known))
+    return (max if elastic else min)(known, default=0)

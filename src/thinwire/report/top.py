@@ -32,7 +32,7 @@ from thinwire.records.units import (
 )
 from thinwire.report.diagnosis import Diagnosis, diagnosed
 from thinwire.report.progress import SILENT_SECONDS
-from thinwire.report.replica_progress import ReplicaProgress
+from thinwire.report.replica_progress import ReplicaProgress, step_of_run
 
 DIAGNOSED_SECONDS = 10.0  # between two diagnoses
 RECENT = 8 << 20  # bytes at the end of each log that a diagnosis reads
@@ -173,8 +173,7 @@ class Top:
 
     @property
     def _step(self) -> int:
-        """The run's inner steps, as the slowest replica knows them; in an elastic run, the fastest."""
-        return (max if self._participation else min)((one.progress.progress for one in self._all), default=0)
+        return step_of_run([one.progress for one in self._all], self._participation is not None)
 
     def _seconds_left(self) -> float:
         speeds = [one.progress.steps_per_second for one in self._all if one.lives()]
