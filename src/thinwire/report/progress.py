@@ -98,8 +98,9 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The slowest replica's step; in an elastic run the farthest one's, at which the others will continue."""
-        return (max if self._membership else min)(replica.progress for replica in self._replicas)
+        """The slowest replica's step; in an elastic run the farthest one's, at which the others will continue. Replicas with different speeds
+        may take more steps together than the run's."""
+        return min(self.steps, (max if self._membership else min)(replica.progress for replica in self._replicas))
 
     def pass_over(self) -> None:
         """Skip the events of earlier sessions, which have been shown."""
