@@ -109,6 +109,7 @@ def test_replicas_that_are_not_sampled_are_idle(tmp_path: Path, text: str) -> No
     steps = [[event for event in its if event["event"] == "step"] for its in events]
     idle = [[event["step"] for event in its if event["loss"] != event["loss"]] for its in steps]
     assert sorted(idle[0] + idle[1]) == list(range(1, 13)) and idle[0] and idle[1]
+    assert not any(event["tokens"] for its in steps for event in its if event["loss"] != event["loss"])
     assert summary["tokens"] == 12 * 2 * 16 and sum(e["tokens"] for its in steps for e in its) == 12 * 2 * 16
     assert write_report([RunRecord.load(tmp_path / "run")], tmp_path / "report.html").stat().st_size > 10_000
 

@@ -123,3 +123,31 @@ def test_empty_values_and_too_many_replicas_are_refused(
     CPU.save(Path("machine.toml"))
     assert main(["plan", "1gbit,1ms", "machine.toml", "--model", "nano", "--tokens", "1m", *given]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--ranks", "8", "--degrees", "2,3,6"], "nested groups are needed"),
+        (["--ranks", "8", "--degrees", "2,8,16"], "a multiple of s_o"),
+        (["--ranks", "8", "--levels", "3"], "each level one of the level"),
+        (["--out", "file/plan.toml"], "file: Not a directory"),
+        (["--out", "folder"], "folder: the name of a file is needed"),
+        (["--frontier", "file/f.svg"], "file: Not a directory"),
+        (["--rates", "new/r.svg", "--frontier", "new/r.svg"], "one file holds one picture"),
+    ],
+    ids=lambda given: " ".join(given[-2:]) if isinstance(given, list) else "",
+)
+def test_what_the_command_could_not_show_or_write_is_refused_before_it_computes(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    assert main(["plan", "1gbit,1ms", "machine.toml", *given]) in (1, 2)  # there is no machine.toml yet
+    assert says in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -208,6 +208,15 @@ def test_the_loss_of_a_replica_is_empty_until_a_step_tells_one(start: Start) -> 
     assert shown.loss == pytest.approx(1.9)
 
 
+def test_no_more_steps_are_shown_than_the_run_has(tmp_path: Path, write_events: Write, start: Start) -> None:
+    """Replicas with different speeds may take more of them together."""
+    shown, out = console()
+    write_events(tmp_path / "events" / "replica-0.jsonl", [start(0, 1), *steps(1, 92)])
+    with Progress(tmp_path, steps=90, replicas=1, console=shown):
+        pass
+    assert out.getvalue().startswith("step 90/90 · ")
+
+
 def test_tables_carry_their_provenance(make_run: Make, tmp_path: Path) -> None:
     records = [RunRecord.load(make_run(tmp_path / name, steps=40)) for name in ("one", "two[bold]")]
     shown, out = console()

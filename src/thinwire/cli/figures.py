@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 from thinwire.errors import ConfigurationError
+from thinwire.records.files import check_place
 from thinwire.report.charts import Chart
 from thinwire.report.page import chart_place, page, word
 from thinwire.report.svg import drawing
@@ -15,18 +16,21 @@ SCALE = 2  # pixels of a PNG for one of the SVG's
 
 
 def check(path: Path | None) -> None:
-    """Check the name before any work. Raises `ConfigurationError` if it cannot be drawn."""
+    """Check the name before any work. Raises `ConfigurationError` if it cannot be drawn, `OSError` if it cannot be written."""
     if path is None:
         return
     if path.suffix not in ENDINGS:
         raise ConfigurationError(f"plot={path}: a name that ends with .svg, .html or .png is needed.")
     if path.suffix == ".png":
         _converter(path)
+    check_place(path)
 
 
 def draw(chart: Chart, title: str, path: Path, provenance: str) -> None:
-    """Write the chart's first view as a picture, or the whole chart as a page. The PNG is the SVG in pixels on a light background."""
+    """Write the chart's first view as a picture, or the whole chart as a page, in a folder that is made if it is missing. The PNG is the SVG
+    in pixels on a light background."""
     view = chart.views[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
         body = f"<h1>{escape(title)} {word(provenance)}</h1><section>{chart_place('figure', chart)}</section>"
         path.write_text(page(title, body, {"figure": chart}))

@@ -100,6 +100,13 @@ def micro_batches(accumulate: int, replica: object) -> float:
     return accumulate * (replica.share if isinstance(replica, Attached) else 1.0)
 
 
+def own_micro_batches(accumulate: int, replica: object) -> int:
+    """Micro-batches of this replica's next inner step; none if it does not train in it."""
+    if isinstance(replica, ZerothOrder):
+        return replica.samples
+    return 0 if isinstance(replica, Attached) and replica.idle else accumulate
+
+
 def passed(before: int, after: int, every: int) -> bool:
     """Whether there is a multiple of `every` after `before` and up to `after`; a replica that was behind may jump over several steps."""
     return bool(every) and after // every > before // every

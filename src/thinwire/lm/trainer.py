@@ -26,7 +26,7 @@ from thinwire.jobs.base import Summed, mean_of
 from thinwire.jobs.own import OwnJob
 from thinwire.lm import final
 from thinwire.lm.job import open_job
-from thinwire.lm.loops import evaluated, micro_batches, model_folder, passed
+from thinwire.lm.loops import evaluated, micro_batches, model_folder, own_micro_batches, passed
 from thinwire.lm.place import ElasticPlace, Place, device_of, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
@@ -238,6 +238,7 @@ class Trainer(ABC):
         begin, begun = self.log.seconds(), time.monotonic()
         paused = replica.seconds
         lr = self._set_rates()
+        micros = own_micro_batches(run.data.accumulate, replica)  # of this step
         if isinstance(replica, ZerothOrder):  # it has forward passes only, so there is no norm of a gradient
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
@@ -249,7 +250,7 @@ class Trainer(ABC):
         self.clock.trained += 1
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
-        tokens = round(self.batch * run.data.sequence * self.micros)
+        tokens = self.batch * run.data.sequence * micros
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute,
             progress=self.progress, sent=self.ledger.sent(),

@@ -56,6 +56,17 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def check_place(path: Path) -> None:
+    """Raise the `OSError` that writing the file `path` would meet, before any work: it is a folder, or its folder cannot be made or written."""
+    place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if place == path.absolute() and place.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "the name of a file is needed", str(path))
+    if place != path.absolute() and not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+    if not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+
 def write_whole(path: Path, data: str | bytes) -> None:
     """Write `path` whole or not at all: a reader sees the old or the new content. Several processes may write it at once. Raises `OSError`."""
     if not path.name:

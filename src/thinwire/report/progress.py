@@ -98,8 +98,8 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The run's step, as `step_of_run` has it."""
-        return step_of_run(self._replicas, self._membership is not None)
+        """The run's step, as `step_of_run` has it. Replicas with different speeds may take more steps together than the run's."""
+        return min(self.steps, step_of_run(self._replicas, self._membership is not None))
 
     def pass_over(self) -> None:
         """Skip the events of earlier sessions, which have been shown."""

@@ -229,7 +229,7 @@ class Top:
             else ""
         )
         parts = (
-            f"step {self._step}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
+            f"step {min(self._step, self._steps)}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
             f"{text_of_count(speed)} {self._unit}/s" if living else "",
             f"evaluation {text_of_loss(evaluated[1])} at step {evaluated[0]}" if evaluated else "",
             f"numbers are {provenance_of(self._start)}",

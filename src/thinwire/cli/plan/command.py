@@ -28,8 +28,9 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.scaling import TOKENS_PER_PARAMETER
 from thinwire.plan.search import settings
 from thinwire.plan.setting import SEARCHED, Setting, Task
-from thinwire.plan.sharding import Shards
+from thinwire.plan.sharding import Shards, traffic
 from thinwire.plan.targets import Targets, meeting
+from thinwire.records.files import check_place
 from thinwire.records.printable import printable, quoted
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.report.charts import Chart
@@ -111,6 +112,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     for figure in (asked.frontier, asked.rates):
         figures.check(figure)
+    if asked.frontier is not None and asked.frontier == asked.rates:
+        raise ConfigurationError(f"--frontier and --rates {asked.rates}: one file holds one picture; give two names.")
+    check_place(asked.out)
+    degrees, levels = _sharding(asked)
     console, task = options.console(asked.json), _task(asked)
     deadline = quantities.seconds(asked.deadline) if asked.deadline is not None else None
     targets = Targets(asked.utilization, deadline, asked.loss)
@@ -124,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
             highlight=False,
         )
     if task.ranks > 1:
-        console.print(_sharding(asked, task, best))
+        console.print(_shards(task, best, degrees, levels))
     _aside(console, task, best)
     drawn: list[tuple[Path | None, Callable[[], Chart]]] = [
         (asked.frontier, lambda: frontier_chart(met, best)),
@@ -234,10 +239,17 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
         console.print(f"warning: {warning}", highlight=False)
 
 
-def _sharding(asked: Options, task: Task, best: Setting) -> Table:
-    """The bytes that a rank keeps and sends inside its site, for the named ways of sharding and for the given one."""
-    levels = asked.levels if asked.levels and asked.levels[-1] == task.ranks else (*asked.levels, task.ranks)
+def _sharding(asked: Options) -> tuple[Shards | None, Sequence[int]]:
+    """The degrees, and the levels with the last one. Raises `ConfigurationError` if they do not fit the ranks."""
+    levels = asked.levels if asked.levels and asked.levels[-1] == asked.ranks else (*asked.levels, asked.ranks)
     degrees = Shards.parse(asked.degrees) if asked.degrees is not None else None
+    if asked.ranks > 1:
+        traffic(degrees or Shards(), 1, asked.ranks, levels)
+    return degrees, levels
+
+
+def _shards(task: Task, best: Setting, degrees: Shards | None, levels: Sequence[int]) -> Table:
+    """The bytes that a rank keeps and sends inside its site, for the named ways of sharding and for the given one."""
     table = Table(
         "s_w, s_g, s_o", title=f"Sharding over {task.ranks} ranks of a site (predicted; `thinwire train` takes ZeRO-3)"
     )

@@ -22,6 +22,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.settings import topology_of
 from thinwire.plan.graph import graph_chart, halving_seconds, within_budget
 from thinwire.plan.links import Links, store
+from thinwire.records.files import check_place
 from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
 from thinwire.topology.base import MOST, Weights
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     if asked.model not in SIZES:
         raise ConfigurationError(f"model={asked.model!r}: one of {', '.join(SIZES)} is needed.")
     figures.check(asked.plot)
+    if asked.out:
+        check_place(asked.out)
     links, size = _links(asked)
     found: list[tuple[str, Topology]] = []
     if asked.degree is not None:
