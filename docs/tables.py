@@ -36,7 +36,12 @@ PAGES = (
     "docs/gpus.md",
     *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/methods/*.md"))),
 )
-HEADLINE = ("Thinwire streaming_diloco", "torchft DiLoCo, streaming (fp32)", "torch DDP (fp32)")
+HEADLINE = (
+    "Thinwire streaming_diloco",
+    "Thinwire streaming_sign",
+    "torchft DiLoCo, streaming (fp32)",
+    "torch DDP (fp32)",
+)
 FIRST = (
     "data_parallel",
     "streaming_sign",

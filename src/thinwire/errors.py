@@ -53,7 +53,13 @@ class NonFiniteError(ThinwireError):
 
 
 class PeerError(ThinwireError):
-    """The base class of errors between replicas."""
+    """The base class of errors between replicas. `advice`, the end of the message, is for a run that ends with it; `cause` is what is before."""
+
+    advice = ""
+
+    @property
+    def cause(self) -> str:
+        return str(self).removesuffix(self.advice).rstrip()
 
 
 class DisagreementError(PeerError):

@@ -106,7 +106,7 @@ class Host:
         if rank < 0:
             return None
         if isinstance(heard, PeerError):
-            self._miss(rank, str(heard))
+            self._miss(rank, heard.cause)
             return rank
         try:
             up = self.messages.read_up(heard, rank)

@@ -98,7 +98,7 @@ class PeerHost:
     def _miss(self, other: int, why: PeerError) -> None:
         if other not in self._lost and other not in self._gone:
             self._lost.add(other)
-            self._tell(f"replica {other} was lost, the others continue: {why}")
+            self._tell(f"replica {other} was lost, the others continue: {why.cause}")
             self._peer.lost(other)
 
     def _run(self) -> None:

@@ -107,7 +107,7 @@ class SiteReplica(Unequal):
             try:
                 give(self.group, [rank], final, {})
             except LinkError as error:
-                self._say("warning", message=f"replica {rank} was lost before it had the final model: {error}")
+                self._say("warning", message=f"replica {rank} was lost before it had the final model: {error.cause}")
 
     def _take_final(self, peer: int) -> dict[str, Tensor]:
         """Raises `LinkError` if `peer` is lost, or does not wait for this replica."""
@@ -116,7 +116,7 @@ class SiteReplica(Unequal):
         except LinkError as error:
             raise LinkError(
                 f"replica {peer} did not give the global model to this replica, which was too late at the end of the run, or has lost it "
-                f"({error}) Take the model of another replica; this one holds that of its site."
+                f"({error.cause}) Take the model of another replica; this one holds that of its site."
             ) from error
 
     def _take(self, peer: int) -> dict[str, Tensor]:

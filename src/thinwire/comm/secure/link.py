@@ -319,7 +319,7 @@ class HubLink:
                 what = f"the hub's reducer {why}. {_REDUCER_GONE}"
             self._why_gone = f"{what} {self._advice}".strip()
         error = LinkError(self._why_gone)
-        error.peer = peer
+        error.peer, error.advice = peer, self._advice
         return error
 
     def _name(self, peer: int) -> str:
