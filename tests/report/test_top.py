@@ -14,6 +14,7 @@ from trained_runs import trained_run
 from thinwire.cli import main
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_nbytes
+from thinwire.report.charts import loss_chart
 from thinwire.report.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("late_imports")
@@ -37,6 +38,10 @@ def test_bytes_of_servers_and_a_finished_run_are_shown(
     line = out.getvalue().splitlines()[-1]
     assert line.startswith("step 12/12 · ")  # also if all together took more steps
     assert f" · sent {text_of_nbytes(summary.wire_bytes_sent)} per replica · " in line
+    record = RunRecord.load(run)
+    assert record.evaluations.nbytes[-1] == sum(int(each["nbytes"]) for _, _, each, _ in record.replicas[0].ledger)
+    curve = loss_chart([record]).views[2].data[1]  # the evaluations, over bytes
+    assert curve["x"][-1] == pytest.approx(record.evaluations.nbytes[-1], rel=1e-5) and not loss_chart([record]).remarks
     assert sum(one["nbytes"] for one in facts["replicas"]) == pytest.approx(2 * summary.wire_bytes_sent, abs=2)
     for log in run.glob("events/*.jsonl"):  # as before the end
         log.write_text("".join(line for line in log.open() if json.loads(line)["event"] != "end"))

@@ -238,7 +238,7 @@ class Trainer(ABC):
         begin, begun = self.log.seconds(), time.monotonic()
         paused = replica.seconds
         lr = self._set_rates()
-        micros = own_micro_batches(run.data.accumulate, replica)  # of this step
+        tokens = self.batch * run.data.sequence * own_micro_batches(run.data.accumulate, replica)
         if isinstance(replica, ZerothOrder):  # it has forward passes only, so there is no norm of a gradient
             self.model.eval()
             first, norm_value = replica.step * replica.samples, math.nan
@@ -250,7 +250,6 @@ class Trainer(ABC):
         self.clock.trained += 1
         self.clock.loop_seconds += seconds
         self.clock.compute_seconds += compute
-        tokens = self.batch * run.data.sequence * micros
         self.log.emit(
             "step", replica.step, loss=loss, lr=lr, grad_norm=norm_value, tokens=tokens, begin=begin, compute_seconds=compute,
             progress=self.progress, sent=self.ledger.sent(),
@@ -304,11 +303,11 @@ class Trainer(ABC):
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
         ):
             losses = self.job.evaluation(self.model, self.device)
-        of = evaluated(self.replica)
-        loss = next(iter(losses.values()))
+        loss, of = next(iter(losses.values())), evaluated(self.replica)
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         spent = time.monotonic() - began
-        self.log.emit("eval", self.replica.step, loss=loss, tokens=self._tokens(), seconds_spent=spent, of=of)
+        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of, "sent": self.ledger.sent()}
+        self.log.emit("eval", self.replica.step, loss=loss, **told)
 
     def _save(self) -> CheckpointError | None:
         """Write a checkpoint. If it cannot be written, this is reported and training continues, because the previous one still exists."""

@@ -21,12 +21,24 @@ def fragment_of(event: Event, names: Mapping[str, int]) -> int:
     return int(given) if isinstance(given, int | float) and math.isfinite(given) else names.get(str(given), -1)
 
 
-def sent_by(steps: Sequence[int], departs: Sequence[tuple[float, Event]]) -> Integers:
-    """Cumulative bytes after each of `steps`, departures of the same step included."""
-    nbytes = np.cumsum([0, *(whole(event["nbytes"]) for _, event in departs)])
-    at = np.maximum.accumulate([0, *(event["step"] for _, event in departs)])
-    sent: Integers = nbytes[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
+def sent_by(
+    steps: Sequence[int], departs: Sequence[tuple[float, Event]], told: Sequence[tuple[float, Event]] = ()
+) -> Integers:
+    """Cumulative bytes after each of `steps`: those of departures, of the same step too, or those that the events `told` count, if these are more.
+
+    These are steps and evaluations, which count every byte, also what no departure tells, but not what departs after them.
+    """
+    departed = np.cumsum([0, *(whole(event["nbytes"]) for _, event in departs)])
+    counted = np.maximum.accumulate([0, *(whole(event.get("sent")) for _, event in told)])
+    sent: Integers = np.maximum(_after(steps, departs, departed), _after(steps, told, counted))
     return sent
+
+
+def _after(steps: Sequence[int], events: Sequence[tuple[float, Event]], sums: Integers) -> Integers:
+    """Of `sums`, which begins before the first of the events, those after each of `steps`."""
+    at = np.maximum.accumulate([0, *(event["step"] for _, event in events)])
+    found: Integers = sums[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
+    return found
 
 
 def as_sent(

@@ -24,7 +24,7 @@ of its kind:
     evicted     name by reason
     read        ranges
     data        round trained lost returned
-    eval        loss tokens seconds_spent of
+    eval        loss tokens seconds_spent of sent
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
     skip        reason
@@ -40,7 +40,7 @@ its own checkpoint, which contained `round` rounds.
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
 
 `progress` of a step is the number of inner steps of the run, which differs from this replica's own if replicas have different speeds; `sent`
-are all bytes that it has sent so far, for any purpose, in earlier sessions too.
+of a step and of an evaluation are all bytes that it has sent so far, for any purpose, in earlier sessions too.
 
 `weighed` has the weight that each neighbour got, by rank (a replica's own is 1); one that is missing has sent NaN or infinity.
 
@@ -97,7 +97,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "evicted": ("name", "by", "reason"),
     "read": ("ranges",),
     "data": ("round", "trained", "lost", "returned"),
-    "eval": ("loss", "tokens", "seconds_spent", "of"),
+    "eval": ("loss", "tokens", "seconds_spent", "of", "sent"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),
     "skip": ("reason",),

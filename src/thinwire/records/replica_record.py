@@ -225,6 +225,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         of |= as_flights(rounds)
     names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
     steps, lands = [item for item in of.get("step", []) if _has_times(item[1])], of.get("land", [])
+    told = [item for item in joined.kept if item[1]["event"] in ("step", "eval")]
     departs = as_sent(of.get("depart", []), of.get("flight", []), names)
     stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
     loss = _column(steps, "loss")
@@ -242,7 +243,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         tokens=np.array([whole(event["tokens"]) for _, event in steps], dtype=np.int64),
         begin=_column(steps, "begin") + np.array([offset for offset, _ in steps]),
         compute_seconds=_column(steps, "compute_seconds"),
-        nbytes=sent_by([event["step"] for _, event in steps], departs),
+        nbytes=sent_by([event["step"] for _, event in steps], departs, told),
         flights=_flights(of.get("flight", []), departs, names),
         stalls=stalls,
         merges=tuple(_merge(offset, event, names) for offset, event in landed),
@@ -254,7 +255,7 @@ def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> Repl
         sent=sent_of_each(departs, names),
         foreseen=sum(whole(event["nbytes"]) for _, event in of.get("depart", [])),
         skipped=len(of.get("skip", [])),
-        evaluations=_evaluations(of.get("eval", []), departs),
+        evaluations=_evaluations(of.get("eval", []), departs, told),
         notes=_notes(joined, called if start["carrier"] == CARRIER else whole(start["replica"])),
         lost=tuple(joined.lost),
         windows=_windows(joined),
@@ -314,13 +315,15 @@ def _rounds(events: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> 
     return Counter(fragment_of(event, names) for _, event in events)
 
 
-def _evaluations(evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]]) -> Evaluations:
+def _evaluations(
+    evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]], told: Sequence[tuple[float, Event]]
+) -> Evaluations:
     evals = [(offset, event) for offset, event in evals if event["of"] != "start"]
     steps = [event["step"] for _, event in evals]
     return Evaluations(
         step=np.array(steps, dtype=np.int64),
         seconds=np.array([offset + finite(event["seconds"]) for offset, event in evals], dtype=np.float64),
-        nbytes=sent_by(steps, departs),
+        nbytes=sent_by(steps, departs, told),
         loss=_column(evals, "loss"),
     )
 

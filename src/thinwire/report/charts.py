@@ -7,7 +7,7 @@ some markup in labels. Colours here are readable on light and dark alike; ink, g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -59,7 +59,7 @@ def loss_chart(records: Sequence[RunRecord]) -> Chart:
     axes = (
         ("steps", {"title": {"text": "inner steps"}}),
         ("seconds", {"title": {"text": "time"}, "meta": "seconds"}),
-        ("bytes sent", {"title": {"text": "bytes sent per replica"}, "type": "log", **_byte_ticks(records)}),
+        ("bytes sent", {"title": {"text": "bytes sent by replica 0"}, "type": "log", **_byte_ticks(records)}),
     )
     views = []
     low, high, clipped = _loss_range(records)
@@ -69,7 +69,7 @@ def loss_chart(records: Sequence[RunRecord]) -> Chart:
             data += _curves(record, label, colour(index), several=len(records) > 1)
         y: Json = {"title": {"text": "loss"}} | ({"range": [low, high]} if clipped else {})
         views.append(ChartState(label, data, {"xaxis": axis, "yaxis": y, "hovermode": "closest"}))
-    undrawn = [(record.name, told) for record in records if (told := _undrawn(record))]
+    undrawn = [(record.name, told) for record in records if (told := _undrawn(record, _by_its_end))]
     remarks = [f"{name}: {told}" if len(records) > 1 else told for name, told in undrawn]
     return Chart(views, 420, (*([_CLIPPED] if clipped else []), *remarks))
 
@@ -77,11 +77,16 @@ def loss_chart(records: Sequence[RunRecord]) -> Chart:
 _CLIPPED = "The first 5 % of the steps reach above this chart."
 
 
-def _undrawn(record: RunRecord) -> str:
-    """A remark on bytes of which no departure tells, if they are more than a twentieth of all; empty otherwise."""
+def _by_its_end(replica: ReplicaRecord) -> int:
+    """The bytes at the right end of its curves."""
+    return int(max([0, *replica.nbytes[-1:], *replica.evaluations.nbytes[-1:]]))
+
+
+def _undrawn(record: RunRecord, drawn: Callable[[ReplicaRecord], int]) -> str:
+    """A remark on bytes of which the log does not tell, if they are more than a twentieth of all; empty otherwise."""
     told = [replica for replica in record.replicas if replica.ledger and replica.sessions == 1]
     counted = sum(whole(sent.get("nbytes")) for replica in told for _, _, sent, _ in replica.ledger)
-    undrawn = counted - sum(replica.nbytes_sent for replica in told)
+    undrawn = counted - sum(map(drawn, told))
     if undrawn <= counted / 20:
         return ""
     return (
@@ -169,7 +174,7 @@ def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
         _link_view(record, "a few cycles", np.linspace(*window, BINS + 1), rates),
     ]
     remarks = [f"Link capacity {text_of_rates(rates)}." if rates else "The link's capacity is not known."]
-    remarks += [told] if (told := _undrawn(record)) else []
+    remarks += [told] if (told := _undrawn(record, lambda replica: replica.nbytes_sent)) else []
     if len(record.replicas) > LINES:
         remarks.append(f"The first {LINES} of {len(record.replicas)} replicas are drawn.")
     return Chart(views, 270, tuple(remarks))
