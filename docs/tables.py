@@ -842,7 +842,7 @@ def _share(value: float | None) -> str:
 
 def _spread(row: Mapping[str, Any], name: str) -> str:
     """A median, and the least and the greatest of its windows, if there were several."""
-    spread = [f"{100 * value:.0f}" for value in row.get(f"{name}_spread", ())]
+    spread = [f"{100 * value:.1f}" for value in row.get(f"{name}_spread", ())]
     return _share(row[name]) + (f" ({'…'.join(spread)})" if spread else "")
 
 

@@ -131,7 +131,9 @@ def test_the_citation_names_the_default_method():
 def test_the_page_names_the_spread_of_the_bare_loop():
     bare = json.loads((ROOT / "benchmarks/results/utilization.json").read_text())["bare"]
     least, most = (1 / seconds for seconds in reversed(bare["spread"]))
-    assert f"{bare['runs']} windows without any exchange had {least:.2f} to {most:.2f} steps/s" in page("docs/measured.md")
+    assert f"{bare['runs']} windows without any exchange had {least:.2f} to {most:.2f} steps/s" in page(
+        "docs/measured.md"
+    )
 
 
 # ---- errors and bounds

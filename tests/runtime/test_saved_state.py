@@ -140,3 +140,30 @@ def test_a_replica_at_work_goes_back_to_a_saved_state(strategy: tw.Strategy) -> 
         back = tw.run_threads(2, lambda group, turns=(begin, far, far, end): replica(group, list(turns)), timeout=600.0)
         for (tensors, facts), (due, said) in zip(back, straight, strict=True):
             assert facts == said and all(same_bits(a, b) for a, b in zip(tensors, due, strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy", [tw.streaming_diloco(every=4, fragments=1, delay=2), recipes.d_psgd(every=4, delay=2)]
+)
+@pytest.mark.parametrize("numel", [0, 3])
+def test_a_flight_without_its_whole_delta_is_refused(strategy: tw.Strategy, numel: int) -> None:
+    """As if a user's own code saved some of the tensors."""
+
+    def replica(group: tw.Group) -> None:
+        model = toy()
+        optimizer = own(strategy, model)
+        with tw.Replica(strategy, model, optimizer, group, validation=validation(model)) as replica:
+            while replica.step < 9 and not (replica.step > 3 and replica.in_flight):
+                inner_step(model, optimizer, *batch(0, group.rank, replica.step + 1))
+            tensors, facts = replica.state()
+            flying = next(name for name in tensors if name.endswith(".delta"))
+            fewer = {name: value for name, value in tensors.items() if name != flying}
+            if numel:
+                fewer[flying] = torch.zeros(numel)
+            with pytest.raises(
+                tw.CheckpointError, match=rf"a round in flight .* whose delta has {numel} elements there"
+            ):
+                replica.load_state(fewer, facts)
+            replica.load_state(tensors, facts)
+
+    tw.run_threads(2, replica, timeout=600.0)

@@ -238,11 +238,13 @@ def emulated() -> list[dict[str, Any]]:
 def test_simulated_utilization_is_close_to_the_emulated_one(row):
     """The benchmark ran processes over a shaped link; its JSON holds strategy, step time and rate.
 
-    1448 of 1514 bytes on the wire are payload. Nothing is fitted. The simulator does not know the CPU time of encoding.
+    1448 of 1514 bytes on the wire are payload. Nothing is fitted. The simulator does not know the CPU time of encoding; the row has its share
+    of the core that trains.
     """
     strategy = tw.catalogue.parsing.parse(row["how"])
     numels = [fragment.numel for fragment in strategy.partition.fragments(skeleton(Run.of(model="mini")))]
     link = Link(row["megabits_per_second"] * 1e6 * 1448 / 1514)
     outcome = simulate(strategy, numels, Scenario.alike(2, row["inner_step_seconds"], link), 3000)
     hidden = row["utilization"] > 0.95  # the overlap hides sending and encoding
-    assert outcome.compute_utilization == pytest.approx(row["utilization"], rel=0.02 if hidden else 0.1)
+    apart = max(0.02, row["beside_cpu"]) if hidden else 0.1
+    assert outcome.compute_utilization == pytest.approx(row["utilization"], rel=apart)

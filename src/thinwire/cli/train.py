@@ -88,7 +88,8 @@ class Options:
         if not (self.elastic or self.lighthouse is not None):
             return self
         if self.run_settings.placement.carrier == "threads":
-            raise ConfigurationError("--carrier threads with --elastic: threads die together; choose one of them.")
+            given = "--elastic" if self.lighthouse is None else "--lighthouse"
+            raise ConfigurationError(f"--carrier threads with {given}: threads die together; choose one of them.")
         secure = self.run_settings.placement.carrier in ("secure", "secure-elastic")
         if secure and self.lighthouse is not None:
             raise ConfigurationError(

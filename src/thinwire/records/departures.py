@@ -35,7 +35,7 @@ def sent_by(
 
 
 def _after(steps: Sequence[int], events: Sequence[tuple[float, Event]], sums: Integers) -> Integers:
-    """Of `sums`, which begins before the first of the events, those after each of `steps`."""
+    """The elements of `sums`, which begins before the first event, after each of `steps`."""
     at = np.maximum.accumulate([0, *(event["step"] for _, event in events)])
     found: Integers = sums[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
     return found

@@ -22,6 +22,7 @@ from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.runtime.recovery import start_again
+from thinwire.runtime.saved_state import delta_in_flight
 from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
@@ -90,13 +91,11 @@ class DeltaDriver(Driver):
         check_saved("tokens" in facts, self._by_tokens)
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, digest(self.anchors()))
-        for departed, index, number in saved_flights(facts):
+        for step, index, number in saved_flights(facts):
             fragment = training.fragments[index]
-            delta = tensors.get(f"{index}.delta", fragment.own)  # one tensor if a round takes a whole period
-            assert delta is not None
-            delta, outer = delta.to(fragment.anchor.device), training.strategy.outer
+            delta, outer = delta_in_flight(fragment, tensors).to(fragment.anchor.device), training.strategy.outer
             update = fragment.begin_round(
-                training.strategy, delta, departed, self._flights.buffers, outer=outer, number=number
+                training.strategy, delta, step, self._flights.buffers, outer=outer, number=number
             )
             if self._by_tokens:
                 update.trained = facts["tokens"][2][str(index)]

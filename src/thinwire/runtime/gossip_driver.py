@@ -28,6 +28,7 @@ from thinwire.runtime.handshake import agree_on_resume
 from thinwire.runtime.judged_update import JudgedUpdate
 from thinwire.runtime.module_state import evaluating, gradient, separate_gradients
 from thinwire.runtime.recovery import start_again
+from thinwire.runtime.saved_state import delta_in_flight
 from thinwire.topology import spread
 from thinwire.types import State
 
@@ -195,9 +196,10 @@ class GossipDriver(Driver):
         training.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, bytes(16))
         self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
-        for departed, index, number in saved_flights(facts):
-            theta = tensors[f"{index}.delta"].clone()
-            self._flights.depart_again(self._begin_round(training.fragments[index], theta, departed, number))
+        for step, index, number in saved_flights(facts):
+            fragment = training.fragments[index]
+            theta = delta_in_flight(fragment, tensors).clone()
+            self._flights.depart_again(self._begin_round(fragment, theta, step, number))
 
     def anchors(self) -> Sequence[Tensor]:
         """This replica's own weights; after `finish`, the mean over all."""

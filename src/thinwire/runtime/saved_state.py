@@ -44,6 +44,18 @@ def restore(
         one.rounds, one.since = number, since
 
 
+def delta_in_flight(fragment: FragmentState, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The `saved` delta of a fragment's flight; `own` if a round takes a whole period. Raises `CheckpointError`."""
+    delta = tensors.get(f"{fragment.index}.delta", fragment.own)
+    saved = 0 if delta is None else delta.numel()
+    if delta is None or saved != fragment.anchor.numel():
+        raise CheckpointError(
+            f"fragment {fragment.fragment.name!r} has a round in flight in the checkpoint, whose delta has {saved} elements there and "
+            f"{fragment.anchor.numel()} in this model; save all tensors of `state()`, and load them all."
+        )
+    return delta
+
+
 def _tensors(fragment: FragmentState) -> dict[str, Tensor]:
     """The tensors of a fragment to save. A flight is saved as the delta that departed."""
     named = {"anchor": fragment.anchor, "deviation": fragment.deviation, "own": fragment.own}
