@@ -194,6 +194,22 @@ def test_the_training_loop_of_a_run_is_that_of_its_slowest_replica(
     assert RunRecord.load(tmp_path).summary.wall_seconds == 9.0
 
 
+def test_a_run_that_ended_without_a_lost_replica_is_finished(tmp_path: Path, write_events: Write, start: Start) -> None:
+    """With methods whose replicas do not wait for each other. The numbers are those of the replicas that ended."""
+    for replica, steps in ((0, 6), (1, 2), (2, 6)):
+        events = [start(replica, 3), *(step(number, number - 1.0, 1.0) for number in range(1, steps + 1))]
+        said = {"wall_seconds": 9.0, "steps": 6, "wire_bytes_sent": 100 * (replica + 1), "eval_loss": 1.5}
+        end = [event("end", 9.0, 6, summary=said)] if steps == 6 else []
+        write_events(tmp_path / "events" / f"replica-{replica}.jsonl", [*events, *end])
+    record = RunRecord.load(tmp_path)
+    assert record.status == "finished" and record.summary.steps == 6
+    assert (record.summary.wall_seconds, record.summary.wire_bytes_sent, record.summary.eval_loss) == (9.0, 200, 1.5)
+    assert (
+        "There is no end event of replica 1: lost, or still active. The numbers are those of the others."
+        in record.remarks
+    )
+
+
 def test_numbers_in_virtual_time_are_simulated(start: Start) -> None:
     begun = start(0, 1)
     assert provenance_of(begun) == "emulated"

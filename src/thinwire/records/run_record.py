@@ -14,7 +14,7 @@ import numpy as np
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
-from thinwire.records.losses import named_losses, outcome
+from thinwire.records.losses import ended, named_losses, outcome
 from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
@@ -266,12 +266,10 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
 
 
 def _status(replicas: Sequence[ReplicaRecord]) -> str:
-    if _elastic(replicas) and any(replica.end and replica.stopped is None for replica in replicas):
-        return "finished"  # replicas that were absent at the end are not needed
-    reason = next((replica.stopped for replica in replicas if replica.stopped is not None), None)
-    if reason is not None:
-        return f"stopped: {reason}"
-    return "finished" if all(replica.end for replica in replicas) else "still running or killed"
+    reasons = [replica.stopped for replica in replicas if replica.stopped is not None]
+    if reasons and not (_elastic(replicas) and ended(replicas)):
+        return f"stopped: {reasons[0]}"
+    return "finished" if ended(replicas) else "still running or killed"
 
 
 def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
@@ -279,10 +277,9 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     computed = _computed(replicas)
     said = [replica.end["summary"] for replica in replicas if replica.end]
     elastic = _elastic(replicas)
-    if not said or (len(said) < len(replicas) and not elastic):
-        return computed, [
-            "There is no end event, so the run is still active or was killed; the numbers are from its events."
-        ]
+    if not said or (len(said) < len(replicas) and not (elastic or ended(replicas))):
+        remark = "There is no end event, so the run is still active or was killed; the numbers are from its events."
+        return computed, [remark]
     means = {key: _mean([summary.get(key) for summary in said]) for key in said[0]}
     for key in ("wire_bytes_sent", "bits_per_parameter_per_step"):
         if key in means:  # every shard of a replica sends its own
@@ -293,7 +290,9 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
         means["losses"] = losses_of_each(replicas)
     if elastic:  # each told of itself alone
         means |= {"tokens": computed.tokens, "steps": computed.steps}
-    return _overlaid(computed, {**_summary_file(folder), **means}), []
+    without = "" if elastic else ", ".join(replica.name for replica in replicas if not replica.end)
+    remark = f"There is no end event of {without}: lost, or still active. The numbers are those of the others."
+    return _overlaid(computed, {**_summary_file(folder), **means}), [remark] if without else []
 
 
 def _mean(values: Sequence[object]) -> object:
