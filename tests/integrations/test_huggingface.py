@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,9 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
     assert (
         said.startswith("CheckpointError: the trainer resumes at step 4, and ") and "copy all of checkpoint-4" in said
     )
+    shutil.rmtree(tmp_path / "attached/checkpoint-4/thinwire")
+    said = refused(tmp_path / "attached", ThinwireCallback(AVERAGE), resume=elsewhere, **options)
+    assert said.endswith("Its save was cut off: delete checkpoint-4 and resume from the one before, on all replicas.")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,9 @@ def test_evaluations_and_saves_at_other_steps_are_refused_for_a_model_whose_buff
 
 
 def test_a_run_too_short_for_its_momentum_warns():
-    assert "12 steps are 1 rounds of each fragment" in too_short(tw.diloco(every=10), 12)
+    said = too_short(tw.diloco(every=10), 12)
+    assert "12 steps are 1 rounds of each fragment" in said and said.endswith("Take finetune(), or exchange more often")
+    assert too_short(tw.finetune(every=10), 12).endswith("finetune.md). Exchange more often")
     assert not too_short(tw.diloco(every=10), 200) and not too_short(tw.finetune(every=10), 30)
     assert not too_short(tw.local_sgd(every=10), 12) and not too_short(tw.data_parallel(), 1)
 

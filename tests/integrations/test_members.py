@@ -8,13 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from thinwire.errors import LinkError
-from thinwire.integrations.members import meet
+from thinwire.integrations import members
 from thinwire.membership import Lighthouse
+from thinwire.membership.testing import SimulatedCluster
+from thinwire.replica import Replica
 from thinwire.testing.toy import same_bits
 
 PROGRAM = Path(__file__).parents[1] / "support" / "member_process.py"
@@ -106,11 +109,31 @@ def test_a_killed_member_returns_from_its_checkpoint(trainers: Trainers) -> None
 
 def test_a_member_that_waits_for_others_says_why(capsys) -> None:
     reasons, attached = ["the lighthouse refuses this replica"], object()
+    member = SimulatedCluster().membership("a")
 
     def attach() -> object:
         if reasons:
             raise LinkError(reasons.pop())
         return attached
 
-    assert meet(attach, 1e9) is attached
+    assert members.meet(member, attach, 1e9) is attached
     assert "still waiting for other members: the lighthouse refuses this replica" in capsys.readouterr().err
+
+
+def test_a_member_waits_for_others_no_longer_than_it_may(monkeypatch) -> None:
+    """Also if that is less than, or no multiple of, the time in which members find each other."""
+    member, now, tried = SimulatedCluster().membership("a"), [0.0], list[float]()
+    times = member.timeouts
+    monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def attach() -> Replica:
+        tried.append(member.timeouts.view)
+        now[0] += member.timeouts.view
+        raise LinkError("nobody came")
+
+    for seconds, due in ((10.0, 10.0), (90.0, 60.0)):
+        now[0] = 0.0
+        with pytest.raises(LinkError, match="nobody came"):
+            members.meet(member, attach, seconds)
+        assert tried[0] == due and seconds <= now[0] <= seconds + 2 and member.timeouts == times
+        tried.clear()

@@ -81,6 +81,11 @@ def of_nothing(_):
             lambda: nn.Linear(2, 2).requires_grad_(False), of_nothing,
             "Linear has no trainable parameters; at least one with requires_grad=True is needed.",
         ),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta")), sgd,
+            "1.running_mean is on the meta device, which holds no values; call model.to_empty(device=...) and give it its weights, then make "
+            "the optimizer and the Replica.",
+        ),
         (Integers, sgd, "table is torch.complex64; only real floating-point parameters can be exchanged, freeze it."),
         (
             toy, of_another_model,

@@ -261,6 +261,17 @@ def test_a_lighthouse_without_the_secret_is_refused(lit):
         thread.join(LIMIT)
 
 
+@closed
+def test_a_replica_with_another_secret_is_told_so_and_nothing_else(lit):
+    lighthouse, _, _ = lit
+    stranger = LighthouseRendezvous(lighthouse.address)
+    stranger.arrive("b", LIFE, b"another", QUICK, lambda kind, fields: None)
+    with pytest.raises(LinkError, match=r"has another run secret, or none.*--secret") as caught:
+        stranger.call(Presence("b", LIFE, 1), 0.0)
+    stranger.leave()
+    assert str(caught.value).endswith("--secret. Waited 0 s.")
+
+
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("change", [{"facts": {"run": "mine"}}, {"name": "b"}])
 def test_a_newcomer_that_claims_seniority_ends_no_member(early, change):

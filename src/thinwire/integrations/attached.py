@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from thinwire.comm import Group, ThreadGroup, TorchGroup
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import trainable
+from thinwire.recipes import finetune
 from thinwire.replica import Replica
 from thinwire.strategy import Gradients, Strategy
 
@@ -31,9 +32,10 @@ def too_short(strategy: Strategy, steps: int) -> str:
         or rounds >= (needed := round(2 / (1 - momentum)))
     ):
         return ""
+    advice = "Exchange more often" if strategy.outer == finetune().outer else "Take finetune(), or exchange more often"
     return (
         f"{steps} steps are {rounds} rounds of each fragment, too few for an outer momentum of {momentum:g}, which needs some {needed}: such "
-        "runs end worse than with plain averages (docs/methods/finetune.md). Take finetune(), or exchange more often"
+        f"runs end worse than with plain averages (docs/methods/finetune.md). {advice}"
     )
 
 

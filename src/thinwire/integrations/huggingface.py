@@ -214,6 +214,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         reader = sampler.open(batch) if sampler and drawn else None
         member.most_steps = member.most_steps or state.max_steps
         return meet(
+            member,
             lambda: Replica(
                 self.strategy, model, optimizer, member, reader=reader, resume=resume, observer=self._observer
             ),
@@ -343,9 +344,12 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             )
         path = Path(str(args.output_dir)) / f"checkpoint-{step}" / FOLDER / f"step-{step:08d}"
         if not path.is_dir():  # a trainer does not tell its callbacks the path from which it resumes
+            advice = f"Set output_dir to the folder of that checkpoint, or copy all of checkpoint-{step} into {args.output_dir}."
+            if path.parents[1].is_dir():
+                others = "" if self._member else ", on all replicas"
+                advice = f"Its save was cut off: delete checkpoint-{step} and resume from the one before{others}."
             raise CheckpointError(
-                f"the trainer resumes at step {step}, and {path} does not exist: the state of replica {own} is needed there. Set output_dir to "
-                f"the folder of that checkpoint, or copy all of checkpoint-{step} into {args.output_dir}."
+                f"the trainer resumes at step {step}, and {path} does not exist: the state of replica {own} is needed there. {advice}"
             )
         return checkpoint.read(path)
 

@@ -193,7 +193,7 @@ class ThinwireCallback(Callback):
                 self.strategy, module, trainer.optimizers, member, reader=reader, resume=resume, observer=self._observer
             )  # fmt: skip
 
-        return meet(attach, _TIMEOUT)
+        return meet(member, attach, _TIMEOUT)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batches += 1

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torch.utils.data import Sampler
 
@@ -19,16 +20,21 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.replica import Replica
 
 
-def meet(attach: Callable[[], Replica], seconds: float) -> Replica:
+def meet(membership: Membership, attach: Callable[[], Replica], seconds: float) -> Replica:
     """Call `attach`, repeatedly for `seconds` while there are too few members, and return its result. Raises its errors."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return attach()
-        except LinkError as error:
-            if time.monotonic() > until:
-                raise
-            print(f"thinwire: still waiting for other members: {error}", file=sys.stderr, flush=True)
+    until, times = time.monotonic() + seconds, membership.timeouts
+    try:
+        while True:
+            left = max(1.0, until - time.monotonic())
+            membership.use_timeouts(replace(times, view=min(times.view, left)))
+            try:
+                return attach()
+            except LinkError as error:
+                if time.monotonic() > until:
+                    raise
+                print(f"thinwire: still waiting for other members: {error}", file=sys.stderr, flush=True)
+    finally:
+        membership.use_timeouts(times)
 
 
 def keep_to_the_end(membership: Membership, seconds: float) -> None:

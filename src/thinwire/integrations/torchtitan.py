@@ -99,7 +99,7 @@ def attach(
                     print(f"thinwire: {told(strategy, replica, group.size)}", flush=True)
                 yield replica
             return
-        with meet(attached, _TIMEOUT) as replica:
+        with meet(group, attached, _TIMEOUT) as replica:
             states[STATE] = replica
             print(f"thinwire: {told(strategy, replica, 1)}", flush=True)
             with _follows(trainer, replica):

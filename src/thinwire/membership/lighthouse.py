@@ -42,9 +42,6 @@ class LighthouseRendezvous(RemoteRendezvous):
         super().__init__()
         self._lighthouse, self._port = _parse(address)
         self.where = f"the lighthouse at {at(self._lighthouse, self._port)}"
-        self.advice = (
-            f"Start one with `thinwire lighthouse`, and check that this machine reaches it: port {self._port}."
-        )
         self._host = host or _own_address(self._lighthouse, self._port)
         self._address = self._host  # with the port as soon as it listens
         self._addresses: list[str] = []  # keys of the last group's addresses
@@ -55,7 +52,10 @@ class LighthouseRendezvous(RemoteRendezvous):
         try:
             socket.create_connection((self._lighthouse, self._port), timeout=2.0).close()
         except OSError as error:
-            return f"{self.where} does not answer ({error.strerror or error}). {self.advice}"
+            return (
+                f"{self.where} does not answer ({error.strerror or error}). Start one with `thinwire lighthouse`, and check that this machine "
+                f"reaches it: port {self._port}."
+            )
         return ""
 
     @property

@@ -25,7 +25,8 @@ PROBE = 2.0  # seconds within which a peer, a lighthouse or a hub must answer
 
 
 class RemoteRendezvous(ABC):
-    """The common part of a lighthouse's and a hub's. `where` names the server in messages; `advice` is shown if it is not found."""
+    """The common part of a lighthouse's and a hub's. `where` names the server in messages; `advice` is shown if it is not found, unless
+    the errors of its channels have advice."""
 
     where = advice = ""
     relays = False
@@ -132,7 +133,7 @@ class RemoteRendezvous(ABC):
                 break
             except LinkError as error:
                 if self._left.is_set() or self.clock() + pause > until:
-                    raise LinkError(f"{error} Waited {seconds:.0f} s. {self.advice}") from None
+                    raise LinkError(f"{error} Waited {seconds:.0f} s. {self.advice}".rstrip()) from None
                 self._retry(str(error), pause)
             self.sleep(pause)
             pause = min(2 * pause, self._timeouts.heartbeat_interval)  # so that all are back at about the same time

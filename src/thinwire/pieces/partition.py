@@ -83,8 +83,8 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, DistributedDataParallel does not wrap it, and
-    torch makes tensors in fp32 by default."""
+    """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, DistributedDataParallel does not wrap it, all
+    of it has values, and torch makes tensors in fp32 by default."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model: a {type(model).__name__} was given; an nn.Module is needed; put several into an nn.ModuleList."
@@ -98,6 +98,11 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ModelError(
             "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
             "fully_shard within each replica, is needed. Remove the wrapper, or keep it and use thinwire.methods.ddp_hook (docs/own-loop.md)."
+        )
+    if empty := [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]:
+        raise ModelError(
+            f"{empty[0]} is on the meta device, which holds no values; call model.to_empty(device=...) and give it its weights, then make the "
+            "optimizer and the Replica."
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, parameter in trainable(model) if id(parameter) not in held]

@@ -19,8 +19,9 @@ from thinwire.runtime.module_state import gradient, put_gradient, reshard, separ
 
 COMPARED = 100  # steps between two comparisons of the weights, which should be equal
 _DRIFTED = (
-    "the weights of the replicas have drifted apart: their processors, or their optimizers, round differently. All take replica 0's now, "
-    f"and again if they differ (compared every {COMPARED} steps); thinwire.pieces.inner_optimizers.SGD(...).make(...) steps alike on all processors."
+    "the weights of the replicas have drifted apart: their processors or optimizers round differently, or their learning rates differ. All take "
+    f"replica 0's now, and again if they differ (compared every {COMPARED} steps); "
+    "thinwire.pieces.inner_optimizers.SGD(...).make(...) steps alike on all processors."
 )
 
 
