@@ -1,4 +1,4 @@
-"""`thinwire train`: one language model on several replicas."""
+"""`thinwire train`: one model on several replicas. Other verbs that train use its functions, too."""
 
 from __future__ import annotations
 
