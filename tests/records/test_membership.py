@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.records.membership import MembershipLog, Participation, RoundSeen, Steps, merged, numbers, placed
-from thinwire.records.run_record import RunRecord, explained
+from thinwire.records.membership import (
+    MembershipLog,
+    Participation,
+    RoundSeen,
+    Steps,
+    explained_steps,
+    merged,
+    numbers,
+    placed,
+)
+from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import Span
 from thinwire.report.progress import Progress
 from thinwire.report.report import write_report
@@ -140,7 +149,7 @@ def test_the_summary_of_a_fixed_group_has_no_membership_figures(
 ) -> None:
     write_events(tmp_path / "fixed/events/replica-0.jsonl", [start(0, 1), step(1, 0.0)])
     record = RunRecord.load(tmp_path / "fixed")
-    assert record.steps == [] and record.summary.steps_trained is None and explained(record.steps) == ""
+    assert record.steps == [] and record.summary.steps_trained is None and explained_steps(record.steps) == ""
 
 
 def test_notes_name_the_replicas_that_joined_and_left(folder: Path) -> None:

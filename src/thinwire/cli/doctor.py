@@ -1,4 +1,4 @@
-"""`thinwire doctor`: checks this machine and a set-up before a run."""
+"""`thinwire doctor`: checks this machine and a set-up before a run. Verbs that train call `ready` and `fitted` first."""
 
 from __future__ import annotations
 

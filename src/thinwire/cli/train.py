@@ -1,4 +1,4 @@
-"""`thinwire train`: one language model on several replicas."""
+"""`thinwire train`: one model on several replicas. Other verbs that train use its functions, too."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
+from thinwire.records.membership import explained_steps
 from thinwire.records.printable import quoted, reason
-from thinwire.records.run_record import RunRecord, explained, text_of_privacy
+from thinwire.records.run_record import RunRecord, text_of_privacy
 from thinwire.report.progress import Progress, final_table
 from thinwire.report.terminal import waiting
 from thinwire.report.trackers.follow import following
@@ -296,7 +297,7 @@ def finish(
     summary = summary_of(record)
     write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
-    if told := explained(record.steps):
+    if told := explained_steps(record.steps):
         console.print(told, soft_wrap=True, highlight=False)
     if skipped := sum(replica.skipped for replica in record.replicas):
         console.print(

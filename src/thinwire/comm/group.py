@@ -72,7 +72,7 @@ class Group(Protocol):
         """Start sending `send[peer]` and receiving into `recv[peer]`; do not block.
 
         May be called from any thread, with several posts open at once. Messages between two replicas under one `tag`
-        are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages do
+        are matched in the order of posting. Buffers belong to the transfer until `wait` returns. Empty messages
         are not sent. `purpose` is a word for the ledger. With `sized`, a received message may be shorter than its buffer; `sized` returns
         the message's length, which comes from a peer and must be checked. Raises `LinkError` only if this group was closed;
         `wait` raises errors of a peer.

@@ -1,4 +1,4 @@
-"""One round without training, for measurements and tests of an exchange."""
+"""One round without training: for the mean at the end of a gossip run, and for measurements and tests of an exchange."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ class Placement(CheckedSettings):
     grace: str | None = None
     """Elastic: how long a round waits for a late replica, such as 5s or '20 steps'. Default: the schedule's slack."""
     weigh: Literal["alike", "tokens"] | None = None
-    """All deltas count alike, or by tokens: if replicas differ in speed. Default: tokens if the job packs documents, otherwise alike."""
+    """All deltas count alike, or by tokens: if replicas differ in speed. Default: tokens if batches differ or a job packs documents, else alike."""
     evict: bool = False
     """Elastic: remove a replica if most others report that it delays them (thinwire docs diagnosis)."""
     link: str = "none"

@@ -1,14 +1,12 @@
-"""Ends of runs, and their evaluation losses. None: there was no evaluation. NaN or an infinity: there was one, and no model that can be compared."""
+"""Evaluation losses. None: there was no evaluation. NaN or an infinity: there was one, and no model that can be compared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from thinwire.records.membership import CARRIER
 from thinwire.records.printable import printable
-from thinwire.records.replica_record import Evaluations, ReplicaRecord
+from thinwire.records.replica_record import Evaluations
 from thinwire.records.sessions import number
 
 MOST_LOSSES = 32  # most losses of an evaluation
@@ -19,12 +17,6 @@ def named_losses(said: object) -> dict[str, float]:
     """The losses that an end names: at most so many as a job may, under short names."""
     named = list(said.items())[:MOST_LOSSES] if isinstance(said, dict) else []
     return {printable(name, 40): number(loss) for name, loss in named if isinstance(loss, int | float)}
-
-
-def ended(replicas: Sequence[ReplicaRecord]) -> bool:
-    """Whether the run has ended, perhaps without replicas that were lost; one that has begun again has had more sessions."""
-    latest = 0 if replicas[0].start["carrier"] == CARRIER else max(replica.sessions for replica in replicas)
-    return any(replica.end and replica.stopped is None and replica.sessions >= latest for replica in replicas)
 
 
 def outcome(status: str, loss: float | None, evaluations: Evaluations) -> str:

@@ -101,6 +101,17 @@ def text_of_steps(each: Sequence[Steps]) -> str:
     return "{:,} trained, {:,} jumped, {:,} counted".format(*sums)
 
 
+def explained_steps(each: Sequence[Steps]) -> str:
+    """An explanation of the numbers of steps, with those of each replica; empty for none."""
+    if not each:
+        return ""
+    of_each = "; ".join(f"{steps.name} {text_of_steps([steps])}" for steps in each)
+    return (
+        "Jumped steps were not trained by that replica, because the others had continued without it. Counted: its trained steps that "
+        f"are in the agreed weights. {of_each}."
+    )
+
+
 def _names(given: object) -> tuple[str, ...]:
     return tuple(map(str, given)) if isinstance(given, list) else ()
 

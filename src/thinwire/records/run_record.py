@@ -14,8 +14,8 @@ import numpy as np
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
-from thinwire.records.losses import ended, named_losses, outcome
-from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers, text_of_steps
+from thinwire.records.losses import named_losses, outcome
+from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import named, samples_of
@@ -125,8 +125,7 @@ class RunRecord:
         replicas = tuple(sorted(records, key=lambda record: (record.replica, record.name)))
         settings, remarks = _settings(folder, replicas[0].start)
         summary, more = _summary(folder, replicas)
-        evaluations = next((r.evaluations for r in replicas if len(r.evaluations.step)), replicas[0].evaluations)
-        status = outcome(_status(replicas), summary.eval_loss, evaluations)
+        status = outcome(_status(replicas), summary.eval_loss, _evaluations(replicas))
         return cls(folder, settings, replicas, summary, status, (*remarks, *damaged, *more, *_remarks(replicas)))
 
     @property
@@ -148,7 +147,7 @@ class RunRecord:
     @property
     def evaluations(self) -> Evaluations:
         """The evaluations of the first replica that evaluated: the anchors are the same on all."""
-        return next((r.evaluations for r in self.replicas if len(r.evaluations.step)), self.replicas[0].evaluations)
+        return _evaluations(self.replicas)
 
     @property
     def privacy(self) -> Mapping[str, Any] | None:
@@ -217,17 +216,6 @@ def text_of_privacy(privacy: Mapping[str, Any] | None) -> str:
     )
 
 
-def explained(each: Sequence[Steps]) -> str:
-    """An explanation of the numbers of steps, with those of each replica; empty for none."""
-    if not each:
-        return ""
-    of_each = "; ".join(f"{steps.name} {text_of_steps([steps])}" for steps in each)
-    return (
-        "Jumped steps were not trained by that replica, because the others had continued without it. Counted: its trained steps that "
-        f"are in the agreed weights. {of_each}."
-    )
-
-
 def _settings(folder: Path, start: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     path = folder / "run.toml"
     logged = start["run"] if isinstance(start["run"], dict) else {}
@@ -265,11 +253,21 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
     return notes
 
 
+def _evaluations(replicas: Sequence[ReplicaRecord]) -> Evaluations:
+    return next((r.evaluations for r in replicas if len(r.evaluations.step)), replicas[0].evaluations)
+
+
+def _ended(replicas: Sequence[ReplicaRecord]) -> bool:
+    """Whether the run has ended, perhaps without replicas that were lost; one that has begun again has had more sessions."""
+    latest = 0 if _elastic(replicas) else max(replica.sessions for replica in replicas)
+    return any(replica.end and replica.stopped is None and replica.sessions >= latest for replica in replicas)
+
+
 def _status(replicas: Sequence[ReplicaRecord]) -> str:
     reasons = [replica.stopped for replica in replicas if replica.stopped is not None]
-    if reasons and not (_elastic(replicas) and ended(replicas)):
+    if reasons and not (_elastic(replicas) and _ended(replicas)):
         return f"stopped: {reasons[0]}"
-    return "finished" if ended(replicas) else "still running or killed"
+    return "finished" if _ended(replicas) else "still running or killed"
 
 
 def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, list[str]]:
@@ -277,7 +275,7 @@ def _summary(folder: Path, replicas: Sequence[ReplicaRecord]) -> tuple[Summary, 
     computed = _computed(replicas)
     said = [replica.end["summary"] for replica in replicas if replica.end]
     elastic = _elastic(replicas)
-    if not said or (len(said) < len(replicas) and not (elastic or ended(replicas))):
+    if not said or (len(said) < len(replicas) and not (elastic or _ended(replicas))):
         remark = "There is no end event, so the run is still active or was killed; the numbers are from its events."
         return computed, [remark]
     means = {key: _mean([summary.get(key) for summary in said]) for key in said[0]}
@@ -330,7 +328,7 @@ def _summary_file(folder: Path) -> Mapping[str, object]:
 def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
     """The summary that follows from the events alone."""
     start = replicas[0].start
-    evaluated = next((r.evaluations.loss for r in replicas if len(r.evaluations.loss)), None)
+    evaluated = _evaluations(replicas).loss
     elastic = _elastic(replicas)
     steps = (max if elastic else min)((int(r.step[-1]) if len(r.step) else 0) for r in replicas)
     parameters = whole(start["parameters"])
@@ -343,7 +341,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
         steps=steps,
         tokens=sum(int(r.tokens.sum()) for r in replicas),
         parameters=parameters,
-        eval_loss=float(evaluated[-1]) if evaluated is not None else None,
+        eval_loss=float(evaluated[-1]) if len(evaluated) else None,
         wire_bytes_sent=round(nbytes),
         wire_bytes_foreseen=round(sum(r.foreseen for r in replicas) / count),
         deltas_clipped=sum(r.clipped for r in replicas),

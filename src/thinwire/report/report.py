@@ -13,7 +13,8 @@ import numpy as np
 from thinwire.errors import DataError
 from thinwire.records.clocks import text_of_clocks
 from thinwire.records.files import write_whole
-from thinwire.records.run_record import RunRecord, best_loss, explained, text_of_privacy
+from thinwire.records.membership import explained_steps
+from thinwire.records.run_record import RunRecord, best_loss, text_of_privacy
 from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_seconds
 from thinwire.report.charts import Chart, colour, link_chart, loss_chart, text_of_rates, typical_window
@@ -185,7 +186,7 @@ def _shape(record: RunRecord) -> str:
 
 
 def _steps(record: RunRecord, named: bool = False) -> str:
-    told = explained(record.steps)
+    told = explained_steps(record.steps)
     return f'<p class="soft">{escape((record.name + ": " if named else "") + told)}</p>' if told else ""
 
 

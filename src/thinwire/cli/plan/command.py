@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.frontier is not None and asked.frontier == asked.rates:
         raise ConfigurationError(f"--frontier and --rates {asked.rates}: one file holds one picture; give two names.")
     check_place(asked.out)
-    degrees, levels = _sharding(asked)
+    degrees, levels = _degrees_and_levels(asked)
     console, task = options.console(asked.json), _task(asked)
     deadline = quantities.seconds(asked.deadline) if asked.deadline is not None else None
     targets = Targets(asked.utilization, deadline, asked.loss)
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
             highlight=False,
         )
     if task.ranks > 1:
-        console.print(_shards(task, best, degrees, levels))
+        console.print(_sharding_table(task, best, degrees, levels))
     _aside(console, task, best)
     drawn: list[tuple[Path | None, Callable[[], Chart]]] = [
         (asked.frontier, lambda: frontier_chart(met, best)),
@@ -239,7 +239,7 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
         console.print(f"warning: {warning}", highlight=False)
 
 
-def _sharding(asked: Options) -> tuple[Shards | None, Sequence[int]]:
+def _degrees_and_levels(asked: Options) -> tuple[Shards | None, Sequence[int]]:
     """The degrees, and the levels with the last one. Raises `ConfigurationError` if they do not fit the ranks."""
     levels = asked.levels if asked.levels and asked.levels[-1] == asked.ranks else (*asked.levels, asked.ranks)
     degrees = Shards.parse(asked.degrees) if asked.degrees is not None else None
@@ -248,7 +248,7 @@ def _sharding(asked: Options) -> tuple[Shards | None, Sequence[int]]:
     return degrees, levels
 
 
-def _shards(task: Task, best: Setting, degrees: Shards | None, levels: Sequence[int]) -> Table:
+def _sharding_table(task: Task, best: Setting, degrees: Shards | None, levels: Sequence[int]) -> Table:
     """The bytes that a rank keeps and sends inside its site, for the named ways of sharding and for the given one."""
     table = Table(
         "s_w, s_g, s_o", title=f"Sharding over {task.ranks} ranks of a site (predicted; `thinwire train` takes ZeRO-3)"
