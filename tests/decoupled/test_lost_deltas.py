@@ -112,3 +112,29 @@ def test_the_last_deltas_of_many_fragments_all_wait_for_a_slow_uplink(monkeypatc
     monkeypatch.setattr(SyncerChannel, "send", sent)
     assert run_threads(2, body, timeout=600.0) == [True, True]
     assert "warning" not in warnings
+
+
+def test_a_replica_trains_for_two_periods_without_an_answer_and_then_waits(monkeypatch):
+    """With a quorum of two, replica 1's delta waits for replica 0, which begins when replica 1 waits."""
+    receive, begun, waited = SyncerChannel.receive, threading.Event(), []
+
+    def received(self):
+        if self is channels[1] and self.empty:
+            waited.append(attached[1].step)
+            begun.set()
+        return receive(self)
+
+    def body(group):
+        model, optimizer, attached[group.rank] = begin(group, replace(PLAIN, every=5, quorum=2, grace=0.0))
+        one, channels[group.rank] = attached[group.rank], attached[group.rank]._syncer
+        while one.step < (10 if group.rank == 0 else 40):
+            assert group.rank or begun.wait()
+            optimizer.step()
+        begun.set()
+        one.finish()
+        return weights(model)
+
+    attached, channels = {}, {}
+    monkeypatch.setattr(SyncerChannel, "receive", received)
+    first, second = run_threads(2, body, timeout=600.0)
+    assert torch.equal(first, second) and waited[0] == 5 + 2 * 5

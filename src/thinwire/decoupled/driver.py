@@ -180,10 +180,22 @@ class Unequal(Attached):
 
     def _go_on(self) -> None:
         """After an inner step in real time: send due deltas, and apply rounds that have arrived."""
-        while not self.stopping and not self._syncer.empty:  # after a stop the syncer may have ended
+        began, waited = self._clock(), False
+        # After a stop the syncer may have ended.
+        while not self.stopping and (not self._syncer.empty or self._cut_off()):
+            waited |= self._syncer.empty
             self._next()
+        self.stall_seconds += self._clock() - began if waited else 0.0
         for fragment in self._pace.due(self.step - self._began_at, set(self._flying)):
             self._depart(fragment)
+
+    def _cut_off(self) -> bool:
+        """Whether this replica must wait for the syncer, because all its fragments have been in flight for two of its periods or longer. Later
+        training would be one long delta from an anchor that the others have left.
+        """
+        if self._finish_announced or len(self._flying) < len(self._states):
+            return False
+        return self.step - max(flight.step for flight in self._flying.values()) >= 2 * self._every
 
     # ---- up
 
