@@ -6,14 +6,20 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from thinwire.errors import ConfigurationError, DataError
+from thinwire.jobs.base import Share
 from thinwire.lm import data
 from thinwire.lm.data import Corpus
+from thinwire.lm.run import Run
+from thinwire.lm.text_job import TextJob
 from thinwire.lm.tokens import BPE, Source
 from thinwire.rng import derive
 
@@ -87,16 +93,27 @@ def test_a_batch_is_a_pure_function_of_seed_replica_and_step(counted: Corpus) ->
         assert not torch.equal(counted.batch(seed, replica, 2, step, 4, 16)[0], reference[0])
 
 
-def test_shards_read_the_rows_of_one_batch(counted: Corpus) -> None:
-    whole = counted.batch(0, 0, 2, 3, 6, 8)
-    parts = [counted.batch(0, 0, 2, 3, 6, 8, shard, 3) for shard in range(3)]
-    for i in range(2):
-        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+def test_ranks_of_a_replica_read_the_rows_of_its_batch(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    job, read = TextJob(Run.of(text=(str(text),), batch=6, sequence=8), None), []
+
+    def model(*tokens_and_targets: Tensor) -> SimpleNamespace:
+        read.append(torch.stack(tokens_and_targets, 1))
+        return SimpleNamespace(loss=torch.zeros(()))
+
+    for shard, shards in ((0, 1), (0, 3), (1, 3), (2, 3)):
+        job.begin(Share(0, 0, 2), shard, shards)
+        job.loss(cast(nn.Module, model), 3, torch.device("cpu"))
+    assert torch.equal(torch.cat(read[1:]), read[0])
+    with pytest.raises(ConfigurationError, match=r"batch=6 on a replica of 4 ranks: .* multiple of 4"):
+        job.begin(Share(0, 0, 2), 0, 4)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"replica": 2}, {"replica": -1}, {"shard": 1}, {"step": -1}, {"batch": 0}, {"sequence": 0}, {"shards": 3}],
+    [{"replica": 2}, {"replica": -1}, {"step": -1}, {"batch": 0}, {"sequence": 0}],
 )
 def test_an_invalid_batch_size_is_refused(counted: Corpus, change: dict[str, int]) -> None:
     right = {"seed": 0, "replica": 0, "replicas": 2, "step": 0, "batch": 4, "sequence": 8}

@@ -18,12 +18,13 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import DELTA, END, LEFT_OUT, MERGE, MOVE, REST, Down, SyncerMessages, Up
-from thinwire.decoupled.saved import SiteRecord, load_syncer, state_of_syncer, under
+from thinwire.decoupled.saved import SiteRecord, load_syncer, state_of_syncer
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import Arrivals
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
+from thinwire.runtime.saved_state import under
 
 
 class GlobalHost(Host):

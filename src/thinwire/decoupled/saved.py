@@ -24,7 +24,7 @@ from thinwire.decoupled.syncer import Syncer
 from thinwire.errors import CheckpointError
 from thinwire.pieces.outer import Outer
 from thinwire.runtime.fragment_state import FragmentState
-from thinwire.runtime.saved_state import restore, saved
+from thinwire.runtime.saved_state import restore, saved, under
 from thinwire.types import State
 
 
@@ -175,8 +175,3 @@ def _before(
         return one.anchor - flight, 0.0
     one.since, one.feedback = since, under(f"{one.index}.before.", tensors)
     return one.anchor, tokens
-
-
-def under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

@@ -29,13 +29,14 @@ from thinwire.decoupled.host import Closed, Heard, Host
 from thinwire.decoupled.messages import DELTA, DOWN, END, MERGE, REST, UP, Down, ReplicaReport, SyncerMessages, Up
 from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
 from thinwire.decoupled.rounds import HeldRound
-from thinwire.decoupled.saved import SiteRecord, under
+from thinwire.decoupled.saved import SiteRecord
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import HeldMerge
 from thinwire.decoupled.syncer import Syncer, decoded, encoded
 from thinwire.errors import DisagreementError, PacketError, PeerError
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
+from thinwire.runtime.saved_state import under
 from thinwire.types import State
 
 _ABOVE = -1  # the sender of a message from the global server

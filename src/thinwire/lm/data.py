@@ -287,32 +287,19 @@ class Corpus:
         return max(0, (self.manifest.training_tokens - 1) // sequence)
 
     def batch(
-        self,
-        seed: int,
-        replica: int,
-        replicas: int,
-        step: int,
-        batch: int,
-        sequence: int,
-        shard: int = 0,
-        shards: int = 1,
+        self, seed: int, replica: int, replicas: int, step: int, batch: int, sequence: int
     ) -> tuple[Tensor, Tensor]:
         """tokens_BT and targets_BT (int64; the targets are the next tokens) of a replica's `step`, counted from 0.
 
         A pure function of its arguments. Replica m owns the windows m, m + replicas, ..., so the windows of two replicas
         never overlap. It reads each of its windows once per epoch, in an order that differs between replicas and epochs.
-        A rank of a sharded replica passes `shard` of `shards`, and gets its rows of the same batch.
         """
         for given, low, high, name in (
-            (replica, 0, replicas, "replica"), (shard, 0, shards, "shard"),
-            (step, 0, math.inf, "step"), (batch, 1, math.inf, "batch"), (sequence, 1, math.inf, "sequence"),
+            (replica, 0, replicas, "replica"), (step, 0, math.inf, "step"), (batch, 1, math.inf, "batch"),
+            (sequence, 1, math.inf, "sequence"),
         ):  # fmt: skip
             if not low <= given < high:
                 raise ConfigurationError(f"{name}={given}: {low} ≤ {name} < {high} is needed. Correct the number.")
-        if batch % shards:
-            raise ConfigurationError(
-                f"batch={batch} on shards={shards}: each shard needs as many rows. Take a batch that is a multiple of {shards}."
-            )
         windows = self.windows(sequence)
         begin, end = part_of(windows, replicas, replica)
         if begin == end:
@@ -320,8 +307,7 @@ class Corpus:
                 f"{self.manifest.training_tokens} training tokens for {replicas} replicas: each needs a window of "
                 f"{sequence} tokens and one more. Give more text, or a shorter sequence."
             )
-        rows = batch // shards
-        count = step * batch + shard * rows + np.arange(rows, dtype=np.int64)
+        count = step * batch + np.arange(batch, dtype=np.int64)
         epoch, place = np.divmod(count, end - begin)
         return self.cut(Order(windows, seed, replicas).samples_at(epoch * windows + begin + place), sequence)
 

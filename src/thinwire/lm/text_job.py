@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import EVAL_BATCH, Share
 from thinwire.lm.export import store
 from thinwire.lm.run import Run
@@ -55,6 +56,10 @@ class TextJob:
         return ()
 
     def begin(self, share: Share, shard: int = 0, shards: int = 1) -> None:
+        if self._batch % shards:
+            raise ConfigurationError(
+                f"batch={self._batch} on a replica of {shards} ranks: each rank reads as many sequences; give a multiple of {shards}."
+            )
         self._reader, self._shard, self._shards = share.reading, shard, shards
         method = self._run.method
         attack = method.liar()

@@ -25,15 +25,12 @@ from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, check_optimizer, check_sharding, local, trainable
 from thinwire.rng import derive
 from thinwire.runtime.handshake import compare_settings, digest
+from thinwire.runtime.loop_warnings import silent as silent
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.module_state import exported
 from thinwire.types import Observer
 
 TAG = TAGS >> 1  # the same for all messages: those of a pair of replicas are matched in the order of posting
-
-
-def silent(event: str, step: int, **fields: Any) -> None:
-    """Observe nothing."""
 
 
 @runtime_checkable

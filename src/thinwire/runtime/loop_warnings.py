@@ -26,7 +26,7 @@ _UNCOUNTED = (
 
 
 def silent(event: str, step: int, **fields: Any) -> None:
-    """An observer that does nothing; warnings go to Python's `warnings` then."""
+    """An observer that does nothing; a Replica's warnings go to Python's `warnings` then."""
 
 
 def warned(event: str, step: int, message: str) -> None:

@@ -40,7 +40,7 @@ def restore(
         )
     parameters = facts.get("parameters", [names(one) for one in fragments])  # earlier versions saved none
     for one, there, number, since in zip(fragments, parameters, rounds, facts["since"]):
-        _load(one, _under(f"{one.index}.", tensors), there, outer)
+        _load(one, under(f"{one.index}.", tensors), there, outer)
         one.rounds, one.since = number, since
 
 
@@ -88,18 +88,18 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], parameters: Sequ
                 "run's own model."
             )
     here = {name: tensor.to(fragment.anchor.device) for name, tensor in named.items()}
-    state = _under(_OUTER, here)
+    state = under(_OUTER, here)
     _check(fragment, "outer state", outer, state, outer.init(here["anchor"]))
     prefixes = (_FEEDBACK, _EXCHANGE, _AGGREGATE, _POLICY)
-    feedback, exchange, aggregate, policy = (_under(prefix, named) for prefix in prefixes)
+    feedback, exchange, aggregate, policy = (under(prefix, named) for prefix in prefixes)
     _check(fragment, "feedback", "this strategy", feedback, fragment.feedback)
     _check(fragment, "memory of the exchange", "this strategy", exchange, fragment.exchange)
     _check(fragment, "memory of the aggregate", "this strategy", aggregate, fragment.aggregate)
-    filtered = [_under(f"{_FILTER}{number}.", named) for number in range(len(fragment.filters))]
+    filtered = [under(f"{_FILTER}{number}.", named) for number in range(len(fragment.filters))]
     for one, saved_state, due in zip(fragment.filters, filtered, fragment.filtered):
         _check(fragment, "memory of a filter", one, saved_state, due)
     _check(fragment, "choices of the policy", "this strategy", policy, fragment.policy)
-    guard = _under(_GUARD, named)
+    guard = under(_GUARD, named)
     if guard:  # older checkpoints have no guard; then it starts without norms
         _check(fragment, "norms of the guard", "this strategy", guard, fragment.guard)
         fragment.guard = {name: value.cpu() for name, value in guard.items()}
@@ -111,7 +111,7 @@ def _load(fragment: FragmentState, named: Mapping[str, Tensor], parameters: Sequ
     fragment.anchor, fragment.state = here["anchor"], state
     fragment.deviation = here.get("deviation")
     fragment.own = here["own"].clone() if "own" in here else None  # eager updates change it in place
-    fragment.deviation_state = _under(_DEVIATION_OUTER, here)
+    fragment.deviation_state = under(_DEVIATION_OUTER, here)
     if fragment.disk:
         fragment.move_to_disk()
 
@@ -130,7 +130,8 @@ def passing(name: str) -> bool:
     return name.split(".")[1] in _PASSING
 
 
-def _under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def under(prefix: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
