@@ -13,6 +13,7 @@ from thinwire.topology.clocks import meeting_rates
 Floats = NDArray[np.float64]
 
 GAP = 1e-7  # relative distance of the result from the smallest number of meetings, at most
+EPS = float(np.finfo(np.float64).eps)
 GRID = 4096  # shares of all meetings are rounded to 1/GRID, so that all machines have the same random meetings
 
 
@@ -106,10 +107,10 @@ class _Barrier:
         )
 
     def _centred(self, rates: Floats, bound: float, worth: float) -> tuple[Floats, float]:
-        """The minimum of the barrier problem, by Newton's method until the decrement is small."""
+        """The minimum of the barrier problem, by Newton's method until the decrement is small, or lost in the objective's rounding."""
         for _ in range(100):
             step, decrement = self._newton(rates, bound, worth)
-            if decrement < 1e-9:
+            if decrement < max(1e-9, EPS * float(rates.sum()) / worth):
                 break
             now, length = self._value(rates, bound, worth), 1.0
             while (
@@ -138,12 +139,15 @@ class _Barrier:
         laplacian, count = (self.ends * rates) @ self.ends.T, len(rates)
         inverse = np.linalg.inv(laplacian - bound * np.eye(len(laplacian)))
         across = self.ends.T @ inverse @ self.ends
-        resistance = self.ends.T @ np.linalg.solve(laplacian, self.ends)
+        pulled = np.linalg.solve(laplacian, self.ends)
+        resistance = self.ends.T @ pulled
         slack = bound - np.diag(resistance)
+        # resistance · diag(1/slack) · resistance, whose rank is below M
+        between = pulled.T @ ((self.ends / slack) @ self.ends.T) @ pulled
         lean = np.vstack([resistance**2, np.ones(count)]) / slack  # the gradients of the logarithms of `slack`
         gradient = np.append(1 / worth - np.diag(across) - 1 / rates, np.trace(inverse)) - lean.sum(1)
         hessian = lean @ lean.T
-        hessian[:-1, :-1] += across**2 + np.diag(rates**-2.0) + 2 * resistance * ((resistance / slack) @ resistance)
+        hessian[:-1, :-1] += across**2 + np.diag(rates**-2.0) + 2 * resistance * between
         mixed = ((inverse @ self.ends) ** 2).sum(0)
         hessian[:-1, -1] -= mixed
         hessian[-1, :-1] -= mixed
