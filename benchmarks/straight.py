@@ -52,7 +52,7 @@ def member(token: str, rank: int, size: int, address: str, folder: str) -> None:
     from rounds import instant
 
     from thinwire.comm.secure import join
-    from thinwire.comm.secure.shapes import Measured
+    from thinwire.comm.secure.star_or_mesh import Measured
     from thinwire.comm.secure.straight import Straight
 
     def say(told: Any) -> None:

@@ -22,7 +22,7 @@ from thinwire.comm.secure import Hub, admit
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.requests import HubRequester
-from thinwire.comm.secure.shapes import Measured
+from thinwire.comm.secure.star_or_mesh import Measured
 from thinwire.comm.secure.state import RUNS, HubState
 from thinwire.comm.secure.token import Token
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError

@@ -20,7 +20,7 @@ LEAST, MOST = 10_000, 100_000  # bytes in a round: more than pings, less than on
 
 def run_straight(*arguments: str) -> None:
     """Runs a replica for which any announced measurement chooses straight streams, whatever else this machine does."""
-    from thinwire.comm.secure.shapes import Measured
+    from thinwire.comm.secure.star_or_mesh import Measured
 
     Measured.straight = lambda self, nbytes, receivers: True  # type: ignore[method-assign]
     run_replica(*arguments)

@@ -34,6 +34,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "zstandard": "zstd",
 }
+ROUND_TRIP_NBYTES = 4 << 20
 ROUND_TRIP_LIMIT = 20.0  # seconds for the self-test of gloo; a busy machine needs some of them
 
 
@@ -125,8 +126,8 @@ def interfaces() -> dict[str, list[str]]:
     return found
 
 
-def round_trip(nbytes: int = 4 << 20) -> CheckResult:
-    """Test gloo within this process: send a byte there and back, then `nbytes` one way."""
+def round_trip() -> CheckResult:
+    """Test gloo within this process: send a byte there and back, then `ROUND_TRIP_NBYTES` one way."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # exported without saying so
     times: list[float] = []
     failures: list[str] = []
@@ -134,7 +135,7 @@ def round_trip(nbytes: int = 4 << 20) -> CheckResult:
     def end(rank: int) -> None:
         try:
             carrier = connected(store, rank, 2, "127.0.0.1", ROUND_TRIP_LIMIT)
-            byte, block = torch.zeros(1, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+            byte, block = torch.zeros(1, dtype=torch.uint8), torch.zeros(ROUND_TRIP_NBYTES, dtype=torch.uint8)
             for tensor in (byte, byte, block):  # the first trip makes the connection
                 began = time.perf_counter()
                 first, second = (carrier.send, carrier.recv) if rank == 0 else (carrier.recv, carrier.send)
@@ -154,7 +155,7 @@ def round_trip(nbytes: int = 4 << 20) -> CheckResult:
     if failures or len(times) < 3:
         advice = "replicas as processes need the loopback interface: ip link set lo up"
         return CheckResult(what, "problem", f"failed: {failures[0] if failures else 'no answer'}", advice)
-    rate = text_of_rate(8 * nbytes / times[2])
+    rate = text_of_rate(8 * ROUND_TRIP_NBYTES / times[2])
     return CheckResult(what, "ok", f"{text_of_seconds(times[1])}; {rate} within this machine (measured)")
 
 

@@ -7,9 +7,9 @@ from thinwire.exchange.direct import Direct
 from thinwire.exchange.fastest import Fastest
 from thinwire.exchange.gossip import Gossip
 from thinwire.exchange.hierarchy import Hierarchy
+from thinwire.exchange.one_round import once
 from thinwire.exchange.round import Round, SendContext
 from thinwire.exchange.star import Star
-from thinwire.exchange.testing import once
 from thinwire.exchange.two_shot import TwoShot
 
 __all__ = [

@@ -174,7 +174,6 @@ def intervals(
     draws: int = 400,
     level: float = 0.9,
     seed: int = 0,
-    of: str = "loss",
 ) -> dict[str, tuple[float, float]]:
     """Bootstrap intervals of the exponents at `level`: runs are drawn with replacement, and the law is fitted to each draw.
 
@@ -182,12 +181,12 @@ def intervals(
     """
     random = np.random.default_rng(seed)
     found: list[tuple[float, ...]] = []
-    names = fit(ladder, variables, form, of).names
+    names = fit(ladder, variables, form).names
     for _ in range(20 * draws):
         if len(found) == draws:
             break
         try:
-            found.append(fit(ladder.take(random.integers(0, len(ladder), len(ladder))), variables, form, of).exponents)
+            found.append(fit(ladder.take(random.integers(0, len(ladder), len(ladder))), variables, form).exponents)
         except DataError:
             continue
     if len(found) < draws:
@@ -198,16 +197,16 @@ def intervals(
     return {name: (float(a), float(b)) for name, a, b in zip(names, low, high)}
 
 
-def hold_out(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str = "loss") -> float | None:
+def hold_out(ladder: Ladder, variables: Sequence[str], form: Form = "power") -> float | None:
     """Mean |ln(predicted / given)| at the largest size, of a law fitted to the other sizes; None if too few runs are left."""
     size = ladder.columns["parameters"]
     largest = size == size.max()
     try:
-        law = fit(ladder.take(np.flatnonzero(~largest)), variables, form, of)
+        law = fit(ladder.take(np.flatnonzero(~largest)), variables, form)
     except DataError:
         return None
     held = ladder.take(np.flatnonzero(largest))
-    return float(np.abs(np.log(law(held.columns) / held.columns[of])).mean())
+    return float(np.abs(np.log(law(held.columns) / held.columns["loss"])).mean())
 
 
 def density(reference: Ladder, runs: Ladder) -> Floats:

@@ -120,9 +120,9 @@ class Links:
             tuple(self.down[place] for place in places),
         )
 
-    def asymmetric(self, factor: float = 2.0) -> list[Pair]:
-        """Pairs, slower direction first, whose two directions differ in rate by more than `factor`."""
-        return [(int(a), int(b)) for a, b in zip(*np.nonzero(factor * self.rates < self.rates.T))]
+    def asymmetric(self) -> list[Pair]:
+        """Pairs, slower direction first, of whose two directions one has more than twice the rate of the other."""
+        return [(int(a), int(b)) for a, b in zip(*np.nonzero(2 * self.rates < self.rates.T))]
 
     def save(self, path: Path, comment: str = "") -> None:
         """Write `links.toml`, with `comment` at its top."""

@@ -39,12 +39,12 @@ def _check(path: Path, found: os.stat_result) -> None:
         raise OSError(f"{path} is no regular file")
 
 
-def contents(path: Path, most: int = LONGEST) -> str:
-    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `most` bytes or not UTF-8."""
+def contents(path: Path) -> str:
+    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `LONGEST` bytes or not UTF-8."""
     with opened(path) as file:
-        data = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
-    if len(data) > most:
-        raise ValueError(f"{path} is longer than {most:,} bytes")
+        data = file.read(min(LONGEST, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > LONGEST:
+        raise ValueError(f"{path} is longer than {LONGEST:,} bytes")
     return data.decode()
 
 

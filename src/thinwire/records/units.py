@@ -17,10 +17,10 @@ _LONG = 1e7  # of the largest unit: from here on three digits and an exponent
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _scaled(value: float, units: tuple[str, ...], base: float = 1000.0) -> str:
+def _scaled(value: float, units: tuple[str, ...]) -> str:
     index = 0
-    while abs(value) >= base * 0.9995 and index < len(units) - 1:
-        value, index = value / base, index + 1
+    while abs(value) >= 999.5 and index < len(units) - 1:
+        value, index = value / 1000, index + 1
     if abs(value) >= _LONG:
         return f"{value:.3g} {units[index]}".rstrip()
     digits = 0 if (index == 0 and value == int(value)) or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2

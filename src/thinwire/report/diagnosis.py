@@ -84,7 +84,7 @@ class Diagnosis:
         }  # fmt: skip
 
 
-def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
+def diagnose(folder: str | Path) -> Diagnosis:
     """Diagnose the event logs in `folder`, of the last session of each replica. The run may be active, or interrupted.
 
     Raises `DataError` for a folder that holds no run.
@@ -95,21 +95,19 @@ def diagnose(folder: str | Path, rules: Rules | None = None) -> Diagnosis:
         unread = ", ".join(str(path) for path in paths if path.stat().st_size)
         why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
         raise DataError(f"{folder}{why}. Give the folder that `thinwire train` wrote.")
-    return _diagnosis(logs, rules or Rules())
+    return _diagnosis(logs)
 
 
 def diagnosed(sessions: Mapping[Path, Sequence[Event]]) -> Diagnosis:
     """Diagnose the last session of each event log, of one or more."""
-    return _diagnosis([_Log.of(path, session) for path, session in sessions.items()], Rules())
+    return _diagnosis([_Log.of(path, session) for path, session in sessions.items()])
 
 
-def _diagnosis(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
+def _diagnosis(logs: Sequence[_Log]) -> Diagnosis:
     if logs[0].word == "simulated":
         doubt = "The run was simulated, so no message was sent. Its report page shows who waits, and for how long."
         return Diagnosis(tuple(log.name for log in logs), (), doubts=(doubt,), word="simulated")
-    parts = [
-        _diagnosed([log for log in logs if log.shard == shard], rules) for shard in sorted({log.shard for log in logs})
-    ]
+    parts = [_diagnosed([log for log in logs if log.shard == shard]) for shard in sorted({log.shard for log in logs})]
     first = parts[0]
     for other in parts[1:]:  # the shards of a replica send beside each other: what one of them finds counts
         known = {finding.cause for finding in first.findings}
@@ -234,7 +232,7 @@ class _Log:
         return Seen(self.name, self.began, self.over, failed, self.now, self.ended)
 
 
-def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
+def _diagnosed(logs: Sequence[_Log]) -> Diagnosis:
     names = tuple(sorted({log.name for log in logs}, key=lambda name: (len(name), name)))
     order: dict[Key, None] = {}
     for log in sorted(logs, key=lambda log: -len(log.records)):
@@ -243,7 +241,7 @@ def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
     whole_ones = [number for number, records in enumerate(together) if {r.name for r in records} >= records[0].group]
     if whole_ones:  # else somebody's log is not here at all; what comes after the last one is still being written
         together = together[: whole_ones[-1] + 1]
-    watch, last, past = Watch(rules), [], dict[Any, Finding]()
+    watch, last, past = Watch(), [], dict[Any, Finding]()
     rounds = [records for records in together if len(records) > 1]
     for records in rounds:
         last = watch.add(records)
@@ -252,7 +250,7 @@ def _diagnosed(logs: Sequence[_Log], rules: Rules) -> Diagnosis:
         past.pop(finding.cause, None)
     ways = {cell: _way(list(readings)) for cell, readings in sorted(watch.latest.items())}
     findings = (*stuck([log.seen() for log in logs]), *last)
-    doubts = _doubts(logs, names, len(rounds), ways, rules)
+    doubts = _doubts(logs, names, len(rounds), ways)
     return Diagnosis(
         names,
         findings,
@@ -273,9 +271,7 @@ def _way(readings: Sequence[Reading]) -> Way:
     return Way(median(r.usual for r in readings), max(0.0, median(seconds)))
 
 
-def _doubts(
-    logs: Sequence[_Log], names: Sequence[str], rounds: int, ways: Mapping[Cell, Way], rules: Rules
-) -> list[str]:
+def _doubts(logs: Sequence[_Log], names: Sequence[str], rounds: int, ways: Mapping[Cell, Way]) -> list[str]:
     doubts, due = [], max(log.replicas for log in logs)
     if len(names) < due:
         doubts.append(
@@ -291,7 +287,7 @@ def _doubts(
         )
     elif not ways:
         doubts.append(
-            f"A link's usual time is known after {rules.known} rounds of one fragment; this run has {rounds} in all."
+            f"A link's usual time is known after {Rules().known} rounds of one fragment; this run has {rounds} in all."
         )
     if len(names) == 2 and rounds:
         doubts.append(

@@ -24,13 +24,12 @@ class Went:
     """One round of one replica."""
 
     def __init__(
-        self, context: SendContext, exchange: Exchange, codec: Codec, delta: Tensor, state: State, number: int = 0,
-        seed: int = 0, flags: int = 0,
-    ) -> None:  # fmt: skip
-        key = Key(seed, 0, number, context.group.rank)
+        self, context: SendContext, exchange: Exchange, codec: Codec, delta: Tensor, state: State, number: int
+    ) -> None:
+        key = Key(0, 0, number, context.group.rank)
         self.estimate, self.sent = torch.full_like(delta, torch.nan), torch.full_like(delta, torch.nan)
         self.covered = torch.zeros(delta.numel(), dtype=torch.int)
-        round_ = Round(context, codec, delta.numel(), key, lambda begin, end: delta[begin:end], flags, (number,))
+        round_ = Round(context, codec, delta.numel(), key, lambda begin, end: delta[begin:end], 0, (number,))
 
         def settle(begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
             end = begin + mean.numel()
@@ -47,9 +46,9 @@ class Went:
         self.refused = self.void or any(f & REFUSED for f in self.flags)
 
 
-def deltas(size: int, numel: int, rounds: int = 1, seed: int = 0) -> Tensor:
+def deltas(size: int, numel: int, rounds: int = 1) -> Tensor:
     """Drawn values, [rounds, replicas, numel]."""
-    return torch.randn(rounds, size, numel, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rounds, size, numel, generator=torch.Generator().manual_seed(0))
 
 
 def rounds(exchange: Exchange, codec: Codec, x: Tensor, wrap: Wrap = lambda group: group) -> list[list[Went]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire.rng import Key
 
-TINY, HUGE = 1.1754943508222875e-38, 3.4028234663852886e38  # smallest normal and largest finite fp32
+HUGE = 3.4028234663852886e38  # largest finite fp32
 SIZES = [0, 1, 2, 3, 31, 127, 128, 129, 1000, 65_535, 65_536, 65_537, 131_099]
 _draw = torch.Generator().manual_seed(0)
 

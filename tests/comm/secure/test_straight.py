@@ -15,10 +15,10 @@ from secure_groups import digest_of_trained, run_secure
 from tcp_proxy import Proxy
 
 import thinwire as tw
-from thinwire.comm.secure import Hub, frames, join, link, living
+from thinwire.comm.secure import Hub, frames, heartbeats, join, link
 from thinwire.comm.secure.frames import group_label
-from thinwire.comm.secure.living import BEATS
-from thinwire.comm.secure.shapes import Measured
+from thinwire.comm.secure.heartbeats import BEATS
+from thinwire.comm.secure.star_or_mesh import Measured
 from thinwire.comm.secure.straight import Straight
 
 NBYTES = 1_000_000
@@ -189,7 +189,7 @@ def test_a_stream_whose_route_vanishes_in_silence_loses_no_message(tmp_path, mes
 def test_a_stream_in_which_nothing_moves_is_kept_while_the_other_end_is_reached(tmp_path, mesh, monkeypatch):
     """Bulk stands still for three times the bound of silence, as on a link that is far too slow for it. The beats pass."""
     monkeypatch.setattr(link, "Straight", lambda *given: Straight(*given[:3], silent=1.0))
-    monkeypatch.setattr(living, "MISSED", 10**9)  # however late this machine is
+    monkeypatch.setattr(heartbeats, "MISSED", 10**9)  # however late this machine is
     carried, beats, go = Counter[int](), Counter[int](), threading.Event()
 
     def spoil(proxy: Proxy) -> Callable[[], None]:

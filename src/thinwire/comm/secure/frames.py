@@ -14,7 +14,7 @@ chunks of longer messages on bulk streams. A receiver requests each message (PUL
 requested messages are sent, so none must be stored.
 
 Since version 5 a member may tell the others where it listens (LISTENS). A straight stream between two members (straight.py) begins with a
-GREET each way; the chunks of long messages follow, as the hub would send them, or PINGs alone (living.py).
+GREET each way; the chunks of long messages follow, as the hub would send them, or PINGs alone (heartbeats.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _FIELDS = {
     LISTENS: struct.Struct(f"<H{HOST_NBYTES}s"),  # port, host filled up with zeros
     PING: struct.Struct("<Q"),  # any number
     PONG: struct.Struct("<Q"),  # that number
-    MEASURED: struct.Struct("<HQQQQ"),  # the sender's peer; then the fields of `shapes.Measured`
+    MEASURED: struct.Struct("<HQQQQ"),  # the sender's peer; then the fields of `star_or_mesh.Measured`
     CHOSEN: struct.Struct("<HQQQQ"),  # the number of measured pairs; then the worst of theirs
     GREET: struct.Struct("<Q"),  # group; its header has the sender's rank
 }

@@ -20,7 +20,7 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.frames import Frame
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Receive
-from thinwire.comm.secure.shapes import Measured, checked, worst
+from thinwire.comm.secure.star_or_mesh import Measured, checked, worst
 from thinwire.errors import ThinwireError
 
 BY_HUB, STRAIGHT = (1 << 30) + 8, (1 << 30) + 9  # tags, above those of groups

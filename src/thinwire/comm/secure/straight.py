@@ -5,10 +5,10 @@ and both ends check that the other is the member of their group with that name, 
 the hub would forward, with the same requests and acknowledgements, which go over the hub. So a stream that ends in the middle of a
 message costs only what was not acknowledged: that is sent again by the hub, and the receiver ignores chunks that it has.
 
-A member that dials begins with one more stream, which carries no chunk (living.py). When it ends, because nothing comes from the other end or
+A member that dials begins with one more stream, which carries no chunk (heartbeats.py). When it ends, because nothing comes from the other end or
 for any reason, both ends end the others that were dialled with it.
 
-A message takes straight streams if the closed forms with the announced measurements say so (shapes.py).
+A message takes straight streams if the closed forms with the announced measurements say so (star_or_mesh.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from thinwire.comm.secure.calls import Broken, explained, read, written
 from thinwire.comm.secure.channels import LIVE, STRAIGHT, dialled
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
+from thinwire.comm.secure.heartbeats import live
 from thinwire.comm.secure.keys import Credentials, member_dns
 from thinwire.comm.secure.listening import Greeted, Listen, MemberServer, dialable
-from thinwire.comm.secure.living import live
 from thinwire.comm.secure.measuring import Measuring, Says
 from thinwire.comm.secure.posted import Posted
-from thinwire.comm.secure.shapes import Measured
-from thinwire.comm.secure.shapes import explained as explained_shape
+from thinwire.comm.secure.star_or_mesh import Measured, explained_choice
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.versions import agreed_with_hub, stated
 from thinwire.errors import LinkError, PacketError
@@ -186,7 +185,7 @@ class Straight:
 
     def _reason(self, found: Measured, pairs: int) -> str:
         nbytes, receivers = self._largest
-        return explained_shape(found, pairs, nbytes or 1_000_000, receivers or len(self._link.messages.peers) - 1)
+        return explained_choice(found, pairs, nbytes or 1_000_000, receivers or len(self._link.messages.peers) - 1)
 
     def _chosen(self, found: Measured, pairs: int) -> None:
         self._found = found, pairs

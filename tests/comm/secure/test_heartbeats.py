@@ -8,8 +8,8 @@ import pytest
 
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.calls import Broken
+from thinwire.comm.secure.heartbeats import BEATS, MISSED, live
 from thinwire.comm.secure.listening import Greeted
-from thinwire.comm.secure.living import BEATS, MISSED, live
 from thinwire.errors import PacketError
 
 VERSION = 5

@@ -1,4 +1,4 @@
-"""A single round, run by the testing helpers."""
+"""A single round without training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 import thinwire as tw
 from thinwire.exchange import SendContext
-from thinwire.exchange.testing import once
+from thinwire.exchange.one_round import once
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.comm.secure.shapes import Measured, checked, explained, worst
+from thinwire.comm.secure.star_or_mesh import Measured, checked, explained_choice, worst
 from thinwire.errors import PacketError
 
 POSSIBLE = st.integers(1, 1 << 53)
@@ -29,14 +29,14 @@ def test_the_faster_shape_is_chosen(found, nbytes, receivers):
     if abs(mesh - star) > star / 10**12:
         assert found.straight(nbytes, receivers) is (mesh < star)
     chosen = "mesh for" if found.straight(nbytes, receivers) else "star over the hub for"
-    assert explained(found, 1, nbytes, receivers).startswith(chosen)
+    assert explained_choice(found, 1, nbytes, receivers).startswith(chosen)
 
 
 def test_the_text_has_all_figures_and_equal_times_go_by_the_hub():
     found = Measured(100_000, 20_000_000, 10_000, 40_000_000)
     assert found.star_seconds(1_000_000) == pytest.approx(0.45, rel=1e-12)
     assert found.mesh_seconds(1_000_000, 2) == pytest.approx(0.405, rel=1e-12)
-    assert explained(found, 3, 1_000_000, 2) == (
+    assert explained_choice(found, 3, 1_000_000, 2) == (
         "mesh for 1000000 bytes to 2: 0.405 s straight, 0.45 s by the hub, 0.41 s around a ring (predicted); "
         "round trips 10 ms straight, 100 ms by the hub, 40 and 20 Mbit/s (measured, the worst of 3)"
     )

@@ -69,7 +69,7 @@ def worst(pairs: Iterable[Measured]) -> Measured:
     return Measured(max(hub_trips), min(hub_rates), max(straight_trips), min(straight_rates))
 
 
-def explained(found: Measured, pairs: int, nbytes: int, receivers: int) -> str:
+def explained_choice(found: Measured, pairs: int, nbytes: int, receivers: int) -> str:
     """Text on the choice for packets of `nbytes` for `receivers`, with the numbers and where they come from."""
     mesh, star = found.mesh_seconds(nbytes, receivers), found.star_seconds(nbytes)
     ring = f", {found.ring_seconds(nbytes, receivers):.3g} s around a ring" if receivers > 1 else ""
