@@ -16,13 +16,12 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Driver, Training, saved_flights
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.saved_state import delta_in_flight
 from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
@@ -89,11 +88,10 @@ class DeltaDriver(Driver):
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
         check_saved("tokens" in facts, self._by_tokens)
-        training.load_state(tensors, facts)
+        flights = self._flights.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, digest(self.anchors()))
-        for step, index, number in saved_flights(facts):
-            fragment = training.fragments[index]
-            delta, outer = delta_in_flight(fragment, tensors).to(fragment.anchor.device), training.strategy.outer
+        for step, index, number, delta in flights:
+            fragment, outer = training.fragments[index], training.strategy.outer
             update = fragment.begin_round(
                 training.strategy, delta, step, self._flights.buffers, outer=outer, number=number
             )
