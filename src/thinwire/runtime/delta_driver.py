@@ -142,12 +142,12 @@ class DeltaDriver(Driver):
             if kept and update.anchor is not None:
                 _move(fragment, update.anchor, update.delta)
             if left_out:  # before the merge, which would hide values that are not finite
-                start_again(training, self._site)
+                start_again(training, self._site, self._flights.buffers)
             update.commit()
             if kept and merge.keeps_unsent:
                 for part, residual in fragment.slices(fragment.feedback["residual"]):
                     merge.leave(part, residual)
-            fragment.counted = update.trained
+            fragment.counted = max(update.trained, fragment.counted)
             if not kept and not merge.whole_period:
                 fragment.mix_anchor(merge)
             fragment.since = training.step if merge.forgets else fragment.since
@@ -155,7 +155,7 @@ class DeltaDriver(Driver):
             update.discard()
             fragment.since = DROPPED
             if left_out:
-                start_again(training, self._site)
+                start_again(training, self._site, self._flights.buffers)
         landed()
 
     def _land_last(self, fragment: FragmentState) -> None:
