@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from elastic_toy import Toy, agree, one_thread, order_faults
 from reading_toy import STEP, NotingReader, check, check_once, inner, new_record, train
 
@@ -43,6 +44,25 @@ def test_samples_of_a_dead_replica_and_of_a_newcomer_are_reassigned() -> None:
     assert [lease.name for lease in ledger.leases] == ["a", "c"]
     returned = [f["returned"] for n, e, f in record.events if n == "a" and e == "data" and f["returned"]]
     assert returned and returned[0][0][0] == "b"
+
+
+@pytest.mark.parametrize(("at", "steps"), [(6, 6), (9, 4)])
+def test_training_that_a_restart_from_the_anchors_drops_is_not_counted(at: int, steps: int) -> None:
+    """The weights of replica-1 are NaN in step `at`. Its samples since the last anchors, of so many `steps`, are named as lost, and no
+    delta has the weight of their tokens."""
+    cluster, record = SimulatedCluster(), new_record()
+
+    def bad(toy: Toy, fragment: int) -> torch.Tensor:
+        return inner(toy, fragment) + (torch.nan if (toy.name, toy.step) == ("replica-1", at) else 0)
+
+    def run(name: str) -> Toy:
+        return Toy(cluster, name, record, inner=bad, reader=NotingReader(3, 2, STEP, 60), tokens=8.0).train(24)
+
+    results = cluster.play({name: run for name in ("replica-0", "replica-1")})
+    ledger, lost = check(record, results["replica-0"])
+    assert ledger.trained == 2 * 24 * STEP - len(lost) and len(lost) == steps * STEP
+    for one in record.history(results["replica-0"].elastic.rounds.loop.agreed.state_digest):
+        assert one.weights == [-8 * float(delta.sum()) / STEP for delta in one.deltas], "each sample is 1 in a delta"
 
 
 def train_with_faults(seed: int, **pieces: Any) -> tuple[int, int, int]:

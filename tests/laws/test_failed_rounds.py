@@ -242,3 +242,26 @@ def test_replica_zero_is_unharmed_by_a_peers_nan():
     for step in range(1, 8):
         inner_step(model, alone, *batch(0, 0, step))
         assert same_bits(journeys[0].weights[step - 1], weights(model)), step
+
+
+def test_restarts_from_the_anchors_keep_no_memory() -> None:
+    """Each drops the own delta, and the deviation from the anchor with its outer state."""
+    merge, outer = tw.pieces.merge.Eager(), tw.pieces.outer.Nesterov(0.5, 0.5)
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4, 4), merge=merge, outer=outer)
+
+    def lent(group: tw.Group, poisons: range) -> int:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.Replica(strategy, model, optimizer, group) as replica:
+            for step in range(1, 61):
+                value = NAN if group.rank and step in poisons else 1.0
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, value)
+                optimizer.step()
+        return len(replica._driver._flights.buffers._lent)  # type: ignore[attr-defined]
+
+    often, never = (
+        tw.run_threads(2, lambda group, poisons=poisons: lent(group, poisons), timeout=600.0)
+        for poisons in (range(5, 61, 12), range(0))
+    )
+    assert all(a <= b for a, b in zip(often, never, strict=True)), (often, never)

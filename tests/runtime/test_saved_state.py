@@ -16,7 +16,7 @@ from thinwire.pieces.partition import Whole
 from thinwire.runtime.fragment_state import hold
 from thinwire.runtime.saved_state import passing, restore, saved
 from thinwire.testing.strategies import Saved, fingerprint, frozen, save
-from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation
+from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation, weights
 
 
 def test_a_checkpoint_without_its_anchor_is_refused() -> None:
@@ -140,6 +140,36 @@ def test_a_replica_at_work_goes_back_to_a_saved_state(strategy: tw.Strategy) -> 
         back = tw.run_threads(2, lambda group, turns=(begin, far, far, end): replica(group, list(turns)), timeout=600.0)
         for (tensors, facts), (due, said) in zip(back, straight, strict=True):
             assert facts == said and all(same_bits(a, b) for a, b in zip(tensors, due, strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tw.streaming_diloco(every=8, fragments=2, delay=3),
+        tw.streaming_sign(every=8, fragments=2, delay=3),
+        recipes.eager_diloco(every=4),
+    ],
+    ids=["streaming_diloco", "streaming_sign", "eager_diloco"],
+)
+def test_loading_the_present_state_changes_nothing_and_keeps_no_memory(strategy: tw.Strategy) -> None:
+    """Its tensors are the replica's own, with the deltas in flight. After step 31 none is in flight, but of `Eager`."""
+
+    def replica(group: tw.Group, loads: bool) -> torch.Tensor:
+        model = toy()
+        optimizer = own(strategy, model)
+        with tw.Replica(strategy, model, optimizer, group) as replica:
+            for step in range(1, 32):
+                inner_step(model, optimizer, *batch(0, group.rank, step))
+                if loads:
+                    replica.load_state(*replica.state())
+            tensors, facts = replica.state()
+            replica.load_state({name: value.clone() for name, value in tensors.items()}, facts)
+            pool = replica._driver._flights.buffers  # type: ignore[attr-defined]
+            assert replica.in_flight or not pool._lent, "the pool keeps what the fragments held before"
+        return weights(model)
+
+    straight, loaded = (tw.run_threads(2, lambda group, loads=loads: replica(group, loads)) for loads in (False, True))
+    assert all(same_bits(a, b) for a, b in zip(straight, loaded, strict=True))
 
 
 @pytest.mark.parametrize(

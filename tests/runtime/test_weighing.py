@@ -169,6 +169,24 @@ def test_a_run_keeps_its_way_of_weighing(tokens):
     other.close()
 
 
+@pytest.mark.parametrize(("steps", "due"), [(13, -(8 * 6 - 1) / 9), (11, -4.0)])
+def test_training_that_a_restart_from_the_anchors_drops_has_no_weight(steps: int, due: float) -> None:
+    """Replica 0 steps by -1, replica 1 by 1, and its weights are NaN in step 9. The round of step 10 is refused at 12, or at the end, and the
+    last one has the tokens since step 5 of replica 0, and those since the refusal of replica 1."""
+
+    def train(group: tw.ThreadGroup) -> float:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(5, 2))
+        with tw.Replica(strategy, model, optimizer, group, tokens=8):
+            for step in range(1, steps + 1):
+                model[0].grad = torch.tensor([math.nan if group.rank and step == 9 else 1.0 - 2 * group.rank])
+                optimizer.step()
+        return model[0].item()
+
+    assert tw.run_threads(2, train) == [pytest.approx(due)] * 2
+
+
 def test_invalid_token_counts_are_refused():
     assert [tokens_of_step(tokens) for tokens in (0.5, 1, 1e12)] == [0.5, 1.0, 1e12]
     for wrong in (True, 0, -1.0, 1e12 + 1, math.nan, "8"):
@@ -183,7 +201,7 @@ def test_invalid_token_counts_are_refused():
             counts.share()
         return math.nan
 
-    for said in (0.0, -1.0, math.inf, 1.7e308, math.nan):
+    for said in (-1.0, math.inf, 1.7e308, math.nan):
         tw.run_threads(2, lambda group, said=said: replica(group, said))
     assert tw.run_threads(2, lambda group: replica(group, 0.5)) == [3.0 * 2 / 3.5, 0.5 * 2 / 3.5]
     assert tw.run_threads(2, lambda group: TokenCount(group, 0, 0.0).share()) == [1.0, 1.0]

@@ -270,7 +270,8 @@ class ElasticDriver(Driver):
                     by=[],
                     reason="NaN or infinity in the delta",
                 )
-                start_again(self.training)
+                if start_again(self.training):
+                    self._forget_own()
             if outcome.anchor is not None:
                 self._take_over(outcome, outcome.anchor, step)
             if outcome.ready is not None and outcome.fragment in self._waiting:
@@ -282,13 +283,21 @@ class ElasticDriver(Driver):
             elif self._reader:
                 self._reader.adopt(outcome.after.ledger)
 
+    def _forget_own(self) -> None:
+        """The parameters are at the anchors again: tokens and samples since then are in no delta."""
+        for index in range(len(self._fragments)):
+            self._in_anchors[index] = self._trained
+            if self._reader:
+                self._reader.dropped(index)
+
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
         fragment, counted, merge = self._fragments[outcome.fragment], outcome.counted, self.strategy.merge
         before, fragment.anchor, fragment.state = fragment.anchor, anchor, outcome.state
         fragment.rounds += 1
         if counted is not None:
-            fragment.feedback, self._in_anchors[outcome.fragment] = outcome.feedback, counted.trained
+            fragment.feedback = outcome.feedback
+            self._in_anchors[outcome.fragment] = max(counted.trained, self._in_anchors[outcome.fragment])
             self._renewals[outcome.fragment] += outcome.recalled
         if self._reader:
             tell_reader(self._reader, outcome)

@@ -16,13 +16,12 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Driver, Training, saved_flights
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.saved_state import delta_in_flight
 from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
@@ -89,11 +88,10 @@ class DeltaDriver(Driver):
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
         check_saved("tokens" in facts, self._by_tokens)
-        training.load_state(tensors, facts)
+        flights = self._flights.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, digest(self.anchors()))
-        for step, index, number in saved_flights(facts):
-            fragment = training.fragments[index]
-            delta, outer = delta_in_flight(fragment, tensors).to(fragment.anchor.device), training.strategy.outer
+        for step, index, number, delta in flights:
+            fragment, outer = training.fragments[index], training.strategy.outer
             update = fragment.begin_round(
                 training.strategy, delta, step, self._flights.buffers, outer=outer, number=number
             )
@@ -144,12 +142,12 @@ class DeltaDriver(Driver):
             if kept and update.anchor is not None:
                 _move(fragment, update.anchor, update.delta)
             if left_out:  # before the merge, which would hide values that are not finite
-                start_again(training, self._site)
+                start_again(training, self._site, self._flights.buffers)
             update.commit()
             if kept and merge.keeps_unsent:
                 for part, residual in fragment.slices(fragment.feedback["residual"]):
                     merge.leave(part, residual)
-            fragment.counted = update.trained
+            fragment.counted = max(update.trained, fragment.counted)
             if not kept and not merge.whole_period:
                 fragment.mix_anchor(merge)
             fragment.since = training.step if merge.forgets else fragment.since
@@ -157,7 +155,7 @@ class DeltaDriver(Driver):
             update.discard()
             fragment.since = DROPPED
             if left_out:
-                start_again(training, self._site)
+                start_again(training, self._site, self._flights.buffers)
         landed()
 
     def _land_last(self, fragment: FragmentState) -> None:

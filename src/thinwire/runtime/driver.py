@@ -151,8 +151,10 @@ class Training:
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, without flights. Flights in the air are discarded when they arrive. Raises `CheckpointError`, `LinkError`."""
-        for flight in [fragment.flight for fragment in self.fragments if fragment.flight]:
+        flights = [fragment.flight for fragment in self.fragments if fragment.flight]
+        for flight in flights:
             flight.wait()
+        for flight in flights:  # no round is left that could write into a delta among `tensors`
             flight.discard()
         self.step = facts["step"]
         self.calendar.load(facts["calendar"])
@@ -160,11 +162,6 @@ class Training:
         self.trained, counted, _ = facts.get("tokens", (0.0, [0.0] * len(self.fragments), {}))
         for fragment, tokens in zip(self.fragments, counted):
             fragment.counted = tokens
-
-
-def saved_flights(facts: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """The flights in the `facts` of `Training.state`, in the order of departure: its step, the fragment, and the number of the round."""
-    return sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
 
 
 class Driver(Protocol):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.pieces.partition import Fragment
@@ -12,6 +15,7 @@ from thinwire.runtime.fragment_state import RoundUpdate, hold
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
+from thinwire.runtime.saved_state import delta_in_flight, saved
 from thinwire.runtime.weighing import check_weighing
 
 
@@ -70,6 +74,17 @@ class Flights:
             reason = "NaN or infinity in the delta" if update.refused_by else "the anchor would not be finite"
             training.observe("refused", training.step, **fields, by=list(update.refused_by), reason=reason)
         return partial(self._landed, fields, began, stall)
+
+    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> list[tuple[int, int, int, Tensor]]:
+        """As `Training.load_state`. Returns the flights in the order of departure: its step, the fragment, the number of the round, and a copy
+        of the delta. Buffers that no fragment holds any longer may be used again.
+        """
+        fragments = self.training.fragments
+        before = saved(fragments)
+        self.training.load_state(tensors, facts)
+        self.buffers.swap(before.values(), saved(fragments).values())
+        flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
+        return [(step, index, number, delta_in_flight(fragments[index], tensors)) for step, index, number in flights]
 
     def heard(self, update: RoundUpdate) -> None:
         """Take over the request to stop; all replicas learn of it in the same round."""

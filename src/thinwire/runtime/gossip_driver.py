@@ -21,14 +21,13 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
-from thinwire.runtime.driver import Driver, Training, saved_flights
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
 from thinwire.runtime.judged_update import JudgedUpdate
 from thinwire.runtime.module_state import evaluating, gradient, separate_gradients
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.saved_state import delta_in_flight
 from thinwire.topology import spread
 from thinwire.types import State
 
@@ -193,13 +192,11 @@ class GossipDriver(Driver):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         training = self.training
-        training.load_state(tensors, facts)
+        flights = self._flights.load_state(tensors, facts)
         agree_on_resume(self._group, training.step, bytes(16))
         self._flights.window = (int(facts["window"][0]), int(facts["window"][1]))
-        for step, index, number in saved_flights(facts):
-            fragment = training.fragments[index]
-            theta = delta_in_flight(fragment, tensors).clone()
-            self._flights.depart_again(self._begin_round(fragment, theta, step, number))
+        for step, index, number, theta in flights:
+            self._flights.depart_again(self._begin_round(training.fragments[index], theta, step, number))
 
     def anchors(self) -> Sequence[Tensor]:
         """This replica's own weights; after `finish`, the mean over all."""

@@ -96,7 +96,7 @@ class GradientDriver(Driver):
         return tensors, facts | {"weights": self._stepped.facts()}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.training.load_state(tensors, facts)
+        self._flights.load_state(tensors, facts)
         agree_on_resume(self._group, self.training.step, self._stepped.resume(facts.get("weights", {})))
 
     def anchors(self) -> list[Tensor]:

@@ -45,8 +45,9 @@ def restore(
 
 
 def delta_in_flight(fragment: FragmentState, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The `saved` delta of a fragment's flight; `own` if a round takes a whole period. Raises `CheckpointError`."""
-    delta = tensors.get(f"{fragment.index}.delta", fragment.own)
+    """A copy of the `saved` delta of a fragment's flight; `own` if a round takes a whole period. Raises `CheckpointError`."""
+    name = f"{fragment.index}.delta"
+    delta = tensors[name].to(fragment.anchor.device, copy=True) if name in tensors else fragment.own
     saved = 0 if delta is None else delta.numel()
     if delta is None or saved != fragment.anchor.numel():
         raise CheckpointError(

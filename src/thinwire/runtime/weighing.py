@@ -90,8 +90,8 @@ class TokenCount:
         counts = {peer: float(_COUNT.unpack(bytes(count.tolist()))[0]) for peer, count in self._counts.items()}
         if {self._own, *counts.values()} == {0.0}:  # the round that ends a run, right after another one
             return 1.0
-        for peer, count in counts.items():
-            if not 0 < count <= _MOST_TOKENS_OF_DELTA:
+        for peer, count in counts.items():  # 0: it started again, and has not trained since
+            if not 0 <= count <= _MOST_TOKENS_OF_DELTA:
                 raise PacketError(
                     f"replica {peer} sent {count} as the number of tokens of its delta; check that replica."
                 )
