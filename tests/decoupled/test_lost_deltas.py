@@ -11,11 +11,13 @@ import torch
 from thinwire.codecs import Identity, TopK
 from thinwire.comm import run_threads
 from thinwire.comm.group import WrappedGroup
-from thinwire.decoupled.messages import END, UP
+from thinwire.decoupled import peer_streams
+from thinwire.decoupled.messages import DOWN, END, UP
 from thinwire.decoupled.method import Decoupled
+from thinwire.decoupled.sites import halos
 from thinwire.decoupled.syncer import Syncer
 from thinwire.decoupled.syncer_channel import SyncerChannel
-from thinwire.errors import NonFiniteError
+from thinwire.errors import LinkError, NonFiniteError
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Average
 from thinwire.pieces.partition import Strided
@@ -138,3 +140,57 @@ def test_a_replica_trains_for_two_periods_without_an_answer_and_then_waits(monke
     monkeypatch.setattr(SyncerChannel, "receive", received)
     first, second = run_threads(2, body, timeout=600.0)
     assert torch.equal(first, second) and waited[0] == 5 + 2 * 5
+
+
+def test_a_replica_that_took_no_messages_hears_that_the_others_continued_without_it(monkeypatch):
+    """Replica 1's first message stays in transit until more wait for it than may."""
+    dropped, warnings = threading.Event(), []
+
+    class Frozen(WrappedGroup):
+        def post(self, tag, send, recv, *more, **named):
+            assert not send or tag != DOWN or more or dropped.wait()
+            return self.group.post(tag, send, recv, *more, **named)
+
+    def told(event, step, **fields):
+        if event == "warning":
+            warnings.append(fields["message"])
+            dropped.set()
+
+    def body(group):
+        _, optimizer, attached = begin(Frozen(group), replace(PLAIN, every=5), observer=told)
+        if group.rank == 0:
+            while attached.progress < 40:
+                optimizer.step()
+            return attached.finish()
+        with pytest.raises(LinkError, match=r"^this replica took no messages .* and the others continued without it"):
+            while True:
+                optimizer.step()
+        attached.close()
+
+    monkeypatch.setattr(peer_streams, "MOST_WAITING", 0)
+    run_threads(2, body, timeout=600.0)
+    assert warnings == ["replica 1 was lost, the others continue: it takes no messages: 2 wait for it"]
+
+
+@pytest.mark.parametrize("method", [replace(PLAIN, every=5), replace(halos(every=5), patience=600.0)])
+def test_a_replica_that_the_hub_has_given_up_is_not_told_that_a_server_is_lost(method):
+    words = "the hub has ended the connection: b has died, or its link is cut, and the others continued without it"
+
+    class GivenUp(WrappedGroup):
+        def post(self, tag, send, recv, purpose="packet", sized=None):
+            if self.rank == 1 and tag == DOWN and recv and sized:
+                raise LinkError(words)
+            return self.group.post(tag, send, recv, purpose, sized)
+
+    def body(group):
+        _, optimizer, attached = begin(GivenUp(group), method)
+        if group.rank == 0:
+            while attached.progress < 40:
+                optimizer.step()
+            return attached.finish()
+        with pytest.raises(LinkError, match=f"^{words}$"):
+            while True:
+                optimizer.step()
+        attached.close()
+
+    run_threads(2, body, timeout=600.0)

@@ -106,10 +106,12 @@ class _ThreadTransfer:
         if missing and group.rank in hub.closed:
             raise _closed(group)
         if not in_time:
-            raise LinkError(
+            error = LinkError(
                 f"no message from replica {_names(missing)} (tag {self._tag}) within {group.timeout:g} s. "
                 "Check that replica, or allow a longer timeout."
             )
+            error.peer = missing[0]
+            raise error
 
     def _settled(self) -> bool:
         """Whether all messages have arrived, or no more can arrive."""

@@ -61,9 +61,10 @@ class Host:
 
     def start(self) -> None:
         self.rounds.began = self.clock()
+        left = self.messages.write_down(Down(END, left=True))
         for peer in range(1, self.group.size):
             PeerReceiver(self.group, peer, UP, lambda: self.messages.buffer(UP), self._deliver)
-            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose, len(self.messages.numels))
+            self._senders[peer] = PeerSender(self.group, peer, DOWN, self._lose, len(self.messages.numels), left)
         self._thread.start()
 
     def give(self, packet: Tensor) -> None:

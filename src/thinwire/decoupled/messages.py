@@ -4,9 +4,10 @@
 | from the syncer | notes, then the encoded estimate: `MOVE`, at the end `LAST`, from above a site `MERGE`; `END`: the run ended |
 
 The flag `STOP`, in both directions, requests a stop of the training. The flag `REFUSED`, to the syncer, means that the delta was not
-finite and the replica keeps it. `round` counts the sender's messages of this kind for the fragment; from the syncer it is the
-version of the fragment to which the estimate is applied. All replicas get the same bytes. A packet may be of any fragment, so both
-sides receive into a buffer for the largest and read the fragment from the header; `open_packet` checks a packet before it is used.
+finite and the replica keeps it; from it, with `END`, that the receiver counts as lost. `round` counts the sender's messages of this kind
+for the fragment; from the syncer it is the version of the fragment to which the estimate is applied. All replicas get the same bytes. A
+packet may be of any fragment, so both sides receive into a buffer for the largest and read the fragment from the header; `open_packet`
+checks a packet before it is used.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class Down:
     digest: bytes = bytes(8)
     reports: tuple[ReplicaReport, ...] = ()
     stop: bool = False
+    left: bool = False  # the receiver took no messages: it counts as lost, and the run goes on without it
     body: Tensor | None = None
 
 
@@ -123,7 +125,8 @@ class SyncerMessages:
         reports = down.reports or (ReplicaReport(),) * self.size
         each = (_EACH.pack(one.outcome, one.waited, one.taken, one.speed) for one in reports)
         notes = _DOWN.pack(down.digest) + b"".join(each)
-        return self._write(DOWN, down.kind, self.host, down.fragment, down.version, STOP * down.stop, notes, down.body)
+        flags = STOP * down.stop | REFUSED * down.left
+        return self._write(DOWN, down.kind, self.host, down.fragment, down.version, flags, notes, down.body)
 
     def read_up(self, packet: Tensor, sender: int) -> Up:
         """Parse a message to the syncer. Raises `PacketError`."""
@@ -147,7 +150,8 @@ class SyncerMessages:
         )
         if not all(math.isfinite(one.waited) and 0 <= one.speed < math.inf for one in reports):
             raise PacketError("the syncer sent times that are not finite; check the replica that hosts it.")
-        return Down(header.part, header.fragment, header.round, digest, reports, bool(header.flags & STOP), body)
+        stop, left = bool(header.flags & STOP), bool(header.flags & REFUSED)
+        return Down(header.part, header.fragment, header.round, digest, reports, stop, left, body)
 
     def _notes(self, tag: int) -> int:
         return _UP.size if tag == UP else _DOWN.size + self.size * _EACH.size

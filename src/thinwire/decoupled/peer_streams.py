@@ -5,15 +5,25 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 
 from thinwire.comm.group import Group
-from thinwire.errors import PeerError
+from thinwire.errors import LinkError, PeerError
 from thinwire.packet import said_nbytes
 
 # Messages that may wait, beside two of each fragment as at the end of a run. A peer that leaves more unreceived counts as lost.
 MOST_WAITING = 64
+LEFT = (
+    "this replica took no messages for so long that it counted as lost, and the others continued without it. When they have ended, "
+    "resume all from checkpoints."
+)
+
+
+def of_this_replica(error: PeerError) -> bool:
+    """Whether the carrier has ended this replica's own part of the group, as a hub ends a member that counted as gone."""
+    return isinstance(error, LinkError) and error.peer is None
 
 
 class PeerReceiver:
@@ -46,13 +56,16 @@ class PeerReceiver:
 
 
 class PeerSender:
-    """Sends packets of a model in `fragments` to `peer` in order; `send` does not block. Calls `lost(peer, why)` when sending fails."""
+    """Sends packets of a model in `fragments` to `peer` in order; `send` does not block. Calls `lost(peer, why)` when sending fails. A peer
+    that takes no messages gets `instead` in place of those that wait.
+    """
 
     def __init__(
-        self, group: Group, peer: int, tag: int, lost: Callable[[int, PeerError], object], fragments: int = 1
-    ) -> None:
+        self, group: Group, peer: int, tag: int, lost: Callable[[int, PeerError], object], fragments: int = 1,
+        instead: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._group, self._peer, self._tag, self._lost = group, peer, tag, lost
-        self._most = MOST_WAITING + 2 * fragments
+        self._most, self._instead = MOST_WAITING + 2 * fragments, instead
         self._waiting: queue.Queue[Tensor | None] = queue.Queue()
         self._over = False
         self._thread = threading.Thread(target=self._run, name=f"thinwire-sender-{peer}", daemon=True)
@@ -64,6 +77,11 @@ class PeerSender:
         if self._waiting.qsize() >= self._most:
             self._over = True
             self._lost(self._peer, PeerError(f"it takes no messages: {self._most} wait for it"))
+            if self._instead is not None:
+                with suppress(queue.Empty):
+                    while True:
+                        self._waiting.get_nowait()
+                self._waiting.put(self._instead)
             return
         self._waiting.put(packet)
 

@@ -27,13 +27,13 @@ from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.global_host import GlobalHost
 from thinwire.decoupled.host import Closed, Heard, Host
 from thinwire.decoupled.messages import DELTA, DOWN, END, MERGE, REST, UP, Down, ReplicaReport, SyncerMessages, Up
-from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
+from thinwire.decoupled.peer_streams import LEFT, PeerReceiver, PeerSender, of_this_replica
 from thinwire.decoupled.rounds import HeldRound
 from thinwire.decoupled.saved import SiteRecord
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import HeldMerge
 from thinwire.decoupled.syncer import Syncer, decoded, encoded
-from thinwire.errors import DisagreementError, PacketError, PeerError
+from thinwire.errors import DisagreementError, LinkError, PacketError, PeerError
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.saved_state import under
@@ -167,8 +167,10 @@ class SiteHost(Host):
     def _take_over(self, heard: Heard) -> bool:
         """Read a message of the global server; return whether it was a reply, which is merged then."""
         if isinstance(heard, PeerError):
-            raise PeerError(f"the global server is lost: {heard}")
+            raise heard if of_this_replica(heard) else PeerError(f"the global server is lost: {heard}")
         down = self._wire.read_down(heard)
+        if down.left:
+            raise LinkError(LEFT)
         if down.kind != END:
             self._merge(down)
             return True

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from thinwire.comm.group import Group
 from thinwire.decoupled.host import Heard, Host
 from thinwire.decoupled.messages import DOWN, END, UP, Down, SyncerMessages, Up
-from thinwire.decoupled.peer_streams import PeerReceiver, PeerSender
+from thinwire.decoupled.peer_streams import LEFT, PeerReceiver, PeerSender, of_this_replica
 from thinwire.errors import LinkError, PeerError
 
 
@@ -46,12 +46,18 @@ class SyncerChannel:
         return 0 if self._host else self._messages.nbytes(UP, fragment)
 
     def receive(self) -> Down:
-        """Wait for the next message. Raises `LinkError` if the syncer is lost, also at every later call."""
+        """Wait for the next message. Raises `LinkError` if the syncer is lost or has left this replica out, also at every later call."""
         heard = self._inbox.get()
-        if isinstance(heard, PeerError):
-            self._inbox.put(heard)
-            raise LinkError(f"{self._lost()}: {heard}") from heard
-        return self._messages.read_down(heard)
+        if not isinstance(heard, PeerError):
+            down = self._messages.read_down(heard)
+            if not down.left:
+                return down
+            heard = LinkError(LEFT)
+        self._inbox.put(heard)
+        if of_this_replica(heard):
+            raise LinkError(str(heard)) from heard
+        ended = ", or has ended the run without this replica" if isinstance(heard, LinkError) else ""
+        raise LinkError(f"{self._lost()}{ended}: {heard}") from heard
 
     def close(self, ended: bool) -> None:
         """Send what is queued, and end the threads. If the run has `ended`, wait up to a minute until all is sent."""
