@@ -12,6 +12,7 @@ from strategies import IN_SITES, METHODS
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.pieces.inner_optimizers import SAM, SGD, Muon
+from thinwire.records.files import save_file
 from thinwire.testing.strategies import load, resumed_run, save, whole_run
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
@@ -246,6 +247,23 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path, parameters):
         attached.close()
         assert not list(tmp_path.iterdir())
 
+    tw.run_threads(1, replica)
+
+
+def test_two_ranks_that_save_into_one_folder_are_told_so(tmp_path, monkeypatch):
+    """Each clears what it takes for the remains of a writer that was killed."""
+
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group) as attached:
+            with pytest.raises(tw.CheckpointError, match="that no other rank writes there"):
+                checkpoint.save(tmp_path, attached, notes={})
+
+    def beside(content, path):
+        checkpoint._clear(tmp_path)  # of the other rank
+        save_file(content, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", beside)
     tw.run_threads(1, replica)
 
 
