@@ -174,6 +174,17 @@ def test_averages_of_each_replicas_own_weights_are_refused(tmp_path):
             fit(tmp_path, callback, keep=average)
 
 
+def test_replicas_that_resume_at_different_steps_are_told_both(tmp_path):
+    def replica(group: tw.Group) -> str:
+        folder = tmp_path / f"{group.rank}"
+        fit(folder, ThinwireCallback(STREAMING, group), count=4 * EPOCH)
+        kept = folder / "checkpoints" / f"epoch={1 - group.rank}.ckpt"
+        return refused(folder, ThinwireCallback(STREAMING, group), count=4 * EPOCH, resume=kept)
+
+    for said in tw.run_threads(2, replica, timeout=LIMIT):
+        assert f"replica 1 resumes at step {EPOCH}, replica 0 at step {2 * EPOCH}; choose one step for all" in said
+
+
 def test_the_ddp_strategy_of_lightning_is_refused(tmp_path):
     """The error comes before DDP wraps the model, and names the bytes that DDP would send."""
     callback = ThinwireCallback(STREAMING, tw.ThreadGroup.create(1)[0])
