@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,7 +52,7 @@ def train(out: str, epochs: int, resume: str | None) -> None:
         accelerator="cpu",
         devices=1,  # every process has the whole model
         default_root_dir=folder,
-        callbacks=[callback],
+        callbacks=[callback, callbacks.ModelCheckpoint(monitor="step", mode="max", save_top_k=2, save_last=True)],
         enable_progress_bar=False,
         logger=False,
     )

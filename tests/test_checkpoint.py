@@ -12,6 +12,7 @@ from strategies import IN_SITES, METHODS
 import thinwire as tw
 from thinwire import checkpoint
 from thinwire.pieces.inner_optimizers import SAM, SGD, Muon
+from thinwire.records.files import save_file
 from thinwire.testing.strategies import load, resumed_run, save, whole_run
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, sgd, toy, weights
 
@@ -249,6 +250,23 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path, parameters):
     tw.run_threads(1, replica)
 
 
+def test_two_ranks_that_save_into_one_folder_are_told_so(tmp_path, monkeypatch):
+    """Each clears what it takes for the remains of a writer that was killed."""
+
+    def replica(group):
+        model = toy()
+        with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group) as attached:
+            with pytest.raises(tw.CheckpointError, match="that no other rank writes there"):
+                checkpoint.save(tmp_path, attached, notes={})
+
+    def beside(content, path):
+        checkpoint._clear(tmp_path)  # of the other rank
+        save_file(content, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", beside)
+    tw.run_threads(1, replica)
+
+
 def test_saving_recreates_a_deleted_folder_and_refuses_a_file_in_its_place(tmp_path):
     """A deleted folder is made again. A file in its place is named in the error, and stays."""
     folder = tmp_path / "checkpoints/replica-0"
@@ -375,7 +393,7 @@ def test_replicas_that_resume_at_different_steps_are_refused():
                 inner_step(model, optimizer, *batch(0, group.rank, step))
                 saved.append(save(first))
         second = tw.Replica(tw.local_sgd(every=2), model, adamw(model), group)
-        with pytest.raises(tw.DisagreementError, match=r"replica 1 resumes at step 4 .*choose one step for all"):
+        with pytest.raises(tw.DisagreementError, match=r"replica 1 resumes at step 4, .*choose one step for all"):
             load(second, saved[1 if group.rank == 0 else 3])
         second.close()
 

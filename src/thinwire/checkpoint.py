@@ -169,7 +169,7 @@ def _remedy(error: Exception, nbytes: int) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"Training needs about {nbytes:,} bytes there; free some space."
     if number is not None:
-        return "The cause is not a lack of space: check that the folder can be written, or choose another --out."
+        return "The cause is not a lack of space: check that the folder can be written and that no other rank writes there, or choose another --out."
     return "The disk is not the cause: this state cannot be written, and later ones may not be either; report it."
 
 

@@ -224,7 +224,7 @@ class Replica:
         self._loop_warnings.finishes(self.step)
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()
-        self._buffers.average()
+        self._buffers.finish(self.step)
         if over:
             self.close()
 

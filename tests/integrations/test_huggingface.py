@@ -18,7 +18,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.integrations.attached import too_short
 from thinwire.membership import Lighthouse
-from thinwire.runtime.handshake import compare_settings
+from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.testing.toy import same_bits
 
 if TYPE_CHECKING:
@@ -101,8 +101,9 @@ def beside_a_trainer(folder: Path, saves: str) -> tuple[list[float], list[float]
 
     def loop(group: tw.Group) -> list[float]:
         net = Normed()
-        settings = {"the trainer's step": 0, "the trainer's max_steps": 6, "evaluations": "every 2 steps, from 0"}
+        settings = {"the trainer's max_steps": 6, "evaluations": "every 2 steps, from 0"}
         compare_settings(group, settings | {"saves": saves})
+        agree_on_resume(group, 0, bytes(16))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         with tw.Replica(AVERAGE, net, optimizer, group) as replica:
             for step in range(1, 6):

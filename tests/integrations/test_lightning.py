@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lightning.pytorch import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning_trainer import EPOCH, EPOCHS, STREAMING, BySteps, Module, Normed, Points, fit, refused, weights
 
@@ -164,6 +164,27 @@ def test_validations_at_other_steps_are_refused_for_a_model_whose_buffers_are_av
         ThinwireCallback(tw.local_sgd(every=3), group).setup(by_time, Normed(tmp_path), "fit")
 
 
+def test_averages_of_each_replicas_own_weights_are_refused(tmp_path):
+    """The replicas would end with different weights."""
+    for average in (StochasticWeightAveraging(1e-3), EMAWeightAveraging()):
+        callback = ThinwireCallback(STREAMING, tw.ThreadGroup.create(2)[0])
+        with pytest.raises(
+            tw.ConfigurationError, match=r"^StochasticWeightAveraging or WeightAveraging: .*leave it out"
+        ):
+            fit(tmp_path, callback, keep=average)
+
+
+def test_replicas_that_resume_at_different_steps_are_told_both(tmp_path):
+    def replica(group: tw.Group) -> str:
+        folder = tmp_path / f"{group.rank}"
+        fit(folder, ThinwireCallback(STREAMING, group), count=4 * EPOCH)
+        kept = folder / "checkpoints" / f"epoch={1 - group.rank}.ckpt"
+        return refused(folder, ThinwireCallback(STREAMING, group), count=4 * EPOCH, resume=kept)
+
+    for said in tw.run_threads(2, replica, timeout=LIMIT):
+        assert f"replica 1 resumes at step {EPOCH}, replica 0 at step {2 * EPOCH}; choose one step for all" in said
+
+
 def test_the_ddp_strategy_of_lightning_is_refused(tmp_path):
     """The error comes before DDP wraps the model, and names the bytes that DDP would send."""
     callback = ThinwireCallback(STREAMING, tw.ThreadGroup.create(1)[0])
@@ -252,5 +273,7 @@ def test_unsupported_settings_of_an_elastic_member_are_refused(tmp_path):
         fit(tmp_path, ThinwireCallback(STREAMING, member), DistributedSampler(Points(14), 1, 0), **given)
     with pytest.raises(tw.ConfigurationError, match=r'by epochs.*"interval": "step"'):
         fit(tmp_path, ThinwireCallback(STREAMING, member), **given)
+    with pytest.raises(tw.ConfigurationError, match=r"WeightAveraging: .* member of an elastic run.*leave it out"):
+        fit(tmp_path, ThinwireCallback(STREAMING, member), keep=EMAWeightAveraging(), **given)
     member.close()
     lighthouse.close()

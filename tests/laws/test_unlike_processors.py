@@ -134,7 +134,7 @@ def test_a_resume_keeps_drifted_weights():
         got = steps(group, resumed, 6)
         if group.rank == 1:
             nudge(again)
-        with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 3 with other"):
+        with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 3, with other"):
             resumed.load_state(*saved[2:])
         resumed.close()
         return due, got

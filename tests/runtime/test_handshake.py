@@ -42,9 +42,9 @@ def test_all_replicas_begin_with_the_weights_of_replica_0():
 def test_resumed_replicas_need_equal_steps_and_states():
     def replica(group: tw.ThreadGroup) -> None:
         agree_on_resume(group, 5, bytes(16))
-        with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 6 with other anchors"):
+        with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 6, replica 0 at step 5; choose one"):
             agree_on_resume(group, 5 + group.rank, bytes(16))
-        with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 5 with other anchors"):
+        with pytest.raises(tw.DisagreementError, match="replica 1 resumes at step 5, with other anchors"):
             agree_on_resume(group, 5, bytes([group.rank] * 16))
 
     tw.run_threads(2, replica)

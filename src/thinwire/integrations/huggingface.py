@@ -50,7 +50,7 @@ from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import compare_settings
+from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
@@ -179,6 +179,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             if self.weights == "anchors" and floating(model):  # all average them at the same steps
                 told_of |= evaluations(args, state, loader)
             compare_settings(group, told_of)
+            agree_on_resume(group, state.global_step, bytes(16))
             if found:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
                 with torch.no_grad():
                     for _name, parameter in trainable(model):

@@ -85,7 +85,7 @@ def _seen(**values: object) -> None:
 def facts(state: TrainerState, loader: Any, own_data: bool) -> dict[str, Any]:
     """The settings that must be equal in the trainers of all replicas."""
     batches = len(loader) if hasattr(loader, "__len__") else None
-    facts = {"the trainer's step": state.global_step, "the trainer's max_steps": state.max_steps}
+    facts = {"the trainer's max_steps": state.max_steps}
     if own_data:
         return facts
     sampler = getattr(getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None), "sampler", None)

@@ -46,7 +46,7 @@ from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
 from thinwire.replica import Replica
-from thinwire.runtime.handshake import compare_settings
+from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.runtime.loop_warnings import silent
 from thinwire.runtime.model_buffers import floating
 from thinwire.strategy import Gradients, Strategy
@@ -165,10 +165,11 @@ class ThinwireCallback(Callback):
         assert self._group is not None
         if not self.own_data:
             check_share(trainer, self.rank, self.replicas)
-        facts = {"batches of an epoch": str(trainer.num_training_batches), "step": trainer.global_step}
+        facts = {"batches of an epoch": str(trainer.num_training_batches)}
         if self.weights == "anchors" and floating(module):  # all average them at the same validations
             facts |= validations(trainer)
         compare_settings(self._group, facts)
+        agree_on_resume(self._group, trainer.global_step, bytes(16))
         if resume:  # zeros are equal on all replicas, so no weights are sent; the saved ones are loaded afterwards
             with torch.no_grad():
                 for _name, parameter in trainable(module):

@@ -21,6 +21,7 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.runtime.model_buffers import floating
 
 _FOLDERS = 1 << 16  # most bytes of one replica's list of folders
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # by name: older releases lack the second
 
 
 def check(trainer: Trainer, module: LightningModule, size: int, weights: str) -> None:
@@ -47,6 +48,7 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
             size > 1 and anchors and getattr(trainer, "_val_check_time_interval", None) and floating(module) != [],
             "give it as a number of batches, or choose weights='own'",
         ),
+        **(_averaging(trainer) if size > 1 else {}),
         "max_time, or a Timer": (size > 1 and any(isinstance(one, Timer) for one in callbacks), "give max_steps"),
     }
     for name, (asked, advice) in refused.items():
@@ -102,12 +104,20 @@ def check_member(trainer: Trainer, member: Membership, sampler: MemberSampler | 
                 not own_data and not (len(read) == 1 and read[0] is sampler),
                 "write DataLoader(data, ..., sampler=callback.share(data)), or ThinwireCallback(..., own_data=True) if each has data of its own",
             ),
+            **_averaging(trainer),
             "a learning rate schedule by epochs": (
                 any(one.interval != "step" for one in trainer.lr_scheduler_configs),
                 'return {"scheduler": ..., "interval": "step"} from configure_optimizers',
             ),
         },
     )
+
+
+def _averaging(trainer: Trainer) -> dict[str, tuple[bool, str]]:
+    """The refusal of callbacks that average the weights of several steps."""
+    kinds = {kind.__name__ for one in getattr(trainer, "callbacks", []) for kind in type(one).__mro__}
+    advice = "leave it out: each replica would end with the average of its own weights"
+    return {" or ".join(_AVERAGING): (not kinds.isdisjoint(_AVERAGING), advice)}
 
 
 def batch_size(trainer: Trainer) -> int:

@@ -135,9 +135,10 @@ def agree_on_resume(group: Group, step: int, state_digest: bytes) -> None:
     told = gather(group, step.to_bytes(8, "little") + state_digest, 24, "resume")
     for rank, text in enumerate(told):
         if text != told[0]:
-            other = int.from_bytes(text[:8], "little")
+            other, first = (int.from_bytes(one[:8], "little") for one in (text, told[0]))
+            differs = f"replica 0 at step {first}" if other != first else "with other anchors than replica 0"
             raise DisagreementError(
-                f"replica {rank} resumes at step {other} with other anchors than replica 0; choose one step for all."
+                f"replica {rank} resumes at step {other}, {differs}; choose one step for all, of which each has its own checkpoint."
             )
 
 
