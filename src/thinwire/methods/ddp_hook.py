@@ -22,7 +22,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.runtime.claim import GroupClaim
-from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, first_state
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.pipeline import RoundPipeline
@@ -224,7 +224,7 @@ class GradientHook:
             for others in [key for key in self._pieces if set(key) & set(names)]:
                 self._remembered |= _by_parameter(self._pieces.pop(others))
             fragment = Fragment(f"bucket {bucket.index()}", parameters)
-            piece = hold(self.strategy, fragment, bucket.index(), self.group.rank, self.group.size)
+            piece = first_state(self.strategy, fragment, bucket.index(), self.group.rank, self.group.size)
             piece.anchor = torch.zeros(1).expand(fragment.numel)  # gradients need no anchor
             for name, place in _memories(piece).items():
                 if name in self._remembered:
