@@ -1,4 +1,4 @@
-"""The driver of an asynchronous replica: the order of operations around its inner steps.
+"""The loop of an asynchronous replica: the order of operations around its inner steps.
 
 When a fragment is due, its delta goes to the syncer (a thread of replica 0), and training continues. The syncer's estimate is applied after
 the inner step during which it arrives:
