@@ -10,7 +10,7 @@ from pieces import CODECS, over
 
 import thinwire as tw
 from thinwire.codecs import exact
-from thinwire.kernels.cpu_block import select_above, select_largest
+from thinwire.kernels.cpu_block import select_largest
 from thinwire.kernels.cpu_sparse import suggested
 from thinwire.rng import Key
 from thinwire.testing import codecs as laws
@@ -62,7 +62,7 @@ def largest(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def above(x: torch.Tensor, threshold: float) -> int:
-    return select_above(x, threshold, torch.empty(0, dtype=torch.int64))
+    return int((x.abs() > threshold).sum())
 
 
 @over("name", TENSORS)

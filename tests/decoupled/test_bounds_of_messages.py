@@ -10,7 +10,7 @@ import torch
 from thinwire.codecs import Identity
 from thinwire.decoupled.messages import COUNTED, DELTA, LEFT_OUT, SyncerMessages, Up
 from thinwire.decoupled.method import Decoupled
-from thinwire.decoupled.syncer import Syncer, hold
+from thinwire.decoupled.syncer import Syncer, first_state
 from thinwire.errors import PacketError
 from thinwire.pieces.partition import Fragment
 
@@ -32,7 +32,7 @@ def test_a_message_out_of_bounds_is_refused(lie: dict[str, Any]) -> None:
 def test_a_delta_from_a_later_version_is_left_out(base: int) -> None:
     method = Decoupled(every=5, codec=Identity(), down=Identity())
     parameter = torch.nn.Parameter(torch.zeros(4))
-    state = hold(method, Fragment("x", [("x", parameter)]), 0)
+    state = first_state(method, Fragment("x", [("x", parameter)]), 0)
     syncer = Syncer.of(method, [state], MESSAGES)
     assert syncer.take(Up(**(vars(SOUND) | {"base": base})))
     assert syncer.take(Up(**(vars(SOUND) | {"sender": 2})))

@@ -20,7 +20,7 @@ from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import View
-from thinwire.runtime.fragment_state import hold
+from thinwire.runtime.fragment_state import first_state
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -139,7 +139,7 @@ def test_a_late_landing_keeps_the_steps_of_the_flight(alpha: float, delay: int, 
         schedule=tw.pieces.schedule.Every(9, delay), merge=tw.pieces.merge.Mix(alpha), outer=tw.pieces.outer.Average()
     )
     parameter = torch.nn.Parameter(torch.full((4,), 5.0))
-    piece = hold(strategy, tw.pieces.partition.Fragment("all", [("all", parameter)]), 0, 0, 1)
+    piece = first_state(strategy, tw.pieces.partition.Fragment("all", [("all", parameter)]), 0, 0, 1)
     made = training(strategy, [parameter], [piece], lambda *_, **__: None)
     elastic = ElasticDriver(made, SimulatedCluster().membership("a", least=1))
     parameter.data.fill_(3.0 - flight)

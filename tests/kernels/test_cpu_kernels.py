@@ -18,8 +18,8 @@ from thinwire import kernels
 from thinwire.codecs import warm, warm_up
 from thinwire.codecs.bits import ascending_nbytes, low_bits, packed_nbytes
 from thinwire.kernels import cpu_block as cpu
+from thinwire.kernels import cpu_sparse, reference
 from thinwire.kernels import numba_support as compiled
-from thinwire.kernels import reference
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
 
@@ -222,15 +222,15 @@ def test_levels_next_to_a_half_match_the_reference(bits):
 
 @everything
 @over("threshold", [-1.0, 0.0, 1e-40, 0.5, 1.7, 3.5e38, float("inf"), float("nan")])
-def test_select_above_matches_the_reference(data, threshold):
+def test_the_indices_of_values_above_a_threshold(data, threshold):
     for n in SIZES:
         x = DATA[data](n)
         x[::9], x[1::9] = float("nan"), float("inf")
         for room in (0, n // 3, n):
-            index, due = torch.zeros(room, dtype=torch.int64), torch.zeros(room, dtype=torch.int64)
-            found = cpu.select_above(x, threshold, index)
-            assert found == reference.select_above(x, threshold, due)
-            assert torch.equal(index[:found], due[:found])
+            index, due = torch.zeros(room, dtype=torch.int64), (x.abs() > threshold).nonzero().view(-1)
+            found = cpu_sparse._select_above(cpu_sparse._bits(x), cpu_sparse._threshold(threshold), index.numpy())[0]
+            assert found == len(due)
+            assert torch.equal(index[:found], due[:room])
 
 
 @pytest.mark.parametrize(

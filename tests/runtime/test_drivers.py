@@ -17,7 +17,7 @@ from thinwire.elastic.driver import ElasticDriver
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, _same_bits
-from thinwire.runtime.fragment_state import hold
+from thinwire.runtime.fragment_state import first_state
 from thinwire.runtime.gradient_driver import GradientDriver
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 
@@ -84,7 +84,7 @@ class Alone(Driver):
 
     def __init__(self, training: Training, fragments: list[tw.pieces.partition.Fragment]) -> None:
         self.training, self.heard = training, []
-        training.fragments += [hold(training.strategy, one, i, 0, 1) for i, one in enumerate(fragments)]
+        training.fragments += [first_state(training.strategy, one, i, 0, 1) for i, one in enumerate(fragments)]
 
     def before_inner_step(self, closure: bool) -> None:
         self.heard.append(f"before {self.training.step + 1}")

@@ -19,7 +19,7 @@ from thinwire.pieces.guard import Guard, Judged
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Whole
 from thinwire.pieces.transforms import Filter
-from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, first_state
 from thinwire.types import State
 
 VALUES = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]  # a weight of 3 × 2, and two biases
@@ -34,7 +34,7 @@ def held_by(strategy: tw.Strategy) -> FragmentState:
         values = torch.tensor(VALUES[begin : begin + parameter.numel()])
         parameter.data = values.view_as(parameter)
         begin += parameter.numel()
-    return hold(strategy, Whole().fragments(model)[0], 3, 0, 1)
+    return first_state(strategy, Whole().fragments(model)[0], 3, 0, 1)
 
 
 def floats(*values: float) -> Tensor:
@@ -57,7 +57,10 @@ def test_a_first_state_is_that_of_the_model():
     assert not any((held.state, held.feedback, held.exchange, held.aggregate, held.policy, held.filtered, held.flight))
     assert not held_by(tw.data_parallel()).guard, "the guard does not look at gradients"
     (one,) = Whole().fragments(nn.Linear(1, 1, bias=False))
-    assert hold(tw.Strategy(anchors="device"), one, 0, 0, 1).anchor.tolist() == one.parameters[0][1].view(-1).tolist()
+    assert (
+        first_state(tw.Strategy(anchors="device"), one, 0, 0, 1).anchor.tolist()
+        == one.parameters[0][1].view(-1).tolist()
+    )
 
 
 def test_a_delta_is_the_base_minus_the_parameters():
@@ -288,7 +291,7 @@ def test_a_signal_has_room_for_the_longest_range():
     """Room is made anew for a longer range, and kept for a shorter one."""
     strategy = replace(tw.Strategy(codec=tw.codecs.Sign()), feedback=Feedback())
     model = nn.Linear(100, 10)
-    held, buffers = hold(strategy, Whole().fragments(model)[0], 0, 0, 1), Buffers()
+    held, buffers = first_state(strategy, Whole().fragments(model)[0], 0, 0, 1), Buffers()
     update = held.begin_round(strategy, torch.ones(1010), 1, buffers)
     for begin, end, room in ((0, 300, 1280), (300, 900, 2560), (900, 1010, 2560)):
         assert update.signal(begin, end).tolist() == [1.0] * (end - begin)

@@ -15,7 +15,7 @@ from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.delta_driver import _PIECE, _move
-from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.fragment_state import FragmentState, first_state
 from thinwire.testing.toy import same_bits
 
 ROWS = 3 * _PIECE // 1024 + 1  # more than three pieces, the last one shorter
@@ -27,7 +27,7 @@ def fragment_of(dtype: torch.dtype, turned: bool) -> tuple[nn.Module, FragmentSt
     if turned:  # a parameter whose values do not lie in the order of its rows
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
     (fragment,) = Whole().fragments(model)
-    return model, hold(tw.streaming_sign(partition=Whole()), fragment, 0, 0, 1)
+    return model, first_state(tw.streaming_sign(partition=Whole()), fragment, 0, 0, 1)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -89,7 +89,7 @@ def test_a_round_takes_its_outer_step_range_by_range_and_returns_what_it_no_long
     """Beside the results it needs room for one range. The ranges differ in length, and the second is the shorter one."""
     torch.manual_seed(0)
     strategy = tw.Strategy(outer=tw.pieces.outer.Nesterov(0.5, 0.5), codec=tw.codecs.Sign(), feedback=Feedback())
-    held = hold(strategy, Whole().fragments(nn.Linear(100, 10))[0], 0, 0, 1)
+    held = first_state(strategy, Whole().fragments(nn.Linear(100, 10))[0], 0, 0, 1)
     buffers, anchor, whole = Buffers(), held.anchor.clone(), held.anchor.numel()
     held.feedback["residual"] += 1
     (delta, mean), own = torch.randn(2, whole), torch.zeros(whole)

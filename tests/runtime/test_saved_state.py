@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire import recipes
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
-from thinwire.runtime.fragment_state import hold
+from thinwire.runtime.fragment_state import first_state
 from thinwire.runtime.saved_state import passing, restore, saved
 from thinwire.testing.strategies import Saved, fingerprint, frozen, save
 from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation, weights
@@ -23,7 +23,7 @@ def test_a_checkpoint_without_its_anchor_is_refused() -> None:
     """This includes a fragment of one value."""
     strategy = tw.diloco(every=2)
     model = torch.nn.Linear(1, 1, bias=False)
-    one = hold(strategy, Whole().fragments(model)[0], 0, 0, 1)
+    one = first_state(strategy, Whole().fragments(model)[0], 0, 0, 1)
     tensors, facts = saved([one]), {"rounds": [3], "since": [2]}
     restore([one], tensors, facts, strategy.outer)
     assert (one.rounds, one.since) == (3, 2)
@@ -50,7 +50,10 @@ def test_all_state_of_every_method_is_saved_and_loaded() -> None:
     names = set()
     for strategy in METHODS.values():
         one, other = (
-            [hold(strategy, fragment, i, 0, 2) for i, fragment in enumerate(strategy.partition.fragments(toy(seed)))]
+            [
+                first_state(strategy, fragment, i, 0, 2)
+                for i, fragment in enumerate(strategy.partition.fragments(toy(seed)))
+            ]
             for seed in (0, 1)
         )
         for fragment in one:
@@ -82,7 +85,7 @@ def test_all_state_of_every_method_is_saved_and_loaded() -> None:
 def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
     """A delta in flight that is the replica's own is saved once. Older checkpoints have no norms of a guard."""
     strategy = tw.diloco(every=2)
-    one, other = (hold(strategy, Whole().fragments(toy(seed))[0], 0, 0, 2) for seed in (0, 1))
+    one, other = (first_state(strategy, Whole().fragments(toy(seed))[0], 0, 0, 2) for seed in (0, 1))
     one.deviation, one.own, one.deviation_state = one.anchor + 1, one.anchor + 2, {"momentum": one.anchor + 3}
     for delta, more in ((one.own, set()), (one.anchor + 4, {"delta"})):
         one.flight = SimpleNamespace(delta=delta)  # type: ignore[assignment]
@@ -99,7 +102,7 @@ def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
     for name in tensors.keys() - {"0.delta"}:
         assert same_bits(found[name], tensors[name]), name
 
-    kept = hold(replace(strategy, feedback=Feedback()), Whole().fragments(toy())[0], 0, 0, 2)
+    kept = first_state(replace(strategy, feedback=Feedback()), Whole().fragments(toy())[0], 0, 0, 2)
     with pytest.raises(tw.CheckpointError, match="has the feedback nothing in the checkpoint, this strategy keeps "):
         restore([kept], tensors, {"rounds": [3], "since": [2]}, strategy.outer)
 

@@ -16,7 +16,7 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import Whole
 from thinwire.rng import Key
-from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.fragment_state import FragmentState, first_state
 from thinwire.testing.values import roundtrip
 
 NUMEL, ROUNDS, PIECE = 512, 30, 128
@@ -24,7 +24,7 @@ NUMEL, ROUNDS, PIECE = 512, 30, 128
 
 def held_by(strategy: tw.Strategy) -> FragmentState:
     torch.manual_seed(0)
-    return hold(strategy, Whole().fragments(nn.Linear(NUMEL, 1, bias=False))[0], 0, 0, 1)
+    return first_state(strategy, Whole().fragments(nn.Linear(NUMEL, 1, bias=False))[0], 0, 0, 1)
 
 
 def deltas() -> list[Tensor]:

@@ -30,7 +30,7 @@ from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import FragmentState, hold
+from thinwire.runtime.fragment_state import FragmentState, first_state
 from thinwire.types import Observer
 
 SIZES = (5, 3)
@@ -145,7 +145,7 @@ class Toy:
         fragments = [
             tw.pieces.partition.Fragment(f"part {i}", [(f"part {i}", p)]) for i, p in enumerate(self.parameters)
         ]
-        self.pieces = [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
+        self.pieces = [first_state(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
         times = Timeouts(grace=grace)
         membership = cluster.membership(name, least=least, timeouts=times, most_steps=most_steps, facts=facts)
         self.training = training(strategy, self.parameters, self.pieces, record.hear(name), tokens)

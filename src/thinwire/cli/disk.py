@@ -26,7 +26,7 @@ def room_on_disk(run: Run, model: nn.Module, here: int, folder: Path, console: C
     held = sum(file.stat().st_size for file in folder.glob("checkpoints/*/step-*/*") if file.is_file())
     free = shutil.disk_usage(place).free + held
     room = f"{text_of_nbytes(free)} of the disk are free{' or have its checkpoints' if held else ''}"
-    weights, each = predicted_nbytes(run, model)
+    weights, each = _nbytes_on_disk(run, model)
     writes = run.placement.checkpoint_every
     at_once = min(run.placement.keep, run.optimizer.steps // writes) + 1 if writes else 1
     if free < weights:
@@ -46,7 +46,7 @@ def room_on_disk(run: Run, model: nn.Module, here: int, folder: Path, console: C
         )  # fmt: skip
 
 
-def predicted_nbytes(run: Run, model: nn.Module) -> tuple[int, int]:
+def _nbytes_on_disk(run: Run, model: nn.Module) -> tuple[int, int]:
     """Bytes of the trained model, and about those of one replica's checkpoint, with the moments of AdamW."""
     weights = sum(value.numel() * value.element_size() for value in model.state_dict().values())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""The driver of an asynchronous replica: the order of operations around its inner steps.
+"""The loop of an asynchronous replica: the order of operations around its inner steps.
 
 When a fragment is due, its delta goes to the syncer (a thread of replica 0), and training continues. The syncer's estimate is applied after
 the inner step during which it arrives:
@@ -38,7 +38,7 @@ from thinwire.decoupled.messages import (
 )
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, checked, load_syncer, resume, state_of, state_of_syncer
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded, hold
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded, first_state
 from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError
@@ -84,7 +84,7 @@ class Unequal(Attached):
         self._claim = GroupClaim(group)
         self.fragments, self.tokens = method.partition.fragments(model), 1.0
         self.introduce({})
-        self._states = [hold(method, fragment, index) for index, fragment in enumerate(self.fragments)]
+        self._states = [first_state(method, fragment, index) for index, fragment in enumerate(self.fragments)]
         if agree_on_start(group, [one.anchor for one in self._states]):
             observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
         check_start(self.fragments, [one.anchor for one in self._states])

@@ -68,7 +68,7 @@ def encoded(codec: Codec, feedback: Feedback | None, state: State, delta: Tensor
     return body, after
 
 
-def hold(method: Composition, fragment: Fragment, index: int) -> FragmentState:
+def first_state(method: Composition, fragment: Fragment, index: int) -> FragmentState:
     """The state of `fragment` on a replica at the start."""
     anchor = torch.cat([local(p.detach()).reshape(-1).cpu().float() for _, p in fragment.parameters])
     feedback = method.feedback.init(anchor.numel()) if method.feedback else {}

@@ -40,7 +40,7 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Driver, Training
-from thinwire.runtime.fragment_state import hold
+from thinwire.runtime.fragment_state import first_state
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.recovery import start_again
@@ -339,7 +339,7 @@ def elastic_driver(
         )
     strategy = training.strategy
     check(strategy)
-    training.fragments += [hold(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
+    training.fragments += [first_state(strategy, fragment, index, 0, 1) for index, fragment in enumerate(fragments)]
     check_start(fragments, [fragment.anchor for fragment in training.fragments])
     weights = "by tokens" if counts_tokens(training) else "alike"
     membership.require(introduction(strategy, fragments, frozen(training.model)) | {"weights": weights})

@@ -154,10 +154,11 @@ class Fastest(Exchange):
         return lines
 
     def _fitting(self, codec: Codec) -> list[Exchange]:
-        return [exchange for exchange in self.among if _fits(exchange, codec)]
+        return [exchange for exchange in self.among if fits(exchange, codec)]
 
 
-def _fits(exchange: Exchange, codec: Codec) -> bool:
+def fits(exchange: Exchange, codec: Codec) -> bool:
+    """Whether `exchange` takes `codec`, without feedback."""
     try:
         exchange.check(codec, None)
     except ConfigurationError:

@@ -72,12 +72,6 @@ class Kernels(Protocol):
         """The inverse: fill flat int64 `index`. Returns whether `packed` is the code of that many ascending indices below `numel`; if not,
         `index` must not be used."""
 
-    def select_above(self, x: Tensor, threshold: float, index: Tensor) -> int:
-        """Count the |x| > threshold, and write their indices, ascending, to flat int64 `index`, as many as fit.
-
-        The rest of `index` is undefined. With an empty `index` it only counts. NaN is not above any threshold.
-        """
-
     def select_largest(self, x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
         """Select the `count` largest magnitudes of each `chunk` (⌈count·rest/chunk⌉ of a shorter last one). Write their indices within
         the chunk, ascending, to flat int64 `index`; in a tie the first counts. Returns whether all of `x` is finite.

@@ -58,10 +58,6 @@ def mean_sent(index: Tensor, values: Tensor, weights: Tensor, out: Tensor) -> No
     _mean_sent(index.numpy(), values.numpy(), weights.numpy(), out.numpy())
 
 
-def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
-    return int(_select_above(_bits(x), _threshold(threshold), index.numpy())[0])
-
-
 def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
     """In one large chunk, the values above a threshold from a sample are selected first, as in Deep Gradient Compression (arXiv
     1712.01887, §3; its code also samples at a fixed stride). *Differs*: the threshold is low enough that enough values are above it, and
@@ -239,6 +235,8 @@ def _masks(flags: Any, size: Any, masks: Any) -> Any:
 
 @compiled
 def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
+    """Count the magnitudes above `threshold`, of which NaN is none, and write their indices, as many as fit. Returns the count, and the largest
+    magnitude."""
     n, room, count, worst = u64(bits.size), u64(index.size), ZERO, i32(0)
     flags, masks = np.empty(STRIPE, np.uint8), np.empty(STRIPE >> u64(3), np.uint8)
     words = masks.view(np.uint64)

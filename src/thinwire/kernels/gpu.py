@@ -23,7 +23,6 @@ from thinwire.kernels.reference import divide_sent as divide_sent
 from thinwire.kernels.reference import encode_levels as encode_levels
 from thinwire.kernels.reference import mean_sent as mean_sent
 from thinwire.kernels.reference import pack_ascending as pack_ascending
-from thinwire.kernels.reference import select_above as select_above
 from thinwire.kernels.reference import select_drawn as select_drawn
 from thinwire.kernels.reference import unpack_ascending as unpack_ascending
 

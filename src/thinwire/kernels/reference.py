@@ -214,12 +214,6 @@ def unpack_ascending(packed: Tensor, index: Tensor, low: int, numel: int) -> boo
     return not len(index) or (int(index[-1]) < numel and bool((index[1:] > index[:-1]).all()))
 
 
-def select_above(x: Tensor, threshold: float, index: Tensor) -> int:
-    above = (x.abs() > threshold).nonzero().view(-1)
-    index[: len(above)] = above[: len(index)]
-    return len(above)
-
-
 def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
     whole = x.numel() // chunk * chunk
     body = _largest(x[:whole].reshape(-1, chunk), count)

@@ -22,7 +22,7 @@ from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.runtime.claim import GroupClaim
-from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, hold
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, first_state
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.pipeline import RoundPipeline
@@ -91,7 +91,7 @@ class GradientHook:
         self._named = {id(parameter): (name, parameter) for name, parameter in trainable(model)}
         self._stepped = Stepped(model, lambda: [p.detach() for _, p in self._named.values()], group, warnings.warn)
         self._pipeline = RoundPipeline(strategy, group, None)
-        self._pieces: dict[tuple[str, ...], FragmentState] = {}
+        self._states: dict[tuple[str, ...], FragmentState] = {}
         self._remembered: dict[str, Tensor] = {}  # state by parameter and kind, for buckets that are still to be made
         self._landed: list[RoundUpdate] = []  # in this step
         self._hooks: list[RemovableHandle] = []
@@ -136,11 +136,11 @@ class GradientHook:
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         # else DDP would say of the error that it is no tensor
         self._at_end_of_backward(lambda: _raise(update.arrival.exception()))
-        piece = self._piece(bucket)
+        state = self._state_of(bucket)
         delta = buffer.detach().to("cpu", torch.float32, copy=True)
-        codec = in_full(piece.codec) if self._first else None
+        codec = in_full(state.codec) if self._first else None
         buffers = self._pipeline.context.buffers
-        update = piece.begin_round(self.strategy, delta, self.steps, buffers, number=self.steps, codec=codec)
+        update = state.begin_round(self.strategy, delta, self.steps, buffers, number=self.steps, codec=codec)
         self._pipeline.launch(update, 0.0, scheduled=True)
         if last:
             self.steps, self._first = self.steps + 1, False
@@ -161,14 +161,14 @@ class GradientHook:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What to save between two steps: tensors by name, and facts for JSON."""
         tensors = dict(self._remembered)
-        for piece in self._pieces.values():
-            tensors |= _by_parameter(piece)
+        for state in self._states.values():
+            tensors |= _by_parameter(state)
         return tensors, {"steps": self.steps}
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, before the first step. Raises `CheckpointError`."""
         known = {name.partition("/")[0] for name in tensors} <= {name for name, _ in self._named.values()}
-        if self._pieces or not known or type(facts.get("steps")) is not int:
+        if self._states or not known or type(facts.get("steps")) is not int:
             raise CheckpointError(
                 "the state belongs to another model, or this hook has taken a step already; load it into a new GradientHook of the run's own model."
             )
@@ -181,7 +181,7 @@ class GradientHook:
         self._pipeline.close()
         self._closed = True
         if self._claim:
-            self._claim.release(not any(piece.flight for piece in self._pieces.values()))
+            self._claim.release(not any(state.flight for state in self._states.values()))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -216,22 +216,22 @@ class GradientHook:
                     one.discard()
             self._landed = []
 
-    def _piece(self, bucket: GradBucket) -> FragmentState:
+    def _state_of(self, bucket: GradBucket) -> FragmentState:
         """The state of a bucket with these parameters; made when DDP has rebuilt its buckets."""
         parameters = tuple(self._named[id(p)] for p in bucket.parameters())
         names = tuple(name for name, _ in parameters)
-        if names not in self._pieces:
-            for others in [key for key in self._pieces if set(key) & set(names)]:
-                self._remembered |= _by_parameter(self._pieces.pop(others))
+        if names not in self._states:
+            for others in [key for key in self._states if set(key) & set(names)]:
+                self._remembered |= _by_parameter(self._states.pop(others))
             fragment = Fragment(f"bucket {bucket.index()}", parameters)
-            piece = hold(self.strategy, fragment, bucket.index(), self.group.rank, self.group.size)
-            piece.anchor = torch.zeros(1).expand(fragment.numel)  # gradients need no anchor
-            for name, place in _memories(piece).items():
+            state = first_state(self.strategy, fragment, bucket.index(), self.group.rank, self.group.size)
+            state.anchor = torch.zeros(1).expand(fragment.numel)  # gradients need no anchor
+            for name, place in _memories(state).items():
                 if name in self._remembered:
                     place.copy_(self._remembered.pop(name).view_as(place))
-            self._pieces[names] = piece
-        self._pieces[names].index = bucket.index()  # the index may change while the parameters stay
-        return self._pieces[names]
+            self._states[names] = state
+        self._states[names].index = bucket.index()  # the index may change while the parameters stay
+        return self._states[names]
 
 
 def _check_types(of: str, **given: tuple[object, type]) -> None:
@@ -247,19 +247,19 @@ def _raise(error: BaseException | None) -> None:
         raise copy(error)
 
 
-def _memories(piece: FragmentState) -> dict[str, Tensor]:
+def _memories(of: FragmentState) -> dict[str, Tensor]:
     """The state of feedback and filters for each parameter, as views. State of a whole bucket belongs to each of its parameters."""
-    states = {"feedback": piece.feedback} | {f"filter.{i}": state for i, state in enumerate(piece.filtered)}
+    states = {"feedback": of.feedback} | {f"filter.{i}": kept for i, kept in enumerate(of.filtered)}
     found = {}
     for what, state in states.items():
         for name, kept in state.items():
             whole, begin = kept.dtype != torch.float32, 0
-            for own, parameter in piece.fragment.parameters:
+            for own, parameter in of.fragment.parameters:
                 end = begin + parameter.numel()
                 found[f"{own}/{what}.{name}"] = kept if whole else kept[begin:end]
                 begin = end
     return found
 
 
-def _by_parameter(piece: FragmentState) -> dict[str, Tensor]:
-    return {name: kept.clone() for name, kept in _memories(piece).items()}
+def _by_parameter(state: FragmentState) -> dict[str, Tensor]:
+    return {name: kept.clone() for name, kept in _memories(state).items()}

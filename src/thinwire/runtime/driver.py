@@ -3,6 +3,7 @@
 A driver acts around an inner step. There are four: `DeltaDriver` (deltas in a fixed group), `GradientDriver` (gradients in a fixed
 group), `GossipDriver` (weights among neighbours in a fixed group) and `ElasticDriver` (deltas in an elastic run). No driver tests for
 another, and none imports another. A new driver is a class with the methods of `Driver` in its own file, and one line in `choose`.
+Methods with their own loop (`methods`, `decoupled`) have no driver: they are `Attached` (methods/base.py) in place of a `Replica`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import RoundUpdate, hold
+from thinwire.runtime.fragment_state import RoundUpdate, first_state
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
@@ -35,7 +35,8 @@ class Flights:
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
         self.buffers = self.pipeline.context.buffers
         training.fragments += [
-            hold(training.strategy, fragment, index, group.rank, group.size) for index, fragment in enumerate(fragments)
+            first_state(training.strategy, fragment, index, group.rank, group.size)
+            for index, fragment in enumerate(fragments)
         ]
         anchors = [fragment.anchor for fragment in training.fragments]
         if agree_on_start(group, anchors):

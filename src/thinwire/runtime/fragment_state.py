@@ -182,7 +182,7 @@ class FragmentState:
         self.deviation, self.deviation_state, self.own = moved, after, delta
 
 
-def hold(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
+def first_state(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
     """A replica's first state of `fragment`."""
     parts = [local(p.detach()) for _, p in fragment.parameters]
     device = parts[0].device if strategy.anchors == "device" else CPU

@@ -11,6 +11,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.comm import CountedGroup, Group, Ledger, run_threads
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Exchange, Round, SendContext
+from thinwire.exchange.fastest import fits as fits
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.testing.codecs import law
@@ -24,7 +25,7 @@ class Went:
     """One round of one replica."""
 
     def __init__(
-        self, context: SendContext, exchange: Exchange, codec: Codec, delta: Tensor, state: State, number: int
+        self, context: SendContext, exchange: Exchange, codec: Codec, delta: Tensor, state: State, number: int = 0
     ) -> None:
         key = Key(0, 0, number, context.group.rank)
         self.estimate, self.sent = torch.full_like(delta, torch.nan), torch.full_like(delta, torch.nan)
@@ -65,15 +66,6 @@ def rounds(exchange: Exchange, codec: Codec, x: Tensor, wrap: Wrap = lambda grou
         return seen
 
     return run_threads(size, replica, timeout=600.0)
-
-
-def fits(exchange: Exchange, codec: Codec) -> bool:
-    """Whether `exchange` takes `codec`."""
-    try:
-        exchange.check(codec, None)
-    except ConfigurationError:
-        return False
-    return True
 
 
 def group_fits(exchange: Exchange, size: int) -> bool:
