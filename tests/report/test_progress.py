@@ -26,9 +26,9 @@ Start = Callable[..., dict[str, Any]]
 Make = Callable[..., Path]
 
 
-def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
+def console(terminal: bool = False, width: int = 120) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=120, color_system="standard" if terminal else None), out
+    return Console(file=out, force_terminal=terminal, width=width, color_system="standard" if terminal else None), out
 
 
 def steps(first: int, last: int, spent: float = 0.4) -> list[dict[str, Any]]:
@@ -240,6 +240,19 @@ def test_figures_that_one_run_lacks_stay_empty_under_their_head(make_run: Make, 
         assert {"foreseen at most", "deltas clipped"} <= cells.keys()
         for what in {*figures[0], *figures[1]}:
             assert cells[what] == [each.get(what, NOTHING) for each in figures], what
+
+
+def test_no_figure_is_cut_in_a_narrow_terminal(make_run: Make, tmp_path: Path) -> None:
+    """Columns of `report` become rows, and `top` leaves some out. It showed `1.8…` for 1.85 MB."""
+    record = RunRecord.load(make_run(tmp_path / "one", steps=40))
+    top = Top(record.folder)
+    top.read(0.0)
+    for width in (60, 80):
+        shown, out = console(width=width)
+        shown.print(compare_table([record, record], shown.width))
+        shown.print(top.picture(0.0, shown.width))
+        assert "…" not in out.getvalue()
+        assert all(out.getvalue().count(value) >= 2 for _, value in record.summary.figures())
 
 
 def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         check_place(out)  # before logs of weeks are read
     records = [RunRecord.load(folder) for folder in folders]
     page = write_report(records, out)
-    console.print(compare_table(records))
+    console.print(compare_table(records, console.width))
     for record in records if asked.log else ():
         with following(asked.log, record.folder, record.settings, options.teller(console)):
             pass  # the run has ended, so all is sent at once

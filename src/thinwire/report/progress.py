@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -293,20 +294,24 @@ def final_table(record: RunRecord) -> Table:
     return table
 
 
-def compare_table(records: Sequence[RunRecord]) -> Table:
-    """The numbers of several runs, one row for each."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", overflow="fold", min_width=8)
+def compare_table(records: Sequence[RunRecord], width: int = 160) -> Table:
+    """The numbers of several runs: one row for each; or one column for each, if `width` has no room for the rows."""
     figures = [dict(record.summary.figures()) for record in records]
-    heads = list(dict.fromkeys(what for of in figures for what in of))  # not every run has each figure
-    for what in heads:
-        table.add_column(what, justify="right")
-    table.add_column("score", justify="right")
-    table.add_column("numbers are")
+    whats = list(dict.fromkeys(what for of in figures for what in of))  # not every run has each figure
     best = best_loss(records)
+    lines = [["run", *whats, "score", "numbers are"]]
     for record, of in zip(records, figures):
         score = record.score(best).value
-        values = [Text(of.get(what, NOTHING)) for what in heads]
-        values.append(Text(NOTHING if score is None else f"{score:.3f}"))
-        table.add_row(Text(record.name), *values, Text(record.summary.provenance))
+        values = [*(of.get(what, NOTHING) for what in whats), NOTHING if score is None else f"{score:.3f}"]
+        lines.append([record.name, *values, record.summary.provenance])
+    rooms = [max(map(cell_len, (*head.split(), *cells))) + 2 for head, *cells in list(zip(*lines))[1:]]
+    if sum(rooms) + 10 > width:
+        lines = [list(line) for line in zip(*lines)]
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    first, *heads = lines[0]
+    table.add_column(first, overflow="fold", min_width=8)
+    for head in heads:
+        table.add_column(head, justify="left" if head == "numbers are" else "right", overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
     return table
