@@ -178,8 +178,14 @@ class Progress:
             now - self._spoke >= quiet or (self.step - self._spoke_step) * 20 >= self.steps
         )
 
+    @property
+    def _moving(self) -> list[ReplicaProgress]:
+        """The replicas that train: without those that have no step yet, and those that have ended, unless all have."""
+        begun = [replica for replica in self._replicas if replica.recent]
+        return [replica for replica in begun if not replica.ended] or begun
+
     def _seconds_left(self) -> float:
-        speed = min((r.steps_per_second for r in self._replicas), default=math.nan)
+        speed = min((r.steps_per_second for r in self._moving), default=math.nan)
         return (self.steps - self.step) / speed if speed > 0 else math.nan
 
     def _phase(self) -> str:
@@ -202,8 +208,8 @@ class Progress:
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
             self._evaluation(),
-            f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} {self._unit}/s",
-            f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
+            f"{text_of_count(sum(r.tokens_per_second for r in self._moving))} {self._unit}/s",
+            f"compute {text_of_share(min((r.compute_utilization for r in self._moving), default=None))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(sum(r.nbytes for r in self._replicas) / len(self._replicas))} per replica",
             self._membership_line(),
