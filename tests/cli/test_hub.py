@@ -23,6 +23,7 @@ from thinwire.comm.secure import join as meet
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.secure import run_of_hub
+from thinwire.membership.registry import MemberRegistry
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
@@ -213,6 +214,21 @@ def test_one_signal_ends_a_replica_that_waits_for_the_others(
     with Hub(tmp_path / "hub", say=say) as hub:
         assert main(["join", str(hub.invite()), "--name", "oslo", *given, "--timeout", "600"]) == 128 + number
     assert "thinwire join: interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_timeout_of_a_join_is_that_of_its_first_round_in_an_elastic_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for the run's own, and said that --timeout sets it."""
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
+    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, carrier="secure-elastic", timeout=2)
+    run.save(tmp_path / "run.toml")
+    given = ["--name", "oslo", "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys"), "--timeout", "1"]
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(5.0)) as hub:
+        assert main(["join", str(hub.invite()), str(tmp_path / "run.toml"), *given]) == 1
+    assert "Gave up after 1 s; --timeout sets this time." in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_join_without_a_checkpoint_to_resume_from_is_told_what_it_can_do(

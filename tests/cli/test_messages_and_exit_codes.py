@@ -197,3 +197,12 @@ def test_resuming_a_finished_run_trains_nothing(
     assert json.loads(again.out) == first and "finished already" in again.err
     assert (folder / "events/replica-0.jsonl").read_bytes() == events
     assert isinstance(first["wire_bytes_sent"], int) and first["steps"] == 4
+    assert main(["train", "--resume", "--out", str(folder), "--steps", "2"]) == 0
+    assert "finished already, with 4 steps" in capsys.readouterr().out
+
+
+def test_report_looks_at_out_before_it_reads_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run/events").mkdir(parents=True)
+    (tmp_path / "run/events/replica-0.jsonl").write_text("no event\n")
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path)]) == 1
+    assert f"{tmp_path}: the name of a file is needed" in capsys.readouterr().err

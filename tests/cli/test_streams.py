@@ -1,4 +1,4 @@
-"""Commands whose reader leaves, as `head` does, or whose terminal is closed."""
+"""Commands whose reader leaves, as `head` does, whose terminal is closed, or whose locale lacks characters."""
 
 from __future__ import annotations
 
@@ -63,6 +63,24 @@ def test_a_command_that_begins_with_closed_output_works(tmp_path: Path) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "def model()" in (tmp_path / "job.py").read_text()
+
+
+def test_a_locale_without_unicode_spells_it_out() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "thinwire", "docs", "pieces"],
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, text=True, encoding="latin-1", check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\\u2192" in ended.stdout  # an arrow
+
+
+def test_a_figure_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "thinwire", "plan", "topology", "--replicas", "4", "--plot", "graph.html"], cwd=tmp_path,
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert "</html>" in (tmp_path / "graph.html").read_text(encoding="utf-8")
 
 
 def test_a_run_whose_terminal_is_closed_stops_with_a_checkpoint(tmp_path: Path, terminal: None) -> None:

@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from own_jobs import JOB, train
+from own_jobs import JOB, SMALL, train
 
 import thinwire as tw
 from thinwire.cli import main
 from thinwire.lm.run import Run
+from thinwire.records.run_record import RunRecord
 
 
 def wrong(here: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -82,6 +83,18 @@ def test_errors_that_occur_only_in_training_are_named(here: Path, capsys: pytest
     assert "evaluate(model) returned a value of type str; a number" in wrong(
         here, JOB + "def evaluate(model):\n    return 'good'\n", capsys
     )
+
+
+@pytest.mark.slow
+def test_an_elastic_run_and_its_report_show_the_line_without_a_class(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = JOB.replace("return Points(share)", "yield from list(next(Points(share)) for _ in range(3))")
+    (here / "wrong.py").write_text(source)
+    assert main(["train", "--job", "wrong.py", "--elastic", "--out", "run", *SMALL, "--steps", "6"]) == 1
+    out, said = capsys.readouterr()
+    assert f"is not started again: {here / 'wrong.py'}: batches(share) ended" in out
+    assert "JobError" not in out + said + "".join(note.text for note in RunRecord.load("run").notes)
 
 
 def test_settings_that_contradict_a_job_are_refused(here: Path) -> None:

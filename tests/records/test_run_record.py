@@ -15,7 +15,7 @@ from thinwire.cli import main
 from thinwire.errors import DataError
 from thinwire.records.replica_record import smoothed
 from thinwire.records.run_record import RunRecord, provenance_of
-from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
+from thinwire.records.units import text_of_loss, text_of_nbytes, text_of_rate, text_of_seconds
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
 Start = Callable[..., dict[str, Any]]
@@ -291,6 +291,10 @@ def test_smoothing_has_no_start_up_bias() -> None:
         (text_of_nbytes(1_250_000), "1.25 MB"),
         (text_of_nbytes(None), "–"),
         (text_of_rate(20e6), "20.0 Mbit/s"),
+        (text_of_loss(1.25), "1.2500"),
+        (text_of_loss(0.0), "0.0000"),
+        (text_of_loss(2.4071e-6), "2.407e-06"),
+        (text_of_loss(math.inf), "inf"),
         (text_of_seconds(0.0123), "12.3 ms"),
         (text_of_seconds(5.7e-6), "5.7 µs"),
         (text_of_seconds(0.9999), "1.0 s"),

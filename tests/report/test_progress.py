@@ -14,6 +14,7 @@ from rich.console import Console
 
 from thinwire.cli import main
 from thinwire.records.events import EventLog
+from thinwire.records.membership import CARRIER
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import NOTHING
 from thinwire.report import progress as module
@@ -26,9 +27,9 @@ Start = Callable[..., dict[str, Any]]
 Make = Callable[..., Path]
 
 
-def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
+def console(terminal: bool = False, width: int = 120) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=120, color_system="standard" if terminal else None), out
+    return Console(file=out, force_terminal=terminal, width=width, color_system="standard" if terminal else None), out
 
 
 def steps(first: int, last: int, spent: float = 0.4) -> list[dict[str, Any]]:
@@ -240,6 +241,35 @@ def test_figures_that_one_run_lacks_stay_empty_under_their_head(make_run: Make, 
         assert {"foreseen at most", "deltas clipped"} <= cells.keys()
         for what in {*figures[0], *figures[1]}:
             assert cells[what] == [each.get(what, NOTHING) for each in figures], what
+
+
+def test_the_line_has_the_speed_of_the_replicas_that_train(tmp_path: Path, write_events: Write, start: Start) -> None:
+    """One has no step yet: the others' speed was shown as unknown. One has ended: its speed counted on."""
+    shown, out = console()
+    logs = [tmp_path / "events" / f"replica-{index}.jsonl" for index in range(2)]
+    with Progress(tmp_path, steps=100, replicas=2, console=shown) as progress:
+        write_events(logs[0], [start(0, 2) | {"carrier": CARRIER}, *steps(1, 10)])
+        write_events(logs[1], [start(1, 2) | {"carrier": CARRIER}])
+        progress.update(last=True)
+        write_events(logs[0], steps(11, 20))
+        stopped = {"event": "stop", "seconds": 9.0, "step": 10, "reason": "asked to stop"}
+        write_events(logs[1], [*steps(1, 10), stopped])
+        progress.update(last=True)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split(" · ")[2] for line in lines] == ["204 tokens/s", "202 tokens/s"]
+
+
+def test_no_figure_is_cut_in_a_narrow_terminal(make_run: Make, tmp_path: Path) -> None:
+    """Columns of `report` become rows, and `top` leaves some out. It showed `1.8…` for 1.85 MB."""
+    record = RunRecord.load(make_run(tmp_path / "one", steps=40))
+    top = Top(record.folder)
+    top.read(0.0)
+    for width in (60, 80):
+        shown, out = console(width=width)
+        shown.print(compare_table([record, record], shown.width))
+        shown.print(top.picture(0.0, shown.width))
+        assert "…" not in out.getvalue()
+        assert all(out.getvalue().count(value) >= 2 for _, value in record.summary.figures())
 
 
 def test_messages_of_an_earlier_session_are_not_repeated(tmp_path: Path, write_events: Write, start: Start) -> None:

@@ -192,13 +192,14 @@ def _table(rows: list[dict[str, Any]], failed: Iterable[str]) -> Table:
         table.add_column(head, justify="right")
     table.add_column("numbers are")
     for row in rows:
-        spread = f" ± {row['eval_loss_spread']:.4f}" if row["eval_loss_spread"] is not None else ""
+        mean, spread = row["eval_loss"], row["eval_loss_spread"]
+        told = "" if spread is None else f" ± {spread:.4f}" if abs(mean) >= 0.01 else f" ± {text_of_loss(spread)}"
         table.add_row(
             Text(
                 row["strategy"]
                 + (f" ({row['status'].split(':')[0]} at step {row['steps']})" if row["status"] != "finished" else "")
             ),
-            f"{text_of_loss(row['eval_loss'])}{spread}",
+            f"{text_of_loss(mean)}{told}",
             *(text_of_loss(row["losses"].get(name)) for name in first[1:]),
             text_of_nbytes(row["wire_bytes_sent"]),
             text_of_bits(row["bits_per_parameter_per_step"]),

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from thinwire.errors import ConfigurationError
-from thinwire.records.files import check_place
+from thinwire.records.files import check_place, write_whole
 from thinwire.report.charts import Chart
 from thinwire.report.page import chart_place, page, word
 from thinwire.report.svg import drawing
@@ -33,13 +33,13 @@ def draw(chart: Chart, title: str, path: Path, provenance: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
         body = f"<h1>{escape(title)} {word(provenance)}</h1><section>{chart_place('figure', chart)}</section>"
-        path.write_text(page(title, body, {"figure": chart}))
+        write_whole(path, page(title, body, {"figure": chart}))
         return
     picture = drawing(view, title, " ".join(chart.remarks))
     if path.suffix == ".svg":
-        path.write_text(picture)
+        write_whole(path, picture)
     else:
-        path.write_bytes(_converter(path).svg2png(picture.encode(), scale=SCALE))
+        write_whole(path, _converter(path).svg2png(picture.encode(), scale=SCALE))
 
 
 def _converter(path: Path):  # type: ignore[no-untyped-def]  # a module without types

@@ -29,6 +29,8 @@ from thinwire.records.printable import quoted
 from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
 
+A_DAY = 86_400.0
+
 
 @dataclass(frozen=True)
 class Options:
@@ -58,8 +60,9 @@ class Options:
     publish: bool = False
     """Publish each version of the agreed weights into the run folder and, if the hub's owner names this replica, to the hub, for thinwire
     follow."""
-    timeout: float = 86_400.0
-    """Seconds to wait until all replicas have joined."""
+    timeout: float | None = None
+    """Seconds to wait until all replicas have joined; in an elastic run, until its first round. Default: a day; in an elastic run, its own
+    timeout."""
     json: bool = False
     """Progress goes to stderr; stdout ends with one JSON object."""
 
@@ -89,6 +92,8 @@ def main(arguments: Sequence[str]) -> int:
         run = run.changed(listen=asked.listen)
     if asked.publish:
         run = run.changed(publish=True)
+    if asked.timeout is not None and told.elastic:
+        run = run.changed(timeout=asked.timeout)
     if asked.resume:
         check_resume(run, folder)
     with waiting(console, "looking at data and model"):
@@ -136,7 +141,8 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
 def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
     more = " and the hub's reducer" if run.needs_hub else ""
     console.print(f"waiting until all {run.placement.replicas} replicas{more} have joined", highlight=False)
-    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, asked.timeout, asked.address)
+    seconds = A_DAY if asked.timeout is None else asked.timeout
+    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, seconds, asked.address)
     named = f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}"
     console.print(named, soft_wrap=True, highlight=False)
     return group

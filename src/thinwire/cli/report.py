@@ -14,6 +14,7 @@ from thinwire.cli import options
 from thinwire.cli.pages import COMPARISON, write_report
 from thinwire.cli.train import summary_of
 from thinwire.errors import ConfigurationError
+from thinwire.records.files import check_place
 from thinwire.records.run_record import RunRecord, best_loss
 from thinwire.report.diagnosis import delay_table, diagnose
 from thinwire.report.progress import compare_table
@@ -48,9 +49,12 @@ def main(arguments: Sequence[str]) -> int:
         return _diagnose(asked, console)
     folders = [one for folder in asked.runs for one in _runs_of(folder)]
     name = "report.html" if len(asked.runs) == 1 else "comparison.html"  # a run keeps its own page
+    out = asked.out or asked.runs[0] / name
+    if asked.out or asked.runs[0].is_dir():
+        check_place(out)  # before logs of weeks are read
     records = [RunRecord.load(folder) for folder in folders]
-    page = write_report(records, asked.out or asked.runs[0] / name)
-    console.print(compare_table(records))
+    page = write_report(records, out)
+    console.print(compare_table(records, console.width))
     for record in records if asked.log else ():
         with following(asked.log, record.folder, record.settings, options.teller(console)):
             pass  # the run has ended, so all is sent at once

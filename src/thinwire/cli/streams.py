@@ -1,4 +1,4 @@
-"""Standard output and error that outlive their reader: `thinwire … | head`, or a terminal that was closed."""
+"""Standard output and error that outlive their reader (`thinwire … | head`, or a terminal that was closed), and take any character."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class _Outliving(io.FileIO):
 
 @contextmanager
 def outliving_their_reader() -> Iterator[None]:
-    """A context in which sys.stdout and sys.stderr lose what nobody reads. Without it an error would end a run, without a checkpoint,
-    when the `tee` after it ends by the same Ctrl-C."""
+    """A context in which sys.stdout and sys.stderr lose what nobody reads, and spell out what the locale's encoding lacks. Without it an
+    error would end a run, without a checkpoint, when the `tee` after it ends by the same Ctrl-C, or at the first dash in latin-1."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
     try:
@@ -62,7 +62,7 @@ def _outliving(stream: TextIO | None) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(_Outliving(number, "w", closefd=False)),
         stream.encoding,
-        stream.errors,
+        "backslashreplace",
         line_buffering=stream.line_buffering or stream.write_through,  # the second with python -u
     )
 

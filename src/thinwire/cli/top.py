@@ -48,24 +48,24 @@ def main(arguments: Sequence[str]) -> int:
     if asked.page and not (asked.once or asked.json):
         console.print(f"page: {asked.page}", soft_wrap=True, highlight=False)
         while not top.over:
-            _write(asked.page, top.picture(time.time()), live=True)
+            _write(asked.page, top.picture(time.time(), PAGE_WIDTH), live=True)
             time.sleep(FRAME_SECONDS)
             top.read(time.time())
     if asked.page:
-        _write(asked.page, top.picture(time.time()), live=not top.over)
+        _write(asked.page, top.picture(time.time(), PAGE_WIDTH), live=not top.over)
         if not (asked.once or asked.json):
             return 0
     if asked.once or asked.json or not console.is_terminal:
-        console.print(top.picture(time.time()))
+        console.print(top.picture(time.time(), console.width))
         if asked.json:
             print(json.dumps(top.facts(time.time())))
         return 0
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while not top.over:
-            live.update(top.picture(time.time()), refresh=True)
+            live.update(top.picture(time.time(), console.width), refresh=True)
             time.sleep(FRAME_SECONDS)
             top.read(time.time())
-    console.print(top.picture(time.time()))
+    console.print(top.picture(time.time(), console.width))
     return 0
 
 

@@ -160,10 +160,9 @@ def main(arguments: Sequence[str]) -> int:
         resume, stop = asked.resume and not asked.from_start, launch.Stop()
         with launch.stopping(stop):
             if resume and complete(run, folder):
-                console.print(
-                    f"finished already: all {run.optimizer.steps} steps; to train longer give more --steps",
-                    highlight=False,
-                )
+                trained = RunRecord.load(folder).summary.steps
+                told = f"finished already, with {trained} steps; to train longer give more --steps"
+                console.print(told, highlight=False)
             else:
                 with _told(asked, run, folder, console):
                     train(run, folder, resume, console, stop, asked.joining)

@@ -269,12 +269,19 @@ def _last_words(log: Path, begin: int) -> str:
     return (said.strip().splitlines() or ["it ended without a message"])[-1]
 
 
+_OF_JOB = f"{JobError.__name__}: "
+
+
+def in_words(last_words: str) -> str:
+    """The end of a replica's output for people: an error in the user's own file without the name of its class."""
+    return last_words.removeprefix(_OF_JOB)
+
+
 def raise_for_job(last_words: Iterable[str]) -> None:
     """Raise the `JobError` at the end of a replica's output, if there is one, because it is the cause of all others."""
-    kind = f"{JobError.__name__}: "
     for words in last_words:
-        if words.startswith(kind):
-            raise JobError(words.removeprefix(kind))
+        if words.startswith(_OF_JOB):
+            raise JobError(in_words(words))
 
 
 def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str:

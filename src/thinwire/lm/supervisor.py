@@ -30,6 +30,7 @@ from thinwire.lm.launch import (
     Tick,
     as_replica,
     end,
+    in_words,
     raise_for_job,
     sharing_cores,
     stopping,
@@ -172,7 +173,7 @@ class _Replica:
         why = f"{how}: {words}" if words else how
         if code == FINAL:
             self.given_up = words or of_full_disk(self.folder)[0] or "it ended without a message"
-            return f"{self.name} has ended at step {self.step} and is not started again: {self.given_up}"
+            return f"{self.name} has ended at step {self.step} and is not started again: {in_words(self.given_up)}"
         self.deaths = 1 if time.monotonic() - self.began > SETTLED else self.deaths + 1
         if self.deaths >= TRIES:
             self.given_up = f"died {self.deaths} times in a row, last by {why}"

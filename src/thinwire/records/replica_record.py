@@ -377,7 +377,7 @@ def _told(event: Event) -> str:
     if kind in ("skip", "stop", "alone", "retry"):
         return str(event["reason"])
     if kind == "warning":
-        return str(event["message"])
+        return str(event["message"]).removeprefix("JobError: ")  # its words name the user's own line
     if kind == "refused":
         return f"round {event['round']} of fragment {event['fragment']}, by {event['by']}: {event['reason']}"
     if kind in ("resume", "back"):

@@ -73,10 +73,10 @@ def text_of_bits(bits: float | None) -> str:
 
 
 def text_of_loss(loss: float | None) -> str:
-    """Four digits after the point; a loss that is not finite says so."""
+    """Four digits after the point; a small or huge loss, as a job may have, has four in all: `0.0000123 -> "1.23e-05"`."""
     if loss is None:
         return NOTHING
-    return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
+    return f"{loss:.4f}" if loss == 0 or 0.01 <= abs(loss) < _LONG or not math.isfinite(loss) else f"{loss:.4g}"
 
 
 def unit_of(start: Mapping[str, Any]) -> str:

@@ -152,7 +152,7 @@ def _curve(x: NDArray[Any], y: Floats, name: str, log: bool) -> Json:
         "x": rounded(x[keep]),
         "y": rounded(y[keep]),
         "name": name,
-        "hovertemplate": "%{y:.4f}<extra>" + name + "</extra>",
+        "hovertemplate": "%{y:.5~g}<extra>" + name + "</extra>",
     }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -177,8 +178,14 @@ class Progress:
             now - self._spoke >= quiet or (self.step - self._spoke_step) * 20 >= self.steps
         )
 
+    @property
+    def _moving(self) -> list[ReplicaProgress]:
+        """The replicas that train: without those that have no step yet, and those that have ended, unless all have."""
+        begun = [replica for replica in self._replicas if replica.recent]
+        return [replica for replica in begun if not replica.ended] or begun
+
     def _seconds_left(self) -> float:
-        speed = min((r.steps_per_second for r in self._replicas), default=math.nan)
+        speed = min((r.steps_per_second for r in self._moving), default=math.nan)
         return (self.steps - self.step) / speed if speed > 0 else math.nan
 
     def _phase(self) -> str:
@@ -201,8 +208,8 @@ class Progress:
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
             self._evaluation(),
-            f"{text_of_count(sum(r.tokens_per_second for r in self._replicas))} {self._unit}/s",
-            f"compute {text_of_share(min(r.compute_utilization for r in self._replicas))}",
+            f"{text_of_count(sum(r.tokens_per_second for r in self._moving))} {self._unit}/s",
+            f"compute {text_of_share(min((r.compute_utilization for r in self._moving), default=None))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(sum(r.nbytes for r in self._replicas) / len(self._replicas))} per replica",
             self._membership_line(),
@@ -293,20 +300,24 @@ def final_table(record: RunRecord) -> Table:
     return table
 
 
-def compare_table(records: Sequence[RunRecord]) -> Table:
-    """The numbers of several runs, one row for each."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", overflow="fold", min_width=8)
+def compare_table(records: Sequence[RunRecord], width: int = 160) -> Table:
+    """The numbers of several runs: one row for each; or one column for each, if `width` has no room for the rows."""
     figures = [dict(record.summary.figures()) for record in records]
-    heads = list(dict.fromkeys(what for of in figures for what in of))  # not every run has each figure
-    for what in heads:
-        table.add_column(what, justify="right")
-    table.add_column("score", justify="right")
-    table.add_column("numbers are")
+    whats = list(dict.fromkeys(what for of in figures for what in of))  # not every run has each figure
     best = best_loss(records)
+    lines = [["run", *whats, "score", "numbers are"]]
     for record, of in zip(records, figures):
         score = record.score(best).value
-        values = [Text(of.get(what, NOTHING)) for what in heads]
-        values.append(Text(NOTHING if score is None else f"{score:.3f}"))
-        table.add_row(Text(record.name), *values, Text(record.summary.provenance))
+        values = [*(of.get(what, NOTHING) for what in whats), NOTHING if score is None else f"{score:.3f}"]
+        lines.append([record.name, *values, record.summary.provenance])
+    rooms = [max(map(cell_len, (*head.split(), *cells))) + 2 for head, *cells in list(zip(*lines))[1:]]
+    if sum(rooms) + 10 > width:
+        lines = [list(line) for line in zip(*lines)]
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    first, *heads = lines[0]
+    table.add_column(first, overflow="fold", min_width=8)
+    for head in heads:
+        table.add_column(head, justify="left" if head == "numbers are" else "right", overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
     return table

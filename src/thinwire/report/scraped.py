@@ -115,7 +115,7 @@ class ScrapedTop:
             ],
         }  # fmt: skip
 
-    def picture(self, now: float) -> Group:
+    def picture(self, now: float, width: int = 160) -> Group:
         """The screen at `now`, seconds since 1970."""
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
         for name in _COLUMNS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -42,6 +44,15 @@ _COLUMNS = (
     "checkpoint",
 )
 _LEFT = ("replica", "state", "in the air", "checkpoint")
+_SPARED = (
+    "link",
+    "in the air",
+    "refused",
+    "checkpoint",
+    "compute",
+    "stalled",
+    "sent",
+)  # left out of a narrow screen, in this order
 
 
 @dataclass
@@ -144,14 +155,18 @@ class Top:
             "findings": [finding.facts() for finding in self._diagnosis.findings] if self._diagnosis else [],
         }  # fmt: skip
 
-    def picture(self, now: float) -> Group:
-        """The screen at `now`, seconds since 1970."""
+    def picture(self, now: float, width: int = 160) -> Group:
+        """The screen at `now`, seconds since 1970, with the columns that `width` has room for."""
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-        for name in _COLUMNS:
-            shown = name.replace("tokens", self._unit)
-            table.add_column(shown, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
-        for one in self._all:
-            table.add_row(*map(Text, self._row(one, now)))
+        heads = [name.replace("tokens", self._unit) for name in _COLUMNS]
+        columns = dict(zip(_COLUMNS, zip(heads, *(self._row(one, now) for one in self._all))))
+        for name in _SPARED:
+            if sum(_width(other, cells) + 1 for other, cells in columns.items()) > width:
+                del columns[name]
+        for name, (head, *_) in columns.items():
+            table.add_column(head, justify="left" if name in _LEFT else "right", no_wrap=name != "state")
+        for row in list(zip(*columns.values()))[1:]:
+            table.add_row(*map(Text, row))
         return Group(*(Text(printable(line, 400)) for line in self._head(now)), table, *self._found())
 
     @property
@@ -251,6 +266,11 @@ class Top:
         if any(abs(clock.seconds) > max(CLOCK_SECONDS, clock.error) for clock in self._clocks.values()):
             lines.append(text_of_clocks(self._clocks))
         return [Text(""), *(Text(printable(line, 400)) for line in lines)]
+
+
+def _width(name: str, cells: Sequence[str]) -> int:
+    """The width that a column needs; a state may have several lines."""
+    return max(cell_len(part) for cell in cells for part in (cell.split() or [""] if name == "state" else [cell]))
 
 
 def _run_in(folder: Path) -> Path:
