@@ -195,8 +195,7 @@ class Replica:
             return exported(self.model)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a resume bit for bit needs besides model and inner optimizer, with rounds in flight: tensors, and facts for JSON. As in torch
-        the tensors are the replica's own: to go back to them later, copy them."""
+        """What a resume bit for bit needs besides model and inner optimizer: the replica's own tensors (copy them to go back), facts for JSON."""
         return marked(self._driver.state(), self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
