@@ -6,10 +6,16 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from elastic_toy import RecordedRun, Toy, agree, one_thread
+import torch
+from elastic_toy import Inline, RecordedRun, Toy, agree, one_thread
 
-from thinwire.data_ledger import LeasedReader
+import thinwire as tw
+from thinwire.codecs import Identity
+from thinwire.data_ledger import Claim, LeasedReader
+from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.messages import Ready
 from thinwire.elastic.plan import MemberStatus
+from thinwire.elastic.round_thread import RoundThread
 from thinwire.errors import LinkError
 from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
 
@@ -71,3 +77,22 @@ def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.
     cluster.play({"a": one, "b": one})
     reasons = [fields["reason"] for _, event, fields in record.events if event == "round" and fields["counted"]]
     assert reasons and all(text.startswith("PacketError: a packet cannot be written") for text in reasons), reasons
+
+
+def test_a_status_with_many_ready_deltas_is_short_enough_to_be_sent() -> None:
+    """At the end of a run the deltas of all fragments are ready. A status names the next ones, and the others follow."""
+    anchors = [torch.zeros(1) for _ in range(400)]
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(4), outer=tw.pieces.outer.Average())
+    agreed = GlobalState([anchor.clone() for anchor in anchors], [{} for _ in anchors], state_digest="d")
+    rounds = RoundThread(
+        strategy, SimulatedCluster().membership("a", least=1), agreed, [Identity()] * 400, range(400),
+        observe=lambda event, step, **fields: None, thread=Inline(),
+    )  # fmt: skip
+    claim = Claim(serial=0, version=0, segments=((10**9, 10**9 + 64),))
+    rounds.join(0)
+    rounds.finish(keep_seconds=0.0)
+    rounds.meet(*(Ready(i, torch.ones(1), 123456.5, 4, {}, claim, 1) for i in range(400)))
+    while not rounds.over:
+        assert rounds.report.failure is None, rounds.report.failure
+        rounds.meet()
+    assert agreed.round == 400 and all(float(anchor) == -1 for anchor in agreed.anchors)

@@ -13,9 +13,10 @@ from thinwire.membership.view import View
 
 
 def status_fields(sound: bool, reads: ReadCount, waiting: Mapping[int, Ready]) -> dict[str, Any]:
-    """Fields of the status: how far this replica has read, if that is `sound`, and the samples of the deltas that it has ready."""
+    """Fields of the status: how far this replica has read, if that is `sound`, and weights and samples of the deltas that it has ready."""
     claims = {index: ready.claim for index, ready in waiting.items() if ready.claim and ready.weight > 0}
     return {
+        "brings": {str(index): ready.weight for index, ready in waiting.items()},
         "reads": [reads.serial, reads.version, reads.count] if sound and reads.serial >= 0 else [],
         "claims": {str(i): [c.serial, c.version, *(n for pair in c.segments for n in pair)] for i, c in claims.items()},
     }

@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ MOST_STEPS = 1 << 40
 MOST_WEIGHT = 1e18
 MOST_RECORD = 8192  # bytes
 MOST_NUMBERS = 512  # in a claim
+MOST_READY = 64  # deltas in a status; one delta takes up to 75 bytes of the 16,384 that a replica may say
 _MOST_COUNT = 1 << 60  # of samples
 
 
@@ -38,7 +40,7 @@ class MemberStatus:
     finishing     it has trained all its steps
     run           the run's id, which is the id of its first view; "" before that
     over          the run has ended, and it holds the final state, which no round changes
-    brings        weights of the deltas that it has ready, by fragment: 1, or the number of their tokens; 0: not counted
+    brings        weights of the first deltas in turn that it has ready, by fragment: 1, or the number of their tokens; 0: not counted
     record        its record of its last round, as JSON (eviction.py); "" if none
     suspect       the member that it votes to evict; "" if none
     reads         how far it has read along its lease: serial, version, count (data_ledger); empty if it has no lease
@@ -235,6 +237,16 @@ def reconcile(statuses: Sequence[MemberStatus], order: Sequence[int]) -> RoundPl
         over=ended or (finished and not ready and not behind),
         ended=ended,
     )
+
+
+def first_in_turn(ready: Collection[int], order: Sequence[int], number: int) -> list[int]:
+    """The fragments of `ready` whose turns come first from round `number` on, as many as a status names.
+
+    >>> first_in_turn({0, 1, 2}, order=[2, 0, 1], number=4)
+    [0, 1, 2]
+    """
+    turns = (order[turn % len(order)] for turn in range(number, number + len(order)))
+    return list(islice((index for index in turns if index in ready), MOST_READY))
 
 
 def next_digest(state_digest: str, number: int, fragment: int, anchor: Tensor) -> str:

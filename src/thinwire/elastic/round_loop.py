@@ -42,7 +42,7 @@ from thinwire.elastic.messages import (
     Report,
 )
 from thinwire.elastic.past_deltas import UNKNOWN, Doubt, PastDeltas
-from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, reconcile
+from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, first_in_turn, reconcile
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
 from thinwire.exchange import SendContext
@@ -232,13 +232,12 @@ class RoundLoop:
 
     def _status(self) -> MemberStatus:
         agreed, finishing = self.agreed, self._state is State.FINISHING
-        brings = {str(index): ready.weight for index, ready in self._waiting.items()}
+        said = {index: self._waiting[index] for index in first_in_turn(self._waiting, self.order, agreed.round)}
         self._generation, reads = self._mail.reads
-        data = status_fields(self._generation > self._void, reads, self._waiting) | self._voter.says()
+        data = status_fields(self._generation > self._void, reads, said) | self._voter.says()
         return MemberStatus(
-            agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, False, brings,
-            **data,
-        )  # fmt: skip
+            agreed.round, agreed.state_digest, self._now(), self._state is State.JOINING, finishing, agreed.run, **data
+        )
 
     def _hold(
         self, view: View, plan: RoundPlan, statuses: Sequence[MemberStatus]
