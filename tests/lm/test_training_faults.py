@@ -253,10 +253,12 @@ def test_a_disk_that_is_too_small_is_told_before_training(
     disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
     assert "needs 27.4 MB (predicted): 723 kB for the model" in out.getvalue()
     assert "for a checkpoint, of which 6 are there at once" in out.getvalue()
+    assert "Free some space, or --keep fewer, or choose another --out." in " ".join(out.getvalue().split())
     (saved := tmp_path / "run/checkpoints/replica-0/step-00000001").mkdir(parents=True)
     (saved / "model.safetensors").write_bytes(bytes(500_000))
     disk.room_on_disk(run, job.check(run), 2, tmp_path / "run", Console(file=out))
-    assert "12.5 MB of the disk are free or have its checkpoints, and" in " ".join(out.getvalue().split())
+    assert "12.5 MB of the disk are free or have its checkpoints, and" in (told := " ".join(out.getvalue().split()))
+    assert told.endswith("Free some space, or --keep fewer."), "a run that has begun stays in its folder"
 
 
 def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> None:

@@ -26,13 +26,14 @@ def room_on_disk(run: Run, model: nn.Module, here: int, folder: Path, console: C
     held = sum(file.stat().st_size for file in folder.glob("checkpoints/*/step-*/*") if file.is_file())
     free = shutil.disk_usage(place).free + held
     room = f"{text_of_nbytes(free)} of the disk are free{' or have its checkpoints' if held else ''}"
+    elsewhere = "" if held else ", or choose another --out"  # a run that has begun stays where it is
     weights, each = _nbytes_on_disk(run, model)
     writes = run.placement.checkpoint_every
     at_once = min(run.placement.keep, run.optimizer.steps // writes) + 1 if writes else 1
     if free < weights:
         raise ConfigurationError(
             f"{folder}: {room}, and the trained model needs {text_of_nbytes(weights)} (predicted); "
-            "free some space, or choose another --out."
+            f"free some space{elsewhere}."
         )
     needed = weights + here * at_once * each + PAGE_NBYTES
     if free < needed:
@@ -40,7 +41,7 @@ def room_on_disk(run: Run, model: nn.Module, here: int, folder: Path, console: C
             f"warning: {folder}: {room}, and the run needs {text_of_nbytes(needed)} (predicted): "
             f"{text_of_nbytes(weights)} for the model, {text_of_nbytes(each)} for a checkpoint, of which {here * at_once} are there at once, "
             f"and {text_of_nbytes(PAGE_NBYTES)} for the page. Without a checkpoint a run that ends early cannot be resumed. Free some space, "
-            "choose another --out, or --keep fewer.",
+            f"or --keep fewer{elsewhere}.",
             soft_wrap=True,
             highlight=False,
         )  # fmt: skip
