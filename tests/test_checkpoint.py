@@ -398,11 +398,3 @@ def test_replicas_that_resume_at_different_steps_are_refused():
         second.close()
 
     tw.run_threads(2, replica)
-
-
-def test_the_newest_checkpoints_stay_by_their_number_of_steps(tmp_path):
-    """A hundred million has a digit more, and its name comes first in the alphabet."""
-    (tmp_path / "step-notes").mkdir()
-    for step in (99_999_998, 99_999_999, 100_000_000, 100_000_001):
-        checkpoint.write(tmp_path, {"step": step}, [{}, {}, {}], keep=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-100000000", "step-100000001", "step-notes"}
