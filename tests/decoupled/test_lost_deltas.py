@@ -14,6 +14,7 @@ from thinwire.comm.group import WrappedGroup
 from thinwire.decoupled import peer_streams
 from thinwire.decoupled.messages import DOWN, END, UP
 from thinwire.decoupled.method import Decoupled
+from thinwire.decoupled.sampled import plexus
 from thinwire.decoupled.sites import halos
 from thinwire.decoupled.syncer import Syncer
 from thinwire.decoupled.syncer_channel import SyncerChannel
@@ -194,3 +195,29 @@ def test_a_replica_that_the_hub_has_given_up_is_not_told_that_a_server_is_lost(m
         attached.close()
 
     run_threads(2, body, timeout=600.0)
+
+
+@pytest.mark.parametrize("method", [replace(PLAIN, every=5), plexus(every=5, sample=2, ping_timeout=600.0)])
+def test_the_warning_of_those_who_continue_has_no_advice_for_those_who_end(method):
+    warned, warnings = threading.Event(), []
+
+    class Cut(WrappedGroup):
+        def post(self, tag, send, recv, purpose="packet", sized=None):
+            if self.rank == 0 and 2 in recv and sized:
+                error = LinkError("replica 2 (c) has died. Start all again.")
+                error.peer, error.advice = 2, "Start all again."
+                raise error
+            return self.group.post(tag, send, recv, purpose, sized)
+
+    def told(event, step, **fields):
+        if event == "warning":
+            warnings.append(fields["message"])
+            warned.set()
+
+    def body(group):
+        _, _, attached = begin(Cut(group), method, observer=told if group.rank == 0 else lambda event, step, **_: None)
+        warned.wait()
+        attached.close()
+
+    run_threads(3, body, timeout=600.0)
+    assert warnings[0] == "replica 2 was lost, the others continue: replica 2 (c) has died."

@@ -37,6 +37,7 @@ from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, 
 from thinwire.errors import ConfigurationError, LinkError
 
 _NEVER = FINISH + 1  # a tag that no message has
+_LEFT_ADVICE = "See the end of its log, then resume from a checkpoint."
 _SEND, _RECEIVE = "send to", "receive from"
 
 
@@ -212,7 +213,7 @@ class TorchGroup:
 
     def _explained(self, what: str, error: RuntimeError, peer: int | None = None) -> LinkError:
         told = self._closed_error() if self._closed else LinkError(self._reason(what, error))
-        told.peer = peer
+        told.peer, told.advice = peer, _LEFT_ADVICE
         return told
 
     def _reason(self, what: str, error: RuntimeError) -> str:
@@ -224,10 +225,7 @@ class TorchGroup:
             )
         if "Application timeout" in str(error):
             return f"could not {what}: an earlier time-out ended this group. Resume from a checkpoint."
-        return (
-            f"could not {what}: it has left or crashed ({_first_line(error)}). See the end of its log, "
-            "then resume from a checkpoint."
-        )
+        return f"could not {what}: it has left or crashed ({_first_line(error)}). {_LEFT_ADVICE}"
 
     def _closed_error(self) -> LinkError:
         return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
