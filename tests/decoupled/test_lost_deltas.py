@@ -158,7 +158,7 @@ def test_a_replica_that_took_no_messages_hears_that_the_others_continued_without
             dropped.set()
 
     def body(group):
-        _, optimizer, attached = begin(Frozen(group), replace(PLAIN, every=5), observer=told)
+        _, optimizer, attached = begin(Frozen(group), replace(PLAIN, every=5, grace=0.0), observer=told)
         if group.rank == 0:
             while attached.progress < 40:
                 optimizer.step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 from torch import Tensor
 
@@ -67,7 +66,7 @@ class PeerSender:
         self._group, self._peer, self._tag, self._lost = group, peer, tag, lost
         self._most, self._instead = MOST_WAITING + 2 * fragments, instead
         self._waiting: queue.Queue[Tensor | None] = queue.Queue()
-        self._over = False
+        self._over = self._behind = False
         self._thread = threading.Thread(target=self._run, name=f"thinwire-sender-{peer}", daemon=True)
         self._thread.start()
 
@@ -75,12 +74,9 @@ class PeerSender:
         if self._over:
             return
         if self._waiting.qsize() >= self._most:
-            self._over = True
+            self._over, self._behind = True, self._instead is not None
             self._lost(self._peer, PeerError(f"it takes no messages: {self._most} wait for it"))
-            if self._instead is not None:
-                with suppress(queue.Empty):
-                    while True:
-                        self._waiting.get_nowait()
+            if self._behind:
                 self._waiting.put(self._instead)
             return
         self._waiting.put(packet)
@@ -95,9 +91,11 @@ class PeerSender:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (packet := self._waiting.get()) is not None:
+        last = None
+        while last is None and (packet := self._waiting.get()) is not None:
+            last = self._instead if self._behind else None  # a message after a gap would not fit the peer's state
             try:
-                self._group.post(self._tag, {self._peer: packet}, {}).wait()
+                self._group.post(self._tag, {self._peer: packet if last is None else last}, {}).wait()
             except Exception as error:
                 self._over = True
                 self._lost(self._peer, error if isinstance(error, PeerError) else PeerError(str(error)))
