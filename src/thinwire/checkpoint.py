@@ -129,9 +129,8 @@ def write(folder: Path, manifest: dict[str, Any], contents: Sequence[Mapping[str
         ) from error
     shutil.rmtree(hidden(final, "replaced"), ignore_errors=True)
     # a resume has skipped later steps, so they do not count
-    for old in sorted((path for path in folder.glob("step-*") if 0 <= step_of(path) <= manifest["step"]), key=step_of)[
-        :-keep
-    ]:
+    until_now = [path for path in folder.glob("step-*") if 0 <= step_of(path) <= manifest["step"]]
+    for old in sorted(until_now, key=step_of)[:-keep]:
         drop(old)
     return final
 

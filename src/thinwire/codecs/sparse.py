@@ -33,18 +33,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 
 # factors of a density, dense near 1, because policies trade in small steps
-_FACTORS = (
-    0.25,
-    0.5,
-    0.7,
-    0.8,
-    0.9,
-    1.1,
-    1.25,
-    1.5,
-    2.0,
-    4.0,
-)
+_FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class LargestOfChunks(Codec, ABC):
