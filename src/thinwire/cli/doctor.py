@@ -24,7 +24,7 @@ from thinwire.cli.firewall import rules
 from thinwire.codecs import Shapes
 from thinwire.comm import Link, parse_link
 from thinwire.errors import ConfigurationError, ThinwireError
-from thinwire.lm import membership
+from thinwire.lm import member
 from thinwire.lm.job import open_job
 from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
@@ -359,7 +359,7 @@ def enough(
     share = link.bits_per_second / floor
     advice = f"at most {min(share, 1):.0%} of the time would be training (predicted): larger --every, fewer bits (--codec), or a larger --batch"
     yield warn_unless(share >= 1, "link", f"{says}; {link} is given", advice)
-    flight = link.seconds(membership.largest_round(strategy, fragments, replicas))
+    flight = link.seconds(member.largest_round(strategy, fragments, replicas))
     says = f"the largest fragment flies {text_of_seconds(flight)}, {delay} steps last {text_of_seconds(delay * seconds)} (predicted)"
     if delay:
         advice = f"every round would wait: --delay {min(every - 1, int(flight / seconds) + 1)}, or smaller fragments"
@@ -373,7 +373,7 @@ def timeouts(
     placement: Placement, strategy: Strategy, fragments: Sequence[int | Shapes], link: Link | None, seconds: float
 ) -> CheckResult:
     """The heartbeat time-out of an elastic run with these settings."""
-    of = membership.timeouts(placement, strategy, fragments, link, seconds)
+    of = member.timeouts(placement, strategy, fragments, link, seconds)
     texts = {name.replace("_", " "): text_of_seconds(value) for name, value in dataclasses.asdict(of).items()}
     return CheckResult(
         "timeouts",

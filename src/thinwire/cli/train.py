@@ -32,7 +32,7 @@ from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
 from thinwire.records.files import write_whole
 from thinwire.records.losses import NO_RESULT, for_json
-from thinwire.records.membership import explained_steps
+from thinwire.records.participation import explained_steps
 from thinwire.records.printable import quoted, reason
 from thinwire.records.run_record import RunRecord, text_of_privacy
 from thinwire.report.progress import Progress, final_table

@@ -14,7 +14,7 @@ from thinwire.membership.view import View
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
-from thinwire.runtime.weighing import weighed
+from thinwire.runtime.token_weights import weighed
 from thinwire.strategy import Strategy
 
 

@@ -19,7 +19,7 @@ from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 from thinwire.methods import Codistill
 from thinwire.pieces.schedule import Calendar
-from thinwire.runtime.weighing import cannot_weigh, check_weighing
+from thinwire.runtime.token_weights import cannot_weigh, check_weighing
 from thinwire.strategy import Gradients
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from thinwire.comm import Link
-from thinwire.plan import cost, placement
+from thinwire.plan import cost, stage_order
 from thinwire.plan.compute import shape_of
 from thinwire.plan.search import ruled_out
 from thinwire.plan.setting import Setting, Task
@@ -64,7 +64,7 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     micro = machine.micro_seconds(shape, run.data.sequence, run.data.largest_batch)
     found = [cost.tensor_parallel(task.links, shape, run.data.sequence, run.data.largest_batch, micro)]
     places = best.places if len(best.places) > 1 else range(len(task.links))
-    order, chain = placement.best_chain(
+    order, chain = stage_order.best_chain(
         task.links, places, 4 * run.data.largest_batch * run.data.sequence * shape.width
     )
     stages, micros = len(places), max(len(places), run.data.accumulate)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from thinwire.records.clocks import Offset, offsets_of
 from thinwire.records.departures import Integers, as_sent, fragment_of, sent_by, sent_of_each
 from thinwire.records.events import Event, Tail
-from thinwire.records.membership import CARRIER, RoundSeen, Steps, as_flights, placed
+from thinwire.records.participation import CARRIER, RoundSeen, Steps, as_flights, placed
 from thinwire.records.printable import printable
 from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, split, whole
 

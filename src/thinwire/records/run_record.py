@@ -15,7 +15,7 @@ from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
 from thinwire.records.losses import named_losses, outcome
-from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers
+from thinwire.records.participation import CARRIER, Participation, Steps, how_many, merged, numbers
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import named, samples_of

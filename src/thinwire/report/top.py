@@ -17,7 +17,7 @@ from thinwire.errors import DataError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks
 from thinwire.records.events import Event, Tail, being_written, recent_events
 from thinwire.records.losses import for_json
-from thinwire.records.membership import CARRIER, Participation, RoundSeen
+from thinwire.records.participation import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import provenance_of

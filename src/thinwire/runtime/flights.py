@@ -16,7 +16,7 @@ from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
 from thinwire.runtime.saved_state import delta_in_flight, saved
-from thinwire.runtime.weighing import check_weighing
+from thinwire.runtime.token_weights import check_weighing
 
 
 class Flights:

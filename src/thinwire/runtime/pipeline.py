@@ -34,7 +34,7 @@ from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
 from thinwire.runtime.loop_warnings import silent
-from thinwire.runtime.weighing import TokenCount, weighed
+from thinwire.runtime.token_weights import TokenCount, weighed
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 

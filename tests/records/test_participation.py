@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.records.membership import (
+from thinwire.records.participation import (
     MembershipLog,
     Participation,
     RoundSeen,

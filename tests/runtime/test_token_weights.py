@@ -13,7 +13,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import PacketError
 from thinwire.pieces.robust import Median
-from thinwire.runtime.weighing import TokenCount, tokens_of_step, weighed
+from thinwire.runtime.token_weights import TokenCount, tokens_of_step, weighed
 from thinwire.testing.toy import same_bits, weights
 
 # the tokens of a replica's step, by round and replica
