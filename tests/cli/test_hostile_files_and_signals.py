@@ -350,15 +350,15 @@ def test_a_stopped_comparison_begins_no_other_run_and_marks_the_stopped_one(
 def test_a_signal_after_the_last_step_leaves_summary_and_report(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
-    from thinwire.cli import train
+    from thinwire.cli import training
 
-    write = train.write_report
+    write = training.write_report
 
     def interrupted(*arguments: Any) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
         return write(*arguments)
 
-    monkeypatch.setattr(train, "write_report", interrupted)
+    monkeypatch.setattr(training, "write_report", interrupted)
     assert main(["train", str(trained / "run.toml"), "--steps", "2", "--out", "run"]) == 0  # nothing was cut short
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/report.html").exists()
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.pages import COMPARISON, write_report
-from thinwire.cli.train import summary_of
+from thinwire.cli.summary import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.records.files import check_place
 from thinwire.records.run_record import RunRecord, best_loss

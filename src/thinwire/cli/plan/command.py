@@ -15,8 +15,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import figures, hub, options
+from thinwire.cli import figures, options
 from thinwire.comm import Link
+from thinwire.comm.secure.token import HUB_PORT
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.membership.channel import PORT
@@ -301,7 +302,7 @@ def _command(path: Path, best: Setting, task: Task) -> str:
     if carrier in ("secure", "secure-elastic"):
         kind = " --elastic" if carrier == "secure-elastic" else ""
         return (
-            f"thinwire hub{kind} --listen 0.0.0.0:{hub.PORT} --address HOST --uses {replicas}, and on each machine: "
+            f"thinwire hub{kind} --listen 0.0.0.0:{HUB_PORT} --address HOST --uses {replicas}, and on each machine: "
             f"thinwire join TOKEN {file} --name NAME"
         )
     ranks = "" if task.ranks == 1 else f" --nproc_per_node {task.ranks}"
