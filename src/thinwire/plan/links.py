@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.plan.quantities import rate, rounded
 from thinwire.records.files import contents, parsed, write_whole
 
 Pair = tuple[int, int]  # sender, receiver
@@ -128,9 +127,9 @@ class Links:
         """Write `links.toml`, with `comment` at its top."""
         rows = []
         for (a, b), link in sorted(self.alone.items()):
-            row = {"from": self.names[a], "to": self.names[b], "alone": str(rounded(link))}
+            row = {"from": self.names[a], "to": self.names[b], "alone": str(_rounded(link))}
             if (a, b) in self.together:
-                row["together"] = str(rounded(Link(self.together[a, b])))
+                row["together"] = str(_rounded(Link(self.together[a, b])))
             rows.append(row)
         written = tomli_w.dumps({"word": self.word, "names": list(self.names), "link": rows})
         store(path, "".join(f"# {line}\n" for line in comment.splitlines()) + written)
@@ -156,7 +155,7 @@ class Links:
                 try:
                     alone[pair] = Link.parse(str(row.get("alone", "")))
                     if "together" in row:
-                        together[pair] = rate(str(row["together"]))
+                        together[pair] = Link.parse(str(row["together"])).bits_per_second
                 except ConfigurationError as error:
                     raise ConfigurationError(f"{where}: {error}") from None
         try:
@@ -196,3 +195,8 @@ def _pairs(row: Any, names: Sequence[str], where: str) -> list[Pair]:
         )
     a, b = (list(names).index(end) for end in ends)
     return [(a, b), (b, a)] if both is not None else [(a, b)]
+
+
+def _rounded(link: Link) -> Link:
+    """Four significant digits, because a measurement is no more exact."""
+    return Link(float(f"{link.bits_per_second:.4g}"), float(f"{link.delay_seconds:.4g}"))

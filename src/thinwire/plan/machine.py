@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from thinwire.comm import quantities
 from thinwire.errors import ConfigurationError
-from thinwire.plan import quantities
 from thinwire.plan.links import read, store
 from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import Outside

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.cli import figures, options
-from thinwire.comm import Link
+from thinwire.comm import Link, quantities
 from thinwire.comm.secure.token import HUB_PORT
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.membership.channel import PORT
-from thinwire.plan import exchanges, explain, quantities
+from thinwire.plan import exchanges, explain
 from thinwire.plan.compute import shape_of
 from thinwire.plan.figure import frontier_chart, rates_chart
 from thinwire.plan.links import Links, store
