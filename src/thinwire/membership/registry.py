@@ -121,9 +121,9 @@ class MemberRegistry:
         self,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         say: Callable[[str], object] = lambda line: None,
-        lost: Callable[[str, str], object] = lambda name, incarnation: None,
     ) -> None:
-        self.heartbeat_timeout, self.say, self.lost = heartbeat_timeout, say, lost
+        self.heartbeat_timeout, self.say = heartbeat_timeout, say
+        self.lost: Callable[[str, str], object] = lambda name, incarnation: None
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
