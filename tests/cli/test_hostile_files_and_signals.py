@@ -177,7 +177,7 @@ def test_all_files_of_a_run_have_the_same_modes(trained: Path) -> None:
 def test_control_characters_in_run_folders_are_escaped(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "LONGEST", 1 << 16)
+    monkeypatch.setattr(events_module, "LONGEST_LINE", 1 << 16)
     folder = tmp_path / "run \x1b[31m [red]"
     run.rename(folder)
     log = folder / "events/replica-0.jsonl"
@@ -283,7 +283,7 @@ def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokens, "DOCUMENT", 1 << 16)
+    monkeypatch.setattr(tokens, "LARGEST_DOCUMENT", 1 << 16)
     monkeypatch.setattr(tokens, "EXPANDED", 1 << 20)
     write(tmp_path / name)
     assert main(["train", *SMALL, "--text", str(tmp_path / name)]) == 1

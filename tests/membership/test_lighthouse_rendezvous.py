@@ -62,7 +62,7 @@ def test_addresses_that_this_machine_does_not_have_or_reach_are_reported(monkeyp
 
 
 def test_a_member_is_reached_if_its_process_answers_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROBE", 600.0)
+    monkeypatch.setattr(module, "PROBE_SECONDS", 600.0)
     member, other = (LighthouseRendezvous("127.0.0.1:1") for _ in range(2))
     assert member.address == "127.0.0.1"
     for one in (member, other):  # on one machine

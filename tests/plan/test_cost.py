@@ -142,7 +142,7 @@ def test_the_order_of_a_pipeline_is_the_best_of_all_or_a_bound_for_many_sites(
     chains = every_chain(links, places, 100_000)
     order, seconds = stage_order.best_chain(links, places, 100_000)
     assert order is not None and chains[order] == pytest.approx(min(chains.values())) == pytest.approx(seconds)
-    monkeypatch.setattr(stage_order, "EXACT", 4)
+    monkeypatch.setattr(stage_order, "EXACT_SITES", 4)
     order, least = stage_order.best_chain(links, places, 100_000)
     assert order is None and 0.3 * seconds < least <= seconds
 

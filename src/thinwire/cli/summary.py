@@ -15,9 +15,9 @@ from thinwire.records.losses import NO_RESULT, for_json
 from thinwire.records.printable import quoted
 from thinwire.records.run_record import RunRecord
 
-FEW_STEPS, UNEQUAL = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
-USELESS = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
-WEIGH = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
+LEAST_STEPS, UNEQUAL_FACTOR = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
+USELESS_FACTOR = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
+WEIGHABLE = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
 
 
 def without_result(records: Sequence[RunRecord]) -> str:
@@ -50,21 +50,21 @@ def speed_advice(record: RunRecord) -> str:
     asked, replicas = record.settings, record.replicas
     batch, name = asked.get("batch"), recipe_name(str(asked.get("strategy")).partition("(")[0])
     if (
-        name not in WEIGH
+        name not in WEIGHABLE
         or "elastic" in str(asked.get("carrier"))
         or asked.get("job")
         or len(replicas) != asked.get("replicas")
     ):
         return ""
-    if not isinstance(batch, int) or batch < 2 or min(len(one.compute_seconds) for one in replicas) < FEW_STEPS:
+    if not isinstance(batch, int) or batch < 2 or min(len(one.compute_seconds) for one in replicas) < LEAST_STEPS:
         return ""
     seconds = [statistics.median(one.compute_seconds.tolist()) for one in replicas]
     slow = [one / max(min(seconds), 1e-9) for one in seconds]
     slowest = slow.index(max(slow))
     told = f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones"
-    if slow[slowest] >= USELESS:
+    if slow[slowest] >= USELESS_FACTOR:
         return f"{told}; so slow a machine costs a run more than it brings: leave it out, or let it follow (thinwire follow)"
-    if not UNEQUAL <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
+    if not UNEQUAL_FACTOR <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
         return ""
     several = " ".join(str(max(1, round(batch / one))) for one in slow)
     return f"{told}; with --batch {several} all would take about equally long"

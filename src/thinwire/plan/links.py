@@ -31,7 +31,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.records.files import contents, parsed, write_whole
 
 Pair = tuple[int, int]  # sender, receiver
-MOST = 1024  # replicas with one link for all
+MOST_REPLICAS = 1024  # replicas with one link for all
 _KEYS = {"from", "to", "between", "alone", "together"}
 
 
@@ -96,9 +96,9 @@ class Links:
     @classmethod
     def uniform(cls, link: Link, replicas: int) -> Links:
         """`replicas` with the same link between any two. Raises `ConfigurationError` unless they are 1 to 1024."""
-        if not 1 <= replicas <= MOST:
+        if not 1 <= replicas <= MOST_REPLICAS:
             raise ConfigurationError(
-                f"{replicas} replicas: 1 to {MOST} are needed, because a link of each with each is kept."
+                f"{replicas} replicas: 1 to {MOST_REPLICAS} are needed, because a link of each with each is kept."
             )
         pairs = {(a, b): link for a in range(replicas) for b in range(replicas) if a != b}
         return cls(tuple(f"replica-{rank}" for rank in range(replicas)), pairs)

@@ -27,7 +27,7 @@ from thinwire.runtime.on_device import stays_on_device
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host", "disk"]
-FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
+FREED_SHARE = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
 # Bytes: glibc keeps pieces of up to 32 MiB only, and the next step of a large model takes them again.
 MOST_FREED = 256 << 20
 _STATE_NBYTES = {"fp32": 4, "bf16": 2}  # of a value of outer state and feedback
@@ -58,7 +58,7 @@ class Memory:
     def process_nbytes(self, base: int) -> int:
         """Most resident bytes of a process on a CPU. `base` are its resident bytes without a model."""
         peak = self.peak()
-        return base + peak + min(MOST_FREED, round(FREED * (peak - sum(self.in_memory().values()))))
+        return base + peak + min(MOST_FREED, round(FREED_SHARE * (peak - sum(self.in_memory().values()))))
 
     def in_memory(self) -> dict[str, int]:
         """The `kept` bytes that are not on disk, by purpose."""

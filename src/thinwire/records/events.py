@@ -107,7 +107,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 
 _LATER = {"progress", "sent"}  # fields that logs of older versions lack
-LONGEST = 4 << 20  # most bytes of a line
+LONGEST_LINE = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
 _FIELDS = {kind: frozenset(fields) - _LATER for kind, fields in EVENTS.items()}
@@ -214,7 +214,7 @@ class EventLog:
 class Tail:
     """Reads the lines added to an event file since the last read; the file need not exist yet.
 
-    `damaged` counts the lines that were no events; one of more than LONGEST bytes is passed over unread. A line is taken when its
+    `damaged` counts the lines that were no events; one of more than LONGEST_LINE bytes is passed over unread. A line is taken when its
     end is there. The first read begins at byte `offset`.
     """
 
@@ -238,10 +238,10 @@ class Tail:
         if file.tell() < self._offset:  # the file was replaced by a new one
             self._offset, self._rest, self._overlong = 0, b"", False
         file.seek(self._offset)
-        while part := file.readline(LONGEST):
+        while part := file.readline(LONGEST_LINE):
             self._offset += len(part)
             self._rest = b"" if self._overlong else self._rest + part
-            if len(self._rest) > LONGEST:
+            if len(self._rest) > LONGEST_LINE:
                 self._rest, self._overlong = b"", True
                 self.damaged += 1
             if part.endswith(b"\n"):

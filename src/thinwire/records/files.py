@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONGEST = 64 << 20  # most bytes of a file that is read whole: settings and manifests
+LARGEST_FILE = 64 << 20  # most bytes of a file that is read whole: settings and manifests
 
 
 def opened(path: Path) -> BufferedReader:
@@ -40,11 +40,11 @@ def _check(path: Path, found: os.stat_result) -> None:
 
 
 def contents(path: Path) -> str:
-    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `LONGEST` bytes or not UTF-8."""
+    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `LARGEST_FILE` bytes or not UTF-8."""
     with opened(path) as file:
-        data = file.read(min(LONGEST, os.fstat(file.fileno()).st_size) + 1)
-    if len(data) > LONGEST:
-        raise ValueError(f"{path} is longer than {LONGEST:,} bytes")
+        data = file.read(min(LARGEST_FILE, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"{path} is longer than {LARGEST_FILE:,} bytes")
     return data.decode()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thinwire.topology.base import DRAWN, Topology, Weights
+from thinwire.topology.base import DRAWN_ROUNDS, Topology, Weights
 from thinwire.topology.weights import mixing
 
 
@@ -57,7 +57,7 @@ def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
     if topology.drawn:
         root = float(np.sqrt(max(0.0, (size / topology.drawn - 1) / (size - 1)))) if size > 1 else 0.0
         return Spectrum(root, 1)
-    matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN)]
+    matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN_ROUNDS)]
     if topology.rounds(size):
         product = np.eye(size)
         for weights in matrices:

@@ -13,10 +13,10 @@ from thinwire.comm.secure.frames import LIMIT_NBYTES
 from thinwire.comm.secure.keys import HUB, Credentials
 from thinwire.errors import ConfigurationError, LinkError
 
-LEAST = "1.85"  # the first grpcio that says which version of TLS a connection has
-if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST.split("."))):
+LEAST_GRPCIO = "1.85"  # the first grpcio that says which version of TLS a connection has
+if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST_GRPCIO.split("."))):
     raise ConfigurationError(
-        f"grpcio {grpc.__version__} is installed, which does not say whether a connection has TLS 1.3; pip install 'grpcio>={LEAST}'."
+        f"grpcio {grpc.__version__} is installed, which does not say whether a connection has TLS 1.3; pip install 'grpcio>={LEAST_GRPCIO}'."
     )
 
 SERVICE = "thinwire.Hub"
