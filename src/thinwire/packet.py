@@ -148,7 +148,7 @@ def empty_packet(nbytes: int) -> Tensor:
     return torch.empty(HEADER_NBYTES + nbytes, dtype=torch.uint8)
 
 
-def said(packet: Tensor) -> Header:
+def read_header(packet: Tensor) -> Header:
     """What `packet` says of itself, which is not to be trusted: for a receiver to whom several may come, before `open_packet`. Raises
     `PacketError` if it is too short.
     """

@@ -123,7 +123,7 @@ def test_a_group_that_cannot_be_built_names_the_others_and_its_keys_are_forgotte
             ask=lambda do, **fields: asked.append((do, fields["key"])), close=lambda: asked.append(("close",))
         )
 
-    def connected(addresses: Any, *given: Any) -> Any:
+    def connect(addresses: Any, *given: Any) -> Any:
         addresses.set("0", b"here")
         asked.append(given)
         if len(asked) == 3:
@@ -131,7 +131,7 @@ def test_a_group_that_cannot_be_built_names_the_others_and_its_keys_are_forgotte
         raise LinkError("not all members came in time")
 
     monkeypatch.setattr(module, "Channel", channel)
-    monkeypatch.setattr(module, "connected", connected)
+    monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr(module, "TorchGroup", lambda *given: given)
     members = [Presence(name, life, 1) for name, life in (("lima", "1" * 16), ("oslo", LIFE), ("rome", "2" * 16))]
     built: Any = member.connect("epoch 7", members, 1)

@@ -17,9 +17,9 @@ from thinwire.lm.launch import threads_each
 from thinwire.lm.model import Transformer
 from thinwire.lm.run import Run
 from thinwire.plan.by_link import by_link, follows_link
-from thinwire.plan.compute import timed
+from thinwire.plan.compute import optimizers_and_loss
 from thinwire.plan.machine import BASE_NBYTES
-from thinwire.plan.memory import Memory, kept_nbytes, placed, replica_memory
+from thinwire.plan.memory import Memory, by_place, kept_nbytes, replica_memory
 from thinwire.records.units import text_of_nbytes
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.strategy import Strategy
@@ -89,7 +89,7 @@ def predicted_nbytes(
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         needs = kept_nbytes(trained, strategy, numels, run.placement.replicas) | {"parameters": 4 * parameters}
-        kept = Memory(placed(needs, strategy, numels), {}).in_memory() | {"gradients": 4 * trained}
+        kept = Memory(by_place(needs, strategy, numels), {}).in_memory() | {"gradients": 4 * trained}
         total, aside = base + sum(kept.values()), ", without activations"
     kept |= {"libraries": base} if base else {}
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
@@ -101,7 +101,7 @@ def measure_step(run: Run, vocabulary: int) -> float:
     """Seconds of one inner step of the run's model on a replica's share of the cores: the fastest of a few, without the first one."""
     threads = torch.get_num_threads()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    optimizers, loss_of = timed(run, vocabulary, device)
+    optimizers, loss_of = optimizers_and_loss(run, vocabulary, device)
     bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     try:
         torch.set_num_threads(threads_of(run))

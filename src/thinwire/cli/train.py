@@ -31,7 +31,7 @@ from thinwire.records.run_record import RunRecord
 from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
 from thinwire.report.trackers.follow import following
-from thinwire.report.trackers.sinks import named
+from thinwire.report.trackers.sinks import parse_sinks
 
 DEMO = Run.of(link="5mbit,30ms")
 
@@ -174,7 +174,7 @@ def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
         raise ConfigurationError(
             "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
         )
-    named(asked.log)
+    parse_sinks(asked.log)
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
     if asked.from_start and not asked.resume:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from thinwire.comm.group import Group
-from thinwire.comm.torch import TorchGroup, connected
+from thinwire.comm.torch import TorchGroup, connect
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.membership.channel import LIGHTHOUSE_PORT, Channel, at, family
 from thinwire.membership.remote_rendezvous import PROBE_SECONDS, RemoteRendezvous
@@ -82,7 +82,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         addresses = EpochStore(self._channel(), epoch, seconds)
         self._addresses = addresses.own
         try:
-            return TorchGroup(connected(addresses, rank, len(members), self._host, seconds), timeout)
+            return TorchGroup(connect(addresses, rank, len(members), self._host, seconds), timeout)
         except LinkError as error:
             others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
             raise LinkError(f"connecting to {others} failed: {error}") from error

@@ -111,7 +111,7 @@ def replica_memory(
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence
     own = [-(-numel // ranks) for numel in numels]
-    kept = placed(kept_nbytes(-(-parameters // ranks), strategy, own, replicas), strategy, own)
+    kept = by_place(kept_nbytes(-(-parameters // ranks), strategy, own, replicas), strategy, own)
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 gathers a layer and the next one
     flights = _flights(strategy, own, replicas)  # the buffers of a flight are kept for the next one
@@ -162,14 +162,14 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     return kept
 
 
-def placed(kept: Mapping[str, int], strategy: Strategy, numels: Sequence[int]) -> dict[tuple[Place, str], int]:
+def by_place(kept: Mapping[str, int], strategy: Strategy, numels: Sequence[int]) -> dict[tuple[Place, str], int]:
     """`kept_nbytes` with the place of each; and of what is on disk the part that is in memory: two fragments, one in flight and one that
     departs next.
     """
-    by_place = {(_home(strategy, purpose), purpose): nbytes for purpose, nbytes in kept.items()}
-    if on_disk := sum(nbytes for (place, _), nbytes in by_place.items() if place == "disk"):
-        by_place["host", "two fragments of what is on disk"] = on_disk * sum(sorted(numels)[-2:]) // max(1, sum(numels))
-    return by_place
+    placed = {(_home(strategy, purpose), purpose): nbytes for purpose, nbytes in kept.items()}
+    if on_disk := sum(nbytes for (place, _), nbytes in placed.items() if place == "disk"):
+        placed["host", "two fragments of what is on disk"] = on_disk * sum(sorted(numels)[-2:]) // max(1, sum(numels))
+    return placed
 
 
 @lru_cache(maxsize=1 << 12)

@@ -68,7 +68,7 @@ from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import opened
+from thinwire.records.files import open_regular
 
 Event = dict[str, Any]
 
@@ -228,7 +228,7 @@ class Tail:
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
         try:
-            with opened(self.path) as file:
+            with open_regular(self.path) as file:
                 return [event for lines in _together(self._lines(file)) for event in self._events(lines)]
         except FileNotFoundError:
             return []
@@ -266,7 +266,7 @@ def read_events(path: str | Path) -> list[Event]:
     Raises `DataError` for a file that cannot be read.
     """
     try:
-        opened(Path(path)).close()
+        open_regular(Path(path)).close()
     except OSError as error:
         raise DataError(
             f"The event file {path} cannot be read ({error}); give the path of a RUN/events/*.jsonl."
@@ -374,7 +374,7 @@ def _text_of_path(value: object) -> str:
 
 def being_written(path: Path) -> bool:
     """Whether a process has this event file open in an `EventLog`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         return not _lock(file)
 
 

@@ -88,7 +88,7 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
     union = np.zeros((size, size), dtype=bool)
     for number in range(topology.rounds(size) or DRAWN_ROUNDS):
         union |= topology.edges(size, number, 0, seed)
-    near = reached(union)
+    near = reachable(union)
     if near.all():
         return
     count = len(parts(union))
@@ -99,7 +99,7 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
     )
 
 
-def reached(edges: Edges) -> Edges:
+def reachable(edges: Edges) -> Edges:
     """[i, j]: a path leads from replica i to replica j; every replica reaches itself."""
     near = edges | np.eye(len(edges), dtype=bool)
     for _ in range(max(1, (len(edges) - 1).bit_length())):
@@ -116,7 +116,7 @@ def parts(edges: Edges) -> list[list[int]]:
     >>> parts(np.array([[False, True, False], [True, False, False], [False, False, False]]))
     [[0, 1], [2]]
     """
-    near = reached(edges)
+    near = reachable(edges)
     both = near & near.T
     return [[int(j) for j in np.flatnonzero(row)] for i, row in enumerate(both) if not row[:i].any()]
 

@@ -79,7 +79,7 @@ _SERVER: Options = (
 
 
 def of_members(silent: float | None = None) -> Options:
-    """Options of a server for members. `silent`: see `dialled`."""
+    """Options of a server for members. `silent`: see `dial`."""
     return (*_SERVER, *_noticing(silent), ("grpc.max_receive_message_length", LIMIT_NBYTES))
 
 
@@ -115,7 +115,7 @@ def server_credentials(own: Callable[[], Credentials], members_only: bool) -> gr
     return grpc.dynamic_ssl_server_credentials(configured(now), renewed, members_only)
 
 
-def dialled(
+def dial(
     host: str,
     port: int,
     authorities: bytes,
