@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.catalogue.attacks import attack_of
-from thinwire.exchange.attacked import attacked, lies
+from thinwire.exchange.attacked import lies, with_liars
 from thinwire.rng import derive
 
 REPLICAS, LIARS, STEPS, CLASSES, NUMBERS, BATCH = 12, 3, 150, 10, 32, 16
@@ -62,7 +62,7 @@ def strategy_of(method: str, attack: str, seed: int) -> tw.Strategy:
     kind, _, setting = METHODS[method].partition(", ")
     settings = {"reach": 1} if setting else {}
     made = replace(recipes[kind](every=5, topology=topology, **settings), seed=seed)
-    return made if attack == "none" else replace(made, exchange=attacked(made.exchange, attack_of(attack), LIARS))
+    return made if attack == "none" else replace(made, exchange=with_liars(made.exchange, attack_of(attack), LIARS))
 
 
 def accuracies(method: str, attack: str, seed: int) -> list[float]:

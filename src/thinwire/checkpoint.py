@@ -39,7 +39,7 @@ from thinwire.comm.group import Group, gather
 from thinwire.errors import CheckpointError, PacketError
 from thinwire.pieces import inner_state
 from thinwire.pieces.partition import local
-from thinwire.records.files import contents, flush, opened, parsed, save_file
+from thinwire.records.files import contents, flush, open_regular, parsed, save_file
 from thinwire.version import __version__
 
 FORMAT = 3
@@ -89,7 +89,7 @@ def save(folder: Path, replica: Trained, notes: Mapping[str, Any], keep: int = 3
         CheckpointError: the checkpoint cannot be written, or the optimizer keeps what no checkpoint can hold, as LBFGS does.
     """
     tensors, facts = replica.state()
-    inner, groups = inner_state.saved(replica.optimizer)
+    inner, groups = inner_state.save_state(replica.optimizer)
     contents = (dict(_weights(replica.model)), inner | _random_states(replica.model), tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -356,7 +356,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _fingerprint(path: Path) -> list[Any]:
     """Size and SHA-256 of a file."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 

@@ -37,7 +37,7 @@ REFUSED = 1
 STOP = 2
 PARTIAL = 4
 FLAGS = REFUSED | STOP | PARTIAL
-MOST = 1 << 16  # replicas of a group, and fragments
+FIELD_VALUES = 1 << 16  # replicas of a group, and fragments
 _LAYOUT = struct.Struct("<4sHHIHHIIIQQI")
 _CHECKSUM = struct.Struct("<I")
 _NBYTES = 10  # its place among the fields
@@ -148,7 +148,7 @@ def empty_packet(nbytes: int) -> Tensor:
     return torch.empty(HEADER_NBYTES + nbytes, dtype=torch.uint8)
 
 
-def said(packet: Tensor) -> Header:
+def read_header(packet: Tensor) -> Header:
     """What `packet` says of itself, which is not to be trusted: for a receiver to whom several may come, before `open_packet`. Raises
     `PacketError` if it is too short.
     """

@@ -21,11 +21,11 @@ from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
 from thinwire.runtime.gossip_driver import GossipDriver
 from thinwire.runtime.gradient_driver import GradientDriver
-from thinwire.runtime.inner_steps import InnerSteps, as_one, listed
+from thinwire.runtime.inner_steps import InnerSteps, as_one, optimizers_of
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.model_buffers import SharedBuffers
-from thinwire.runtime.module_state import exported
-from thinwire.runtime.stateful import checked, marked, owner, packed, unpacked
+from thinwire.runtime.module_state import export_state
+from thinwire.runtime.stateful import check_owner, owner, pack_state, unpack_state, with_owner
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -105,7 +105,7 @@ class Replica:
         resume: Callable[[Replica], object] | None = None, validation: Callable[[], Sequence[float]] | None = None,
         observer: Observer = silent, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(listed(optimizer)), group
+        self.strategy, self.model, self.optimizer, self.group = strategy, model, as_one(optimizers_of(optimizer)), group
         self._buffers, self._site, self._finished = SharedBuffers(buffers, model, group), site, False
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
         training.reader, training.validation, self._training = reader, validation, training
@@ -113,7 +113,7 @@ class Replica:
         self._driver = choose(training, fragments, group, site)
         self._buffers.begin(observer)
         self._driver.join(lambda: resume(self) if resume else None)
-        self._inner_steps = InnerSteps(listed(optimizer), training, self._driver)
+        self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         self._claim.take()
 
@@ -192,24 +192,24 @@ class Replica:
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
         with self.anchored():
-            return exported(self.model)
+            return export_state(self.model)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer: the replica's own tensors (copy them to go back), facts for JSON."""
-        return marked(self._driver.state(), self.group, self._site)
+        return with_owner(self._driver.state(), self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
-        self._driver.load_state(tensors, checked(facts, self.group, self._site, self._training.keeps_own))
+        self._driver.load_state(tensors, check_owner(facts, self.group, self._site, self._training.keeps_own))
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
-        return packed(owner(self.group, self._site), self.strategy, self.state())
+        return pack_state(owner(self.group, self._site), self.strategy, self.state())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """As `load_state`, from `state_dict()`; model and inner optimizer are loaded before it."""
-        self.load_state(*unpacked(owner(self.group, self._site), self.strategy, saved))
+        self.load_state(*unpack_state(owner(self.group, self._site), self.strategy, saved))
 
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land the rounds in flight, exchange the training since then, and leave the outer weights in the model.

@@ -21,10 +21,10 @@ from thinwire.pieces.inner_optimizers import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
-from thinwire.pieces.placement import Anchors, StateDtype, check_anchors, check_state_dtype
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
 from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
+from thinwire.pieces.storage import Anchors, StateDtype, check_anchors, check_state_dtype
 from thinwire.pieces.transforms import Filter, check_filters
 
 

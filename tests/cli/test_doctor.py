@@ -16,6 +16,7 @@ from namespaces import Namespaces, missing
 from thinwire import streaming_diloco
 from thinwire.cli import checks as machine
 from thinwire.cli import doctor
+from thinwire.cli.capacity import choose_defaults
 from thinwire.codecs import E3M0
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
@@ -196,9 +197,9 @@ def test_anchors_go_to_a_gpu_that_has_room(monkeypatch, free, settings, where):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
     run = Run.of(model="nano", **settings)
     model = outline_model(run.model, 128, 0, 256)
-    got, lines = doctor.fitted(run, model)
+    got, lines = choose_defaults(run, model)
     assert got.method.anchors == where and len(lines) == (where == "device")
-    assert doctor.fitted(run, model, got) == (got, [])  # a run that has begun keeps its choice
+    assert choose_defaults(run, model, got) == (got, [])  # a run that has begun keeps its choice
 
 
 def test_replicas_share_the_gpus_of_a_machine(monkeypatch):

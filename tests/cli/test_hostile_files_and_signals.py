@@ -177,7 +177,7 @@ def test_all_files_of_a_run_have_the_same_modes(trained: Path) -> None:
 def test_control_characters_in_run_folders_are_escaped(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_module, "LONGEST", 1 << 16)
+    monkeypatch.setattr(events_module, "LONGEST_LINE", 1 << 16)
     folder = tmp_path / "run \x1b[31m [red]"
     run.rename(folder)
     log = folder / "events/replica-0.jsonl"
@@ -283,7 +283,7 @@ def test_data_that_expands_beyond_the_limits_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokens, "DOCUMENT", 1 << 16)
+    monkeypatch.setattr(tokens, "LARGEST_DOCUMENT", 1 << 16)
     monkeypatch.setattr(tokens, "EXPANDED", 1 << 20)
     write(tmp_path / name)
     assert main(["train", *SMALL, "--text", str(tmp_path / name)]) == 1
@@ -350,15 +350,15 @@ def test_a_stopped_comparison_begins_no_other_run_and_marks_the_stopped_one(
 def test_a_signal_after_the_last_step_leaves_summary_and_report(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
 ) -> None:
-    from thinwire.cli import train
+    from thinwire.cli import training
 
-    write = train.write_report
+    write = training.write_report
 
     def interrupted(*arguments: Any) -> Path:
         os.kill(os.getpid(), signal.SIGTERM)
         return write(*arguments)
 
-    monkeypatch.setattr(train, "write_report", interrupted)
+    monkeypatch.setattr(training, "write_report", interrupted)
     assert main(["train", str(trained / "run.toml"), "--steps", "2", "--out", "run"]) == 0  # nothing was cut short
     assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/report.html").exists()
 

@@ -15,7 +15,7 @@ import pytest
 from thinwire.checkpoint import newest
 from thinwire.cli import main
 from thinwire.data_ledger import FixedReader
-from thinwire.data_ledger.layout import decoded
+from thinwire.data_ledger.layout import decode
 
 SMALL = ["--model", "nano", "--batch", "2", "--sequence", "64", "--eval-batches", "1", "--carrier", "threads"]
 
@@ -67,7 +67,7 @@ def test_two_then_three_then_one_replica_read_each_window_of_an_epoch(
         read.clear()
     found, _ = newest(run / "checkpoints" / "replica-0")
     assert found is not None
-    ledger = decoded(bytes.fromhex(found.manifest["notes"]["samples"]["ledger"]))
+    ledger = decode(bytes.fromhex(found.manifest["notes"]["samples"]["ledger"]))
     first, second, third = ([w for _, _, windows in session for w in windows] for session in sessions)
     assert (len(first), len(second)) == (24, 18) and (ledger.lost, ledger.trained) == (lost, 24 + 18 - lost - returned)
     assert 42 < ledger.samples < ledger.trained + len(third)

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from thinwire.cli import checks as machine
 from thinwire.cli import main
-from thinwire.cli.train import finish, of_speeds, of_stalls
+from thinwire.cli.summary import speed_advice, stall_advice
+from thinwire.cli.training import finish
 from thinwire.lm.launch import Stop
 from thinwire.lm.run import Run
 from thinwire.records.events import read_events
@@ -188,15 +189,15 @@ def test_only_compare_accepts_attacks(capsys: Capture):
 
 def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callable[..., Path], tmp_path: Path) -> None:
     thin, wide = make_run(tmp_path / "thin", rate=2e5), make_run(tmp_path / "wide", rate=1e9)
-    told = of_stalls(RunRecord.load(thin), thin)
+    told = stall_advice(RunRecord.load(thin), thin)
     assert re.fullmatch(
         r"replicas waited for rounds for \d\d% of the time \(emulated\); thinwire doctor \S+/thin/run.toml shows the --delay without waits",
         told,
     )
-    assert of_stalls(RunRecord.load(wide), wide) == ""
+    assert stall_advice(RunRecord.load(wide), wide) == ""
     record = RunRecord.load(thin)
     unknown = replace(record, replicas=[replace(one, start=one.start | {"link": None}) for one in record.replicas])
-    assert "thin/run.toml --link RATE,DELAY (of your link) shows" in of_stalls(unknown, thin)
+    assert "thin/run.toml --link RATE,DELAY (of your link) shows" in stall_advice(unknown, thin)
     waited = told.partition(";")[0]
     for strategy, advice in {
         "a2cid2": "",  # which has no delay, as the next three
@@ -209,7 +210,7 @@ def test_a_run_that_waited_names_the_command_that_finds_a_delay(make_run: Callab
     }.items():
         alike = replace(record, settings=record.settings | {"strategy": strategy})
         said = f"; thinwire doctor {thin / 'run.toml'} shows {advice}" if advice else ""
-        assert of_stalls(alike, thin) == waited + said, strategy
+        assert stall_advice(alike, thin) == waited + said, strategy
 
 
 def test_a_stopped_run_names_the_command_that_resumes_it(
@@ -249,7 +250,7 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
         | {"strategy": "streaming-sign", "replicas": 2, "batch": 8, "carrier": "processes", "job": None},
         replicas=[replace(one, compute_seconds=each) for one, each in zip(record.replicas, seconds, strict=True)],
     )
-    told = of_speeds(slower)
+    told = speed_advice(slower)
     assert told == (
         "replica 0's steps took 4.0 times as long as the fastest ones; with --batch 2 8 all would take about equally long"
     )
@@ -261,12 +262,12 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
         {"job": "job.py"},
         {"strategy": "noloco"},
     ):
-        assert of_speeds(replace(slower, settings=slower.settings | other)) == "", other
+        assert speed_advice(replace(slower, settings=slower.settings | other)) == "", other
     for each in (np.full(20, 0.14), np.full(9, 0.4)):  # nearly as fast; too few steps
         first = replace(slower.replicas[0], compute_seconds=each)
-        assert of_speeds(replace(slower, replicas=[first, *slower.replicas[1:]])) == ""
+        assert speed_advice(replace(slower, replicas=[first, *slower.replicas[1:]])) == ""
     first = replace(slower.replicas[0], compute_seconds=np.full(20, 1.04))
-    assert of_speeds(replace(slower, replicas=[first, *slower.replicas[1:]])) == (
+    assert speed_advice(replace(slower, replicas=[first, *slower.replicas[1:]])) == (
         "replica 0's steps took 10.4 times as long as the fastest ones; so slow a machine costs a run more than it brings: "
         "leave it out, or let it follow (thinwire follow)"
     )

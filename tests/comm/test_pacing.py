@@ -13,7 +13,7 @@ from group_laws import run_processes
 
 from thinwire.comm import TorchGroup, pacing
 from thinwire.comm.pacing import SHARE, connections, pace
-from thinwire.comm.sockets import SocketFile, opened
+from thinwire.comm.sockets import SocketFile, open_socket
 from thinwire.errors import ConfigurationError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
@@ -34,7 +34,7 @@ def paced_to(files: set[SocketFile]) -> list[int]:
     """Returns the rates of those that are still connections. While a group is made, torch's store has some for a moment."""
     rates = []
     for file in sorted(files):
-        with suppress(OSError), opened(file) as one:
+        with suppress(OSError), open_socket(file) as one:
             rates.append(one.getsockopt(socket.SOL_SOCKET, PACING))
     return rates
 

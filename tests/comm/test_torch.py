@@ -22,7 +22,7 @@ from listening import addresses
 from thinwire.comm import TorchGroup, start_torch
 from thinwire.comm.address import parse
 from thinwire.comm.sockets import listening
-from thinwire.comm.torch import connected
+from thinwire.comm.torch import connect
 from thinwire.errors import ConfigurationError, LinkError
 
 ESTABLISHED = 1  # linux/tcp_states.h
@@ -156,7 +156,7 @@ def test_a_malformed_peer_address_is_refused(what):
     store = dist.HashStore()
     store.set("0/1", RUBBISH[what])
     with pytest.raises(LinkError, match="instead of the address at which gloo"):
-        connected(store, 0, 2, "127.0.0.1", 600.0)
+        connect(store, 0, 2, "127.0.0.1", 600.0)
 
 
 def test_a_peer_that_never_connects_causes_a_timeout():
@@ -165,7 +165,7 @@ def test_a_peer_that_never_connects_causes_a_timeout():
     store.set("0/1", LEGAL[:25] + b"\x02" + LEGAL[26:] + bytes(8))
     before = set(threading.enumerate())
     with pytest.raises(LinkError, match="Connect timeout"):
-        connected(store, 0, 2, "127.0.0.1", 0.5)
+        connect(store, 0, 2, "127.0.0.1", 0.5)
     assert set(threading.enumerate()) == before
 
 

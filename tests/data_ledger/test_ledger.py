@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from thinwire.data_ledger import Claim, DataLedger, LeasedReader, ReadCount, in_order
-from thinwire.data_ledger.layout import decoded, digest, encoded
+from thinwire.data_ledger.layout import decode, digest, encode
 from thinwire.data_ledger.ledger import total, union
 from thinwire.errors import DataError
 
@@ -123,24 +123,24 @@ def test_names_are_sorted_by_the_numbers_in_them() -> None:
 @given(st.integers(0, 2**32))
 def test_an_encoded_ledger_decodes_to_itself_and_damage_is_refused(seed: int) -> None:
     ledger = RandomCommits(random.Random(seed), commits=6).run()
-    data = encoded(ledger)
-    assert decoded(data) == ledger and digest(decoded(data)) == digest(ledger)
+    data = encode(ledger)
+    assert decode(data) == ledger and digest(decode(data)) == digest(ledger)
     chance = random.Random(seed)
     cut = chance.randrange(len(data))
     with pytest.raises(DataError, match="cannot be read"):
-        decoded(data[:cut])
+        decode(data[:cut])
     damaged = bytearray(data)
     damaged[cut] ^= 1 << chance.randrange(8)
     with contextlib.suppress(DataError):
-        assert encoded(decoded(bytes(damaged))) == damaged
+        assert encode(decode(bytes(damaged))) == damaged
 
 
 def test_a_false_length_is_refused() -> None:
-    data = encoded(ledger_of("a"))
+    data = encode(ledger_of("a"))
     # the position of the number of ranges; counts of holes and fences, and the landed rounds, follow it
     ranges = len(data) - 8 - 12
     with pytest.raises(DataError, match="cut short"):
-        decoded(data[:ranges] + b"\xff" * 4 + data[ranges + 4 :])
+        decode(data[:ranges] + b"\xff" * 4 + data[ranges + 4 :])
 
 
 # ---- members that come and go at random

@@ -14,7 +14,7 @@ from thinwire.codecs import E3M0, Identity, Sign
 from thinwire.comm import CountedGroup, Ledger, Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Round, SendContext
-from thinwire.exchange.attacked import Attacked, AttackedGossip, attacked
+from thinwire.exchange.attacked import Attacked, AttackedGossip, with_liars
 from thinwire.pieces.attacks import Attack, Scene, SignFlip
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.gossip import AdaptThenCombine
@@ -45,7 +45,7 @@ def test_the_last_ranks_send_what_the_attack_says(exchange, spies, sybils, small
     """Of five replicas the last two lie, in two rounds. A message has fewer values than the delta."""
     SCENES.clear()
     x, ledgers = deltas(5, 70, 2), [Ledger() for _ in range(5)]
-    made = attacked(exchange, Noted(spies, sybils), 2)
+    made = with_liars(exchange, Noted(spies, sybils), 2)
     seen = rounds(made, Identity(), x, lambda group: CountedGroup(group, ledgers[group.rank]))
     scenes = {(scene.key.round, scene.key.sender): scene for scene in SCENES}
     assert sorted(scenes) == [(0, 3), (0, 4), (1, 3), (1, 4)]
@@ -69,7 +69,7 @@ def test_a_liar_in_gossip_sends_weights_that_a_false_delta_would_lead_to(sybils,
     """Replica m has the weights θ = x − delta, with its own x. A liar keeps its own."""
     SCENES.clear()
     delta, anchors = deltas(4, 70, 2)
-    made = attacked(tw.exchange.Gossip(Complete(), AdaptThenCombine()), Noted(not sybils, sybils), 2)
+    made = with_liars(tw.exchange.Gossip(Complete(), AdaptThenCombine()), Noted(not sybils, sybils), 2)
 
     def replica(group: tw.Group) -> list[Tensor]:
         context, rank = SendContext(group), group.rank
@@ -130,17 +130,20 @@ def test_an_exchange_with_liars_declares_what_it_does_without_them(exchange):
     ("make", "said"),
     [
         *(
-            (lambda liars=liars: attacked(tw.exchange.Direct(), SignFlip(), liars), f"liars={liars!r}: a whole number")
+            (
+                lambda liars=liars: with_liars(tw.exchange.Direct(), SignFlip(), liars),
+                f"liars={liars!r}: a whole number",
+            )
             for liars in (0, True, 1.0)
         ),
         (lambda: AttackedGossip(Ring(), AdaptThenCombine(), SignFlip(), 0), "liars=0: a whole number"),
-        (lambda: attacked(tw.exchange.Direct(), SignFlip(), 4).check_size(4), "liars=4 of 4 replicas: at least one"),
-        (lambda: attacked(tw.exchange.Direct(), SignFlip(), 4).init(Sign(), 8, 0, 4), "choose 3 or fewer"),
-        (lambda: attacked(tw.exchange.Star(3), SignFlip(), 1).check_size(3), r"a center in 0\.\.2 is needed"),
-        (lambda: attacked(tw.exchange.AllReduce(), SignFlip(), 1).check(E3M0(), None), "AllReduce"),
+        (lambda: with_liars(tw.exchange.Direct(), SignFlip(), 4).check_size(4), "liars=4 of 4 replicas: at least one"),
+        (lambda: with_liars(tw.exchange.Direct(), SignFlip(), 4).init(Sign(), 8, 0, 4), "choose 3 or fewer"),
+        (lambda: with_liars(tw.exchange.Star(3), SignFlip(), 1).check_size(3), r"a center in 0\.\.2 is needed"),
+        (lambda: with_liars(tw.exchange.AllReduce(), SignFlip(), 1).check(E3M0(), None), "AllReduce"),
         (
             lambda: tw.Strategy(
-                exchange=attacked(tw.exchange.Star("hub"), SignFlip(), 1), policy=tw.pieces.policy.DenseUntil(1)
+                exchange=with_liars(tw.exchange.Star("hub"), SignFlip(), 1), policy=tw.pieces.policy.DenseUntil(1)
             ),
             "a hub takes the mean of packets in one codec",
         ),
@@ -152,7 +155,7 @@ def test_liars_that_do_not_fit_are_refused(make, said):
 
 
 def test_by_default_one_replica_lies():
-    assert Attacked(tw.exchange.Direct(), SignFlip()) == attacked(tw.exchange.Direct(), SignFlip(), 1)
+    assert Attacked(tw.exchange.Direct(), SignFlip()) == with_liars(tw.exchange.Direct(), SignFlip(), 1)
     made = AttackedGossip(Ring(), AdaptThenCombine())
-    assert made == attacked(tw.exchange.Gossip(Ring(), AdaptThenCombine()), SignFlip(), 1) and made.liars == 1
+    assert made == with_liars(tw.exchange.Gossip(Ring(), AdaptThenCombine()), SignFlip(), 1) and made.liars == 1
     made.check_size(2)

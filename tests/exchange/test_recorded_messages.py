@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.codecs import E3M0, Cast, Hadamard, Identity, Int, LowRank, RandomK, Sign, TopK
 from thinwire.comm.group import WrappedGroup
 from thinwire.exchange import AllReduce, Direct, Gossip, Hierarchy, Round, SendContext, Star, TwoShot, chunks
-from thinwire.exchange.attacked import attacked
+from thinwire.exchange.attacked import with_liars
 from thinwire.packet import HEADER_NBYTES, STOP
 from thinwire.pieces.aggregate import Aggregate, Mean
 from thinwire.pieces.attacks import IPM, Sybils
@@ -69,7 +69,7 @@ CASES = [
     Case(Gossip(Listed(UNLIKE, one_way=True), PushSum()), Identity(), 4, "89ed3543bd9f3f3c"),
     Case(Gossip(Exponential(), MGS(PushSum(), 2)), E3M0(4), 4, "9acf22be9522295b"),
     Case(Gossip(OnePeerExponential(), MGS(PushSum(), 2)), Identity(), 5, "7bb2f4a634e88e97"),
-    Case(attacked(Direct(), Sybils(IPM()), 2), Identity(), 4, "fdf10f8c58eb3fe0", exact=False),
+    Case(with_liars(Direct(), Sybils(IPM()), 2), Identity(), 4, "fdf10f8c58eb3fe0", exact=False),
 ]
 
 

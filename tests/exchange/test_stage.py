@@ -12,7 +12,7 @@ from thinwire.comm.group import TAGS
 from thinwire.exchange import Round, SendContext
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.stage import MOST_STAGES, Stage, heard, tag_of
-from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, said
+from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, identity, open_packet, read_header
 from thinwire.rng import Key
 from thinwire.testing.values import encoded
 
@@ -71,7 +71,7 @@ def test_a_packet_says_what_it_holds(codec, bad, flags, small):
     coded = bytes([1] if codec == SHORT else []) + encoded(tw.codecs.Cast(), values[: message.numel].nan_to_num())
     nbytes = message.nbytes if flags == REFUSED else len(coded)
     due = Header(identity(codec), 7, 2, 3, (6 << 24) + 5, message.numel, nbytes + 3, flags, 9)
-    assert said(packet) == due and open_packet(packet, due) == flags
+    assert read_header(packet) == due and open_packet(packet, due) == flags
     assert packet[HEADER_NBYTES + nbytes :].tolist() == [REFUSED, 0, STOP] == heard(packet, 3, 7)
     assert bytes(packet[HEADER_NBYTES:][:nbytes].tolist()) == (bytes(nbytes) if flags == REFUSED else coded)
     context.close()

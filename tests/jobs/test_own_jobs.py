@@ -25,7 +25,7 @@ from thinwire.errors import CheckpointError, JobError
 from thinwire.jobs.base import Share, Summed
 from thinwire.jobs.batches import Batches
 from thinwire.jobs.own import OwnJob, functions
-from thinwire.jobs.portable import decoded, encoded
+from thinwire.jobs.portable import decode, encode
 from thinwire.lm import final
 from thinwire.lm.run import Run
 from thinwire.plan.machine import Machine
@@ -281,11 +281,11 @@ def test_states_of_jobs_pass_through_json() -> None:
         "e": torch.empty(0),
         "h": torch.ones(2).half(),
     }
-    back = decoded(json.loads(json.dumps(encoded(state))))
+    back = decode(json.loads(json.dumps(encode(state))))
     assert back["a"] == state["a"] and back[3] == b"bytes" and back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) and back[name].dtype == state[name].dtype for name in "teh")
     with pytest.raises(JobError, match="holds a object"):
-        encoded({"x": object()})
+        encode({"x": object()})
     for bad in (
         {"bytes in base64": "%"},
         {"tensor": "nothing"},
@@ -293,7 +293,7 @@ def test_states_of_jobs_pass_through_json() -> None:
         {"x": 1},
     ):
         with pytest.raises(tw.CheckpointError):
-            decoded(bad)
+            decode(bad)
 
 
 @pytest.mark.parametrize("frozen", ["model[0]", "model"])

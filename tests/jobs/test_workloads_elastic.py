@@ -15,7 +15,7 @@ from elastic_runs import NAMES, simulated
 from pages import ROOT
 
 from thinwire.lm import launch, run_folder
-from thinwire.lm.membership import MemberSpec
+from thinwire.lm.member import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous

@@ -15,7 +15,7 @@ from small_runs import cut_back
 
 from thinwire.errors import ConfigurationError, ModelError
 from thinwire.lm import launch, run_folder
-from thinwire.lm.adapters import adapters, attach, merged
+from thinwire.lm.adapters import adapters, attach, merge_adapters
 from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.model import SIZES, Transformer
@@ -74,7 +74,7 @@ def test_new_adapters_change_no_output_and_are_the_only_trained_weights(kind: st
 def test_merged_adapters_compute_what_the_adapted_model_does(kind: str) -> None:
     model, plain = adapted(kind), bare(kind).eval()
     before = plain(TOKENS).logits
-    plain.load_state_dict(merged(model, model.state_dict()))
+    plain.load_state_dict(merge_adapters(model, model.state_dict()))
     torch.testing.assert_close(plain(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(before, plain(TOKENS).logits, atol=1e-2)
 

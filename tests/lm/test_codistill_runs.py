@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from thinwire.cli import main
-from thinwire.cli.train import summary_of
+from thinwire.cli.summary import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.errors import EndedError, LinkError
 from thinwire.lm import launch, run_folder
-from thinwire.lm.membership import MemberSpec
+from thinwire.lm.member import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous

@@ -17,10 +17,10 @@ from thinwire.cli.train import Options
 from thinwire.diagnosis import Rules
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, LinkError
 from thinwire.jobs.base import Share
-from thinwire.lm import launch, membership, run_folder, supervisor, trainer
+from thinwire.lm import launch, member, run_folder, supervisor, trainer
 from thinwire.lm.job import check, check_and_weigh
 from thinwire.lm.meeting import AtLighthouse
-from thinwire.lm.membership import AdaptiveTimeouts, MemberSpec, RetryReporter, join
+from thinwire.lm.member import AdaptiveTimeouts, MemberSpec, RetryReporter, join
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.lm.watch import watching
@@ -264,7 +264,7 @@ def test_each_replica_reads_its_share_of_the_text() -> None:
 
 def test_a_lasting_failure_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[tuple[int, str]]()
-    monkeypatch.setattr(membership.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(member.time, "monotonic", lambda: now[0])
     hear = RetryReporter(lambda event, step, reason: told.append((step, reason)))
     hear.step = lambda: 7
     for second in range(60):

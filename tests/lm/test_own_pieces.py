@@ -18,7 +18,7 @@ from thinwire.catalogue.parsing import parse
 from thinwire.cli import main
 from thinwire.comm import run_threads
 from thinwire.lm.run import Run
-from thinwire.pieces.own_files import digests, pinned, shortened
+from thinwire.pieces.own_files import digests, pin, shorten
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_pieces.py"
 SMALL = "--text text.txt --model nano --batch 1 --sequence 16 --eval-batches 1".split()  # noqa: SIM905
@@ -62,7 +62,7 @@ def test_the_train_command_uses_pieces_of_a_user_file(here: Path) -> None:
     assert train("run", *EVERY, *PIECES, "--steps", "8") == 0
     settings = tomllib.loads(Path("run/run.toml").read_text())
     assert (
-        settings["method"]["codec"] == pinned("own.py:Truncated(2)")
+        settings["method"]["codec"] == pin("own.py:Truncated(2)")
         and str(here / "own.py@") in settings["method"]["codec"]
     )
     made_of = json.loads(Path("run/summary.json").read_text())["made_of"]
@@ -152,9 +152,9 @@ def test_user_files_may_have_spaces_in_their_paths(here: Path) -> None:
     (here / "a folder").mkdir()
     shutil.copy("own.py", "a folder/own.py")
     text = "TopK(0.1, 'a folder/own.py':Truncated(2))"
-    whole = pinned(text)
-    assert whole == pinned(whole) and str(here / "a folder/own.py@") in whole
-    assert shortened(whole) == "TopK(0.1, own.py:Truncated(2))"
+    whole = pin(text)
+    assert whole == pin(whole) and str(here / "a folder/own.py@") in whole
+    assert shorten(whole) == "TopK(0.1, own.py:Truncated(2))"
     assert repr(parse(whole, own_files=True)) == repr(parse(text, own_files=True))
 
 

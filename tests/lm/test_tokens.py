@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigurationError, DataError
-from thinwire.lm.tokens import BPE, CHUNK, Bytes, Source, bytes_per_token, dtype_of, find, pieces, standard_library
+from thinwire.lm.tokens import (
+    BPE,
+    CHUNK_CHARACTERS,
+    Bytes,
+    Source,
+    bytes_per_token,
+    dtype_of,
+    find,
+    pieces,
+    standard_library,
+)
 
 TEXTS = ["the lowest of the low", "newer, newest and new", "naïve café 日本語 🙂"] * 20
 
@@ -103,11 +113,11 @@ def test_folders_are_searched_in_order_and_files_taken_by_name(tmp_path: Path) -
 
 
 def test_a_file_of_text_comes_back_whole_in_pieces_of_bounded_size(tmp_path: Path) -> None:
-    text = "".join(f"line {i} ü\r\n" for i in range(60_000)) + "x" * (3 * CHUNK)
+    text = "".join(f"line {i} ü\r\n" for i in range(60_000)) + "x" * (3 * CHUNK_CHARACTERS)
     (tmp_path / "long.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())  # with a byte order mark
     *found, last = read(tmp_path / "long.txt")
     assert last is None and "".join(piece or "" for piece in found) == text
-    assert len(found) > 3 and max(len(piece or "") for piece in found) <= 2 * CHUNK
+    assert len(found) > 3 and max(len(piece or "") for piece in found) <= 2 * CHUNK_CHARACTERS
     assert (found[0] or "").endswith("\n")
 
 

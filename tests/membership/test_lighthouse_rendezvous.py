@@ -62,7 +62,7 @@ def test_addresses_that_this_machine_does_not_have_or_reach_are_reported(monkeyp
 
 
 def test_a_member_is_reached_if_its_process_answers_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROBE", 600.0)
+    monkeypatch.setattr(module, "PROBE_SECONDS", 600.0)
     member, other = (LighthouseRendezvous("127.0.0.1:1") for _ in range(2))
     assert member.address == "127.0.0.1"
     for one in (member, other):  # on one machine
@@ -123,7 +123,7 @@ def test_a_group_that_cannot_be_built_names_the_others_and_its_keys_are_forgotte
             ask=lambda do, **fields: asked.append((do, fields["key"])), close=lambda: asked.append(("close",))
         )
 
-    def connected(addresses: Any, *given: Any) -> Any:
+    def connect(addresses: Any, *given: Any) -> Any:
         addresses.set("0", b"here")
         asked.append(given)
         if len(asked) == 3:
@@ -131,7 +131,7 @@ def test_a_group_that_cannot_be_built_names_the_others_and_its_keys_are_forgotte
         raise LinkError("not all members came in time")
 
     monkeypatch.setattr(module, "Channel", channel)
-    monkeypatch.setattr(module, "connected", connected)
+    monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr(module, "TorchGroup", lambda *given: given)
     members = [Presence(name, life, 1) for name, life in (("lima", "1" * 16), ("oslo", LIFE), ("rome", "2" * 16))]
     built: Any = member.connect("epoch 7", members, 1)

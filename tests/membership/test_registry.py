@@ -210,7 +210,8 @@ def test_joins_and_leaves_are_logged_once_and_calls_are_answered(monkeypatch):
     lines, lost, now = list[str](), list[tuple[str, str]](), [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(module, "MOST_MEMBERS", 3)
-    registry = MemberRegistry(5.0, lines.append, lambda *who: lost.append(who))
+    registry = MemberRegistry(5.0, lines.append)
+    registry.lost = lambda *who: lost.append(who)
     a, b = Requester("a"), Requester("b")
 
     async def play() -> None:

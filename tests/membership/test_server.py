@@ -163,7 +163,7 @@ def test_a_port_that_cannot_be_is_refused(lighthouse: Lighthouse) -> None:
 def test_a_silent_stranger_is_refused_after_its_time(
     lighthouse: Lighthouse, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "ANSWER", 0.0)
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.0)
     with socket.create_connection((lighthouse.host, lighthouse.port), timeout=LIMIT) as line, suppress(ConnectionError):
         while line.recv(1 << 16):
             pass

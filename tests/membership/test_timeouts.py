@@ -106,8 +106,8 @@ def test_invalid_plans_are_refused(change):
 
 
 def test_a_grace_is_printed_in_words():
-    said = [grace_seconds(text, 0.5) for text in ("5s", "1.5 s", "500ms", "20 steps", "1 step")]
-    assert said == [5.0, 1.5, 0.5, 10.0, 0.5]
-    for text in ("", "5", "0s", "-1s", "5 h", "s"):
+    said = [grace_seconds(text, 0.5) for text in ("5s", "1.5 s", "500ms", "20 steps", "1 step", "2 min")]
+    assert said == [5.0, 1.5, 0.5, 10.0, 0.5, 120.0]
+    for text in ("", "5", "0s", "-1s", "5 weeks", "s"):
         with pytest.raises(ConfigurationError, match="a time or a number of steps is needed"):
             grace_seconds(text, 0.5)

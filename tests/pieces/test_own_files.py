@@ -15,7 +15,7 @@ import pytest
 
 from thinwire.errors import ConfigurationError
 from thinwire.pieces import own_files
-from thinwire.pieces.own_files import digests, file_of, loaded, pinned_file, taken_apart
+from thinwire.pieces.own_files import digests, file_of, load, pinned_file, taken_apart
 
 
 def test_a_file_is_pinned_by_its_absolute_path_and_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_name_that_is_no_piece_is_refused_with_the_names_of_those_there(tmp_pa
         file.write_text(f"from pathlib import Path\n{text}class _Hidden: ...\nONE = 1\n")
         for name in ("Mine", "_Hidden", "ONE"):
             with pytest.raises(ConfigurationError) as caught:
-                loaded(file, None, name)
+                load(file, None, name)
             due = f"{file} has no piece {name!r}; it has {there}. Write mine.py:NAME(...) with one of these."
             assert str(caught.value) == due
 
@@ -69,7 +69,7 @@ def test_pieces_inside_of_others_are_recorded_by_their_files(tmp_path: Path) -> 
     file.write_text(
         "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Mine:\n    inner: object = None\n"
     )
-    made, due = loaded(file, None, "Mine"), {"own file of Mine": pinned_file(str(file))[-32:]}
+    made, due = load(file, None, "Mine"), {"own file of Mine": pinned_file(str(file))[-32:]}
     for value in (made(), (made(),), [1, (made(),)], Whole(made()), Whole(1, (made(),))):
         assert digests(value) == due
     assert digests(Whole()) == {}

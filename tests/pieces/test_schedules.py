@@ -11,7 +11,7 @@ import torch
 from strategies import METHODS
 
 import thinwire as tw
-from thinwire.pieces.schedule import LONGEST, Calendar, busiest
+from thinwire.pieces.schedule import LONGEST_ROUND, Calendar, busiest
 from thinwire.testing.toy import journey, same_bits
 
 
@@ -100,7 +100,7 @@ def test_a_calendar_resumes_in_the_midst_of_a_round():
 @pytest.mark.parametrize("rate", [0.0, 1e-300, float("nan"), float("inf"), 5e-324])
 def test_rates_of_any_size_give_a_finite_length(rate):
     length = tw.pieces.schedule.Quadratic(4, 0.0175, 8.0).length(rate, before=0.1)
-    assert type(length) is int and length == (LONGEST if rate < 1 else 4)
+    assert type(length) is int and length == (LONGEST_ROUND if rate < 1 else 4)
 
 
 def test_rounds_stay_short_while_the_rate_rises():

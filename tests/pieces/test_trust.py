@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire.catalogue.attacks import attack_of
 from thinwire.codecs import E3M0, Identity
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.attacked import AttackedGossip, attacked
+from thinwire.exchange.attacked import AttackedGossip, with_liars
 from thinwire.pieces.attacks import LabelFlip, Replay, Sybils
 from thinwire.pieces.gossip import CombineThenAdapt
 from thinwire.pieces.robust import Median
@@ -272,7 +272,7 @@ def test_sybil_wall_needs_a_fixed_topology_and_whole_weights_that_end_in_a_media
 
 def liars(recipe, attack, count=1, **settings):
     strategy = tw.recipes.RECIPES[recipe](every=2, topology=Complete(), **settings)
-    return replace(strategy, exchange=attacked(strategy.exchange, attack, count))
+    return replace(strategy, exchange=with_liars(strategy.exchange, attack, count))
 
 
 def test_bristle_gives_a_noisy_or_infinite_neighbour_no_weight():

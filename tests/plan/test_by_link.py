@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from thinwire import streaming_sign
-from thinwire.cli import doctor, main
+from thinwire.cli import capacity, doctor, main
 from thinwire.lm.run import Run
 from thinwire.plan.by_link import by_link, follows_link
 from thinwire.plan.compute import skeleton
@@ -97,7 +97,8 @@ def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
     (tmp_path / "text.txt").write_text("a line of text that is read again and again\n" * 400)
     monkeypatch.chdir(tmp_path)
     taken = [0.05]
-    monkeypatch.setattr(doctor, "measured_step", lambda run, vocabulary: taken[0])
+    for module in (capacity, doctor):
+        monkeypatch.setattr(module, "measure_step", lambda run, vocabulary: taken[0])
     return taken
 
 

@@ -12,7 +12,7 @@ from thinwire import data_parallel, diloco, streaming_diloco
 from thinwire.comm import Link
 from thinwire.lm.model import SIZES
 from thinwire.pieces.schedule import Staggered
-from thinwire.plan import cost, placement
+from thinwire.plan import cost, stage_order
 from thinwire.plan.cost import FragmentSeconds, follow
 from thinwire.plan.links import Links
 from thinwire.recipes import eager_diloco
@@ -107,7 +107,7 @@ def test_tensor_parallelism_over_a_long_link_is_refused_with_its_utilization() -
     assert refusal.utilization < 0.01 and text_of_seconds(4 * 24 * each) in refusal.because
 
 
-# ---- placement
+# ---- the order of stages
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_the_order_of_a_pipeline_is_the_best_of_all_or_a_bound_for_many_sites(
 ) -> None:
     links, places = random_links(7, seed), (1, 6, 0, 4, 2)
     chains = every_chain(links, places, 100_000)
-    order, seconds = placement.best_chain(links, places, 100_000)
+    order, seconds = stage_order.best_chain(links, places, 100_000)
     assert order is not None and chains[order] == pytest.approx(min(chains.values())) == pytest.approx(seconds)
-    monkeypatch.setattr(placement, "EXACT", 4)
-    order, least = placement.best_chain(links, places, 100_000)
+    monkeypatch.setattr(stage_order, "EXACT_SITES", 4)
+    order, least = stage_order.best_chain(links, places, 100_000)
     assert order is None and 0.3 * seconds < least <= seconds
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published_losses import MEASURED
 
 from thinwire.cli import main
 from thinwire.errors import DataError
 from thinwire.plan.fit import Ladder, density, fit, hold_out, intervals
-from thinwire.plan.scaling import FITTED, LAWS, MEASURED, REPLICAS
+from thinwire.plan.scaling import FITTED, LAWS, REPLICAS
 
 
 def published_losses() -> Ladder:

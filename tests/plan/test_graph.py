@@ -12,7 +12,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.plan.graph import graph_chart, halving_seconds, round_seconds, within_budget
 from thinwire.plan.links import Links
 from thinwire.topology import Complete, Listed, OnePeerExponential, RandomPairs, Ring, check_size, spectrum
-from thinwire.topology.base import reached
+from thinwire.topology.base import reachable
 
 
 def random_links(size, seed):
@@ -27,7 +27,7 @@ def test_the_graph_of_five_replicas_is_the_best_of_all():
     for chosen in product((False, True), repeat=len(pairs)):
         graph = Listed(tuple(pair for pair, there in zip(pairs, chosen) if there))
         edges = graph.edges(5)
-        if edges.sum(1).max() > 3 or not reached(edges).all():
+        if edges.sum(1).max() > 3 or not reachable(edges).all():
             continue
         seconds = halving_seconds(links, graph, 1e5)
         best = {

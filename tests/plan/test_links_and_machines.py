@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.comm import Link
+from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES
 from thinwire.lm.run import Run
-from thinwire.plan import compute, quantities, search
+from thinwire.plan import compute, search
 from thinwire.plan.links import Links
 from thinwire.plan.machine import CodecSpeed, Machine, Step
 
@@ -166,8 +166,11 @@ def test_quantities_with_units_are_parsed() -> None:
         5_400,
         20 * 10**9,
     )
-    for wrong in ("", "12", "3 fortnights", "-1h", "nan", "1e300s"):
-        with pytest.raises(ConfigurationError):
+    assert [quantities.seconds(text) for text in ("250us", "1.5ms", "0s", "3 min", "1H", "7d")] == pytest.approx(
+        [250e-6, 1.5e-3, 0, 180, 3600, 604800]
+    )
+    for wrong in ("", "12", "s", "3 fortnights", "-1h", "nan", "nan s", "1e300s"):
+        with pytest.raises(ConfigurationError, match="a time"):
             quantities.seconds(wrong)
     with pytest.raises(ConfigurationError, match="of at least 1 is needed"):
         quantities.count("0.5")

@@ -17,6 +17,7 @@ import torch
 from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco, streaming_sign
 from thinwire.cli import main
 from thinwire.codecs import E3M0
+from thinwire.comm import quantities
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import TwoShot
 from thinwire.lm.model import SIZES, Architecture, Transformer
@@ -25,7 +26,6 @@ from thinwire.lm.setup import make_model
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import DelayedNesterov
 from thinwire.pieces.partition import Strided
-from thinwire.plan import quantities
 from thinwire.plan.machine import Machine
 from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
 from thinwire.recipes import eager_diloco, sparse_loco

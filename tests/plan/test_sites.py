@@ -98,7 +98,7 @@ def test_the_work_of_the_search_does_not_grow_with_the_sites(monkeypatch: pytest
         counts.append((len(made), len(followed)))
     (made_of_few, _), (made_of_many, followed_of_many) = counts
     assert made_of_many == made_of_few < 60
-    assert followed_of_many <= 4 * (sites.MOST + 7)
+    assert followed_of_many <= 4 * (sites.MOST_SETS + 7)
 
 
 def test_the_command_leaves_out_a_slow_machine_with_the_best_link(

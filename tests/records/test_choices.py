@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.records.choices import MOST, SHOWN, listed, nearest
+from thinwire.records.choices import MOST_LISTED, SHOWN, listed, nearest
 
 
-@pytest.mark.parametrize("count", [0, 1, MOST, MOST + 1, 100])
+@pytest.mark.parametrize("count", [0, 1, MOST_LISTED, MOST_LISTED + 1, 100])
 def test_only_a_long_list_is_cut_and_names_the_command_that_lists_all(count: int) -> None:
     names = [f"n{number}" for number in range(count)]
     said = listed(names, "thinwire docs")
-    if count <= MOST:
+    if count <= MOST_LISTED:
         assert said == ", ".join(names)
     else:
         assert said == f"{', '.join(names[:SHOWN])} and {count - SHOWN} more (`thinwire docs`)"

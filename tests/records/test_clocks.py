@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.diagnosis.records import Flow, Record
-from thinwire.records.clocks import Bounds, Pair, agreed, offsets_of, solve
+from thinwire.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve
 from thinwire.records.events import EventLog, read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import split
@@ -20,9 +20,9 @@ AHEAD = {"0": 0.0, "1": 5.0, "2": -3.25, "3": 0.002}  # seconds
 
 
 def test_agreed_intersects_the_bounds_that_most_pairs_share() -> None:
-    assert agreed([Bounds(0, 4), Bounds(1, 5), Bounds(2, 3), Bounds(50, 51)]) == Bounds(2, 3)
-    assert agreed([Bounds(0, 2), Bounds(1, 3), Bounds(10, 20), Bounds(12, 13)]) == Bounds(1, 2)
-    assert agreed([Bounds(2, 1)]) is None and agreed([]) is None
+    assert common_bounds([Bounds(0, 4), Bounds(1, 5), Bounds(2, 3), Bounds(50, 51)]) == Bounds(2, 3)
+    assert common_bounds([Bounds(0, 2), Bounds(1, 3), Bounds(10, 20), Bounds(12, 13)]) == Bounds(1, 2)
+    assert common_bounds([Bounds(2, 1)]) is None and common_bounds([]) is None
 
 
 def test_offsets_are_recovered_from_noisy_pairs_and_one_wrong_pair_is_ignored() -> None:

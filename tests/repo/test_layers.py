@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import code_map
+import pytest
 
 import thinwire
+from thinwire.cli import VERBS
 
 SOURCE, TESTS = Path(thinwire.__file__).parent, Path(__file__).parents[1]
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
@@ -52,15 +54,15 @@ def package(module: str) -> str:
 
 @cache
 def imports(file: str) -> frozenset[str]:
-    """Returns every module that a file imports, also inside functions. `from thinwire import x` is `thinwire.x`."""
+    """Returns every module that a file imports, also inside functions. `from thinwire.x import y` is `thinwire.x` and `thinwire.x.y`."""
     found = set()
     for statement in ast.walk(tree(file)):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
             assert statement.level == 0, f"{file}:{statement.lineno}: write imports in full"
-            names = {f"thinwire.{alias.name}" for alias in statement.names}
-            found |= names if statement.module == "thinwire" else {statement.module or ""}
+            names = {f"{statement.module}.{alias.name}" for alias in statement.names}
+            found |= names if statement.module == "thinwire" else {statement.module or "", *names}
     return frozenset(found)
 
 
@@ -126,6 +128,15 @@ def test_files_import_each_other_in_no_circle():
         if name != "__main__"
     }
     code_map.floors(graph)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_imports_no_other_verb(verb: str):
+    """What several verbs use is in a module of its own. `thinwire resume` is `thinwire train --resume`."""
+    others = {f"thinwire.cli.{other}" for other in VERBS if other != verb and (verb, other) != ("resume", "train")}
+    for file in FILES:
+        if file.startswith((f"cli/{verb}.", f"cli/{verb}/")):
+            assert not imports(file) & others, file
 
 
 def test_no_file_unpickles_or_evaluates_bytes():

@@ -150,12 +150,12 @@ def test_pages_name_the_bounds_of_the_lighthouse():
     assert f"reads {channel.INTRODUCTION.size} bytes" in text
     assert f"{server._MOST_STRANGERS} such connections" in text
     assert (
-        f"within {channel.ANSWER:.0f} seconds" in text
+        f"within {channel.ANSWER_SECONDS:.0f} seconds" in text
         and f"at most {channel.MOST_PRESENCE >> 10} KiB of itself" in text
     )
     assert f"{channel.MOST_MEMBERS} replicas may be there" in text
     for name in ("docs/elastic.md", "docs/machines.md"):
-        assert str(channel.PORT) in page(name)
+        assert str(channel.LIGHTHOUSE_PORT) in page(name)
 
 
 def test_pages_name_the_rules_of_the_diagnosis():
@@ -163,9 +163,9 @@ def test_pages_name_the_rules_of_the_diagnosis():
     assert f"{Rules()!r}\n" in [block.text for block in blocks(ROOT / "docs/diagnosis.md", "text")]
     first = next(number for number in range(1 << 20) if not recorded(number)) - 1
     assert f"the first {first} are recorded" in text
-    assert f"every {gradient_driver.COMPARED} steps" in page(
+    assert f"every {gradient_driver.STEPS_BETWEEN_COMPARISONS} steps" in page(
         "docs/how.md"
-    ) and f"every {gradient_driver.COMPARED} steps" in page("docs/own-loop.md")
+    ) and f"every {gradient_driver.STEPS_BETWEEN_COMPARISONS} steps" in page("docs/own-loop.md")
 
 
 def test_pages_that_name_gpus_say_what_has_run_there():

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from thinwire.cli import main
 from thinwire.records.events import EventLog
-from thinwire.records.membership import CARRIER
+from thinwire.records.participation import CARRIER
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import NOTHING
 from thinwire.report import progress as module

@@ -22,7 +22,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.records.events import EVENTS
 from thinwire.report.trackers import sinks
 from thinwire.report.trackers.follow import Follower, following
-from thinwire.report.trackers.sinks import Row, named, open_sinks
+from thinwire.report.trackers.sinks import Row, open_sinks, parse_sinks
 from thinwire.report.trackers.table import METRICS, MetricValues
 
 MakeRun = Callable[..., Path]
@@ -142,9 +142,9 @@ def test_a_tracker_that_fails_does_not_stop_training(
 def test_unknown_and_missing_trackers_are_refused(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert named(None) == {} and named("wandb=team, jsonl") == {"wandb": "team", "jsonl": ""}
+    assert parse_sinks(None) == {} and parse_sinks("wandb=team, jsonl") == {"wandb": "team", "jsonl": ""}
     with pytest.raises(ConfigurationError, match="graphite not known; some of wandb,mlflow"):
-        named("graphite")
+        parse_sinks("graphite")
     for name, package in (
         ("wandb", "wandb"),
         ("tensorboard", "torch.utils.tensorboard"),

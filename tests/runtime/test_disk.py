@@ -20,7 +20,7 @@ from thinwire.elastic.driver import check
 from thinwire.pieces.partition import BySize
 from thinwire.runtime import disk as disk_module
 from thinwire.runtime.disk import DiskTensors
-from thinwire.runtime.saved_state import restore, saved
+from thinwire.runtime.saved_state import restore, tensors_to_save
 from thinwire.runtime.window import Window
 from thinwire.testing.toy import batch, inner_step, journey, same_bits, sgd
 
@@ -79,9 +79,9 @@ def test_only_two_fragments_are_in_memory() -> None:
             for step in range(1, 16):
                 inner_step(model, optimizer, *batch(0, group.rank, step))
                 if step == 9:  # a step without rounds in flight, after all fragments were touched
-                    before = {name: value.clone() for name, value in saved(fragments).items()}
+                    before = {name: value.clone() for name, value in tensors_to_save(fragments).items()}
                     restore(fragments, before, attached.state()[1], strategy.outer)
-                    assert all(same_bits(value, before[name]) for name, value in saved(fragments).items())
+                    assert all(same_bits(value, before[name]) for name, value in tensors_to_save(fragments).items())
                     assert all(one.disk is not file for one, file in zip(fragments, held))
                     continue
                 resident = [resident_nbytes(one.anchor) for one in fragments]

@@ -70,7 +70,7 @@ def test_releases_that_speak_one_protocol_train_together(last: Protocols, served
 
 
 def test_more_fragments_than_a_packet_can_name_are_refused(monkeypatch):
-    monkeypatch.setattr(handshake, "MOST", 2)
+    monkeypatch.setattr(handshake, "FIELD_VALUES", 2)
     fragments = tw.pieces.partition.BySize(3).fragments(toy())
     (alone,) = tw.ThreadGroup.create(1)
     introduce(alone, tw.diloco(), fragments[:2])

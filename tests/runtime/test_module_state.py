@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.runtime.module_state import clear, clip, evaluating, exported, gradient, has_sparse, put_gradient, reshard
+from thinwire.runtime.module_state import (
+    clear,
+    clip,
+    evaluating,
+    export_state,
+    gradient,
+    has_sparse,
+    put_gradient,
+    reshard,
+)
 
 
 def with_gradients(sparse: bool) -> list[nn.Parameter]:
@@ -61,7 +70,7 @@ def test_equal_gradients_are_not_clipped_by_torch(monkeypatch: pytest.MonkeyPatc
 
 def test_a_state_dict_is_exported_as_copies() -> None:
     model = nn.Linear(2, 1)
-    found = exported(model)
+    found = export_state(model)
     assert found.keys() == {"weight", "bias"} and found["weight"].equal(model.weight)
     assert found["weight"].data_ptr() != model.weight.data_ptr() and not found["weight"].requires_grad
 

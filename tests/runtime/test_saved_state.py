@@ -14,7 +14,7 @@ from thinwire import recipes
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.fragment_state import first_state
-from thinwire.runtime.saved_state import passing, restore, saved
+from thinwire.runtime.saved_state import passing, restore, tensors_to_save
 from thinwire.testing.strategies import Saved, fingerprint, frozen, save
 from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation, weights
 
@@ -24,7 +24,7 @@ def test_a_checkpoint_without_its_anchor_is_refused() -> None:
     strategy = tw.diloco(every=2)
     model = torch.nn.Linear(1, 1, bias=False)
     one = first_state(strategy, Whole().fragments(model)[0], 0, 0, 1)
-    tensors, facts = saved([one]), {"rounds": [3], "since": [2]}
+    tensors, facts = tensors_to_save([one]), {"rounds": [3], "since": [2]}
     restore([one], tensors, facts, strategy.outer)
     assert (one.rounds, one.since) == (3, 2)
     del tensors["0.anchor"]
@@ -68,8 +68,8 @@ def test_all_state_of_every_method_is_saved_and_loaded() -> None:
             ):
                 for value in memory.values():
                     value.fill_(7)
-        restore(other, saved(one), {"rounds": [3] * len(one), "since": [2] * len(one)}, strategy.outer)
-        due, found = saved(one), saved(other)
+        restore(other, tensors_to_save(one), {"rounds": [3] * len(one), "since": [2] * len(one)}, strategy.outer)
+        due, found = tensors_to_save(one), tensors_to_save(other)
         assert due.keys() == found.keys() and all(same_bits(found[name], due[name]) for name in due), strategy
         assert not any(fragment.disk for fragment in other)
         for name in due:
@@ -89,14 +89,14 @@ def test_state_that_exists_at_times_is_saved_and_loaded() -> None:
     one.deviation, one.own, one.deviation_state = one.anchor + 1, one.anchor + 2, {"momentum": one.anchor + 3}
     for delta, more in ((one.own, set()), (one.anchor + 4, {"delta"})):
         one.flight = SimpleNamespace(delta=delta)  # type: ignore[assignment]
-        tensors = saved([one])
+        tensors = tensors_to_save([one])
         passed = {"deviation", "own", "deviation_outer.momentum", "guard.norms"} | more
         assert {name for name in tensors if passing(name)} == {f"0.{name}" for name in passed}
         assert all(same_bits(tensors[f"0.{name}"], delta) for name in more)
     assert not passing("0.anchor") and not passing("0.outer.own")
     del tensors["0.guard.norms"]
     restore([other], tensors, {"rounds": [3], "since": [2]}, strategy.outer)
-    found = saved([other])
+    found = tensors_to_save([other])
     assert not other.flight and found.keys() - tensors.keys() == {"0.guard.norms"}
     assert not found["0.guard.norms"].any()
     for name in tensors.keys() - {"0.delta"}:

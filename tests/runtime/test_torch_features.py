@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thinwire as tw
-from thinwire.runtime.inner_steps import as_one, listed
+from thinwire.runtime.inner_steps import as_one, optimizers_of
 from thinwire.testing.toy import Toy, adamw, batch, fill, inner_step, same_bits, sgd, toy, weights
 
 STEPS = 9
@@ -289,7 +289,7 @@ def test_several_optimizers_step_and_clear_gradients_as_one():
     x, y = (nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0))
     parts = [torch.optim.SGD([x], lr=1.0), torch.optim.SGD([y], lr=0.5, momentum=0.5)]
     one = as_one(parts)
-    assert as_one(parts[:1]) is parts[0] and listed(one) == parts
+    assert as_one(parts[:1]) is parts[0] and optimizers_of(one) == parts
     assert [group["params"] for group in one.state_dict()["param_groups"]] == [[0], [1]]
     x.grad, y.grad = torch.ones(2), torch.ones(2)
     one.step()

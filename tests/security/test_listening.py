@@ -18,7 +18,7 @@ from secure_groups import run_secure
 from thinwire.comm import gather
 from thinwire.comm.secure import Hub, frames, join, straight
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.channels import CONTROL, MEET, STRAIGHT, dialled
+from thinwire.comm.secure.channels import CONTROL, MEET, STRAIGHT, dial
 from thinwire.comm.secure.keys import HUB, Authority, Credentials, member_dns, private_folder
 from thinwire.comm.secure.state import HubState
 from thinwire.comm.secure.versions import stated
@@ -158,7 +158,7 @@ def test_a_member_cannot_be_the_hub_or_another_member(hub, tmp_path):
     with Impostor(mallory) as impostor:
 
         async def answer(dns: str, method: str) -> grpc.StatusCode:
-            async with dialled("127.0.0.1", impostor.port, oslo.authorities, oslo, dns=dns) as channel:
+            async with dial("127.0.0.1", impostor.port, oslo.authorities, oslo, dns=dns) as channel:
                 return await channel.stream_stream(method)(metadata=stated()).code()
 
         for dns, method in ((HUB, CONTROL), (HUB, MEET), (member_dns("bergen"), STRAIGHT)):

@@ -17,7 +17,6 @@ from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.records.run_record import RunRecord
-from thinwire.records.units import seconds_of_text
 from thinwire.simulate.replicas import simulate
 from thinwire.simulate.scenario import Failures, Scenario, Stragglers
 
@@ -193,7 +192,7 @@ def test_the_scenario_follows_the_run_s_own_slow_machines_and_uplink(capsys):
         ({"sharing": 7}, "between 1 and 6 replicas share"),
         ({"loss": 1.5}, "loss=1.5"),
         ({"stragglers": "10s"}, "stragglers='10s': times with units between slashes"),
-        ({"stragglers": "10/1h"}, "the time '10' was given; a number with a unit"),
+        ({"stragglers": "10/1h"}, "'10' was given; a time is needed"),
         ({"outages": "0s/1h"}, "seconds=0.0: a positive time"),
         ({"failures": "1s/2s/3s/4s"}, "between slashes"),
         ({"failures": "1fortnight/2s"}, "'1fortnight' was given"),
@@ -218,15 +217,6 @@ def test_invalid_options_are_refused(changes, says):
 def test_wrong_arguments_are_an_error_of_one_line(arguments, capsys):
     assert main(["simulate", "run", *arguments.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_times_with_units_are_parsed():
-    assert [seconds_of_text(text) for text in ("250us", "1.5ms", "2s", "3 min", "1h", "7d")] == pytest.approx(
-        [250e-6, 1.5e-3, 2, 180, 3600, 604800]
-    )
-    for wrong in ("", "5", "s", "-1s", "1e3s", "1 parsec", "nan s"):
-        with pytest.raises(ConfigurationError, match="a number with a unit is needed"):
-            seconds_of_text(wrong)
 
 
 def emulated() -> list[dict[str, Any]]:

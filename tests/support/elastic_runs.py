@@ -14,7 +14,7 @@ from inline import Inline
 from thinwire.elastic import round_thread
 from thinwire.exchange import send_queue
 from thinwire.lm import launch, run_folder, trainer
-from thinwire.lm.membership import MemberSpec
+from thinwire.lm.member import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous

@@ -91,7 +91,7 @@ METHODS: dict[str, tw.Strategy] = {
     "with histories, in shards": tw.Strategy(
         schedule=tw.pieces.schedule.Every(3, 1),
         exchange=tw.exchange.TwoShot(),
-        aggregate=tw.pieces.weighing.FoolsGold(),
+        aggregate=tw.pieces.direction_weights.FoolsGold(),
     ),
     # forms that no recipe has
     "feedback in the air": replace(

@@ -18,7 +18,7 @@ import torch
 from thinwire.codecs import Identity
 from thinwire.comm import CountedGroup, Ledger, TorchGroup, gather, start_torch
 from thinwire.comm.pacing import connections
-from thinwire.comm.sockets import SocketFile, opened
+from thinwire.comm.sockets import SocketFile, open_socket
 from thinwire.exchange import Direct, SendContext, once
 from thinwire.rng import Key
 
@@ -36,7 +36,7 @@ def counted(files: set[SocketFile]) -> dict[str, int]:
     """Returns the kernel's counts for these connections: bytes without headers, and segments including pure acknowledgements."""
     total: Counter[str] = Counter()
     for file in files:
-        with opened(file) as one:
+        with open_socket(file) as one:
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         total.update({name: struct.unpack_from(form, info, offset)[0] for name, offset, form in INFO})
     return dict(total)

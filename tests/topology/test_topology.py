@@ -25,7 +25,6 @@ from thinwire.topology import (
     Torus,
     check_doubly,
     check_size,
-    contraction,
     metropolis,
     mixing,
     outgoing,
@@ -81,12 +80,17 @@ def test_spectra_equal_their_closed_forms():
     assert ring.halving == pytest.approx(np.log(2) / -np.log(0.949253), rel=1e-4)
 
 
+def distance_left(weights):
+    """‖W − J‖₂: the largest factor by which these weights multiply the distance from the mean."""
+    return float(np.linalg.norm(weights - 1 / len(weights), 2))
+
+
 def test_one_peer_exponential_is_exact_only_for_powers_of_two():
     def after(size, rounds):
         product = np.eye(size)
         for number in range(rounds):
             product = mixing(OnePeerExponential(), size, number) @ product
-        return contraction(product)
+        return distance_left(product)
 
     assert after(8, 3) < 1e-15 and spectrum(OnePeerExponential(), 8).second == 0.0
     assert after(6, 3) > 0.1 and after(6, 30) == pytest.approx(after(6, 3) ** 10, rel=1e-6)
@@ -99,7 +103,7 @@ def test_a_full_moshpit_grid_is_exact_after_one_round_along_each_axis():
         product = np.eye(size)
         for number in range(rounds):
             product = mixing(topology, size, number) @ product
-        return contraction(product)
+        return distance_left(product)
 
     for topology, size, axes in ((MoshpitGrid(8), 512, 3), (MoshpitGrid(2), 16, 4), (MoshpitGrid(), 12, 2)):
         assert topology.rounds(size) == axes

@@ -121,8 +121,8 @@ from thinwire.pieces.by_products import Krum as Krum
 from thinwire.pieces.by_products import MultiKrum as MultiKrum
 from thinwire.pieces.by_products import Bulyan as Bulyan
 from thinwire.pieces.by_products import MDA as MDA
-from thinwire.pieces.weighing import FoolsGold as FoolsGold
-from thinwire.pieces.weighing import FlagAggregator as FlagAggregator
+from thinwire.pieces.direction_weights import FoolsGold as FoolsGold
+from thinwire.pieces.direction_weights import FlagAggregator as FlagAggregator
 from thinwire.pieces.pre_aggregation import NearestNeighbourMixing as NearestNeighbourMixing
 from thinwire.pieces.pre_aggregation import Bucketing as Bucketing
 from thinwire.pieces.pre_aggregation import StaticClipping as StaticClipping

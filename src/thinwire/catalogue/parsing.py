@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire import catalogue
 from thinwire.errors import ConfigurationError
-from thinwire.pieces.own_files import resolved
+from thinwire.pieces.own_files import resolve
 from thinwire.records.choices import listed, nearest
 
 PIECES: dict[str, Callable[..., Any]] = {
@@ -74,7 +74,7 @@ def parse(
     if len(text) > LONGEST:
         raise ConfigurationError(f"{text[:40]!r}… has {len(text):,} characters: at most {LONGEST:,} are read.")
     if own_files:
-        written, own = resolved(text)
+        written, own = resolve(text)
         names = dict(names) | own
     else:
         written = text

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 from rich.table import Table
 
-from thinwire.cli import doctor, options, train
+from thinwire.cli import options
+from thinwire.cli.capacity import check_capacity
+from thinwire.cli.training import finish, train_to_the_end
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
 from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model_in, sha256_of
@@ -80,10 +82,10 @@ def main(arguments: Sequence[str]) -> int:
         run, parent = Run.load(folder / "run.toml"), ""
     else:
         run, parent = _paid_for(asked).absolute(), sha256_of(source)
-        doctor.ready(run, check(run), run.placement.replicas, folder, console)
+        check_capacity(run, check(run), run.placement.replicas, folder, console)
         with launch.stopping(stop):
-            train.train_to_the_end(run, folder, console, stop)
-            code = train.finish(folder, console, False, stop)
+            train_to_the_end(run, folder, console, stop)
+            code = finish(folder, console, False, stop)
         whole = complete(run, folder)
         if code and whole:  # it ended without a model that can be used
             return code

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import distributed as dist
 
-from thinwire.comm.torch import connected
+from thinwire.comm.torch import connect
 from thinwire.errors import LinkError
 from thinwire.records.printable import reason
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
@@ -134,7 +134,7 @@ def round_trip() -> CheckResult:
 
     def end(rank: int) -> None:
         try:
-            carrier = connected(store, rank, 2, "127.0.0.1", ROUND_TRIP_LIMIT)
+            carrier = connect(store, rank, 2, "127.0.0.1", ROUND_TRIP_LIMIT)
             byte, block = torch.zeros(1, dtype=torch.uint8), torch.zeros(ROUND_TRIP_NBYTES, dtype=torch.uint8)
             for tensor in (byte, byte, block):  # the first trip makes the connection
                 began = time.perf_counter()

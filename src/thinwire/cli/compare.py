@@ -19,8 +19,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli import doctor, options, train
+from thinwire.cli import options
+from thinwire.cli.capacity import check_capacity, choose_defaults
 from thinwire.cli.pages import COMPARISON, write_report
+from thinwire.cli.summary import without_result
+from thinwire.cli.training import train_to_the_end
 from thinwire.errors import ConfigurationError, DataError, ThinwireError
 from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
@@ -65,11 +68,11 @@ def main(arguments: Sequence[str]) -> int:
         for strategy, run in settings.items():  # all, before any trains
             model, run, weights = check_and_weigh(run)
             settings[strategy] = run
-            doctor.ready(run, model, run.placement.replicas, out, console)
+            check_capacity(run, model, run.placement.replicas, out, console)
             if weights:
                 console.print(f"{strategy}: {weights}", soft_wrap=True, highlight=False)
             begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
-            settings[strategy], chosen = doctor.fitted(run, model, Run.load(begun) if begun else None)
+            settings[strategy], chosen = choose_defaults(run, model, Run.load(begun) if begun else None)
             for line in chosen:
                 console.print(f"{strategy}: {line}", soft_wrap=True, highlight=False)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
                 folder = out / f"{_folder_of(strategy)}-seed-{seed}"
                 try:
                     with suppress(KeyboardInterrupt):  # the second signal; the results so far are shown
-                        train.train_to_the_end(run.changed(seed=seed), folder, console, stop)
+                        train_to_the_end(run.changed(seed=seed), folder, console, stop)
                     folders[strategy].append(folder)
                 except (ThinwireError, OSError) as error:
                     failed.setdefault(strategy, str(error))
@@ -109,7 +112,7 @@ def _told(
     out.mkdir(parents=True, exist_ok=True)
     (out / COMPARISON).write_text(json.dumps(for_json(rows + failures), indent=1) + "\n")
     console.print(_table(rows, failed))
-    if told := train.without_result([record for records in begun.values() for record in records]):
+    if told := without_result([record for records in begun.values() for record in records]):
         options.advise(f"thinwire compare: {told}")
     if left:
         console.print(f"not begun: {', '.join(left)}", soft_wrap=True, highlight=False)

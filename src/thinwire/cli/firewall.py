@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.errors import ConfigurationError
-from thinwire.membership.channel import PORT
+from thinwire.membership.channel import LIGHTHOUSE_PORT
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -24,7 +24,7 @@ def rules(addresses: Sequence[str], master_port: int) -> str:
             f"--firewall: {error}; IP addresses (or networks such as 10.0.0.0/24) of the machines of the run are needed."
         ) from None
     first, last = _chosen_by_the_system()
-    ports = f"{{ {master_port}, {PORT}-{PORT + 1}, {first}-{last} }}"
+    ports = f"{{ {master_port}, {LIGHTHOUSE_PORT}-{LIGHTHOUSE_PORT + 1}, {first}-{last} }}"
     sets, accepts = [], []
     for version, kind, word in ((4, "ipv4_addr", "ip"), (6, "ipv6_addr", "ip6")):
         if own := [str(network) for network in networks if network.version == version]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from thinwire.cli import options
-from thinwire.cli.hub import ONLY_TLS13
+from thinwire.cli.tls import accept_only_tls13
 from thinwire.cli.token import takes_token, token_of
 from thinwire.comm.secure.token import Token
 from thinwire.errors import ConfigurationError, DataError, LinkError, PacketError
@@ -69,7 +68,7 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
             raise ConfigurationError(
                 "a token needs --name; write --name follower-oslo, or the name that the token is for."
             )
-        os.putenv("GRPC_SSL_CIPHER_SUITES", ONLY_TLS13)  # gRPC reads it when it is imported, and has no option for it
+        accept_only_tls13()
         from thinwire.comm.secure import PublishedAtHub
         from thinwire.comm.secure.calls import Refused
 

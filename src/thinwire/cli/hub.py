@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import resource
 import shutil
@@ -23,13 +22,13 @@ from rich.console import Console
 from thinwire.cli import options
 from thinwire.cli.signals import asked_to_end
 from thinwire.cli.streams import unread
-from thinwire.comm.secure.token import MOST_USES
+from thinwire.cli.tls import accept_only_tls13
+from thinwire.comm.secure.token import HUB_PORT, MOST_USES
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
 from thinwire.records.printable import printable, quoted
 from thinwire.records.published import PublishedFolder
 
-PORT = 29530
 PUBLISH_NBYTES = 64 << 30
 _FOR = {  # the verbs that take an option, where not all do
     **dict.fromkeys(("listen", "address", "run_file", "published", "publishers", "publish_bytes"), ("run",)),
@@ -37,8 +36,6 @@ _FOR = {  # the verbs that take an option, where not all do
     **dict.fromkeys(("uses", "hours", "name", "group"), ("run", "invite")),
     "now": ("rotate",),
 }
-# A cipher of TLS 1.2 that a P-256 key cannot use, so that gRPC accepts only TLS 1.3.
-ONLY_TLS13 = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,7 @@ def _do(asked: Options) -> int:
     console = options.console(asked.json)
     if asked.do == "list":
         return _list(asked, console)
-    # gRPC reads this variable when it is imported, and has no option for it.
-    os.putenv("GRPC_SSL_CIPHER_SUITES", ONLY_TLS13)
+    accept_only_tls13()
     if asked.do == "invite":
         from thinwire.comm.secure import invite
 
@@ -232,11 +228,11 @@ def _reducing(asked: Options, folder: Path, say: Callable[[str], None]) -> Abstr
 
 def _listen(asked: Options, fresh: bool) -> tuple[str, int]:
     if asked.listen is None:
-        return ("127.0.0.1", PORT) if fresh else ("", 0)
+        return ("127.0.0.1", HUB_PORT) if fresh else ("", 0)
     said, _, port = asked.listen.rpartition(":")
     host = _host(said)
     if not (host and port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65535):
-        raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{PORT}.")
+        raise ConfigurationError(f"--listen {asked.listen!r}: HOST:PORT is needed, such as 0.0.0.0:{HUB_PORT}.")
     return host, int(port)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from thinwire.cli import doctor, options
+from thinwire.cli import options
+from thinwire.cli.capacity import check_capacity
 from thinwire.cli.token import token_of
-from thinwire.cli.train import finish, train
+from thinwire.cli.training import finish, train
 from thinwire.comm.secure import SecureGroup, admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.comm.secure.link import CONNECTED
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         check_resume(run, folder)
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, folder if asked.resume else None, asked.resume)
-        doctor.ready(run, model, 1, folder, console)
+        check_capacity(run, model, 1, folder, console)
         del model
     if weights:
         console.print(weights, soft_wrap=True, highlight=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from thinwire.cli import options
 from thinwire.cli.signals import asked_to_end
 from thinwire.errors import ConfigurationError
-from thinwire.membership.channel import PORT, secret_in
+from thinwire.membership.channel import LIGHTHOUSE_PORT, secret_in
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 from thinwire.membership.server import Lighthouse
 from thinwire.records.printable import quoted
@@ -26,7 +26,7 @@ class Options:
 
     host: str = "127.0.0.1"
     """The address of this machine to listen at, in a network that you trust. Default: reachable from this machine only."""
-    port: int = PORT
+    port: int = LIGHTHOUSE_PORT
     """The port to listen at. 0: any free port."""
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
     """Seconds without a heartbeat after which a replica counts as dead. `thinwire doctor RUN` prints the value for a run."""

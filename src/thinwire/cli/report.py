@@ -12,14 +12,14 @@ from rich.console import Console
 
 from thinwire.cli import options
 from thinwire.cli.pages import COMPARISON, write_report
-from thinwire.cli.train import summary_of
+from thinwire.cli.summary import summary_of
 from thinwire.errors import ConfigurationError
 from thinwire.records.files import check_place
 from thinwire.records.run_record import RunRecord, best_loss
 from thinwire.report.diagnosis import delay_table, diagnose
 from thinwire.report.progress import compare_table
 from thinwire.report.trackers.follow import following
-from thinwire.report.trackers.sinks import SINKS, named
+from thinwire.report.trackers.sinks import SINKS, parse_sinks
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if not asked.runs:
         raise ConfigurationError("no run folder was given; write thinwire report runs/NAME, with as many as you like.")
     console = options.console(asked.json)
-    if live := [name for name in named(asked.log) if SINKS[name].live]:
+    if live := [name for name in parse_sinks(asked.log) if SINKS[name].live]:
         raise ConfigurationError(f"log={asked.log!r}: {live[0]} reads metrics during a run; give it to thinwire train.")
     if asked.diagnose:
         return _diagnose(asked, console)

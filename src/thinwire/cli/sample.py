@@ -13,7 +13,7 @@ import tyro
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
-from thinwire.lm.checked import fits, unfit
+from thinwire.lm.checked_settings import fits, unfit
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.model import generate
 from thinwire.lm.trained import trained_model

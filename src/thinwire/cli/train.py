@@ -1,49 +1,39 @@
-"""`thinwire train`: one model on several replicas. Other verbs that train use its functions, too."""
+"""`thinwire train`: one model on several replicas."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import json
-import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.console import Console
 
-from thinwire.cli import doctor, options
-from thinwire.cli.pages import write_report
+from thinwire.cli import options
+from thinwire.cli.capacity import check_capacity, choose_defaults
+from thinwire.cli.training import finish, train
 from thinwire.comm import parse_link
-from thinwire.errors import ConfigurationError, DataError
+from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check_and_weigh
-from thinwire.lm.meeting import PATHS, AtLighthouse
+from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.resize import resize
-from thinwire.lm.resuming import cannot_resume, check_resume, complete
+from thinwire.lm.resuming import check_resume, complete
 from thinwire.lm.run import Run
-from thinwire.lm.settings import NAMED, recipe_name
-from thinwire.lm.supervisor import JoiningReplica, train_elastic
+from thinwire.lm.supervisor import JoiningReplica
 from thinwire.lm.watch import watching
 from thinwire.membership.view import Presence
-from thinwire.records.files import write_whole
-from thinwire.records.losses import NO_RESULT, for_json
-from thinwire.records.membership import explained_steps
-from thinwire.records.printable import quoted, reason
-from thinwire.records.run_record import RunRecord, text_of_privacy
-from thinwire.report.progress import Progress, final_table
+from thinwire.records.printable import quoted
+from thinwire.records.run_record import RunRecord
+from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
 from thinwire.report.trackers.follow import following
-from thinwire.report.trackers.sinks import named
+from thinwire.report.trackers.sinks import parse_sinks
 
 DEMO = Run.of(link="5mbit,30ms")
-FEW_STEPS, UNEQUAL = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
-USELESS = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
-WEIGH = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
 
 
 @dataclass(frozen=True)
@@ -140,10 +130,10 @@ def main(arguments: Sequence[str]) -> int:
     chosen: list[str] = []
     with waiting(console, "looking at data and model"):
         model, run, weights = check_and_weigh(run, asked.out if asked.resume else None, not asked.from_start)
-        doctor.ready(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
+        check_capacity(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         # one process decides, and writes the file that all replicas read
         if not (asked.resume or asked.joining or place):
-            run, chosen = doctor.fitted(run, model)
+            run, chosen = choose_defaults(run, model)
     if place is not None:
         return _as_rank(*place, run, asked, folder, console)
     with run_folder.claimed(folder, asked.resume):
@@ -184,7 +174,7 @@ def _check(asked: Options, run: Run, place: tuple[int, int] | None) -> None:
         raise ConfigurationError(
             "carrier='secure' under torchrun, which joins the replicas itself; start it with thinwire train or thinwire join."
         )
-    named(asked.log)
+    parse_sinks(asked.log)
     if asked.resume and asked.out is None:
         raise ConfigurationError("--resume: the folder of the run to resume is needed; add --out FOLDER.")
     if asked.from_start and not asked.resume:
@@ -199,26 +189,6 @@ def other_number(run: Run, folder: Path) -> bool:
     """Whether the run in `folder` has another number of replicas."""
     begun = folder / "run.toml"
     return begun.exists() and Run.load(begun).placement.replicas != run.placement.replicas
-
-
-def train(
-    run: Run, folder: Path, resume: bool, console: Console, stop: launch.Stop, joining: JoiningReplica | None = None
-) -> None:
-    """Train with live progress on `console`, until `stop`."""
-    with Progress(
-        folder, run.optimizer.steps, [joining.name] if joining else run.placement.replicas, console
-    ) as progress:
-        progress.pass_over()
-        if run.placement.elastic:
-            train_elastic(run, folder, resume, progress.update, progress.say, joining, stop)
-        elif run.placement.carrier == "threads":
-            launch.train_threads(run, folder, resume, progress.update, stop)
-        elif run.placement.carrier == "secure":
-            from thinwire.lm.secure import train_secure  # it needs the extra `secure`
-
-            train_secure(run, folder, resume, progress.update, stop)
-        else:
-            launch.train_processes(run, folder, resume, progress.update, stop)
 
 
 def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, console: Console) -> int:
@@ -244,25 +214,6 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
         return finish(folder, console, asked.json, stop)
 
 
-def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
-    """Train, unless `folder` has this run complete or `stop` is set. An interrupted run resumes from its checkpoint."""
-    begun = (folder / "events").exists()
-    if begun and Run.load(folder / "run.toml").absolute() != run:
-        raise ConfigurationError(
-            f"{folder} holds a run with other settings; choose another --out, or the same settings."
-        )
-    if complete(run, folder):
-        console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
-        return
-    if stop.is_set():
-        return
-    console.print(f"{folder}", soft_wrap=True, highlight=False)
-    run_folder.new_folder(run, folder, resume=begun)
-    if cannot_resume(run):
-        run_folder.set_aside(folder)
-    train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
-
-
 @contextmanager
 def _told(asked: Options, run: Run, folder: Path, console: Console) -> Iterator[None]:
     """A context in which a thread sends new metrics to the trackers of --log, about once a second."""
@@ -281,117 +232,6 @@ def _membership_options(asked: Options) -> str:
         return ""
     held = f" --secret {quoted(asked.secret)}" if asked.secret else ""
     return f" --lighthouse {asked.lighthouse} --name {asked.name}{held}"
-
-
-def finish(
-    folder: Path, console: Console, as_json: bool, stop: launch.Stop, options: str = "", verb: str = "train"
-) -> int:
-    """The summary as a table, a file and a page; returns the exit code. `verb` and `options` resume a run that was stopped."""
-    try:
-        record = RunRecord.load(folder)
-    except DataError:
-        if stop.is_set():  # before training began
-            raise KeyboardInterrupt(stop.number) from None
-        raise
-    summary = summary_of(record)
-    write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    console.print(final_table(record))
-    if told := explained_steps(record.steps):
-        console.print(told, soft_wrap=True, highlight=False)
-    if skipped := sum(replica.skipped for replica in record.replicas):
-        console.print(
-            f"warning: {skipped} steps of all replicas changed no weights, because their gradients were not finite"
-        )
-    if told := text_of_privacy(record.privacy):
-        console.print(f"{told} (predicted)", highlight=False)
-    try:
-        drawn = f"report: {write_report([record], folder / 'report.html')}"
-    except DataError as error:  # the run is complete without it
-        drawn = f"no report: {reason(error)}"
-    console.print(drawn, soft_wrap=True, highlight=False)
-    if paths := summary.get("paths"):
-        console.print(paths, soft_wrap=True, highlight=False)
-    if told := of_stalls(record, folder):
-        console.print(told, soft_wrap=True, highlight=False)
-    if told := of_speeds(record):
-        console.print(told, soft_wrap=True, highlight=False)
-    stopped = record.status.startswith("stopped")
-    if stopped:
-        again = f"thinwire {verb} --resume --out {quoted(folder)}{options}"
-        if launch.torchrun_place() is not None:
-            again = "the same torchrun command on each machine, with --resume"
-        why = cannot_resume(Run.load(folder / "run.toml"))
-        console.print(why or f"to resume: {again}", soft_wrap=True, highlight=False)
-    if as_json:
-        print(json.dumps(summary))
-    if told := without_result([record]):
-        print(f"thinwire {verb.split()[0]}: {told}", file=sys.stderr)
-        return 1
-    return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0
-
-
-def without_result(records: Sequence[RunRecord]) -> str:
-    """What is wrong with finished runs of one model whose evaluation loss is not finite, and what to do; empty for none."""
-    lost = {str(record.folder): record for record in records if record.status.startswith(NO_RESULT)}
-    if not lost:
-        return ""
-    each = "; ".join(f"{folder}: {record.status.removeprefix(f'{NO_RESULT}: ')}" for folder, record in lost.items())
-    look = "evaluate(model), the data and the loss" if records[0].settings.get("job") else "the data"
-    return f"{each}, so there is no model that can be used. Check {look}, or train with a lower --lr."
-
-
-def of_stalls(record: RunRecord, folder: Path) -> str:
-    """Advice for a run that waited for rounds for over a tenth of its time; empty for others."""
-    share = record.summary.stall_seconds / record.summary.wall_seconds if record.summary.wall_seconds else 0.0
-    if not share > 0.1:
-        return ""
-    told = f"replicas waited for rounds for {share:.0%} of the time ({record.summary.provenance})"
-    name, text, _ = str(record.settings.get("strategy")).partition("(")
-    recipe = NAMED.get(recipe_name(name))
-    if recipe is not None and "delay" not in inspect.signature(recipe).parameters:
-        return told
-    what = "delay" if text else "--delay"  # what is written as text has its delay in the parentheses
-    link = "" if record.bits_per_second else " --link RATE,DELAY (of your link)"
-    return f"{told}; thinwire doctor {quoted(folder / 'run.toml')}{link} shows the {what} without waits"
-
-
-def of_speeds(record: RunRecord) -> str:
-    """Advice for a fixed group with machines of unequal speed and equal batches; empty for others."""
-    asked, replicas = record.settings, record.replicas
-    batch, name = asked.get("batch"), recipe_name(str(asked.get("strategy")).partition("(")[0])
-    if (
-        name not in WEIGH
-        or "elastic" in str(asked.get("carrier"))
-        or asked.get("job")
-        or len(replicas) != asked.get("replicas")
-    ):
-        return ""
-    if not isinstance(batch, int) or batch < 2 or min(len(one.compute_seconds) for one in replicas) < FEW_STEPS:
-        return ""
-    seconds = [statistics.median(one.compute_seconds.tolist()) for one in replicas]
-    slow = [one / max(min(seconds), 1e-9) for one in seconds]
-    slowest = slow.index(max(slow))
-    told = f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones"
-    if slow[slowest] >= USELESS:
-        return f"{told}; so slow a machine costs a run more than it brings: leave it out, or let it follow (thinwire follow)"
-    if not UNEQUAL <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
-        return ""
-    several = " ".join(str(max(1, round(batch / one))) for one in slow)
-    return f"{told}; with --batch {several} all would take about equally long"
-
-
-def summary_of(record: RunRecord) -> dict[str, Any]:
-    """A run's numbers for JSON, which has no NaN."""
-    fields = dataclasses.asdict(record.summary) | {"folder": str(record.folder), "status": record.status}
-    fields |= {"score": record.score().facts()}
-    fields |= {"privacy": record.privacy} if record.privacy else {}
-    fields |= {"made_of": record.made_of} if record.made_of else {}
-    paths = record.folder / PATHS
-    fields |= {"paths": paths.read_text().strip()} if paths.exists() else {}
-    fields |= {
-        "ledgers": {replica.name: replica.end["summary"].get("ledger") for replica in record.replicas if replica.end}
-    }
-    return {name: for_json(value) for name, value in fields.items()}
 
 
 def _label(run: Run) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs.base import VALUES, Codec, Part, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
 from thinwire.codecs.exact import orthonormal, product, saturated
-from thinwire.codecs.shapes import checked, split
+from thinwire.codecs.shapes import as_tuples, split
 from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, draw
@@ -74,7 +74,7 @@ class LowRank(Codec):
                 f"LowRank(rank={self.rank}, iterations={self.iterations}): at least 1 is needed of both; 4 and 2 are usual."
             )
         check_inner(self, "values", self.values)
-        object.__setattr__(self, "shapes", checked(self.shapes))
+        object.__setattr__(self, "shapes", as_tuples(self.shapes))
 
     @property
     def claims(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import VALUES, Codec, Part, Shapes, chance, check_alone, check_finite, check_fit, check_inner
 from thinwire.codecs.cast import Identity
-from thinwire.codecs.shapes import checked, split
+from thinwire.codecs.shapes import as_tuples, split
 from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
@@ -74,7 +74,7 @@ class Each(Codec):
         check_inner(self, "rest", self.rest)
         if self.least < 0:
             raise ConfigurationError(f"Each(least={self.least}): 0 or more elements are needed.")
-        object.__setattr__(self, "shapes", checked(self.shapes))
+        object.__setattr__(self, "shapes", as_tuples(self.shapes))
         if self.chosen and len(self.chosen) != len(self.matrices):
             raise ConfigurationError(
                 f"Each with {len(self.chosen)} chosen codecs for {len(self.matrices)} matrices: one for each is needed, or none."
@@ -93,7 +93,7 @@ class Each(Codec):
         return tuple((part.shape[0], part.shape[1]) for part in parts)
 
     def fitted(self, shapes: Shapes) -> Each:
-        return self if checked(shapes) == self.shapes else replace(self, shapes=shapes, chosen=())
+        return self if as_tuples(shapes) == self.shapes else replace(self, shapes=shapes, chosen=())
 
     def nbytes(self, numel: int) -> int:
         return _nbytes(self, numel)

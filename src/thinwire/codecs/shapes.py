@@ -28,6 +28,6 @@ def split(x: Tensor, shapes: Shapes) -> tuple[list[Tensor], list[Tensor]]:
     return matrices, [*rest, x[begin:]]
 
 
-def checked(shapes: Shapes) -> Shapes:
+def as_tuples(shapes: Shapes) -> Shapes:
     """`shapes` as tuples of integers, so that equal shapes compare equal."""
     return tuple(tuple(int(length) for length in shape) for shape in shapes)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Part, Said, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
-from thinwire.codecs.shapes import checked, split
+from thinwire.codecs.shapes import as_tuples, split
 from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key, draw
@@ -269,7 +269,7 @@ class Squares(Rearranged):
         check_inner(self, "codec", self.codec, joint=True)
         if self.side < 2:
             raise ConfigurationError(f"Squares(side={self.side}): at least 2 is needed; 64 is usual.")
-        object.__setattr__(self, "shapes", checked(self.shapes))
+        object.__setattr__(self, "shapes", as_tuples(self.shapes))
 
     @property
     def claims(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from thinwire.comm.sockets import SocketFile, opened, socket_files
+from thinwire.comm.sockets import SocketFile, open_socket, socket_files
 
 SHARE = 0.95  # share of the rate for data; the rest is for the headers of TCP, IP and Ethernet, and for ACKs
 
@@ -35,7 +35,7 @@ def connections(port: int | None = None) -> set[SocketFile]:
 
 def _connected(file: SocketFile, port: int | None) -> bool:
     try:
-        with opened(file) as one:
+        with open_socket(file) as one:
             peer = one.getpeername()  # raises for a listening socket
             tcp = one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6)
             return tcp and port in (None, peer[1])
@@ -51,7 +51,7 @@ def pace(files: set[SocketFile], bits_per_second: float | None) -> int:
         return 0
     paced, share = 0, SHARE * (bits_per_second or 0.0) / 8 / max(1, len(files))
     for file in files:
-        with suppress(OSError), opened(file) as one:
+        with suppress(OSError), open_socket(file) as one:
             keep_window(one)
             if bits_per_second is not None:
                 one.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, max(1, int(share)))

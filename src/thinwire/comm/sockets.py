@@ -46,7 +46,7 @@ def socket_files() -> list[SocketFile]:
     return found
 
 
-def opened(file: SocketFile) -> socket.socket:
+def open_socket(file: SocketFile) -> socket.socket:
     """The socket with a duplicated file, which the caller must close. Raises `OSError` if it was closed meanwhile."""
     own = os.dup(file.number)
     try:
@@ -62,7 +62,7 @@ def listening() -> dict[SocketFile, Address]:
     """The listening TCP sockets of this process; empty if the system does not list them."""
     found: dict[SocketFile, Address] = {}
     for file in socket_files():
-        with suppress(OSError), opened(file) as one:
+        with suppress(OSError), open_socket(file) as one:
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[file] = one.getsockname()[:2]
     return found
@@ -73,7 +73,7 @@ def shut(file: SocketFile) -> None:
     if sys.platform != "linux":
         return
     program = ctypes.create_string_buffer(_DROP)
-    with suppress(OSError), opened(file) as one:
+    with suppress(OSError), open_socket(file) as one:
         one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
@@ -85,7 +85,7 @@ def shut_new(before: set[SocketFile], connected: set[SocketFile], expected: int)
         return
     own: set[str] = set()
     for file in connected:
-        with suppress(OSError), opened(file) as one:
+        with suppress(OSError), open_socket(file) as one:
             own.add(one.getsockname()[0])
     for file, (host, _) in listening().items():
         if file not in before and host in own:

@@ -234,7 +234,7 @@ class TorchGroup:
 _CONNECT_TIMEOUTS = 5  # gloo waits for this number of its timeouts until a peer connects (measured)
 
 
-def connected(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
+def connect(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
     """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
 
     Bytes that others wrote there are checked before gloo reads them. Waits at most `seconds` for each member. Raises `LinkError`.

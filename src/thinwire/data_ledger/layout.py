@@ -24,7 +24,7 @@ _LEASE, _COUNTS = struct.Struct("<5Q"), struct.Struct("<3I")
 _MOST = 1 << 62  # the largest number in it
 
 
-def encoded(ledger: DataLedger) -> bytes:
+def encode(ledger: DataLedger) -> bytes:
     """The ledger as bytes."""
     one = ledger
     parts = [
@@ -44,11 +44,11 @@ def encoded(ledger: DataLedger) -> bytes:
     return b"".join(parts)
 
 
-def decoded(data: bytes) -> DataLedger:
-    """Read a ledger from untrusted bytes. Raises `DataError` for bytes that `encoded` would not have written."""
+def decode(data: bytes) -> DataLedger:
+    """Read a ledger from untrusted bytes. Raises `DataError` for bytes that `encode` would not have written."""
     try:
         ledger = _read(data)
-        if encoded(ledger) != data:
+        if encode(ledger) != data:
             raise ValueError("bytes are left over")
     except (struct.error, ValueError, UnicodeDecodeError, IndexError) as error:
         raise DataError(
@@ -59,7 +59,7 @@ def decoded(data: bytes) -> DataLedger:
 
 def digest(ledger: DataLedger) -> str:
     """The BLAKE2b digest of the ledger, 16 bytes, as hexadecimal digits."""
-    return hashlib.blake2b(encoded(ledger), digest_size=16).hexdigest()
+    return hashlib.blake2b(encode(ledger), digest_size=16).hexdigest()
 
 
 def _read(data: bytes) -> DataLedger:

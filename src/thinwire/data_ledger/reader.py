@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.data_ledger.layout import decoded, encoded
+from thinwire.data_ledger.layout import decode, encode
 from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Range, ReadCount, total, union
 from thinwire.errors import DataError
 
@@ -288,13 +288,13 @@ class FixedReader:
 
     def notes(self) -> dict[str, Any]:
         """For JSON."""
-        return {"ledger": encoded(self.ledger).hex(), "offset": self.offset, "count": self.count} if self.ledger else {}
+        return {"ledger": encode(self.ledger).hex(), "offset": self.offset, "count": self.count} if self.ledger else {}
 
     def load_notes(self, state: Mapping[str, Any]) -> str:
         """Restore `notes()`. If other data were opened, their first epoch begins here. Returns a warning about that, or "". Raises `DataError`."""
         if not state:
             return ""
-        saved, offset, count = decoded(bytes.fromhex(state["ledger"])), int(state["offset"]), int(state["count"])
+        saved, offset, count = decode(bytes.fromhex(state["ledger"])), int(state["offset"]), int(state["count"])
         if self.ledger is None or self.ledger.samples == saved.samples:
             self.use(saved, offset)
             self.count = self._drawn = count

@@ -37,8 +37,8 @@ from thinwire.decoupled.messages import (
     Up,
 )
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
-from thinwire.decoupled.saved import Departed, checked, load_syncer, resume, state_of, state_of_syncer
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded, first_state
+from thinwire.decoupled.saved import Departed, check_numbers, load_syncer, resume, state_of, state_of_syncer
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, decode_body, encode_delta, first_state
 from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.decoupled.timeline import Timeline
 from thinwire.errors import ConfigurationError, DisagreementError
@@ -221,7 +221,7 @@ class Unequal(Attached):
         )  # fmt: skip
         sound = bool(torch.isfinite(delta).all())
         if sound:
-            body, one.feedback = encoded(one.codec, method.feedback, one.feedback, delta, key)
+            body, one.feedback = encode_delta(one.codec, method.feedback, one.feedback, delta, key)
             up = replace(up, body=body)
         up = up if sound else replace(up, refused=True)
         self._numbers[index] += 1
@@ -272,7 +272,7 @@ class Unequal(Attached):
                 )
             outer = self._method.outer if down.kind == MOVE else self._method.outer.last
             key = Key(self._method.seed, one.index, down.version, HOST, down.kind)
-            known.step(outer, decoded(self._messages.down[one.index], down.body, one.anchor.numel(), key))
+            known.step(outer, decode_body(self._messages.down[one.index], down.body, one.anchor.numel(), key))
             counted = flight is not None and report.outcome == COUNTED
             departed = one.anchor - flight.delta if flight and counted else one.anchor
             fresh = not counted or flight is None or flight.step < self.step
@@ -368,7 +368,7 @@ class Unequal(Attached):
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Collective, before the first inner step. Raises `CheckpointError`, `LinkError`."""
-        anew, syncer = self._load_host(tensors, checked(facts)), self._host.syncer if self._host else None
+        anew, syncer = self._load_host(tensors, check_numbers(facts)), self._host.syncer if self._host else None
         found = resume(self._team, HOST, syncer, self._states, tensors, facts, self._method.outer, anew)
         self.step = self._began_at = found.step
         self._numbers, self._tokens_since = found.numbers, found.tokens

@@ -21,7 +21,7 @@ from thinwire.decoupled.messages import DELTA, END, LEFT_OUT, MERGE, MOVE, REST,
 from thinwire.decoupled.saved import SiteRecord, load_syncer, state_of_syncer
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import Arrivals
-from thinwire.decoupled.syncer import AgreedFragment, Syncer, decoded, encoded
+from thinwire.decoupled.syncer import AgreedFragment, Syncer, decode_body, encode_delta
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.saved_state import under
@@ -102,8 +102,8 @@ class GlobalHost(Host):
             _, outcomes = self.syncer.hold(fragment, self.rounds.there)
             agreed, known = self.syncer.agreed[fragment], self._known[site][fragment]
             key = Key(self.syncer.method.seed, fragment, agreed.version, site, MERGE)
-            body, _ = encoded(codec, None, {}, known - agreed.anchor, key)
-            self._known[site][fragment] = known - decoded(codec, body, known.numel(), key)
+            body, _ = encode_delta(codec, None, {}, known - agreed.anchor, key)
+            self._known[site][fragment] = known - decode_body(codec, body, known.numel(), key)
         reports = self._reports(outcomes, {})
         packet = self.messages.write_down(Down(MOVE, fragment, agreed.version, digest([known])[:8], reports, body=body))
         if site == 0:

@@ -31,7 +31,7 @@ from thinwire.packet import (
     identity,
     open_packet,
     payload,
-    said,
+    read_header,
     seal,
 )
 
@@ -184,7 +184,7 @@ class SyncerMessages:
     def _read(
         self, tag: int, packet: Tensor, sender: int, parts: tuple[int, ...]
     ) -> tuple[Header, bytes, Tensor | None]:
-        told = said(packet)
+        told = read_header(packet)
         if told.part not in parts or told.fragment >= len(self.numels):
             raise PacketError(
                 f"replica {sender} sent part {told.part} of fragment {told.fragment}; parts {parts} of {len(self.numels)} fragments are possible. "

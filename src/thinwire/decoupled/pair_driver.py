@@ -34,7 +34,7 @@ from thinwire.packet import (
     identity,
     open_packet,
     payload,
-    said,
+    read_header,
     said_nbytes,
     seal,
 )
@@ -221,8 +221,8 @@ class Pairing(Attached):
     def _opened(self, peer: int, room: Tensor, meeting: PairEvent | None) -> Tensor | None:
         """The x that `peer` sent; None if it or this replica has ended."""
         packet = room[: said_nbytes(room)]
-        if meeting is None or said(packet).part == END:
-            if said(packet).part == END:
+        if meeting is None or read_header(packet).part == END:
+            if read_header(packet).part == END:
                 open_packet(packet, _end(peer))
             self._neighbours.discard(peer)
             return None

@@ -28,7 +28,7 @@ from torch import Tensor
 from thinwire.codecs import Identity
 from thinwire.errors import PacketError
 from thinwire.membership.peer_view import PeerView
-from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, identity, open_packet, payload, said, seal
+from thinwire.packet import HEADER_NBYTES, STOP, Header, empty_packet, identity, open_packet, payload, read_header, seal
 
 
 class Kind(IntEnum):
@@ -116,7 +116,7 @@ class SampleMessages:
 
     def read(self, packet: Tensor, sender: int) -> PeerMessage:
         """Parse a message of `sender`. Raises `PacketError`."""
-        told = said(packet)
+        told = read_header(packet)
         with_model = told.part in WITH_MODEL
         least = self.nbytes(told.part, 0, 0) - HEADER_NBYTES
         most = self.nbytes(told.part, self.size, self.size) - HEADER_NBYTES

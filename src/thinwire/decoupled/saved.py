@@ -24,7 +24,7 @@ from thinwire.decoupled.syncer import Syncer
 from thinwire.errors import CheckpointError
 from thinwire.pieces.outer import Outer
 from thinwire.runtime.fragment_state import FragmentState
-from thinwire.runtime.saved_state import restore, saved, under
+from thinwire.runtime.saved_state import restore, tensors_to_save, under
 from thinwire.types import State
 
 
@@ -45,7 +45,7 @@ def state_of(
     states: Sequence[FragmentState], flying: Mapping[int, Departed], step: int, numbers: Sequence[int], tokens: Sequence[float],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
     """The state of a replica, to be saved. `numbers` are those of its next deltas, `tokens` those since the last ones."""
-    tensors = saved(states)
+    tensors = tensors_to_save(states)
     for index, flight in flying.items():
         tensors |= {f"{index}.delta": flight.delta}
         tensors |= {f"{index}.before.{name}": kept for name, kept in flight.before.items()}
@@ -77,7 +77,7 @@ def state_of_syncer(syncer: Syncer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def checked(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+def check_numbers(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same facts. Raises `CheckpointError` if an earlier version wrote them, which did not save what a resume needs now."""
     if "numbers" not in facts or any(len(one) != 4 for one in (facts.get("agreed") or {}).get("counted", ())):
         raise CheckpointError(

@@ -32,7 +32,7 @@ from thinwire.decoupled.rounds import HeldRound
 from thinwire.decoupled.saved import SiteRecord
 from thinwire.decoupled.sites_composition import SiteComposition
 from thinwire.decoupled.sites_timeline import HeldMerge
-from thinwire.decoupled.syncer import Syncer, decoded, encoded
+from thinwire.decoupled.syncer import Syncer, decode_body, encode_delta
 from thinwire.errors import DisagreementError, LinkError, PacketError, PeerError
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
@@ -157,7 +157,9 @@ class SiteHost(Host):
         one, anchor, method = self._exchanged[fragment], self.syncer.agreed[fragment].anchor, self._method
         key = Key(self._upper.seed, fragment, one.number, method.site, kind)
         one.away = SentUpdate(one.base, one.feedback, one.tokens, one.steps, one.rounds)
-        body, one.feedback = encoded(self._wire.up[fragment], method.feedback, one.feedback, one.base - anchor, key)
+        body, one.feedback = encode_delta(
+            self._wire.up[fragment], method.feedback, one.feedback, one.base - anchor, key
+        )
         speed = sum(1 / seconds for seconds in self.seconds if seconds)
         self._raise(
             Up(kind, method.site, fragment, one.number, one.version, one.steps, sum(self.taken), one.tokens, 1 / speed if speed else 0.0, body=body)
@@ -199,7 +201,7 @@ class SiteHost(Host):
             )
         key = Key(self._upper.seed, down.fragment, down.version, self._method.site, MERGE)
         with self.lock:
-            known = one.known - decoded(self._wire.down[down.fragment], down.body, one.known.numel(), key)
+            known = one.known - decode_body(self._wire.down[down.fragment], down.body, one.known.numel(), key)
             said = self._move(down.fragment, known, down.version)
         others = [report for site, report in enumerate(down.reports) if site != self._method.site]
         self._others = sum(one.taken for one in others), sum(one.speed for one in others), self.clock()

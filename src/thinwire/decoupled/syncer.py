@@ -48,14 +48,16 @@ class AgreedFragment:
         return digest([self.anchor, *(self.state[name] for name in sorted(self.state))])[:8]
 
 
-def decoded(codec: Codec, body: Tensor, numel: int, key: Key) -> Tensor:
+def decode_body(codec: Codec, body: Tensor, numel: int, key: Key) -> Tensor:
     """Decode the body of a message into fp32 values."""
     out = torch.zeros(numel)
     codec.decode_add(body, out, key)
     return out
 
 
-def encoded(codec: Codec, feedback: Feedback | None, state: State, delta: Tensor, key: Key) -> tuple[Tensor, State]:
+def encode_delta(
+    codec: Codec, feedback: Feedback | None, state: State, delta: Tensor, key: Key
+) -> tuple[Tensor, State]:
     """The body of a message with `delta`, and the next state of the sender's feedback. Raises `NonFiniteError`."""
     signal = feedback.signal(delta, state) if feedback else delta
     body = torch.empty(codec.nbytes(delta.numel()), dtype=torch.uint8)
@@ -63,7 +65,7 @@ def encoded(codec: Codec, feedback: Feedback | None, state: State, delta: Tensor
     if feedback is None:
         return body, state
     after = {name: torch.empty_like(kept) for name, kept in state.items()}
-    sent = decoded(codec, body, delta.numel(), key)
+    sent = decode_body(codec, body, delta.numel(), key)
     feedback.settle(delta, sent, sent.clone(), state, after)
     return body, after
 
@@ -125,7 +127,7 @@ class Syncer:
             return False
         numel = self.agreed[up.fragment].anchor.numel()
         key = Key(self.method.seed, up.fragment, up.number, up.sender, up.kind)
-        delta = decoded(self.up[up.fragment], up.body, numel, key)
+        delta = decode_body(self.up[up.fragment], up.body, numel, key)
         sound = bool(torch.isfinite(delta).all()) and up.base <= self.agreed[up.fragment].version
         self.given[up.kind, up.fragment, up.sender] = Given(up, delta if sound else None)
         return True
@@ -187,7 +189,7 @@ class Syncer:
         body = torch.empty(codec.nbytes(total.numel()), dtype=torch.uint8)
         key = Key(self.method.seed, said.fragment, agreed.version, self.host, said.kind)
         codec.encode(total, body, key)
-        estimate = decoded(codec, body, total.numel(), key)
+        estimate = decode_body(codec, body, total.numel(), key)
         agreed.step(self.method.outer if said.kind == MOVE else self.method.outer.last, estimate)
         if self.method.feedback:
             agreed.residual = total.sub_(estimate)

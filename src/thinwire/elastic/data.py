@@ -27,7 +27,7 @@ def most_counts(ledger: DataLedger | None, most_steps: int | None, every: int) -
     return None if ledger is None or most_steps is None else ledger.ahead * (most_steps // every + 1)
 
 
-def admitted(plan: RoundPlan, agreed: GlobalState, view: View, statuses: Sequence[MemberStatus]) -> RoundPlan:
+def admit(plan: RoundPlan, agreed: GlobalState, view: View, statuses: Sequence[MemberStatus]) -> RoundPlan:
     """The plan without deltas that are already in the anchor, or whose samples belong to other replicas.
 
     A replica that resumed from a checkpoint may bring what an earlier process of it has sent after that checkpoint. The ledger knows

@@ -44,7 +44,7 @@ from thinwire.runtime.fragment_state import first_state
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
+from thinwire.runtime.token_weights import check_saved, check_unchanged, tokens_of_step
 from thinwire.strategy import Strategy
 
 VIEWS_ALONE = 5  # views in a row without other members, after which the end of a run is abandoned

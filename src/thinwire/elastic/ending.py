@@ -22,7 +22,7 @@ from thinwire.errors import CheckpointError, EndedError, LinkError, PacketError,
 from thinwire.membership.rendezvous import CLOSED, Membership
 from thinwire.membership.view import View
 
-PAUSE = 0.2  # seconds between calls of the member that keeps the final state
+PAUSE_SECONDS = 0.2  # seconds between calls of the member that keeps the final state
 PROBED_NBYTES = 4 << 20  # of a whole state, from which on the nearest donor is worth a few probes
 
 
@@ -148,7 +148,7 @@ def keep(
             if noted is not None and _note_unless_other(membership, agreed):
                 noted()
                 noted = None
-        membership.sleep(PAUSE)
+        membership.sleep(PAUSE_SECONDS)
     _note(membership, *_ends(agreed), (agreed.run, CLOSED))  # the first note may be lost with a lighthouse
     membership.close()
     return ""

@@ -14,7 +14,7 @@ from thinwire.membership.view import View
 from thinwire.packet import REFUSED
 from thinwire.rng import Key
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
-from thinwire.runtime.weighing import weighed
+from thinwire.runtime.token_weights import weigh
 from thinwire.strategy import Strategy
 
 
@@ -34,7 +34,7 @@ def fly(
     outer = strategy.outer.last if plan.finished else strategy.outer
     moved = RoundUpdate(held, delta, outer, strategy.feedback if own else None, Buffers())
 
-    signal, settle = weighed(moved, share)
+    signal, settle = weigh(moved, share)
     key = Key(strategy.seed, fragment, plan.round, group.rank)
     round_ = Round(context, codec, anchor.numel(), key, signal)
     with voter.watches(round_, view):

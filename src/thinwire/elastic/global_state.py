@@ -58,7 +58,7 @@ class GlobalState:
             "state_digest": self.state_digest,
             "run": self.run,
             "counted": {str(number): who for number, who in self.counted.items()},
-            "ledger": layout.encoded(self.ledger).hex() if self.ledger else "",
+            "ledger": layout.encode(self.ledger).hex() if self.ledger else "",
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class GlobalState:
             if not 0 <= number < MOST_ROUNDS:
                 raise ValueError(f"its round is {number}; 0 to {MOST_ROUNDS - 1} is needed")
             text = facts["ledger"]
-            ledger = layout.decoded(bytes.fromhex(text)) if text else None
+            ledger = layout.decode(bytes.fromhex(text)) if text else None
         except (DataError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"a transferred or saved state cannot be read ({error}); run the same version on every replica."

@@ -21,7 +21,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
-from thinwire.elastic.data import admitted, commit, grants, is_void, most_counts, status_fields
+from thinwire.elastic.data import admit, commit, grants, is_void, most_counts, status_fields
 from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
 from thinwire.elastic.flying import fly
@@ -250,7 +250,7 @@ class RoundLoop:
         moved: RoundUpdate | None = None
         try:
             self._level(view, plan, statuses)
-            brought, plan = plan.counted, admitted(plan, self.agreed, view, statuses)
+            brought, plan = plan.counted, admit(plan, self.agreed, view, statuses)
             if rank in plan.counted and ready.renewals < self._renewals[plan.fragment]:
                 raise LinkError("its delta may hold one that was counted; the round is held again without it")
             granted = not plan.counted and not plan.over and grants(self.agreed.ledger, view)

@@ -32,7 +32,7 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.types import State
 
 
-def attacked(exchange: Exchange, attack: Attack, liars: int) -> Exchange:
+def with_liars(exchange: Exchange, attack: Attack, liars: int) -> Exchange:
     """Add liars to `exchange`. Raises `ConfigurationError`."""
     if isinstance(exchange, Gossip):
         return AttackedGossip(exchange.topology, exchange.rule, attack, liars)

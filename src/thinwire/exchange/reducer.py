@@ -25,7 +25,7 @@ from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Round, SendContext
 from thinwire.exchange.stage import Stage
 from thinwire.exchange.star import DECLARED_NBYTES, DECLARED_TAG, Center
-from thinwire.packet import REFUSED, said
+from thinwire.packet import REFUSED, read_header
 from thinwire.pieces.feedback import Feedback
 from thinwire.rng import Key
 from thinwire.types import State
@@ -175,7 +175,7 @@ class _FromReplicas(Stage):
 
     def _opened(self, sender: int, index: int, message: Message, room: Tensor) -> tuple[int, Tensor]:
         if not self.round.step:
-            self.round.step = said(room).step
+            self.round.step = read_header(room).step
         return super()._opened(sender, index, message, room)
 
 

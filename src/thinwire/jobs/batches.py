@@ -15,7 +15,7 @@ from thinwire.data_ledger import LeasedReader
 from thinwire.errors import JobError
 from thinwire.jobs.base import Packed, Share
 from thinwire.jobs.blame import blaming
-from thinwire.jobs.portable import decoded, encoded
+from thinwire.jobs.portable import decode, encode
 from thinwire.rng import derive
 
 _ONE_GENERATOR = threading.RLock()  # for torch's global generator, which replicas in threads use one at a time
@@ -133,23 +133,23 @@ class Batches:
     def state(self) -> dict[str, Any]:
         """The state for JSON. Raises `JobError` for a state that cannot be saved."""
         if self._follows:
-            return {"taken": self.taken, "stream": encoded(self._stream.state)}
+            return {"taken": self.taken, "stream": encode(self._stream.state)}
         if not self._saves_itself:
             return {"taken": self.taken}
         with self._user():
-            source = encoded(self._source.state_dict())
-        return {"taken": self.taken, "source": source, "stream": encoded(self._stream.state)}
+            source = encode(self._source.state_dict())
+        return {"taken": self.taken, "source": source, "stream": encode(self._stream.state)}
 
     def load_state(self, state: Mapping[str, Any]) -> str:
         """Resume from `state()`. Returns a warning for the user, or "". A reader of the share must have been restored before."""
         if "stream" in state and "source" not in state:
             self._begin()
             self._iterate()
-            self.taken, self._stream.state = int(state["taken"]), decoded(state["stream"])
+            self.taken, self._stream.state = int(state["taken"]), decode(state["stream"])
             return ""
         if "source" in state:
-            self._begin(decoded(state["source"]))
-            self.taken, self._stream.state = int(state["taken"]), decoded(state["stream"])
+            self._begin(decode(state["source"]))
+            self.taken, self._stream.state = int(state["taken"]), decode(state["stream"])
             return ""
         self._begin()
         for _ in range(int(state["taken"])):

@@ -14,7 +14,7 @@ from thinwire.errors import CheckpointError, JobError
 _BYTES, _TENSOR, _PAIRS = "bytes in base64", "tensor", "pairs"
 
 
-def encoded(value: object) -> Any:
+def encode(value: object) -> Any:
     """`value` as JSON. Raises `JobError` for a value that is neither JSON nor tensor, bytes, tuple or dict."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
@@ -23,26 +23,26 @@ def encoded(value: object) -> Any:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous()
         data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return {_TENSOR: str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape), **encoded(data)}
+        return {_TENSOR: str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape), **encode(data)}
     if isinstance(value, list | tuple):
-        return [encoded(item) for item in value]
+        return [encode(item) for item in value]
     if isinstance(value, Mapping):
-        return {_PAIRS: [[encoded(key), encoded(item)] for key, item in value.items()]}
+        return {_PAIRS: [[encode(key), encode(item)] for key, item in value.items()]}
     raise JobError(
         f"state_dict() of the iterable from batches(share) holds a {type(value).__name__}; numbers, text, bytes, tensors, lists and "
         "dicts can be saved. Leave it out of the state, or leave state_dict out: then a resume reads all batches again."
     )
 
 
-def decoded(value: Any) -> Any:
-    """Read a value from `encoded`; a tuple becomes a list. Raises `CheckpointError` for anything else."""
+def decode(value: Any) -> Any:
+    """Read a value from `encode`; a tuple becomes a list. Raises `CheckpointError` for anything else."""
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     try:
         if _PAIRS in value:
-            return {decoded(key): decoded(item) for key, item in value[_PAIRS]}
+            return {decode(key): decode(item) for key, item in value[_PAIRS]}
         data = base64.b64decode(value[_BYTES], validate=True)
         if _TENSOR not in value:
             return data

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.kernels.numba_support import ONE, ZERO, compiled, u8, u64
 
-MOST = 32  # the largest k
+LARGEST_K = 32  # the largest k
 
 
 def parameter(places: Tensor, count: int) -> int:
@@ -26,7 +26,7 @@ def parameter(places: Tensor, count: int) -> int:
         return 0
     between = gaps(places, count)
     guess = max(1, int(between.mean() * 0.69) + 1).bit_length() - 1  # ln 2 times the mean, for geometric gaps
-    near = range(max(0, guess - 2), min(MOST, guess + 2) + 1)
+    near = range(max(0, guess - 2), min(LARGEST_K, guess + 2) + 1)
     return min(near, key=lambda k: int((between >> k).sum()) + k * len(between))
 
 
@@ -42,7 +42,7 @@ def encode(places: Tensor, count: int, k: int, out: NDArray[np.uint8]) -> None:
 
 def decode(code: NDArray[np.uint8], chunk: int, count: int, numel: int, k: int, places: Tensor) -> int:
     """Fill `places` from the front of `code`. Returns the number of bytes read, or -1 if they do not encode indices below `numel`."""
-    if k > MOST:
+    if k > LARGEST_K:
         return -1
     return int(_decode(code, u64(chunk), u64(count), u64(numel), u64(k), places.numpy()))
 

@@ -61,7 +61,7 @@ def adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tenso
     }
 
 
-def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The `weights` of the model without adapters that computes the same: W + B·A instead of W, under the model's own names."""
     plain: dict[str, Tensor] = {}
     for name, value in weights.items():

@@ -41,7 +41,7 @@ from thinwire.records.files import contents, parsed
 from thinwire.rng import derive
 
 FORMAT = 1  # format of the cache; a new number rebuilds every cache
-SAMPLE = 256 << 20  # bytes of text from which merges are learned
+SAMPLE_NBYTES = 256 << 20  # bytes of text from which merges are learned
 # number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
 BLOCKS, BLOCK = (
     64,
@@ -197,8 +197,8 @@ def _tokenise(sources: list[Source], tokenizer: Tokenizer, column: str, out: IO[
 
 
 def _sample(sources: list[Source], column: str) -> Iterator[str]:
-    """Every n-th piece of the training text, about SAMPLE bytes in all."""
-    stride = 1 + sum(source.nbytes for source in sources) // SAMPLE
+    """Every n-th piece of the training text, about SAMPLE_NBYTES in all."""
+    stride = 1 + sum(source.nbytes for source in sources) // SAMPLE_NBYTES
     number = 0
     for source in sources:
         try:

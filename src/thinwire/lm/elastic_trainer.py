@@ -12,7 +12,7 @@ from thinwire import checkpoint
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import EndedError, LinkError
 from thinwire.jobs.base import mean_of
-from thinwire.lm.membership import AdaptiveTimeouts, RetryReporter, join, make_membership
+from thinwire.lm.member import AdaptiveTimeouts, RetryReporter, join, make_membership
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.text_job import TextJob
 from thinwire.lm.trainer import Trainer

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.lm.checked import fits
+from thinwire.lm.checked_settings import fits
 from thinwire.lm.data import Corpus
 from thinwire.lm.mixture import SEQUENCES, Mixture, cached_prior
 from thinwire.lm.model import Transformer
@@ -31,7 +31,7 @@ from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.lm.tokens import Tokenizer
 from thinwire.lm.trained import TrainedModel
-from thinwire.records.files import contents, opened, parsed, write_whole
+from thinwire.records.files import contents, open_regular, parsed, write_whole
 
 FORMAT = 1  # format of expert.json
 FILE = "expert.json"
@@ -180,7 +180,7 @@ def model_in(folder: Path) -> str:
 def sha256_of(folder: Path) -> str:
     """The SHA-256 of the model in `folder`. Raises `CheckpointError`."""
     try:
-        with opened(folder / "model.safetensors") as file:
+        with open_regular(folder / "model.safetensors") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"the model of an expert cannot be read ({error}); copy it again.") from None

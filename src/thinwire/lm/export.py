@@ -17,22 +17,22 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
-from thinwire.lm.adapters import merged, save_adapters
+from thinwire.lm.adapters import merge_adapters, save_adapters
 from thinwire.lm.huggingface import HuggingFace, save_model
 from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.settings import ModelSpec
 from thinwire.lm.tokens import Tokenizer
-from thinwire.records.files import opened, parsed, save_file
+from thinwire.records.files import open_regular, parsed, save_file
 
 
-def described(path: str | Path) -> Mapping[str, Any]:
+def metadata_of(path: str | Path) -> Mapping[str, Any]:
     """The file's metadata about its model: size, vocabulary, positions, context, its tokenizer's fingerprint. Raises `ModelError`."""
     if (Path(path).parent / "config.json").exists():
         raise ModelError(
             f"{path} is beside a config.json: a model of transformers, which is loaded by its folder; give --model hf:{Path(path).parent}."
         )
     try:
-        opened(Path(path)).close()
+        open_regular(Path(path)).close()
         with safe_open(str(path), "pt") as file:
             said = parsed(json.loads, (file.metadata() or {})["thinwire"])
         known = (
@@ -54,7 +54,7 @@ def described(path: str | Path) -> Mapping[str, Any]:
 
 def stored_model(path: str | Path, vocabulary: int, sequence: int) -> Transformer:
     """The model in the file, for text of `vocabulary` and at least `sequence` tokens. Raises `ModelError`, `ConfigurationError`."""
-    said = described(path)
+    said = metadata_of(path)
     if said["vocabulary"] != vocabulary:
         raise ConfigurationError(
             f"{path} has {said['vocabulary']} tokens, the tokenizer has {vocabulary}; take the tokenizer that it was trained with (--tokenizer)."
@@ -97,7 +97,7 @@ def store(
     model is written in the form of transformers.
     Several replicas may write at once, each with its own `writer` name. Raises `CheckpointError`.
     """
-    whole = merged(model, weights) if spec.lora else weights
+    whole = merge_adapters(model, weights) if spec.lora else weights
     path = folder / f"model{mark}.safetensors"
     try:
         with draft_folder(folder, f"model.{writer}") as draft:
@@ -122,7 +122,7 @@ def store_as_dcp(folder: Path, spec: ModelSpec, model: nn.Module) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and needed here only
 
     weights = model.state_dict()
-    whole = merged(model, weights) if spec.lora else weights
+    whole = merge_adapters(model, weights) if spec.lora else weights
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves without it
         with draft_folder(folder, "export") as draft:
@@ -131,5 +131,5 @@ def store_as_dcp(folder: Path, spec: ModelSpec, model: nn.Module) -> None:
 
 def _description(spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:
     said = {"model": spec.model, "vocabulary": tokenizer.vocabulary, "positions": spec.positions}
-    said |= described(spec.model) if spec.model.endswith(".safetensors") else {}
+    said |= metadata_of(spec.model) if spec.model.endswith(".safetensors") else {}
     return said | {"context": model.context, "tokenizer": tokenizer.fingerprint}

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from thinwire import checkpoint
-from thinwire.data_ledger.layout import decoded
+from thinwire.data_ledger.layout import decode
 from thinwire.decoupled.method import Decoupled
 from thinwire.errors import CheckpointError, ConfigurationError, DataError
 from thinwire.jobs.base import Job
@@ -19,7 +19,7 @@ from thinwire.lm.setup import learning_rate
 from thinwire.lm.text_job import TextJob
 from thinwire.methods import Codistill
 from thinwire.pieces.schedule import Calendar
-from thinwire.runtime.weighing import cannot_weigh, check_weighing
+from thinwire.runtime.token_weights import cannot_weigh, check_weighing
 from thinwire.strategy import Gradients
 
 
@@ -70,7 +70,7 @@ def _check_data(folder: Path, job: Job) -> None:
         with suppress(CheckpointError, DataError):
             manifest = checkpoint.read(path, hashes=False).manifest
             ledger, data = manifest["facts"].get("agreed", {}).get("ledger"), manifest["notes"].get("data", {})
-            samples = decoded(bytes.fromhex(ledger)).samples if ledger else None
+            samples = decode(bytes.fromhex(ledger)).samples if ledger else None
             text = job.corpus.fingerprint if isinstance(job, TextJob) else None
             for there, given, told in (
                 (samples, job.samples, "{:,} samples in an epoch there, {:,} given"),

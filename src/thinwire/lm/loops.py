@@ -71,7 +71,7 @@ def has_own_steps(method: Method | None) -> bool:
     return isinstance(method, Composition | SampleComposition)
 
 
-def evaluated(replica: object) -> str:
+def evaluated_weights(replica: object) -> str:
     """The weights that are evaluated: the `anchors`, on which all agree; in gossip the replica's `own` weights, and at the end the `mean`
     over all replicas; `each` if every replica has another model; or the `start` of its round.
     """
@@ -107,6 +107,6 @@ def own_micro_batches(accumulate: int, replica: object) -> int:
     return 0 if isinstance(replica, Attached) and replica.idle else accumulate
 
 
-def passed(before: int, after: int, every: int) -> bool:
+def passes_multiple(before: int, after: int, every: int) -> bool:
     """Whether there is a multiple of `every` after `before` and up to `after`; a replica that was behind may jump over several steps."""
     return bool(every) and after // every > before // every

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thinwire.comm import parse_link
-from thinwire.lm.membership import MemberSpec, heartbeat_timeout
+from thinwire.lm.member import MemberSpec, heartbeat_timeout
 from thinwire.lm.run import Run
 from thinwire.membership import Lighthouse, LighthouseRendezvous
 from thinwire.membership.channel import secret_in

@@ -13,7 +13,7 @@ from torch import nn
 
 from thinwire.comm import Group
 from thinwire.jobs.base import Share
-from thinwire.lm.membership import MemberSpec
+from thinwire.lm.member import MemberSpec
 from thinwire.lm.run import Run
 
 if TYPE_CHECKING:

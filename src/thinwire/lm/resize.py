@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from thinwire import checkpoint
 from thinwire.checkpoint import Checkpoint
 from thinwire.data_ledger import Claim, ReadCount, lanes_of
-from thinwire.data_ledger.layout import decoded, encoded
+from thinwire.data_ledger.layout import decode, encode
 from thinwire.errors import CheckpointError, ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.trained import at_the_anchors
@@ -167,7 +167,7 @@ def _samples(
     if not notes[0]:
         told = "the job reads its data independently, so that some of it may be read twice or not at all"
         return [{}] * len(after), told
-    ledger = decoded(bytes.fromhex(notes[0]["ledger"]))
+    ledger = decode(bytes.fromhex(notes[0]["ledger"]))
     owners, parts = [rank for rank, lanes in enumerate(lanes_of(before)) for _ in lanes], lanes_of(after)
     places = [dict(lane) for note in notes for lane in note.get("lanes", [note])]
     begin = int(places[0]["count"]) + int(places[0]["offset"])  # the first sample of the next micro-batch in its lane
@@ -194,7 +194,7 @@ def _samples(
         begin = begin // math.gcd(*before) * math.gcd(*after)
     counts = [int(place["count"]) for place in places] + [0] * parts[-1].stop
     lanes = [{"offset": begin - counts[number], "count": counts[number]} for number in range(parts[-1].stop)]
-    shared = {"ledger": encoded(ledger).hex()}
+    shared = {"ledger": encode(ledger).hex()}
     unequal = len(set(after)) > 1
     noted = [{"lanes": [lanes[n] for n in part]} if unequal else lanes[part.start] for part in parts]
     return [{"samples": shared | one} for one in noted], told

@@ -14,12 +14,12 @@ import tomli_w
 from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
-from thinwire.lm.checked import check_batches, fits, unfit
+from thinwire.lm.checked_settings import check_batches, fits, unfit
 from thinwire.lm.model import SIZES
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement
 from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
-from thinwire.pieces.own_files import pinned, pinned_file, taken_apart
+from thinwire.pieces.own_files import pin, pinned_file, taken_apart
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
 from thinwire.records.files import write_whole
@@ -236,7 +236,7 @@ class Run:
         given = self.counted_in_samples().settings()
         if given["topology"] and given["topology"].endswith(".json"):
             given["topology"] = repr(read_edges(Path(given["topology"])))
-        pieces = {name: pinned(given[name]) for name in OF_PIECES if given[name] is not None}
+        pieces = {name: pin(given[name]) for name in OF_PIECES if given[name] is not None}
         given |= {
             "lr": self.optimizer.lr if self.model.models else self.lr,
             "text": text,

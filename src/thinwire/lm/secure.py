@@ -24,7 +24,7 @@ from thinwire.lm.place import Place
 from thinwire.lm.reducing import reducing
 from thinwire.lm.run import OF_PIECES, Run
 from thinwire.lm.run_folder import run_in
-from thinwire.pieces.own_files import shortened
+from thinwire.pieces.own_files import shorten
 from thinwire.records.published import PublishedFolder
 from thinwire.records.run_file import read_run_file
 
@@ -107,7 +107,7 @@ def run_of_hub(path: Path, elastic: bool) -> Run:
     named += [] if tokenizer == "bytes" or tokenizer.removeprefix("bpe:").isdigit() else ["tokenizer"]
     for name in OF_PIECES:
         text = str(settings.get(name) or "")
-        if ".py" in text or shortened(text) != text:
+        if ".py" in text or shorten(text) != text:
             named.append(name)
     if named:
         raise ConfigurationError(

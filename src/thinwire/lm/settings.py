@@ -19,12 +19,12 @@ from thinwire.comm.emulated import check_link
 from thinwire.decoupled.method import DECOUPLED
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
-from thinwire.exchange.attacked import attacked
-from thinwire.lm.checked import CheckedSettings
+from thinwire.exchange.attacked import with_liars
+from thinwire.lm.checked_settings import CheckedSettings
 from thinwire.membership.timeouts import grace_seconds
 from thinwire.methods import CODISTILL, METHODS, Method
 from thinwire.pieces.attacks import Attack
-from thinwire.pieces.own_files import shortened, taken_apart
+from thinwire.pieces.own_files import shorten, taken_apart
 from thinwire.pieces.transforms import Clip
 from thinwire.recipes import RECIPES
 from thinwire.records.choices import listed, nearest
@@ -111,7 +111,7 @@ class MethodSpec(CheckedSettings):
             )
             made = dataclasses.replace(made, aggregate=rule)
         if attack:
-            made = dataclasses.replace(made, exchange=attacked(made.exchange, attack, self.liars or 1))
+            made = dataclasses.replace(made, exchange=with_liars(made.exchange, attack, self.liars or 1))
         return made if self.privacy is None else dataclasses.replace(made, privacy=parse(self.privacy, own_files=True))
 
     def liar(self) -> Attack | None:
@@ -176,7 +176,7 @@ class MethodSpec(CheckedSettings):
         """The strategy for display: its name and its settings."""
         named = (*OF_THE_RECIPE, "state_dtype", "aggregate", "guard", "attack", "liars")
         given = [f"{name}={getattr(self, name)}" for name in named if getattr(self, name) is not None]
-        return shortened(self.strategy + (f"({', '.join(given)})" if given else ""))
+        return shorten(self.strategy + (f"({', '.join(given)})" if given else ""))
 
 
 @dataclass(frozen=True, kw_only=True)

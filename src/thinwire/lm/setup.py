@@ -21,7 +21,7 @@ from thinwire.records.choices import nearest
 from thinwire.rng import derive
 
 _MAKING = threading.Lock()  # transformers patches torch globally while it loads, so one thread at a time
-FLOOR = 0.05  # share of the peak learning rate at which the cosine ends
+LR_FLOOR = 0.05  # share of the peak learning rate at which the cosine ends
 
 
 def make_model(spec: ModelSpec, sequence: int, seed: int, vocabulary: int) -> nn.Module:
@@ -91,4 +91,4 @@ def learning_rate(run: Run, step: int) -> float:
     if step <= warmup:
         return peak * step / max(1, warmup)
     share = (step - warmup) / max(1, optimizer.steps - warmup)
-    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    return peak * (LR_FLOOR + (1 - LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))

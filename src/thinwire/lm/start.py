@@ -17,7 +17,7 @@ from thinwire.jobs.base import Job, Share
 from thinwire.lm.run import Run
 from thinwire.methods import Method
 from thinwire.pieces.partition import Fragment
-from thinwire.records.membership import CARRIER
+from thinwire.records.participation import CARRIER
 from thinwire.strategy import Strategy
 from thinwire.version import __version__
 

@@ -42,10 +42,10 @@ from thinwire.lm.run import Run
 from thinwire.lm.run_folder import run_in
 from thinwire.records.events import Tail
 
-FINAL = 3  # exit code of a replica that would fail again
+FINAL_EXIT_CODE = 3  # exit code of a replica that would fail again
 TRIES = 5  # deaths in a row after which a replica is given up
-SETTLED = 60.0  # seconds of life after which a death counts as the first in a row again
-LONGEST = 60.0  # most seconds before a replica is started again
+SETTLED_SECONDS = 60.0  # seconds of life after which a death counts as the first in a row again
+LONGEST_PAUSE = 60.0  # most seconds before a replica is started again
 STOPPING = "stopping: each replica ends its inner step and leaves a checkpoint (Ctrl-C again: at once)"
 
 Say = Callable[[str], object]
@@ -171,14 +171,14 @@ class _Replica:
         how = _signal(-code) if code < 0 else f"exit code {code}"
         words = self.said()
         why = f"{how}: {words}" if words else how
-        if code == FINAL:
+        if code == FINAL_EXIT_CODE:
             self.given_up = words or of_full_disk(self.folder)[0] or "it ended without a message"
             return f"{self.name} has ended at step {self.step} and is not started again: {in_words(self.given_up)}"
-        self.deaths = 1 if time.monotonic() - self.began > SETTLED else self.deaths + 1
+        self.deaths = 1 if time.monotonic() - self.began > SETTLED_SECONDS else self.deaths + 1
         if self.deaths >= TRIES:
             self.given_up = f"died {self.deaths} times in a row, last by {why}"
             return f"{self.name} {self.given_up}; it is not started again"
-        pause = min(LONGEST, 2.0 ** (self.deaths - 1))
+        pause = min(LONGEST_PAUSE, 2.0 ** (self.deaths - 1))
         self.due = time.monotonic() + pause
         return f"{self.name} died at step {self.step} ({why}); it is started again in {pause:g} s"
 
@@ -269,7 +269,7 @@ def main() -> int:
             member = meeting_of(sys.argv[5:-1]).member(run, name)
             train_here(run, ElasticPlace(member, folder, resume, index, stop))
 
-    return as_replica(train, failed=FINAL)
+    return as_replica(train, failed=FINAL_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm.data import Corpus
-from thinwire.lm.export import described, draft_folder
+from thinwire.lm.export import draft_folder, metadata_of
 from thinwire.lm.huggingface import Pretrained, has_weights, own_tokenizer
 from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokens import BPE, END, Bytes, Tokenizer
@@ -102,7 +102,7 @@ def _trained_with(data: DataSpec, model: str) -> str | None:
 def _own(model: str) -> tuple[str, str | None]:
     """The tokenizer that belongs to `model` (bytes if it has none), and its fingerprint if the model has one."""
     if model.endswith(".safetensors"):
-        said = described(model).get("tokenizer")
+        said = metadata_of(model).get("tokenizer")
         name = f"bpe:{Path(model).with_name(FILE)}" if str(said).startswith("bpe-") else "bytes"
         return name if not str(said).startswith("hf-") else f"hf:{Path(model).parent}", said
     own = own_tokenizer(model.removeprefix("hf:")) if model.startswith("hf:") else None

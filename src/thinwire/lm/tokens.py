@@ -27,8 +27,8 @@ from thinwire.records.files import parsed
 MOST_VOCABULARY = 1 << 24
 END = "<|end|>"  # the separator of two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
-CHUNK = 1 << 18  # characters tokenised at a time
-DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
+CHUNK_CHARACTERS = 1 << 18  # characters tokenised at a time
+LARGEST_DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
 # A .parquet row group may hold EXPANDED bytes of text, or RATIO times its size in the file.
 EXPANDED, RATIO = 256 << 20, 100
 
@@ -97,8 +97,8 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
             if kind == ".jsonl":
                 yield from _lines(source, file, column)
                 return
-            while piece := file.read(CHUNK):
-                yield piece + file.readline(CHUNK)  # to the end of a line, so that no word is cut
+            while piece := file.read(CHUNK_CHARACTERS):
+                yield piece + file.readline(CHUNK_CHARACTERS)  # to the end of a line, so that no word is cut
             yield None
     except OSError as error:
         raise DataError(
@@ -109,17 +109,17 @@ def pieces(source: Source, column: str) -> Iterator[str | None]:
 def _slices(text: str) -> Iterator[str]:
     """A document in pieces of bounded size, to the end of a line where that is near."""
     file = io.StringIO(text)
-    while piece := file.read(CHUNK):
-        yield piece + file.readline(CHUNK)
+    while piece := file.read(CHUNK_CHARACTERS):
+        yield piece + file.readline(CHUNK_CHARACTERS)
 
 
 def _lines(source: Source, file: IO[str], column: str) -> Iterator[str | None]:
     for number in itertools.count(1):
-        if not (line := file.readline(DOCUMENT)):
+        if not (line := file.readline(LARGEST_DOCUMENT)):
             return
-        if len(line) == DOCUMENT:
+        if len(line) == LARGEST_DOCUMENT:
             raise DataError(
-                f"{source.path}:{number} has {DOCUMENT:,} characters or more; shorter lines are needed. Split the document, "
+                f"{source.path}:{number} has {LARGEST_DOCUMENT:,} characters or more; shorter lines are needed. Split the document, "
                 "or give it as .txt."
             )
         if not line.strip():
@@ -185,9 +185,9 @@ def _texts(source: Source, column: Any) -> Iterator[str]:
     """The rows of one batch."""
     for index in column.indices.to_pylist():
         text = "" if index is None else column.dictionary[index].as_py() or ""
-        if len(text) > DOCUMENT:
+        if len(text) > LARGEST_DOCUMENT:
             raise DataError(
-                f"{source.path} has a row of {len(text):,} characters: at most {DOCUMENT:,} are read. Split the document."
+                f"{source.path} has a row of {len(text):,} characters: at most {LARGEST_DOCUMENT:,} are read. Split the document."
             )
         yield text
 

@@ -6,7 +6,7 @@ a sum over tokens with their number, and the sum of all gradients is divided by 
     g = Σ_m Σ_i ∇S_mi / Σ_m Σ_i T_mi
 
 over micro-batches i, and over replicas m if gradients are exchanged. If deltas are exchanged, each replica takes its own steps, and
-the weight of a delta is its number of tokens (runtime/weighing.py).
+the weight of a delta is its number of tokens (runtime/token_weights.py).
 """
 
 from __future__ import annotations

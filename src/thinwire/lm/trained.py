@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import Checkpoint, newest
 from thinwire.errors import ConfigurationError
-from thinwire.lm.adapters import merged
+from thinwire.lm.adapters import merge_adapters
 from thinwire.lm.export import stored_model
 from thinwire.lm.huggingface import hugging_face
 from thinwire.lm.run import Run
@@ -76,7 +76,7 @@ def trained_model(folder: Path) -> TrainedModel:
     model = adapted
     if run.model.lora:
         model = make_model(spec, run.data.sequence, run.seed, tokenizer.vocabulary)
-        weights = merged(adapted, adapted.state_dict() | weights)
+        weights = merge_adapters(adapted, adapted.state_dict() | weights)
     model.load_state_dict(weights, strict=False)  # tied weights are saved once
     return TrainedModel(model.eval(), tokenizer, spec, saved.step)
 

@@ -26,7 +26,7 @@ from thinwire.jobs.base import Summed, mean_of
 from thinwire.jobs.own import OwnJob
 from thinwire.lm import final
 from thinwire.lm.job import open_job
-from thinwire.lm.loops import evaluated, micro_batches, model_folder, own_micro_batches, passed
+from thinwire.lm.loops import evaluated_weights, micro_batches, model_folder, own_micro_batches, passes_multiple
 from thinwire.lm.place import ElasticPlace, Place, device_of, shard
 from thinwire.lm.publish import Publisher, publishing
 from thinwire.lm.releases import releases
@@ -187,9 +187,9 @@ class Trainer(ABC):
             if self._publisher and self._landed and self._publisher.idle:
                 self._landed = False
                 self._publisher.offer(replica.step, replica.anchors())
-            if passed(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
+            if passes_multiple(began, self.progress, eval_every) and self.progress < run.optimizer.steps:
                 self._evaluate()
-            if passed(before, replica.step, run.placement.checkpoint_every):
+            if passes_multiple(before, replica.step, run.placement.checkpoint_every):
                 self._save()
 
     @property
@@ -303,7 +303,7 @@ class Trainer(ABC):
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
         ):
             losses = self.job.evaluation(self.model, self.device)
-        loss, of = next(iter(losses.values())), evaluated(self.replica)
+        loss, of = next(iter(losses.values())), evaluated_weights(self.replica)
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         spent = time.monotonic() - began
         told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of, "sent": self.ledger.sent()}
@@ -370,7 +370,7 @@ class Trainer(ABC):
             "tokens": self._tokens(),
             "parameters": self.parameters,
             "eval_loss": next(iter(self.losses.values()), None),
-            "eval_of": evaluated(self.replica),
+            "eval_of": evaluated_weights(self.replica),
             "losses": self.losses,
             "wire_bytes_sent": self.ledger.sent(),
             "bits_per_parameter_per_step": 8 * self.ledger.sent() / self.parameters / max(1, self.counted_steps),

@@ -11,7 +11,7 @@ from pathlib import Path
 from thinwire.records.events import EventLog
 
 LOOK_SECONDS = 5.0  # seconds between two counts of the open files
-FULL = 0.8  # share of the allowed open files above which a warning is logged
+FULL_SHARE = 0.8  # share of the allowed open files above which a warning is logged
 _FILES = Path("/proc/self/fd")
 
 
@@ -49,7 +49,7 @@ def warn_of_open_files(log: EventLog) -> Callable[[], bool]:
             number = len(list(_FILES.iterdir()))
         except OSError:  # the system does not list them
             return True
-        if not 0 < FULL * most <= number:
+        if not 0 < FULL_SHARE * most <= number:
             return False
         log.emit(
             "warning", 0,

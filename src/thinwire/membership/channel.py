@@ -36,8 +36,8 @@ from typing import Any
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import LIGHTHOUSE_MESSAGES, newest_of_both
 
-PORT = 29510
-ANSWER = 5.0  # seconds within which a response must arrive
+LIGHTHOUSE_PORT = 29510
+ANSWER_SECONDS = 5.0  # seconds within which a response must arrive
 MOST_PRESENCE = 16_384  # bytes of a replica's presence
 MOST_MEMBERS = 128  # most replicas at one lighthouse
 MOST_ASKED = 1 << 17  # bytes of one message to the lighthouse
@@ -167,10 +167,10 @@ class Channel:
             raise
 
     def ask(self, do: str, seconds: float = 0.0, **fields: Any) -> dict[str, Any]:
-        """The lighthouse's response, which may take `seconds`, and `ANSWER` more."""
-        until = time.monotonic() + seconds + ANSWER
+        """The lighthouse's response, which may take `seconds`, and `ANSWER_SECONDS` more."""
+        until = time.monotonic() + seconds + ANSWER_SECONDS
         try:
-            self._line.settimeout(ANSWER)
+            self._line.settimeout(ANSWER_SECONDS)
             self._line.sendall(self._says.pack({"do": do, "seconds": seconds, **fields}))
             length, tag = FRAME.unpack(self._receive(FRAME.size, until))
             if length > MOST_ANSWERED:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from thinwire.comm.group import Group
-from thinwire.comm.torch import TorchGroup, connected
+from thinwire.comm.torch import TorchGroup, connect
 from thinwire.errors import ConfigurationError, LinkError
-from thinwire.membership.channel import PORT, Channel, at, family
-from thinwire.membership.remote_rendezvous import PROBE, RemoteRendezvous
+from thinwire.membership.channel import LIGHTHOUSE_PORT, Channel, at, family
+from thinwire.membership.remote_rendezvous import PROBE_SECONDS, RemoteRendezvous
 from thinwire.membership.server import Lighthouse as Lighthouse
 from thinwire.membership.store import EpochStore
 from thinwire.membership.timeouts import Timeouts
@@ -82,7 +82,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         addresses = EpochStore(self._channel(), epoch, seconds)
         self._addresses = addresses.own
         try:
-            return TorchGroup(connected(addresses, rank, len(members), self._host, seconds), timeout)
+            return TorchGroup(connect(addresses, rank, len(members), self._host, seconds), timeout)
         except LinkError as error:
             others = ", ".join(p.name for p in members if p.incarnation != self._incarnation)
             raise LinkError(f"connecting to {others} failed: {error}") from error
@@ -93,8 +93,8 @@ class LighthouseRendezvous(RemoteRendezvous):
         """See `Rendezvous`."""
         try:
             host, port = _parse(other.address)
-            with socket.create_connection((host, port), timeout=PROBE) as line:
-                line.settimeout(PROBE)
+            with socket.create_connection((host, port), timeout=PROBE_SECONDS) as line:
+                line.settimeout(PROBE_SECONDS)
                 return line.recv(64) == other.incarnation.encode()
         except (OSError, ConfigurationError):
             return False
@@ -109,7 +109,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         super().leave()
 
     def _channel(self) -> Channel:
-        return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, PROBE)
+        return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, PROBE_SECONDS)
 
     def _answer(self) -> None:
         """Send the incarnation of this process over each new connection."""
@@ -126,14 +126,18 @@ class LighthouseRendezvous(RemoteRendezvous):
 
 
 def _parse(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":") if ":" in address.rpartition("]")[2] else (address, ":", str(PORT))
+    host, _, port = (
+        address.rpartition(":") if ":" in address.rpartition("]")[2] else (address, ":", str(LIGHTHOUSE_PORT))
+    )
     host = host.strip("[]")
     try:
         host.encode("idna")  # as a socket does
     except UnicodeError:
         host = ""
     if not (host and port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
-        raise ConfigurationError(f"the address {address!r} was given; HOST:PORT is needed, as 10.0.0.1:{PORT}.")
+        raise ConfigurationError(
+            f"the address {address!r} was given; HOST:PORT is needed, as 10.0.0.1:{LIGHTHOUSE_PORT}."
+        )
     return host, int(port)
 
 

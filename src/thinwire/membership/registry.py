@@ -19,9 +19,9 @@ from thinwire.membership.channel import MOST_MEMBERS, MOST_PRESENCE
 from thinwire.membership.commit import YES
 from thinwire.membership.shared_keys import GROUP, NOTE, SharedKeys, TooMuchError
 
-JOIN = 0.5  # seconds from the first call, after which more than half are enough; memberships add their own grace
+JOIN_SECONDS = 0.5  # from the first call, after which more than half are enough; memberships add their own grace
 HEARTBEAT_TIMEOUT = 5.0
-TICK = 0.05  # seconds between two calls of `tick`
+TICK_SECONDS = 0.05  # seconds between two calls of `tick`
 _DAY = 86_400.0
 
 
@@ -121,9 +121,9 @@ class MemberRegistry:
         self,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         say: Callable[[str], object] = lambda line: None,
-        lost: Callable[[str, str], object] = lambda name, incarnation: None,
     ) -> None:
-        self.heartbeat_timeout, self.say, self.lost = heartbeat_timeout, say, lost
+        self.heartbeat_timeout, self.say = heartbeat_timeout, say
+        self.lost: Callable[[str, str], object] = lambda name, incarnation: None
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
@@ -190,7 +190,7 @@ class MemberRegistry:
                 del self._replicas[incarnation]
 
     def tick(self) -> None:
-        """Drop replicas that are silent, and answer the calls that make a view. Call it every `TICK` seconds."""
+        """Drop replicas that are silent, and answer the calls that make a view. Call it every `TICK_SECONDS`."""
         now = time.monotonic()
         for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self.heartbeat_timeout:
@@ -250,7 +250,7 @@ class MemberRegistry:
         heard = {incarnation for incarnation, replica in self._replicas.items() if not replica.silent}
         calling = {incarnation: replica.calls[0] for incarnation, replica in self._replicas.items() if replica.calls}
         # Whoever was alive when the process before this one ended may be on its way back.
-        join = math.inf if any(replica.kept for replica in self._replicas.values()) else JOIN
+        join = math.inf if any(replica.kept for replica in self._replicas.values()) else JOIN_SECONDS
         chosen = quorum(calling, heard, self._previous, now, join) if calling else set()
         if not chosen:
             return

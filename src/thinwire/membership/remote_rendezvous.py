@@ -14,14 +14,14 @@ from contextlib import suppress
 
 from thinwire.comm.group import Group
 from thinwire.errors import DisagreementError, LinkError, PacketError
-from thinwire.membership.channel import ANSWER
+from thinwire.membership.channel import ANSWER_SECONDS
 from thinwire.membership.commit import VoteStore
 from thinwire.membership.rendezvous import AnswerLostError
 from thinwire.membership.store import ChannelVoteStore, RequestChannel
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Observe, Presence
 
-PROBE = 2.0  # seconds within which a peer, a lighthouse or a hub must answer
+PROBE_SECONDS = 2.0  # seconds within which a peer, a lighthouse or a hub must answer
 
 
 class RemoteRendezvous(ABC):
@@ -103,7 +103,7 @@ class RemoteRendezvous(ABC):
         self._left.set()
         for thread in self._threads:
             # the heartbeat thread may be waiting for a response; it tells the server afterwards
-            thread.join(2 * ANSWER + 2 * PROBE)
+            thread.join(2 * ANSWER_SECONDS + 2 * PROBE_SECONDS)
         self._lose()
 
     def _begin(self, body: Callable[[], None]) -> None:

@@ -21,18 +21,18 @@ from typing import Any
 
 from thinwire.errors import LinkError, PacketError
 from thinwire.membership.channel import (
-    ANSWER,
+    ANSWER_SECONDS,
     FRAME,
     FULL,
     INCARNATION,
     INTRODUCTION,
+    LIGHTHOUSE_PORT,
     MAGIC,
     MOST_ASKED,
     MOST_MEMBERS,
     NAME,
     OTHER_SECRET,
     OTHER_VERSION,
-    PORT,
     PROOF,
     SPOKEN,
     TAKEN,
@@ -45,7 +45,7 @@ from thinwire.membership.channel import (
     spoken,
     unlike,
 )
-from thinwire.membership.registry import HEARTBEAT_TIMEOUT, TICK, MemberRegistry
+from thinwire.membership.registry import HEARTBEAT_TIMEOUT, TICK_SECONDS, MemberRegistry
 
 _MOST_STRANGERS = 64  # connections that have not proved the secret yet; a quarter of them from one address
 _MOST_CONNECTIONS = 4  # from one replica
@@ -69,7 +69,7 @@ class _Line:
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
-        async with asyncio.timeout(ANSWER):  # `wait_for` of Python 3.11 can lose a cancellation
+        async with asyncio.timeout(ANSWER_SECONDS):  # `wait_for` of Python 3.11 can lose a cancellation
             await self.writer.drain()
 
     async def came(self, future: asyncio.Future[Any], seconds: float) -> bool:
@@ -94,7 +94,7 @@ class Lighthouse:
     def __init__(
         self,
         host: str,
-        port: int = PORT,
+        port: int = LIGHTHOUSE_PORT,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         secret: bytes = b"",
         tell: Callable[[str], object] = lambda line: None,
@@ -137,7 +137,7 @@ class Lighthouse:
         while not self._stop.is_set():
             self._registry.tick()
             with suppress(TimeoutError):
-                async with asyncio.timeout(TICK):
+                async with asyncio.timeout(TICK_SECONDS):
                     await self._stop.wait()
         server.close()
         tasks = [*self._strangers, *(task for tasks in self._lines.values() for task in tasks)]
@@ -158,7 +158,7 @@ class Lighthouse:
         try:
             self._make_room(line.address)
             self._strangers[task] = line.address
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(ANSWER_SECONDS):
                 await self._meet(line)
             del self._strangers[task]
             own = self._lines.setdefault(line.incarnation, [])
@@ -172,7 +172,7 @@ class Lighthouse:
                 said = line.hears.open(tag, await reader.readexactly(length))
                 await line.send(line.says.pack(await self._registry.answer(line, said)))
         except (_Refused, PacketError, TimeoutError) as error:
-            self._refuse(line, str(error) or f"it said nothing, or read nothing, for {ANSWER:g} s")
+            self._refuse(line, str(error) or f"it said nothing, or read nothing, for {ANSWER_SECONDS:g} s")
         except (OSError, EOFError, asyncio.CancelledError):  # it disconnected, or was closed to make room or at the end
             pass
         finally:

@@ -6,11 +6,11 @@ are never compared.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from math import isfinite
 
 from thinwire.comm.emulated import Link
+from thinwire.comm.quantities import SECONDS, number_and_unit
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 
@@ -121,9 +121,9 @@ def grace_seconds(text: str, step_seconds: float) -> float:
     >>> grace_seconds("20 steps", step_seconds=0.5), grace_seconds("500ms", step_seconds=0.5)
     (10.0, 0.5)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(ms|s|steps?)", text)
-    if match is None or not float(match[1]) > 0:
+    found = number_and_unit(text, SECONDS | dict.fromkeys(("step", "steps"), step_seconds))
+    if found is None or not found[0] > 0:
         raise ConfigurationError(
             f"grace={text!r}: a time or a number of steps is needed, such as 5s, 500ms or '20 steps'."
         )
-    return float(match[1]) * {"ms": 1e-3, "s": 1.0}.get(match[2], step_seconds)
+    return found[0] * found[1]

@@ -27,7 +27,7 @@ from thinwire.rng import derive
 from thinwire.runtime.handshake import compare_settings, digest
 from thinwire.runtime.loop_warnings import silent as silent
 from thinwire.runtime.model_buffers import frozen
-from thinwire.runtime.module_state import exported
+from thinwire.runtime.module_state import export_state
 from thinwire.types import Observer
 
 TAG = TAGS >> 1  # the same for all messages: those of a pair of replicas are matched in the order of posting
@@ -233,7 +233,7 @@ class Attached(Participant):
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the agreed weights; whole tensors on the CPU."""
         with self.anchored():
-            return exported(self.model)
+            return export_state(self.model)
 
     def finish(self) -> None:
         """Exchange the remaining steps, and leave the agreed weights in the model."""
@@ -270,7 +270,7 @@ def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
         )
 
 
-def drawn(names: Sequence[str], count: int | None, seed: int, round_: int) -> tuple[str, ...]:
+def draw_names(names: Sequence[str], count: int | None, seed: int, round_: int) -> tuple[str, ...]:
     """The `count` (None: all) of `names` that are drawn for a round, in their order; the same on all replicas."""
     if count is None:
         return tuple(names)

@@ -33,7 +33,7 @@ from thinwire.codecs import Codec, Identity, encode_from
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.methods.base import Attached, check_rounds, drawn, nbytes_to_all, silent
+from thinwire.methods.base import Attached, check_rounds, draw_names, nbytes_to_all, silent
 from thinwire.methods.control_rules import Rule
 from thinwire.packet import REFUSED, Header, identity
 from thinwire.rng import Key
@@ -96,7 +96,7 @@ class ControlVariates:
 
     def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
         """The replicas of `names` that are sampled, in their order; the same on all."""
-        return drawn(names, self.sampled, self.seed, round_)
+        return draw_names(names, self.sampled, self.seed, round_)
 
 
 class _Said(NamedTuple):

@@ -31,7 +31,7 @@ from thinwire.codecs import Codec, Identity, TopK
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
-from thinwire.methods.base import TAG, Attached, check_rounds, drawn, silent
+from thinwire.methods.base import TAG, Attached, check_rounds, draw_names, silent
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
@@ -104,7 +104,7 @@ class Flasc:
 
     def draw(self, names: Sequence[str], round_: int) -> tuple[str, ...]:
         """The replicas of `names` that train in a round, in their order; the same on all replicas."""
-        return drawn(names, self.sampled, self.seed, round_)
+        return draw_names(names, self.sampled, self.seed, round_)
 
 
 class Federated(Attached):

@@ -15,7 +15,7 @@ from thinwire.errors import CheckpointError
 from thinwire.pieces.partition import is_sharded, local
 
 
-def saved(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def save_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by "parameter.key", and the rest, which JSON can hold. A setting that is a tensor of one value, or a number of numpy's, becomes
     a plain number. Raises `CheckpointError` for what is neither tensor, number nor text.
     """
@@ -37,7 +37,7 @@ def saved(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str
 
 
 def restore(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Restore `saved`. Numbers get the type that the optimizer has for them: its tensor of one value stays a tensor.
+    """Restore `save_state`. Numbers get the type that the optimizer has for them: its tensor of one value stays a tensor.
 
     Raises `CheckpointError`, and changes nothing, if an optimizer of an unrelated class was saved, or one with other parameter groups.
     """

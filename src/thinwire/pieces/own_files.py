@@ -32,7 +32,7 @@ _NAMED = re.compile(
 )
 
 
-def replaced(text: str, change: Callable[[Path, str | None, str], str]) -> str:
+def replace_paths(text: str, change: Callable[[Path, str | None, str], str]) -> str:
     """`text` in which each `path.py:name` outside string literals is replaced by `change(path, digest, name)`."""
 
     def each(found: re.Match[str]) -> str:
@@ -43,19 +43,19 @@ def replaced(text: str, change: Callable[[Path, str | None, str], str]) -> str:
     return _NAMED.sub(each, text)
 
 
-def pinned(text: str) -> str:
+def pin(text: str) -> str:
     """`text` with each of the user's own files written as its whole path and digest. Raises `ConfigurationError`."""
 
-    def pin(path: Path, digest: str | None, name: str) -> str:
+    def whole(path: Path, digest: str | None, name: str) -> str:
         where = f"{path.absolute()}@{digest or _digest(_read(path))}"
         return f"{where}:{name}" if re.fullmatch(_PATH, where) else f'"{where}":{name}'
 
-    return replaced(text, pin)
+    return replace_paths(text, whole)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """`text` for people: each of the user's own files is written as its name alone."""
-    return replaced(text, lambda path, digest, name: f"{path.name}:{name}")
+    return replace_paths(text, lambda path, digest, name: f"{path.name}:{name}")
 
 
 def pinned_file(text: str) -> str:
@@ -78,18 +78,18 @@ def file_of(text: str) -> ModuleType:
     return _imported(path.absolute(), digest)
 
 
-def resolved(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
+def resolve(text: str) -> tuple[str, dict[str, Callable[..., Any]]]:
     """`text` with a plain name instead of each `path.py:name`, and the objects of these names."""
     names: dict[str, Callable[..., Any]] = {}
 
     def each(path: Path, digest: str | None, name: str) -> str:
-        names[f"own_{len(names)}_{name}"] = loaded(path, digest, name)
+        names[f"own_{len(names)}_{name}"] = load(path, digest, name)
         return list(names)[-1]
 
-    return replaced(text, each), names
+    return replace_paths(text, each), names
 
 
-def loaded(path: Path, digest: str | None, name: str) -> Any:
+def load(path: Path, digest: str | None, name: str) -> Any:
     """`name` in the file at `path`, which is imported once for each content. Raises `ConfigurationError`."""
     module = _imported(path.absolute(), digest)
     made = None if name.startswith("_") else getattr(module, name, None)

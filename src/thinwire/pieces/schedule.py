@@ -164,7 +164,7 @@ def short_first(every: int, fragments: int, delay: int = 0) -> tuple[int, ...]:
     return tuple(step if step >= 1 else step + every for step in departures)
 
 
-LONGEST = 1 << 31  # inner steps of a round: it ends with the training
+LONGEST_ROUND = 1 << 31  # inner steps of a round: it ends with the training
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,9 @@ class Quadratic:
         if before is None or not lr <= before:  # warm-up; or NaN
             return self.every
         if lr <= 0:  # the parameters no longer move
-            return LONGEST
-        share = min(self.scale / lr, float(LONGEST))
-        return min(LONGEST, max(self.every, int(float(share**self.power))))
+            return LONGEST_ROUND
+        share = min(self.scale / lr, float(LONGEST_ROUND))
+        return min(LONGEST_ROUND, max(self.every, int(float(share**self.power))))
 
 
 class Calendar:

@@ -21,10 +21,10 @@ from torch import Tensor
 from thinwire.codecs import Codec, Identity
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.aggregate import Aggregate
+from thinwire.pieces.direction_weights import foolsgold
 from thinwire.pieces.gossip import GossipRule, Vector, check_whole
 from thinwire.pieces.products import inner_products
 from thinwire.pieces.robust import Median
-from thinwire.pieces.weighing import foolsgold
 from thinwire.rng import Key, derive, draw
 from thinwire.topology import Topology, outgoing
 from thinwire.topology.base import Weights

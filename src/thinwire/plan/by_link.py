@@ -20,7 +20,7 @@ from thinwire.plan.expected import FORMS, cost_of_delay
 from thinwire.records.units import text_of_seconds
 from thinwire.strategy import Strategy
 
-MOST = 10  # inner steps of a flight that are tried
+MOST_DELAY = 10  # inner steps of a flight that are tried
 # d ln(loss) / d ln(tokens) of data-parallel training, 500 to 2,000 steps: family.json, quality.json
 _OF_TOKENS = -0.118
 
@@ -66,7 +66,7 @@ def _choices(run: Run) -> Iterator[tuple[Run, float]]:
     if _given(run):
         forms = [(run.make_strategy().schedule.every, run.method.codec, 0.0)]
     for every, codec, above in forms:
-        for delay in range(1, min(MOST, every - 1) + 1):
+        for delay in range(1, min(MOST_DELAY, every - 1) + 1):
             yield run.changed(every=every, codec=codec, delay=delay), (1 + above) * cost_of_delay(every, delay)
 
 

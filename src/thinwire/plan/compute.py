@@ -82,7 +82,7 @@ def skeleton(run: Run, tokens: int | None = None) -> nn.Module:
 Timed = tuple[Sequence[torch.optim.Optimizer], Callable[[int], torch.Tensor]]
 
 
-def timed(run: Run, tokens: int, device: torch.device) -> Timed:
+def optimizers_and_loss(run: Run, tokens: int, device: torch.device) -> Timed:
     """The optimizers of the run's model on `device`, which are the job's own if it has any, and a function from a number of sequences to the
     loss of such a micro-batch (of arbitrary tokens). `tokens` is the size of the vocabulary."""
     if run.model.job:
@@ -116,7 +116,7 @@ def probe_machine(
     shape = shape_of(run)
     before = 0 if torch.cuda.is_available() else resident_nbytes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    optimizers, loss = timed(run, shape.vocabulary, device)
+    optimizers, loss = optimizers_and_loss(run, shape.vocabulary, device)
     bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and device.type == "cuda")
     most = 1 if run.model.job and "collate" not in functions(run.model.job) else 1024
     steps = list(_steps(loss, device, bf16, seconds, before, memory_nbytes, most))

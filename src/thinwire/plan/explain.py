@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from thinwire.comm import Link
-from thinwire.plan import cost, placement
+from thinwire.plan import cost, stage_order
 from thinwire.plan.compute import shape_of
 from thinwire.plan.search import ruled_out
 from thinwire.plan.setting import Setting, Task
@@ -14,8 +14,8 @@ from thinwire.plan.sharding import FP32, Shards, traffic
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.simulate.pipeline import pipeline_seconds
 
-FEW = 5  # of one kind are named
-USELESS = 0.5  # utilisation below which something is refused outright
+MOST_NAMED = 5  # of one kind are named
+USELESS_UTILIZATION = 0.5  # utilisation below which something is refused outright
 
 
 def sentence(setting: Setting, best: Setting) -> str:
@@ -64,7 +64,7 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     micro = machine.micro_seconds(shape, run.data.sequence, run.data.largest_batch)
     found = [cost.tensor_parallel(task.links, shape, run.data.sequence, run.data.largest_batch, micro)]
     places = best.places if len(best.places) > 1 else range(len(task.links))
-    order, chain = placement.best_chain(
+    order, chain = stage_order.best_chain(
         task.links, places, 4 * run.data.largest_batch * run.data.sequence * shape.width
     )
     stages, micros = len(places), max(len(places), run.data.accumulate)
@@ -117,8 +117,8 @@ def warnings(task: Task, best: Setting) -> list[str]:
     if best.memory_nbytes > 0.9 * best.memory_limit:
         said.append("memory-is-tight: within a tenth of the limit, which is how far predictions may be off")
     named = [warning.partition(":")[0] for warning in said]
-    kept = [warning for i, warning in enumerate(said) if named[:i].count(named[i]) < FEW]
-    return kept + [f"{name}: and {n - FEW} more" for name, n in Counter(named).items() if n > FEW]
+    kept = [warning for i, warning in enumerate(said) if named[:i].count(named[i]) < MOST_NAMED]
+    return kept + [f"{name}: and {n - MOST_NAMED} more" for name, n in Counter(named).items() if n > MOST_NAMED]
 
 
 def _of_the_run(task: Task, best: Setting) -> list[str]:
@@ -156,7 +156,7 @@ def few(names: Sequence[str]) -> str:
     >>> few("abcdefg")
     'a, b, c, d, e and 2 more'
     """
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 def shards(

@@ -16,7 +16,7 @@ import numpy as np
 from thinwire.codecs import nested
 from thinwire.errors import ThinwireError
 from thinwire.lm.run import PART_OF, Run
-from thinwire.pieces.own_files import shortened
+from thinwire.pieces.own_files import shorten
 from thinwire.plan import cost
 from thinwire.plan.setting import SEARCHED, Setting, Task
 from thinwire.records.run_record import RunRecord
@@ -131,7 +131,7 @@ def _of_run(record: RunRecord, number: int) -> list[Json]:
         for key, value in record.settings.items()
         if key in PART_OF
     }
-    if any(isinstance(value, str) and shortened(value) != value for value in given.values()):
+    if any(isinstance(value, str) and shorten(value) != value for value in given.values()):
         return []  # a file that a record names is not imported
     strategy = Run.of(**given).make_strategy()
     size, numels = record.summary.replicas, [numel for _, numel in record.fragments]

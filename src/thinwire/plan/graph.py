@@ -46,14 +46,13 @@ def round_seconds(links: Links, edges: Edges, nbytes: float) -> float:
     return float(max(alone, up, down))
 
 
-def halving_seconds(links: Links, topology: Topology, nbytes: float, seed: int = 0) -> float:
+def halving_seconds(links: Links, topology: Topology, nbytes: float) -> float:
     """Seconds of gossip over these links until the distance from the mean has halved.
 
     Args:
         links: between the replicas, by rank.
         topology: the edges. If they change, 64 rounds or a period are used.
         nbytes: bytes on an edge.
-        seed: seed of random topologies; an integer number.
 
     Raises:
         ConfigurationError: the topology does not fit the number of replicas.
@@ -65,21 +64,20 @@ def halving_seconds(links: Links, topology: Topology, nbytes: float, seed: int =
     """
     size = len(links)
     numbers = range(topology.rounds(size) or 64)
-    seconds = np.mean([round_seconds(links, topology.edges(size, number, 0, seed), nbytes) for number in numbers])
-    return float(seconds) * max(1.0, spectrum(topology, size, seed).halving)
+    seconds = np.mean([round_seconds(links, topology.edges(size, number), nbytes) for number in numbers])
+    return float(seconds) * max(1.0, spectrum(topology, size).halving)
 
 
-def within_budget(links: Links, degree: int, nbytes: float, seed: int = 0) -> Listed:
+def within_budget(links: Links, degree: int, nbytes: float) -> Listed:
     """The graph over which replicas agree soonest (`halving_seconds`), if each has at most `degree` neighbours.
 
     It is a heuristic search. It begins with trees of fast links, adds edges where the graph is weakest, and makes
-    small changes: add, remove or move an edge, or swap the ends of two. The same seed gives the same graph.
+    small changes: add, remove or move an edge, or swap the ends of two. The same links give the same graph.
 
     Args:
         links: between the replicas, by rank.
         degree: most neighbours of a replica.
         nbytes: bytes on an edge, in a round.
-        seed: seed of the search; an integer number.
 
     Raises:
         ConfigurationError: no graph with this degree is connected.
@@ -100,7 +98,7 @@ def within_budget(links: Links, degree: int, nbytes: float, seed: int = 0) -> Li
         raise ConfigurationError(
             f"degree={degree} among {size} replicas: {least} to {size - 1} neighbours are needed.{one}"
         )
-    rng = np.random.default_rng(derive(seed, "budget"))
+    rng = np.random.default_rng(derive(0, "budget"))
     search = _Search(links, degree, nbytes)
     starts = sorted(search.starts(rng), key=search.worth)[:CLIMBED]
     best = min((search.climbed(start, rng) for start in starts), key=search.worth)

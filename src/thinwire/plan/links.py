@@ -28,11 +28,10 @@ from numpy.typing import NDArray
 
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
-from thinwire.plan.quantities import rate, rounded
 from thinwire.records.files import contents, parsed, write_whole
 
 Pair = tuple[int, int]  # sender, receiver
-MOST = 1024  # replicas with one link for all
+MOST_REPLICAS = 1024  # replicas with one link for all
 _KEYS = {"from", "to", "between", "alone", "together"}
 
 
@@ -97,9 +96,9 @@ class Links:
     @classmethod
     def uniform(cls, link: Link, replicas: int) -> Links:
         """`replicas` with the same link between any two. Raises `ConfigurationError` unless they are 1 to 1024."""
-        if not 1 <= replicas <= MOST:
+        if not 1 <= replicas <= MOST_REPLICAS:
             raise ConfigurationError(
-                f"{replicas} replicas: 1 to {MOST} are needed, because a link of each with each is kept."
+                f"{replicas} replicas: 1 to {MOST_REPLICAS} are needed, because a link of each with each is kept."
             )
         pairs = {(a, b): link for a in range(replicas) for b in range(replicas) if a != b}
         return cls(tuple(f"replica-{rank}" for rank in range(replicas)), pairs)
@@ -128,9 +127,9 @@ class Links:
         """Write `links.toml`, with `comment` at its top."""
         rows = []
         for (a, b), link in sorted(self.alone.items()):
-            row = {"from": self.names[a], "to": self.names[b], "alone": str(rounded(link))}
+            row = {"from": self.names[a], "to": self.names[b], "alone": str(_rounded(link))}
             if (a, b) in self.together:
-                row["together"] = str(rounded(Link(self.together[a, b])))
+                row["together"] = str(_rounded(Link(self.together[a, b])))
             rows.append(row)
         written = tomli_w.dumps({"word": self.word, "names": list(self.names), "link": rows})
         store(path, "".join(f"# {line}\n" for line in comment.splitlines()) + written)
@@ -156,7 +155,7 @@ class Links:
                 try:
                     alone[pair] = Link.parse(str(row.get("alone", "")))
                     if "together" in row:
-                        together[pair] = rate(str(row["together"]))
+                        together[pair] = Link.parse(str(row["together"])).bits_per_second
                 except ConfigurationError as error:
                     raise ConfigurationError(f"{where}: {error}") from None
         try:
@@ -196,3 +195,8 @@ def _pairs(row: Any, names: Sequence[str], where: str) -> list[Pair]:
         )
     a, b = (list(names).index(end) for end in ends)
     return [(a, b), (b, a)] if both is not None else [(a, b)]
+
+
+def _rounded(link: Link) -> Link:
+    """Four significant digits, because a measurement is no more exact."""
+    return Link(float(f"{link.bits_per_second:.4g}"), float(f"{link.delay_seconds:.4g}"))

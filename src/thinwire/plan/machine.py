@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from thinwire.comm import quantities
 from thinwire.errors import ConfigurationError
-from thinwire.plan import quantities
 from thinwire.plan.links import read, store
 from thinwire.plan.outline import Shape
 from thinwire.plan.scaling import Outside
 
-FREE = 0.9  # share of the memory that a plan may use, because predictions are within a tenth
+USABLE_MEMORY = 0.9  # share of the memory that a plan may use, because predictions are within a tenth
 BASE_NBYTES = 500_000_000  # resident bytes of a process with torch and its kernels, if not measured
 DEVICES = ("cpu", "cuda")
 

@@ -27,7 +27,7 @@ from thinwire.runtime.on_device import stays_on_device
 from thinwire.strategy import Gradients, Strategy
 
 Place = Literal["device", "host", "disk"]
-FREED = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
+FREED_SHARE = 0.5  # share of the temporary bytes that glibc keeps after they are freed: measured 0.1 to 1.0
 # Bytes: glibc keeps pieces of up to 32 MiB only, and the next step of a large model takes them again.
 MOST_FREED = 256 << 20
 _STATE_NBYTES = {"fp32": 4, "bf16": 2}  # of a value of outer state and feedback
@@ -58,7 +58,7 @@ class Memory:
     def process_nbytes(self, base: int) -> int:
         """Most resident bytes of a process on a CPU. `base` are its resident bytes without a model."""
         peak = self.peak()
-        return base + peak + min(MOST_FREED, round(FREED * (peak - sum(self.in_memory().values()))))
+        return base + peak + min(MOST_FREED, round(FREED_SHARE * (peak - sum(self.in_memory().values()))))
 
     def in_memory(self) -> dict[str, int]:
         """The `kept` bytes that are not on disk, by purpose."""
@@ -111,7 +111,7 @@ def replica_memory(
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence
     own = [-(-numel // ranks) for numel in numels]
-    kept = placed(kept_nbytes(-(-parameters // ranks), strategy, own, replicas), strategy, own)
+    kept = by_place(kept_nbytes(-(-parameters // ranks), strategy, own, replicas), strategy, own)
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 gathers a layer and the next one
     flights = _flights(strategy, own, replicas)  # the buffers of a flight are kept for the next one
@@ -162,14 +162,14 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
     return kept
 
 
-def placed(kept: Mapping[str, int], strategy: Strategy, numels: Sequence[int]) -> dict[tuple[Place, str], int]:
+def by_place(kept: Mapping[str, int], strategy: Strategy, numels: Sequence[int]) -> dict[tuple[Place, str], int]:
     """`kept_nbytes` with the place of each; and of what is on disk the part that is in memory: two fragments, one in flight and one that
     departs next.
     """
-    by_place = {(_home(strategy, purpose), purpose): nbytes for purpose, nbytes in kept.items()}
-    if on_disk := sum(nbytes for (place, _), nbytes in by_place.items() if place == "disk"):
-        by_place["host", "two fragments of what is on disk"] = on_disk * sum(sorted(numels)[-2:]) // max(1, sum(numels))
-    return by_place
+    placed = {(_home(strategy, purpose), purpose): nbytes for purpose, nbytes in kept.items()}
+    if on_disk := sum(nbytes for (place, _), nbytes in placed.items() if place == "disk"):
+        placed["host", "two fragments of what is on disk"] = on_disk * sum(sorted(numels)[-2:]) // max(1, sum(numels))
+    return placed
 
 
 @lru_cache(maxsize=1 << 12)

@@ -23,7 +23,7 @@ from heapq import heapify, heapreplace
 from thinwire.data_ledger.packs import Cost
 from thinwire.errors import ConfigurationError, DataError
 
-MOST = 1_000_000  # ranks: each has a list of its own
+MOST_RANKS = 1_000_000  # ranks: each has a list of its own
 MicroBatch = tuple[int, ...]  # indices of sequences; a sequence on several ranks is divided evenly among them
 
 
@@ -165,9 +165,9 @@ def in_order(lengths: Sequence[int], ranks: int, capacity: int, cost: Cost) -> P
 
 
 def _check(lengths: Sequence[int], ranks: int, capacity: int) -> None:
-    if not 1 <= ranks <= MOST or capacity < 1:
+    if not 1 <= ranks <= MOST_RANKS or capacity < 1:
         raise ConfigurationError(
-            f"ranks={ranks}, capacity={capacity}: at least 1 of each, and at most {MOST:,} ranks, are needed."
+            f"ranks={ranks}, capacity={capacity}: at least 1 of each, and at most {MOST_RANKS:,} ranks, are needed."
         )
     if not lengths or min(lengths) < 1:
         raise DataError(

@@ -24,19 +24,6 @@ FITTED = (35e6, 2.4e9)  # parameters
 REPLICAS = (1, 2, 4, 8)
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}  # best of 0.2 … 1.0 for large N at H = 30 (figure 7)
 
-# Evaluation loss at the best settings: data-parallel, then DiLoCo with M = 1, 2, 4, 8. The last two rows were not used in the fits.
-MEASURED: Mapping[float, tuple[float | None, ...]] = {
-    35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
-    90e6: (3.167, 3.162, 3.182, 3.213, 3.265),
-    180e6: (2.950, 2.943, 2.957, 2.981, 3.019),
-    335e6: (2.784, 2.777, 2.788, 2.808, 2.841),
-    550e6: (2.653, 2.645, 2.657, 2.673, 2.698),
-    1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
-    2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351),
-    4e9: (2.224, 2.219, 2.220, 2.230, None),
-    10e9: (2.090, 2.086, 2.086, 2.096, None),
-}
-
 
 @dataclass(frozen=True)
 class Law:
@@ -150,19 +137,6 @@ def outer_lr(replicas: int) -> Prediction:
     below = max(m for m in REPLICAS if m <= max(1, replicas))
     warnings = outside("replicas", replicas, REPLICAS[0], REPLICAS[-1])
     return Prediction(OUTER_LR[below], f"outer learning rate, M = {below}", warnings)
-
-
-def residuals(fit: Fit = "independent") -> dict[float, float]:
-    """The error of the law at each size: the largest |predicted loss / measured loss − 1| over DiLoCo's M.
-
-    >>> {f"{n:.3g}": f"{r:.1%}" for n, r in residuals().items() if n >= 2e9}
-    {'2.4e+09': '0.7%', '4e+09': '1.1%', '1e+10': '4.0%'}
-    """
-    worst = {}
-    for parameters, row in MEASURED.items():
-        pairs = [(predict("loss", parameters, m, fit).value, loss) for m, loss in zip(REPLICAS, row[1:])]
-        worst[parameters] = max(abs(value / loss - 1) for value, loss in pairs if loss is not None)
-    return worst
 
 
 def _between(laws: Mapping[int, Law], parameters: float, replicas: int) -> float:

@@ -12,7 +12,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan import cost
 from thinwire.plan.links import Links
-from thinwire.plan.machine import FREE, Machine
+from thinwire.plan.machine import USABLE_MEMORY, Machine
 from thinwire.plan.memory import Memory
 from thinwire.plan.scaling import Outside, Prediction
 from thinwire.plan.sites import Places
@@ -35,7 +35,7 @@ class Task:
     tokens: float
     ranks: int = 1
     batch_tokens: int | None = None  # of all replicas together; default: the scaling law's, or the base's
-    memory_nbytes: int | None = None  # of each rank; default: FREE of the machine's
+    memory_nbytes: int | None = None  # of each rank; default: USABLE_MEMORY of the machine's
     methods: tuple[str, ...] = SEARCHED
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Task:
 
     def limit_nbytes(self, machines: Sequence[Machine]) -> int:
         """Bytes that a rank may use on the smallest of these machines."""
-        return self.memory_nbytes or int(FREE * min(machine.memory_nbytes for machine in machines))
+        return self.memory_nbytes or int(USABLE_MEMORY * min(machine.memory_nbytes for machine in machines))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from thinwire.plan.links import Links
 
 ALL_SUBSETS = 6  # sites
-MOST = 16  # most sets of many sites that are priced, without the powers of two
+MOST_SETS = 16  # most sets of many sites that are priced, without the powers of two
 Floats = NDArray[np.float64]
 Places = tuple[int, ...]
 
@@ -57,7 +57,7 @@ class Sites:
         order = sorted(found, key=lambda places: -found[places])
         by_count = {len(places): places for places in reversed(order)}
         doubling = [by_count[1 << i] for i in range(len(able).bit_length())]
-        return sorted({*order[:MOST], *doubling, able}, key=lambda places: (-len(places), places))
+        return sorted({*order[:MOST_SETS], *doubling, able}, key=lambda places: (-len(places), places))
 
     def _likeness(self, places: Places) -> object:
         among, links = np.ix_(places, places), self.links

@@ -9,9 +9,9 @@ from thinwire.pieces.inner_optimizers import Muon
 from thinwire.pieces.lgreco import LGreCo
 from thinwire.pieces.merge import Reset
 from thinwire.pieces.outer import HeavyBall, Nesterov
-from thinwire.pieces.placement import Anchors
 from thinwire.pieces.policy import DensityWarmup, Policy
 from thinwire.pieces.schedule import Every, Quadratic
+from thinwire.pieces.storage import Anchors
 from thinwire.pieces.transforms import Momentum
 from thinwire.strategy import Strategy
 

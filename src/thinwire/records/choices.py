@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-MOST = 12  # names that a message lists in full
+MOST_LISTED = 12  # names that a message lists in full
 SHOWN = 8  # names of a longer list that it shows
 
 
@@ -29,7 +29,7 @@ def listed(names: Collection[str], where: str = "") -> str:
     '0, 1, 2, 3, 4, 5, 6, 7 and 38 more (`thinwire docs pieces`)'
     """
     shown = list(names)
-    if len(shown) <= MOST:
+    if len(shown) <= MOST_LISTED:
         return ", ".join(shown)
     told = f" (`{where}`)" if where else ""
     return f"{', '.join(shown[:SHOWN])} and {len(shown) - SHOWN} more{told}"

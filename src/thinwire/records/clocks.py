@@ -57,7 +57,7 @@ class Pair:
     error: float
 
 
-def agreed(bounds: Sequence[Bounds]) -> Bounds | None:
+def common_bounds(bounds: Sequence[Bounds]) -> Bounds | None:
     """The interval that most of `bounds` share; the narrowest, if there are several. None if there are no bounds."""
     ends = sorted(
         [(least, 0) for least, most in bounds if least <= most] + [(m, 1) for least, m in bounds if least <= m]
@@ -155,6 +155,6 @@ def offsets_of(files: Mapping[str, Sequence[Sequence[Event]]]) -> dict[str, Offs
                 found.setdefault((one, other), []).append(Bounds(-took[receiver, sender], seconds))
     pairs = []
     for (one, other), bounds in sorted(found.items()):
-        if common := agreed(bounds):
+        if common := common_bounds(bounds):
             pairs.append(Pair(one, other, (common.least + common.most) / 2, (common.most - common.least) / 2))
     return solve(pairs, pairs[0].one) if pairs else {}

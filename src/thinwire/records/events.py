@@ -68,7 +68,7 @@ from typing import IO, Any, BinaryIO
 
 from thinwire.errors import DataError
 from thinwire.records.choices import listed
-from thinwire.records.files import opened
+from thinwire.records.files import open_regular
 
 Event = dict[str, Any]
 
@@ -107,7 +107,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 
 _LATER = {"progress", "sent"}  # fields that logs of older versions lack
-LONGEST = 4 << 20  # most bytes of a line
+LONGEST_LINE = 4 << 20  # most bytes of a line
 _GROUP = 1 << 18  # bytes of lines that are parsed at once
 _COUNTS = ("fragment", "round", "nbytes", "tokens")
 _FIELDS = {kind: frozenset(fields) - _LATER for kind, fields in EVENTS.items()}
@@ -214,7 +214,7 @@ class EventLog:
 class Tail:
     """Reads the lines added to an event file since the last read; the file need not exist yet.
 
-    `damaged` counts the lines that were no events; one of more than LONGEST bytes is passed over unread. A line is taken when its
+    `damaged` counts the lines that were no events; one of more than LONGEST_LINE bytes is passed over unread. A line is taken when its
     end is there. The first read begins at byte `offset`.
     """
 
@@ -228,7 +228,7 @@ class Tail:
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
         try:
-            with opened(self.path) as file:
+            with open_regular(self.path) as file:
                 return [event for lines in _together(self._lines(file)) for event in self._events(lines)]
         except FileNotFoundError:
             return []
@@ -238,10 +238,10 @@ class Tail:
         if file.tell() < self._offset:  # the file was replaced by a new one
             self._offset, self._rest, self._overlong = 0, b"", False
         file.seek(self._offset)
-        while part := file.readline(LONGEST):
+        while part := file.readline(LONGEST_LINE):
             self._offset += len(part)
             self._rest = b"" if self._overlong else self._rest + part
-            if len(self._rest) > LONGEST:
+            if len(self._rest) > LONGEST_LINE:
                 self._rest, self._overlong = b"", True
                 self.damaged += 1
             if part.endswith(b"\n"):
@@ -266,7 +266,7 @@ def read_events(path: str | Path) -> list[Event]:
     Raises `DataError` for a file that cannot be read.
     """
     try:
-        opened(Path(path)).close()
+        open_regular(Path(path)).close()
     except OSError as error:
         raise DataError(
             f"The event file {path} cannot be read ({error}); give the path of a RUN/events/*.jsonl."
@@ -374,7 +374,7 @@ def _text_of_path(value: object) -> str:
 
 def being_written(path: Path) -> bool:
     """Whether a process has this event file open in an `EventLog`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         return not _lock(file)
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONGEST = 64 << 20  # most bytes of a file that is read whole: settings and manifests
+LARGEST_FILE = 64 << 20  # most bytes of a file that is read whole: settings and manifests
 
 
-def opened(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> BufferedReader:
     """`path` for reading. Raises `OSError` for what is no regular file, a link to a device too."""
     _check(path, path.stat())  # first by name: opening alone may do something to a device
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -40,11 +40,11 @@ def _check(path: Path, found: os.stat_result) -> None:
 
 
 def contents(path: Path) -> str:
-    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `LONGEST` bytes or not UTF-8."""
-    with opened(path) as file:
-        data = file.read(min(LONGEST, os.fstat(file.fileno()).st_size) + 1)
-    if len(data) > LONGEST:
-        raise ValueError(f"{path} is longer than {LONGEST:,} bytes")
+    """The text of a small file. Raises `OSError`, `ValueError` if it is longer than `LARGEST_FILE` bytes or not UTF-8."""
+    with open_regular(path) as file:
+        data = file.read(min(LARGEST_FILE, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"{path} is longer than {LARGEST_FILE:,} bytes")
     return data.decode()
 
 

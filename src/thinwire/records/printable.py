@@ -6,10 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-LONGEST = 4000  # most characters of one text
+LONGEST_TEXT = 4000  # most characters of one text
 
 
-def printable(text: object, most: int = LONGEST) -> str:
+def printable(text: object, most: int = LONGEST_TEXT) -> str:
     """`text` on one line of at most `most` characters: what a terminal would obey, or not show, is spelled out.
 
     >>> print(printable("a\\x1b[31mb\\nc"))
@@ -22,7 +22,7 @@ def printable(text: object, most: int = LONGEST) -> str:
     return kept if len(said) <= most else f"{kept}… ({len(said) - most:,} characters more)"
 
 
-def printable_lines(text: object, most: int = LONGEST) -> str:
+def printable_lines(text: object, most: int = LONGEST_TEXT) -> str:
     """The same for text of several lines, each bounded by itself."""
     return "\n".join(printable(line, most) for line in str(text).split("\n"))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import DataError, PacketError
-from thinwire.records.files import contents, opened, parsed, write_whole
+from thinwire.records.files import contents, open_regular, parsed, write_whole
 
 FORMAT = 1
 CHUNK_NBYTES = 1 << 20
@@ -202,7 +202,7 @@ class PublishedFolder:
         try:
             if path is None:
                 raise FileNotFoundError("no replica has it")
-            with opened(path) as file:
+            with open_regular(path) as file:
                 file.seek(offset)
                 while chunk := file.read(CHUNK_NBYTES):
                     yield chunk

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from thinwire.records.clocks import Offset, offsets_of
 from thinwire.records.departures import Integers, as_sent, fragment_of, sent_by, sent_of_each
 from thinwire.records.events import Event, Tail
-from thinwire.records.membership import CARRIER, RoundSeen, Steps, as_flights, placed
+from thinwire.records.participation import CARRIER, RoundSeen, Steps, as_flights, session_begins
 from thinwire.records.printable import printable
 from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, split, whole
 
@@ -114,7 +114,7 @@ class ReplicaRecord:
         of_each = [clocks.get(tail.path.stem) for tail, _ in files]
         if all(of_each) or all(sessions[-1][0]["carrier"] == CARRIER for _, sessions in files):
             ahead = [clock.seconds if clock else 0.0 for clock in of_each]
-            offsets: list[list[float]] = placed([sessions for _, sessions in files], ahead)
+            offsets: list[list[float]] = session_begins([sessions for _, sessions in files], ahead)
         else:
             offsets = [[] for _ in files]
         return [
@@ -357,7 +357,7 @@ def _stopped(joined: Joined) -> str | None:
 def _notes(joined: Joined, replica: int | str) -> tuple[Note, ...]:
     notes, before = [], set[str]()
     for offset, event in joined.kept:
-        kind, text = event["event"], told(event)
+        kind, text = event["event"], text_of_event(event)
         if text and not (kind in _ONCE and text in before):
             before.add(text)
             notes.append(Note(offset + finite(event["seconds"]), event["step"], replica, kind, text))
@@ -367,7 +367,7 @@ def _notes(joined: Joined, replica: int | str) -> tuple[Note, ...]:
 _ONCE = ("late", "alone", "retry")  # otherwise they would fill the page
 
 
-def told(event: Event) -> str:
+def text_of_event(event: Event) -> str:
     """The text of an event for the report; empty if it has none."""
     return printable(_told(event))
 

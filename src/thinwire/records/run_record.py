@@ -15,10 +15,10 @@ from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
 from thinwire.records.losses import named_losses, outcome
-from thinwire.records.membership import CARRIER, Participation, Steps, how_many, merged, numbers
+from thinwire.records.participation import CARRIER, Participation, Steps, how_many, merge_rounds, numbers
 from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
 from thinwire.records.run_file import read_run_file
-from thinwire.records.samples import named, samples_of
+from thinwire.records.samples import samples_of, text_of_samples
 from thinwire.records.score import Score, score_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
@@ -159,7 +159,7 @@ class RunRecord:
     @property
     def named_samples(self) -> str:
         """Which samples were lost with which replica, and which went to others."""
-        return named([replica.end["summary"] for replica in self.replicas if replica.end])
+        return text_of_samples([replica.end["summary"] for replica in self.replicas if replica.end])
 
     @property
     def steps(self) -> list[Steps]:
@@ -237,7 +237,7 @@ def _membership_notes(replicas: Sequence[ReplicaRecord]) -> list[Note]:
         return []
     notes: list[Note] = []
     participation, asked = Participation(1), whole(replicas[0].start["replicas"])
-    for seen in merged(seen for replica in replicas for seen in replica.rounds):
+    for seen in merge_rounds(seen for replica in replicas for seen in replica.rounds):
         joined, left = participation.take(seen)
         for kind, names in (("joined", joined), ("left", left)):
             if names:
@@ -359,7 +359,7 @@ def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
     """The three numbers of an elastic run."""
     if not _elastic(replicas):
         return {}
-    rounds = merged(seen for replica in replicas for seen in replica.rounds)
+    rounds = merge_rounds(seen for replica in replicas for seen in replica.rounds)
     incarnations = {replica.called: replica.incarnations for replica in replicas}
     seen = numbers(rounds, incarnations, len(fragments_of(replicas[0].start)))
     steps = {f"steps_{own}": sum(getattr(r.steps, own) for r in replicas) for own in ("trained", "jumped", "counted")}

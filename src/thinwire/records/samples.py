@@ -27,7 +27,7 @@ def samples_of(ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def named(ends: Sequence[Mapping[str, Any]]) -> str:
+def text_of_samples(ends: Sequence[Mapping[str, Any]]) -> str:
     """Sentences on samples that were lost with a replica or went to others, by position; empty if there are none."""
     sentences = []
     for key, says in (("lost_with", "are lost with"), ("returned_by", "were returned, and others train them, from")):

@@ -1,20 +1,14 @@
-"""Formats bytes, rates and seconds for people, and parses times."""
+"""Formats bytes, rates and seconds for people."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
-
-from thinwire.errors import ConfigurationError
 
 UNITS = ("tokens", "samples", "batches")  # units of data
 NOTHING = "–"  # the text for an unknown number
 _LONG = 1e7  # of the largest unit: from here on three digits and an exponent
-
-
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
@@ -53,8 +47,8 @@ def text_of_seconds(seconds: float | None) -> str:
         if seconds >= 0.9995 or seconds == 0:
             return f"{seconds:.1f} s"
         return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
-    if seconds >= _LONG * _TIMES["d"]:
-        return f"{seconds / _TIMES['d']:.3g} d"
+    if seconds >= _LONG * 86400:
+        return f"{seconds / 86400:.3g} d"
     whole = round(seconds)
     for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
@@ -88,17 +82,3 @@ def unit_of(start: Mapping[str, Any]) -> str:
 def known(value: float | None) -> TypeGuard[float]:
     """Whether there is a finite number."""
     return value is not None and math.isfinite(value)
-
-
-def seconds_of_text(text: str) -> float:
-    """A time with its unit: us, ms, s, min, h or d. Raises `ConfigurationError`.
-
-    >>> seconds_of_text("1.5h"), seconds_of_text("30 ms")
-    (5400.0, 0.03)
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*", text)
-    if match is None or match[2] not in _TIMES:
-        raise ConfigurationError(
-            f"the time {text!r} was given; a number with a unit is needed, one of {', '.join(_TIMES)}. Write it like 30s or 1.5h."
-        )
-    return float(match[1]) * _TIMES[match[2]]

@@ -98,7 +98,7 @@ def diagnose(folder: str | Path) -> Diagnosis:
     return _diagnosis(logs)
 
 
-def diagnosed(sessions: Mapping[Path, Sequence[Event]]) -> Diagnosis:
+def diagnose_logs(sessions: Mapping[Path, Sequence[Event]]) -> Diagnosis:
     """Diagnose the last session of each event log, of one or more."""
     return _diagnosis([_Log.of(path, session) for path, session in sessions.items()])
 

@@ -12,7 +12,7 @@ from thinwire.records.replica_record import Floats, ReplicaRecord
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_loss, text_of_seconds
 from thinwire.report.charts import LINES, POINTS, Chart, ChartState, Json, colour, every_point, rounded
-from thinwire.report.kernel_density import LEAST, Bandwidth, bandwidth, kernel_density
+from thinwire.report.kernel_density import LEAST_VALUES, Bandwidth, bandwidth, kernel_density
 
 QUANTITIES = {
     "step-times": "Seconds of an inner step",
@@ -77,7 +77,7 @@ def _shares(index: int, name: str, values: Floats) -> Json:
     ordered = np.sort(values)
     some = every_point(len(ordered), POINTS)
     return _trace(index, name, ordered[some], (some + 1) / len(ordered), "%{y:.1%} of the values are at most %{x}") | {
-        "mode": "lines+markers" if len(values) < LEAST else "lines",
+        "mode": "lines+markers" if len(values) < LEAST_VALUES else "lines",
         "marker": {"size": 5, "color": colour(index)},
         "line": {"shape": "hv", "width": 1.5, "color": colour(index)},
     }

@@ -13,10 +13,10 @@ import numpy as np
 
 from thinwire.records.replica_record import Floats
 
-LEAST = 30  # fewest values
+LEAST_VALUES = 30  # fewest values
 DISTINCT = 0.5  # least share of distinct values
 APART = 3.0  # most that the two bandwidths differ by, as a factor
-MOST = 300  # most values by which the bandwidth is chosen
+MOST_SAMPLED = 300  # most values by which the bandwidth is chosen
 GRID = 2.0 ** (np.arange(-16, 17) / 4)  # bandwidths that are tried, in units of Silverman's
 
 
@@ -58,13 +58,13 @@ def bandwidth(values: Floats) -> Bandwidth:
     '1 of 99 values is distinct'
     """
     n, distinct = len(values), len(np.unique(values))
-    doubt = f"there are {n} values, and at least {LEAST} are needed" if n < LEAST else ""
+    doubt = f"there are {n} values, and at least {LEAST_VALUES} are needed" if n < LEAST_VALUES else ""
     if not doubt and distinct < DISTINCT * n:
         doubt = f"{distinct} of {n} values {'is' if distinct == 1 else 'are'} distinct"
     if n < 2 or distinct < 2:
         return Bandwidth(math.nan, doubt)
     rule = silverman(values)
-    some = values[:: math.ceil(n / MOST)]
+    some = values[:: math.ceil(n / MOST_SAMPLED)]
     # in units of Silverman's for these
     squares = np.square((some[:, None] - some[None]) / (rule * (n / len(some)) ** (1 / 5)))
     np.fill_diagonal(squares, np.inf)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.records.events import Event, Tail
-from thinwire.records.membership import CARRIER, MembershipLog, Steps, text_of_steps
+from thinwire.records.participation import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import RunRecord, best_loss, provenance_of

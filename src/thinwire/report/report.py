@@ -13,7 +13,7 @@ import numpy as np
 from thinwire.errors import DataError
 from thinwire.records.clocks import text_of_clocks
 from thinwire.records.files import write_whole
-from thinwire.records.membership import explained_steps
+from thinwire.records.participation import explained_steps
 from thinwire.records.run_record import RunRecord, best_loss, text_of_privacy
 from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_seconds

@@ -22,7 +22,7 @@ from thinwire.records.printable import printable
 from thinwire.records.units import NOTHING, text_of_count, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.progress import SILENT_SECONDS
 
-LONGEST = 16 << 20  # most bytes of a page
+LONGEST_PAGE = 16 << 20  # most bytes of a page
 MISSED = 5  # reads without an answer in a row, after which the run has ended
 RECENT = 30  # reads over which speeds are taken
 TIMEOUT_SECONDS = 10.0
@@ -99,8 +99,8 @@ class ScrapedTop:
 
     def _page(self) -> str:
         with urllib.request.urlopen(self._url, timeout=TIMEOUT_SECONDS) as answer:
-            page: bytes = answer.read(LONGEST + 1)
-        if answer.status != 200 or len(page) > LONGEST:
+            page: bytes = answer.read(LONGEST_PAGE + 1)
+        if answer.status != 200 or len(page) > LONGEST_PAGE:
             raise ValueError(f"it answers {answer.status} with {len(page)} bytes")
         return page.decode()
 

@@ -17,7 +17,7 @@ from thinwire.errors import DataError
 from thinwire.records.clocks import Offset, offsets_of, text_of_clocks
 from thinwire.records.events import Event, Tail, being_written, recent_events
 from thinwire.records.losses import for_json
-from thinwire.records.membership import CARRIER, Participation, RoundSeen
+from thinwire.records.participation import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
 from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import provenance_of
@@ -32,7 +32,7 @@ from thinwire.records.units import (
     text_of_share,
     unit_of,
 )
-from thinwire.report.diagnosis import Diagnosis, diagnosed
+from thinwire.report.diagnosis import Diagnosis, diagnose_logs
 from thinwire.report.progress import SILENT_SECONDS
 from thinwire.report.replica_progress import ReplicaProgress, step_of_run
 
@@ -133,7 +133,7 @@ class Top:
         if now - self._diagnosed > DIAGNOSED_SECONDS:
             self._diagnosed = now
             sessions = {one.tail.path: one.session() for one in self._watched.values() if one.start}
-            self._diagnosis = diagnosed(sessions) if sessions else None
+            self._diagnosis = diagnose_logs(sessions) if sessions else None
             self._clocks = offsets_of({path.stem: [session] for path, session in sessions.items()})
 
     @property

@@ -22,7 +22,7 @@ from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.runtime.recovery import start_again
-from thinwire.runtime.weighing import check_saved, check_unchanged, tokens_of_step
+from thinwire.runtime.token_weights import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
 _PIECE = 1 << 15  # values that a landing moves at a time, so that they stay in the cache

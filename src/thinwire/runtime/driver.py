@@ -23,7 +23,7 @@ from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.loop_warnings import silent, warned
 from thinwire.runtime.module_state import reshard
-from thinwire.runtime.saved_state import names, restore, saved
+from thinwire.runtime.saved_state import names, restore, tensors_to_save
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -148,7 +148,7 @@ class Training:
         if self.tokens is not None:
             departed = {str(f.index): f.flight.trained for f in self.fragments if f.flight}
             facts["tokens"] = [self.trained, [fragment.counted for fragment in self.fragments], departed]
-        return saved(self.fragments), facts
+        return tensors_to_save(self.fragments), facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, without flights. Flights in the air are discarded when they arrive. Raises `CheckpointError`, `LinkError`."""

@@ -15,8 +15,8 @@ from thinwire.runtime.fragment_state import RoundUpdate, first_state
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline
-from thinwire.runtime.saved_state import delta_in_flight, saved
-from thinwire.runtime.weighing import check_weighing
+from thinwire.runtime.saved_state import delta_in_flight, tensors_to_save
+from thinwire.runtime.token_weights import check_weighing
 
 
 class Flights:
@@ -81,9 +81,9 @@ class Flights:
         of the delta. Buffers that no fragment holds any longer may be used again.
         """
         fragments = self.training.fragments
-        before = saved(fragments)
+        before = tensors_to_save(fragments)
         self.training.load_state(tensors, facts)
-        self.buffers.swap(before.values(), saved(fragments).values())
+        self.buffers.swap(before.values(), tensors_to_save(fragments).values())
         flights = sorted((departed, int(index), number) for index, (number, departed) in facts["flights"].items())
         return [(step, index, number, delta_in_flight(fragments[index], tensors)) for step, index, number in flights]
 

@@ -26,7 +26,7 @@ from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.runtime.disk import DiskTensors
 from thinwire.runtime.on_device import stream_of
-from thinwire.runtime.state_dtype import in_fp32, part_in_fp32, store, typed
+from thinwire.runtime.state_dtype import in_fp32, in_state_dtype, part_in_fp32, store
 from thinwire.strategy import Strategy
 from thinwire.types import State
 
@@ -187,14 +187,14 @@ def first_state(strategy: Strategy, fragment: Fragment, index: int, rank: int, s
     parts = [local(p.detach()) for _, p in fragment.parameters]
     device = parts[0].device if strategy.anchors == "device" else CPU
     anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
-    feedback = typed(strategy.feedback.init(anchor.numel()), strategy, anchor) if strategy.feedback else {}
+    feedback = in_state_dtype(strategy.feedback.init(anchor.numel()), strategy, anchor) if strategy.feedback else {}
     codec = strategy.codec.fitted(fragment.shapes)
     strategy.aggregate.check(size)
     memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
     aggregated = strategy.aggregate.init(strategy.exchange.owns(codec, anchor.numel(), rank, size), size)
     filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
     filtered = tuple(one.init(anchor.numel()) for one in filters)
-    policy, state = strategy.policy.init(codec), typed(strategy.outer.init(anchor), strategy, anchor)
+    policy, state = strategy.policy.init(codec), in_state_dtype(strategy.outer.init(anchor), strategy, anchor)
     guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
     held = FragmentState(
         fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard

@@ -17,10 +17,10 @@ from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
 from thinwire.runtime.module_state import gradient, put_gradient, reshard, separate_gradients
 
-COMPARED = 100  # steps between two comparisons of the weights, which should be equal
+STEPS_BETWEEN_COMPARISONS = 100  # steps between two comparisons of the weights, which should be equal
 _DRIFTED = (
     "the weights of the replicas have drifted apart: their processors or optimizers round differently, or their learning rates differ. All take "
-    f"replica 0's now, and again if they differ (compared every {COMPARED} steps); "
+    f"replica 0's now, and again if they differ (compared every {STEPS_BETWEEN_COMPARISONS} steps); "
     "thinwire.pieces.inner_optimizers.SGD(...).make(...) steps alike on all processors."
 )
 
@@ -127,7 +127,7 @@ class Stepped:
 
     def after(self, step: int) -> None:
         """Called when all replicas have taken inner step `step`."""
-        if step % COMPARED == 0:
+        if step % STEPS_BETWEEN_COMPARISONS == 0:
             self.compare()
 
     @torch.no_grad()

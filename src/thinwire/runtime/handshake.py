@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.comm.group import FINISH, Group, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
-from thinwire.packet import MOST, other_steps
+from thinwire.packet import FIELD_VALUES, other_steps
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
@@ -29,9 +29,9 @@ def introduce(
 ) -> None:
     """Compare protocols, strategy, model and the facts in `more` with every other replica: about 60 bytes a tensor, once. Raises like
     `compare_settings`."""
-    if max(group.size, len(fragments)) > MOST:
+    if max(group.size, len(fragments)) > FIELD_VALUES:
         raise ConfigurationError(
-            f"{group.size} replicas and {len(fragments)} fragments: at most {MOST} of each fit into a packet's fields; use fewer."
+            f"{group.size} replicas and {len(fragments)} fragments: at most {FIELD_VALUES} of each fit into a packet's fields; use fewer."
         )
     tensors = _tensors(fragments)
     compare_settings(

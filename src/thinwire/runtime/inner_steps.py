@@ -17,7 +17,7 @@ from thinwire.strategy import Gradients
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
-def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """The optimizers that the loop steps. Raises `ModelError` if there are none, or something else is among them."""
     if isinstance(optimizer, Several):
         return list(optimizer.parts)

@@ -15,7 +15,7 @@ from thinwire.codecs.base import Codec
 from thinwire.pieces.partition import is_sharded
 from thinwire.rng import Key
 
-PROBED = 256  # values of a delta with one that is not zero
+PROBED_VALUES = 256  # values of a delta with one that is not zero
 _UNFINISHED = (
     "a Replica was neither finished nor closed: the training since the last round is not exchanged. "
     "Write `with Replica(...):` around the loop, or call finish() at its end"
@@ -69,10 +69,10 @@ def _moved_untouched(model: nn.Module, codec: Codec) -> str:
     tables = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
     if not tables:
         return ""
-    fitted = codec.fitted(((PROBED // 16, 16),))
-    delta, back = torch.zeros(PROBED), torch.zeros(PROBED)
+    fitted = codec.fitted(((PROBED_VALUES // 16, 16),))
+    delta, back = torch.zeros(PROBED_VALUES), torch.zeros(PROBED_VALUES)
     delta[0] = 1.0
-    payload = torch.zeros(fitted.nbytes(PROBED), dtype=torch.uint8)
+    payload = torch.zeros(fitted.nbytes(PROBED_VALUES), dtype=torch.uint8)
     fitted.encode(delta, payload, Key())
     fitted.decode_add(payload, back, Key())
     if not back[1:].any():

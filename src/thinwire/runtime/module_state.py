@@ -15,7 +15,7 @@ from thinwire.codecs.exact import energy
 from thinwire.pieces.partition import is_sharded, local
 
 
-def exported(model: nn.Module) -> dict[str, Tensor]:
+def export_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict as whole tensors on the CPU, copied. With FSDP all ranks of a site must call it."""
     return {
         name.replace("_orig_mod.", ""): (value.full_tensor() if is_sharded(value) else value).detach().cpu().clone()

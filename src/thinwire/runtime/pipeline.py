@@ -34,7 +34,7 @@ from thinwire.runtime.deadlines import Deadlines
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import Finished
 from thinwire.runtime.loop_warnings import silent
-from thinwire.runtime.weighing import TokenCount, weighed
+from thinwire.runtime.token_weights import TokenCount, weigh
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -163,7 +163,7 @@ class RoundPipeline:
                 update.share = counts.share()
             except LinkError as error:
                 raise self.finished.explained(error, update.departed) from error
-        signal, _ = weighed(update, update.share)
+        signal, _ = weigh(update, update.share)
         key = Key(self.seed, update.fragment.index, update.number, self.context.group.rank)
         flags = STOP * self.stop_requested | PARTIAL * update.partial
         numel = update.delta.numel()
@@ -216,7 +216,7 @@ class RoundPipeline:
     ) -> None:
         over = False
         try:
-            _, settle = weighed(update, update.share)
+            _, settle = weigh(update, update.share)
             arrival = self.exchange.arrive(departure, settle)
             if notice and self._deciding is not None:
                 update.policy = self._deciding.told(update.fragment.codec, notice.arrive())

@@ -19,7 +19,7 @@ _AGGREGATE, _FILTER, _POLICY, _GUARD = "aggregate.", "filter.", "policy.", "guar
 _PASSING = ("delta", "own", "deviation", _DEVIATION_OUTER.rstrip("."), _GUARD.rstrip("."))
 
 
-def saved(fragments: Sequence[FragmentState]) -> dict[str, Tensor]:
+def tensors_to_save(fragments: Sequence[FragmentState]) -> dict[str, Tensor]:
     """The tensors of all fragments to save."""
     return {f"{one.index}.{name}": value for one in fragments for name, value in _tensors(one).items()}
 

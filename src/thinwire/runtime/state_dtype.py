@@ -12,7 +12,7 @@ from thinwire.strategy import Strategy
 from thinwire.types import State
 
 
-def typed(state: State, strategy: Strategy, anchor: Tensor) -> State:
+def in_state_dtype(state: State, strategy: Strategy, anchor: Tensor) -> State:
     """`state` with those tensors in the strategy's `state_dtype` that have a value for each parameter of `anchor`."""
     if strategy.state_dtype == "fp32":
         return state

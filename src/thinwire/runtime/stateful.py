@@ -32,15 +32,15 @@ def owner(group: Group | Membership, site: Group | None) -> str:
     return f"{name}.shard-{site.rank}" if site else name
 
 
-def marked(
+def with_owner(
     state: tuple[dict[str, Tensor], dict[str, Any]], group: Group | Membership, site: Group | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The `state` of a replica of a fixed group with its owner and their number, for `checked`."""
+    """The `state` of a replica of a fixed group with its owner and their number, for `check_owner`."""
     tensors, facts = state
     return tensors, facts if isinstance(group, Membership) else facts | {"replica": _place(group, site)}
 
 
-def checked(
+def check_owner(
     facts: Mapping[str, Any], group: Group | Membership, site: Group | None, keeps_own: bool
 ) -> Mapping[str, Any]:
     """The `facts` of a state. Raises `CheckpointError` if it is that of another replica, or of another number, and a replica `keeps_own`."""
@@ -59,7 +59,7 @@ def _place(group: Group, site: Group | None) -> str:
     return f"{owner(group, site)} of {group.size}"
 
 
-def packed(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, Any]:
+def pack_state(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, Any]:
     """The `state` of the replica `owner`."""
     tensors, facts = state
     at_times = {name: value.detach().cpu().contiguous() for name, value in tensors.items() if passing(name)}
@@ -67,8 +67,8 @@ def packed(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[st
     return {owner: {name: t for name, t in tensors.items() if name not in at_times} | dict(zip(_BESIDE, beside))}
 
 
-def unpacked(owner: str, strategy: object, saved: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of `packed`. Raises `CheckpointError` if there is no state of `owner`, or it belongs to another strategy, or is
+def unpack_state(owner: str, strategy: object, saved: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inverse of `pack_state`. Raises `CheckpointError` if there is no state of `owner`, or it belongs to another strategy, or is
     damaged."""
     if owner not in saved:
         raise CheckpointError(

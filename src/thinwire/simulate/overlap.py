@@ -19,7 +19,7 @@ from thinwire.simulate.layers import Floats
 
 Order = Literal["serial", "same", "staggered"]
 ORDERS: tuple[Order, ...] = get_args(Order)
-MOST = 256  # most ranks
+MOST_RANKS = 256  # most ranks
 _SAME = 1e-12  # difference of two simultaneous events, as a share of the whole time
 
 
@@ -47,8 +47,8 @@ class RingReduction:
     contention: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= MOST:
-            raise ConfigurationError(f"ranks={self.ranks}: between 2 and {MOST} ranks are needed.")
+        if not 2 <= self.ranks <= MOST_RANKS:
+            raise ConfigurationError(f"ranks={self.ranks}: between 2 and {MOST_RANKS} ranks are needed.")
         for name in ("produce_seconds", "send_seconds"):
             seconds = getattr(self, name)
             if not (isfinite(seconds) and 0 < seconds <= 1e9):

@@ -25,7 +25,7 @@ from thinwire.rng import derive
 
 Point = NDArray[np.float64]
 DIMENSIONS, PULL = 16, 0.5
-MOST = 4096  # peers: each draws from all
+MOST_PEERS = 4096  # peers: each draws from all
 EVENTS = 5_000_000  # most messages, timers and changes of a run: some minutes of simulation
 LATENCY, TRAINING, SETTLED = 0.05, (0.5, 1.5), 5.0  # seconds: of a message; of training; until a peer may leave
 
@@ -80,9 +80,9 @@ class Network:
         self, peers: int, rules: SampleRules, offline: float, away: float = 100.0, seed: int = 0,
         drops: Callable[[int, PeerMessage], bool] = lambda peer, message: False,
     ) -> None:  # fmt: skip
-        if not 1 <= peers <= MOST or not 0 <= offline < 1 or not away > 0:
+        if not 1 <= peers <= MOST_PEERS or not 0 <= offline < 1 or not away > 0:
             raise ConfigurationError(
-                f"{peers} peers, offline={offline}, away={away}: 1 to {MOST:,} peers, a share from 0 to below 1, and a time above 0 are needed."
+                f"{peers} peers, offline={offline}, away={away}: 1 to {MOST_PEERS:,} peers, a share from 0 to below 1, and a time above 0 are needed."
             )
         rules.check(peers)
         self.offline, self.away, self._drops = offline, away, drops

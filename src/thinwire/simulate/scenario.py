@@ -15,7 +15,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.rng import derive
 from thinwire.strategy import Strategy
 
-LONGEST = 1e9  # seconds of a step: thirty years
+LONGEST_STEP = 1e9  # seconds of a step: thirty years
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.step_seconds or not all(0 < s <= LONGEST for s in self.step_seconds):
+        if not self.step_seconds or not all(0 < s <= LONGEST_STEP for s in self.step_seconds):
             shown = self.step_seconds if len(self.step_seconds) < 9 else f"{len(self.step_seconds)} times"
             raise ConfigurationError(
-                f"step_seconds={shown}: a positive time for every replica, at most {LONGEST:g} s, is needed."
+                f"step_seconds={shown}: a positive time for every replica, at most {LONGEST_STEP:g} s, is needed."
             )
         shares = range(self.replicas) if self.shares is None else self.shares
         if len(shares) != self.replicas or not all(0 <= wire < len(self.wires) for wire in shares):

@@ -23,7 +23,7 @@ from thinwire.methods.sequential_codes import Coded, Master, Multiplexed, Scheme
 from thinwire.rng import derive
 from thinwire.simulate.layers import Floats
 
-MOST = 4_000_000  # most delays: rounds times replicas
+MOST_DELAYS = 4_000_000  # most delays: rounds times replicas
 PATIENCE_SHARE = 0.1
 _LEVELS = 12  # number of values of λ, and of s, in a search
 _WINDOWS = 4  # largest W − 1 in a search
@@ -132,9 +132,9 @@ def shifted_exponential(rounds: int, replicas: int, step_seconds: float, mean_se
 
 
 def _check_size(rounds: int, replicas: int) -> None:
-    if rounds < 1 or replicas < 2 or rounds * replicas > MOST:
+    if rounds < 1 or replicas < 2 or rounds * replicas > MOST_DELAYS:
         raise ConfigurationError(
-            f"{rounds} rounds of {replicas} replicas: at least 1 round, 2 replicas, and at most {MOST:,} delays are needed."
+            f"{rounds} rounds of {replicas} replicas: at least 1 round, 2 replicas, and at most {MOST_DELAYS:,} delays are needed."
         )
 
 

@@ -25,7 +25,7 @@ PAPER_STEPS = 300
 PAPER_BITS = 13.4  # bits per parameter that reproduce the paper's table; the paper names 16
 LANES = 32  # number of rates that a search tries at once for a target
 LEAST_BITS, MOST_BITS = 1e-9, 1_000_000  # per parameter
-LONGEST = 10_000  # most inner steps between two exchanges, because each calls the schedule
+LONGEST_PERIOD = 10_000  # most inner steps between two exchanges, because each calls the schedule
 PASSES = 6  # passes of a search: from 14 decades to a factor of 1 + 4e-8
 
 
@@ -63,9 +63,9 @@ class Study:
             raise ConfigurationError(
                 f"bits_per_parameter={self.bits_per_parameter}: a number from {LEAST_BITS:g} to {MOST_BITS:,} is needed."
             )
-        if not 1 <= self.every <= LONGEST:
+        if not 1 <= self.every <= LONGEST_PERIOD:
             raise ConfigurationError(
-                f"every={self.every}: between 1 and {LONGEST:,} inner steps between two exchanges are needed."
+                f"every={self.every}: between 1 and {LONGEST_PERIOD:,} inner steps between two exchanges are needed."
             )
 
     def strategy(self, method: str) -> Strategy:

@@ -12,7 +12,7 @@ from thinwire.topology.drawn import (
 )
 from thinwire.topology.fixed import Complete, Cut, Exponential, Listed, Mesh, MoshpitGrid, Ring, Torus, read_edges
 from thinwire.topology.rates import fewest_meetings, fitted_rates
-from thinwire.topology.spectrum import Spectrum, contraction, second, spectrum
+from thinwire.topology.spectrum import Spectrum, second, spectrum
 from thinwire.topology.weights import check_doubly, metropolis, mixing, outgoing
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "Torus",
     "check_doubly",
     "check_size",
-    "contraction",
     "fewest_meetings",
     "fitted_rates",
     "meeting_rates",

@@ -14,8 +14,8 @@ from thinwire.errors import ConfigurationError
 Edges = NDArray[np.bool_]  # [size, size]; [i, j]: replica i sends to replica j; no replica sends to itself
 Weights = NDArray[np.float64]  # [size, size]; [i, j]: the weight of j's vector at i; the diagonal is a replica's own
 
-MOST = 4096  # replicas: a graph is a table of each with each
-DRAWN = 64  # number of rounds that are checked if a topology is random in each round
+MOST_REPLICAS = 4096  # replicas: a graph is a table of each with each
+DRAWN_ROUNDS = 64  # number of rounds that are checked if a topology is random in each round
 
 
 @runtime_checkable
@@ -83,12 +83,12 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
     >>> from thinwire.topology import Ring
     >>> check_size(Ring(), size=8)
     """
-    if not 1 <= size <= MOST:
-        raise ConfigurationError(f"{topology} among {size} replicas: 1 to {MOST} are needed.")
+    if not 1 <= size <= MOST_REPLICAS:
+        raise ConfigurationError(f"{topology} among {size} replicas: 1 to {MOST_REPLICAS} are needed.")
     union = np.zeros((size, size), dtype=bool)
-    for number in range(topology.rounds(size) or DRAWN):
+    for number in range(topology.rounds(size) or DRAWN_ROUNDS):
         union |= topology.edges(size, number, 0, seed)
-    near = reached(union)
+    near = reachable(union)
     if near.all():
         return
     count = len(parts(union))
@@ -99,7 +99,7 @@ def check_size(topology: Topology, size: int, seed: int = 0) -> None:
     )
 
 
-def reached(edges: Edges) -> Edges:
+def reachable(edges: Edges) -> Edges:
     """[i, j]: a path leads from replica i to replica j; every replica reaches itself."""
     near = edges | np.eye(len(edges), dtype=bool)
     for _ in range(max(1, (len(edges) - 1).bit_length())):
@@ -116,7 +116,7 @@ def parts(edges: Edges) -> list[list[int]]:
     >>> parts(np.array([[False, True, False], [True, False, False], [False, False, False]]))
     [[0, 1], [2]]
     """
-    near = reached(edges)
+    near = reachable(edges)
     both = near & near.T
     return [[int(j) for j in np.flatnonzero(row)] for i, row in enumerate(both) if not row[:i].any()]
 
@@ -140,7 +140,7 @@ def spread(topology: Topology, size: int, number: int = 0, fragment: int = 0, se
     """
     near, count = np.eye(size, dtype=np.float32), 0
     while not near.all():
-        if count == size * (topology.rounds(size) or DRAWN):
+        if count == size * (topology.rounds(size) or DRAWN_ROUNDS):
             check_size(topology, size, seed)
         edges = topology.edges(size, number + count, fragment, seed) | np.eye(size, dtype=bool)
         near = np.asarray((near @ edges.astype(np.float32)) > 0, dtype=np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 
 from thinwire.errors import ConfigurationError
 from thinwire.rng import derive
-from thinwire.topology.base import Edges, Topology, reached
+from thinwire.topology.base import Edges, Topology, reachable
 
 _TRIES = 1000  # most draws until a graph is simple and connected
 
@@ -149,7 +149,7 @@ class RandomRegular(Topology):
                 np.repeat(np.arange(size), self.degree)
             )
             edges = _repaired(ends.reshape(-1, 2), size, derive(seed, "repair", attempt))
-            if edges is not None and reached(edges).all():
+            if edges is not None and reachable(edges).all():
                 return edges
         raise ConfigurationError(
             f"{self} among {size} replicas: no connected graph was found in {_TRIES} draws; choose a larger degree."

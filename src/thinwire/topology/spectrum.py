@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thinwire.topology.base import DRAWN, Topology, Weights
+from thinwire.topology.base import DRAWN_ROUNDS, Topology, Weights
 from thinwire.topology.weights import mixing
 
 
@@ -18,16 +18,13 @@ class Spectrum:
         second: |λ₂|, a number from 0 to 1: the second largest eigenvalue of the mixing weights, by magnitude. For a topology that repeats after
             several rounds: the geometric mean per round over a period. For random rounds: the root of the second largest eigenvalue of
             E[WᵀW].
-        factor: the largest factor of the distance from the mean in a period, ‖W − J‖₂; for random rounds the root of that
-            eigenvalue.
         rounds: number of rounds in a period.
 
-    >>> Spectrum(second=0.5, factor=0.5, rounds=1).halving
+    >>> Spectrum(second=0.5, rounds=1).halving
     1.0
     """
 
     second: float
-    factor: float
     rounds: int
 
     @property
@@ -59,15 +56,15 @@ def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
     # W is a projection: E[WᵀW] = E[W], whose rows hold 1/g, and (g − 1)/g shared out among the others
     if topology.drawn:
         root = float(np.sqrt(max(0.0, (size / topology.drawn - 1) / (size - 1)))) if size > 1 else 0.0
-        return Spectrum(root, root, 1)
-    matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN)]
+        return Spectrum(root, 1)
+    matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN_ROUNDS)]
     if topology.rounds(size):
         product = np.eye(size)
         for weights in matrices:
             product = weights @ product
-        return Spectrum(second(product) ** (1 / len(matrices)), contraction(product), len(matrices))
+        return Spectrum(second(product) ** (1 / len(matrices)), len(matrices))
     squared = second(np.asarray(np.mean([weights.T @ weights for weights in matrices], axis=0)))
-    return Spectrum(float(np.sqrt(squared)), float(np.sqrt(squared)), 1)
+    return Spectrum(float(np.sqrt(squared)), 1)
 
 
 def second(weights: Weights) -> float:
@@ -81,15 +78,3 @@ def second(weights: Weights) -> float:
     """
     found = float(np.abs(np.linalg.eigvals(weights - 1 / len(weights))).max())
     return 0.0 if found < 1e-7 else found
-
-
-def contraction(weights: Weights) -> float:
-    """‖W − J‖₂: the largest factor by which one round with these weights multiplies the distance from the mean.
-
-    Args:
-        weights: float64 [size, size].
-
-    >>> contraction(np.eye(2))
-    1.0
-    """
-    return float(np.linalg.norm(weights - 1 / len(weights), 2))

@@ -18,7 +18,7 @@ from thinwire.comm.secure.frames import CHUNK_NBYTES, group_label
 from thinwire.comm.secure.group import connected_group
 from thinwire.comm.secure.invitations import opened_state
 from thinwire.comm.secure.link import CHANNELS, HubLink
-from thinwire.comm.sockets import opened
+from thinwire.comm.sockets import open_socket
 
 PACING = 47  # SO_MAX_PACING_RATE
 LONG_NBYTES = 3 * CHUNK_NBYTES
@@ -101,7 +101,7 @@ def test_each_bulk_connection_may_use_the_whole_uplink(tmp_path, monkeypatch):
         pings(group)
         group.post(1, {1: torch.ones(LONG_NBYTES, dtype=torch.uint8)}, {}).wait()  # so it has bulk connections
         for file in connections():
-            with suppress(OSError), opened(file) as one:
+            with suppress(OSError), open_socket(file) as one:
                 known = paced if one.getpeername()[1] == port(tmp_path) else others
                 known.append(one.getsockopt(socket.SOL_SOCKET, PACING))
 

@@ -14,7 +14,7 @@ from thinwire.comm.pacing import connections
 from thinwire.comm.secure import Hub
 from thinwire.comm.secure import hub as hubs
 from thinwire.comm.secure.relay import SILENT_LOOKS, Connection
-from thinwire.comm.sockets import opened
+from thinwire.comm.sockets import open_socket
 
 LINUX_USER_TIMEOUT = 18  # TCP_USER_TIMEOUT, in milliseconds
 
@@ -42,7 +42,7 @@ def test_the_kernel_ends_no_connection_with_bulk_that_stands_still(tmp_path):
         all_there.wait(600.0)
         if group.rank == 0:
             for file in connections():
-                with opened(file) as one:
+                with open_socket(file) as one:
                     found.append(one.getsockopt(socket.IPPROTO_TCP, LINUX_USER_TIMEOUT))
         all_there.wait(600.0)
 

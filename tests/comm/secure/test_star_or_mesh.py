@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.comm.secure.star_or_mesh import Measured, checked, explained_choice, worst
+from thinwire.comm.secure.star_or_mesh import Measured, explained_choice, parse_measured, worst
 from thinwire.errors import PacketError
 
 POSSIBLE = st.integers(1, 1 << 53)
@@ -57,7 +57,7 @@ def test_one_member_however_slow_decides_for_all_alike(pairs, slow, nbytes, rece
     all_of_them = [*pairs, slow]
     found = worst(all_of_them)
     draw.shuffle(all_of_them)
-    assert worst([*all_of_them, slow]) == found == checked(found)
+    assert worst([*all_of_them, slow]) == found == parse_measured(found)
     for pair in all_of_them:
         assert found.mesh_seconds(nbytes, receivers) >= pair.mesh_seconds(nbytes, receivers)
         assert found.star_seconds(nbytes) >= pair.star_seconds(nbytes)
@@ -67,7 +67,7 @@ def test_one_member_however_slow_decides_for_all_alike(pairs, slow, nbytes, rece
 @pytest.mark.parametrize("wrong", [0, (1 << 53) + 1, (1 << 64) - 1])
 def test_numbers_that_are_not_possible_are_refused(place, wrong):
     fields = [1, 1 << 53, 1, 1 << 53]
-    assert checked(fields) == Measured(*fields)
+    assert parse_measured(fields) == Measured(*fields)
     fields[place] = wrong
     with pytest.raises(PacketError, match="numbers from 1 to"):
-        checked(fields)
+        parse_measured(fields)

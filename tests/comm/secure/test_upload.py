@@ -20,7 +20,7 @@ pytest.importorskip("grpc")
 from thinwire.cli import main
 from thinwire.comm.secure import Hub, SecureGroup, Token, admit, upload
 from thinwire.comm.secure.enrol import Enrolment
-from thinwire.comm.secure.fetch import LIST, served
+from thinwire.comm.secure.fetch import LIST, serve
 from thinwire.comm.secure.frames import CHUNK_NBYTES
 from thinwire.comm.secure.upload import HubUploader
 from thinwire.lm.meeting import AtHub, meeting_of
@@ -138,7 +138,7 @@ def test_every_answer_to_a_follower_has_a_message(tmp_path: Path) -> None:
     """So its metadata, with the hub's range, is never lost: gRPC may lose it where a call ends without one."""
 
     async def answered(question: bytes) -> list[bytes]:
-        return [chunk async for chunk in served(question, PublishedFolder(tmp_path))]
+        return [chunk async for chunk in serve(question, PublishedFolder(tmp_path))]
 
     assert asyncio.run(answered(LIST + hashlib.sha256(b"").digest())) == [b""]
 

@@ -15,12 +15,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli import figures, hub, options
-from thinwire.comm import Link
+from thinwire.cli import figures, options
+from thinwire.comm import Link, quantities
+from thinwire.comm.secure.token import HUB_PORT
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
-from thinwire.membership.channel import PORT
-from thinwire.plan import exchanges, explain, quantities
+from thinwire.membership.channel import LIGHTHOUSE_PORT
+from thinwire.plan import exchanges, explain
 from thinwire.plan.compute import shape_of
 from thinwire.plan.figure import frontier_chart, rates_chart
 from thinwire.plan.links import Links, store
@@ -230,7 +231,7 @@ def _aside(console: Console, task: Task, best: Setting) -> None:
     if told := exchanges.sentence(best, task.links):
         console.print(told, highlight=False)
     for refusal in explain.refused(task, best):
-        verdict = "refused" if refusal.utilization < explain.USELESS else "not tried"
+        verdict = "refused" if refusal.utilization < explain.USELESS_UTILIZATION else "not tried"
         console.print(
             f"{verdict}: {refusal.what}: {refusal.because}: {text_of_share(refusal.utilization)} of the time would be training (predicted)",
             highlight=False,
@@ -296,12 +297,12 @@ def _command(path: Path, best: Setting, task: Task) -> str:
     if carrier == "elastic":
         return (
             "thinwire lighthouse --host HOST --secret run.secret, and on each machine: thinwire train "
-            f"{file} --lighthouse HOST:{PORT} --secret run.secret --name NAME --out runs/planned"
+            f"{file} --lighthouse HOST:{LIGHTHOUSE_PORT} --secret run.secret --name NAME --out runs/planned"
         )
     if carrier in ("secure", "secure-elastic"):
         kind = " --elastic" if carrier == "secure-elastic" else ""
         return (
-            f"thinwire hub{kind} --listen 0.0.0.0:{hub.PORT} --address HOST --uses {replicas}, and on each machine: "
+            f"thinwire hub{kind} --listen 0.0.0.0:{HUB_PORT} --address HOST --uses {replicas}, and on each machine: "
             f"thinwire join TOKEN {file} --name NAME"
         )
     ranks = "" if task.ranks == 1 else f" --nproc_per_node {task.ranks}"

@@ -25,7 +25,7 @@ from thinwire.plan.links import Links, store
 from thinwire.records.files import check_place
 from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.topology import Listed, Topology, check_size, fewest_meetings, meeting_rates, resistances, spectrum
-from thinwire.topology.base import MOST, Weights
+from thinwire.topology.base import MOST_REPLICAS, Weights
 
 TRIED = ("complete", "ring", "mesh", "torus", "exponential", "one_peer_exponential", "random_pairs", "random_regular")
 
@@ -99,8 +99,8 @@ def main(arguments: Sequence[str]) -> int:
 def _links(asked: Options) -> tuple[Links | None, int]:
     """The links of --links, and the number of replicas."""
     size = 8 if asked.replicas is None else asked.replicas
-    if not 1 <= size <= MOST:
-        raise ConfigurationError(f"--replicas {size}: 1 to {MOST} are needed.")
+    if not 1 <= size <= MOST_REPLICAS:
+        raise ConfigurationError(f"--replicas {size}: 1 to {MOST_REPLICAS} are needed.")
     if asked.links is None:
         return None, size
     if not asked.links.endswith(".toml"):

@@ -16,7 +16,7 @@ from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan.compute import skeleton
-from thinwire.plan.explain import USELESS
+from thinwire.plan.explain import USELESS_UTILIZATION
 from thinwire.plan.machine import Machine
 from thinwire.plan.split import layers_of
 from thinwire.plan.tensor_parallel import TensorParallel, derive, waiting
@@ -85,9 +85,9 @@ def _over(asked: Options, plan: TensorParallel, say: Any) -> float:
         f"{text_of_seconds(found.work)} of work in every micro-batch: {text_of_share(found.utilization)} of the time would be training "
         "(predicted)"
     )
-    if found.utilization < USELESS:
+    if found.utilization < USELESS_UTILIZATION:
         raise ConfigurationError(
-            f"tensor parallelism over a thin link: {told}; {text_of_share(USELESS)} is needed. Split inside a site, and join sites by "
+            f"tensor parallelism over a thin link: {told}; {text_of_share(USELESS_UTILIZATION)} is needed. Split inside a site, and join sites by "
             "replicas: `thinwire plan`."
         )
     say(told)

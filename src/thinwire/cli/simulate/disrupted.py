@@ -18,7 +18,7 @@ from thinwire.records.losses import for_json
 from thinwire.simulate.disrupted import Data, Disaster, Who, structure
 from thinwire.simulate.figure import disrupted_chart
 
-MOST = 1000  # graphs, and runs
+MOST_RUNS = 1000  # graphs, and runs
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     description = "Replicas drop out of a gossip graph: its largest part, isolated ones, accuracy (simulated)."
     asked = options.read(Options, "simulate disrupted", arguments, description)
-    if not (1 <= asked.graphs <= MOST and 1 <= asked.runs <= MOST and asked.shares):
+    if not (1 <= asked.graphs <= MOST_RUNS and 1 <= asked.runs <= MOST_RUNS and asked.shares):
         raise ConfigurationError(
-            f"graphs={asked.graphs}, runs={asked.runs}, shares={asked.shares}: at least 1 of each, and at most {MOST:,} graphs and runs, are needed."
+            f"graphs={asked.graphs}, runs={asked.runs}, shares={asked.shares}: at least 1 of each, and at most {MOST_RUNS:,} graphs and runs, are "
+            "needed."
         )
     figures.check(asked.plot)
     rows = [_row(asked, share) for share in asked.shares]

@@ -12,9 +12,8 @@ from typing import Any
 from rich.table import Table
 
 from thinwire.cli import figures, options
-from thinwire.comm import Link
+from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
-from thinwire.plan import quantities
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.rng import derive
 from thinwire.simulate import fabric

@@ -11,9 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from thinwire.cli import figures, options
-from thinwire.comm import Link
+from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
-from thinwire.plan import quantities
 from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import overlap_chart
 from thinwire.simulate.overlap import (

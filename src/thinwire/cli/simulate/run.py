@@ -18,7 +18,7 @@ from torch import nn
 
 from thinwire.cli import options
 from thinwire.cli.pages import write_report
-from thinwire.comm import Link
+from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import counted_in, functions
 from thinwire.lm.run import Run
@@ -28,7 +28,6 @@ from thinwire.plan import compute
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import (
     UNITS,
-    seconds_of_text,
     text_of_bits,
     text_of_nbytes,
     text_of_rate,
@@ -250,7 +249,7 @@ def _times(name: str, text: str | None, *counts: int) -> list[float]:
     parts = text.split("/")
     if len(parts) not in counts:
         raise ConfigurationError(f"{name}={text!r}: times with units between slashes are needed, such as 10s/1h.")
-    return [seconds_of_text(part) for part in parts]
+    return [quantities.seconds(part) for part in parts]
 
 
 def _unit(run: Run) -> str:

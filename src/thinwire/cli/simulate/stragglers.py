@@ -12,10 +12,10 @@ import numpy as np
 from rich.table import Table
 
 from thinwire.cli import figures, options
+from thinwire.comm import quantities
 from thinwire.errors import ConfigurationError
 from thinwire.methods.gradient_codes import gradient_code
 from thinwire.methods.sequential_codes import Coded, Multiplexed, Scheme, SelectiveRepeat
-from thinwire.plan import quantities
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_seconds, text_of_share
 from thinwire.simulate.figure import stragglers_chart

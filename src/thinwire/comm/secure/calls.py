@@ -62,7 +62,7 @@ def cause(details: str | None) -> str:
     return text + clocks
 
 
-def explained(error: grpc.aio.AioRpcError) -> LinkError:
+def explain(error: grpc.aio.AioRpcError) -> LinkError:
     """The error as `Refused` or `Broken`."""
     return _refusal(error.code(), error.details())
 

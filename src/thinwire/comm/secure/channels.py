@@ -13,10 +13,10 @@ from thinwire.comm.secure.frames import LIMIT_NBYTES
 from thinwire.comm.secure.keys import HUB, Credentials
 from thinwire.errors import ConfigurationError, LinkError
 
-LEAST = "1.85"  # the first grpcio that says which version of TLS a connection has
-if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST.split("."))):
+LEAST_GRPCIO = "1.85"  # the first grpcio that says which version of TLS a connection has
+if tuple(map(int, grpc.__version__.split(".")[:2])) < tuple(map(int, LEAST_GRPCIO.split("."))):
     raise ConfigurationError(
-        f"grpcio {grpc.__version__} is installed, which does not say whether a connection has TLS 1.3; pip install 'grpcio>={LEAST}'."
+        f"grpcio {grpc.__version__} is installed, which does not say whether a connection has TLS 1.3; pip install 'grpcio>={LEAST_GRPCIO}'."
     )
 
 SERVICE = "thinwire.Hub"
@@ -79,7 +79,7 @@ _SERVER: Options = (
 
 
 def of_members(silent: float | None = None) -> Options:
-    """Options of a server for members. `silent`: see `dialled`."""
+    """Options of a server for members. `silent`: see `dial`."""
     return (*_SERVER, *_noticing(silent), ("grpc.max_receive_message_length", LIMIT_NBYTES))
 
 
@@ -115,7 +115,7 @@ def server_credentials(own: Callable[[], Credentials], members_only: bool) -> gr
     return grpc.dynamic_ssl_server_credentials(configured(now), renewed, members_only)
 
 
-def dialled(
+def dial(
     host: str,
     port: int,
     authorities: bytes,

@@ -21,8 +21,8 @@ import grpc.aio
 from cryptography import x509
 
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
-from thinwire.comm.secure.calls import Outdated, Refused, cause, explained
-from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dialled
+from thinwire.comm.secure.calls import Outdated, Refused, cause, explain
+from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dial
 from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import (
     SKEW,
@@ -132,7 +132,7 @@ class Enrolment:
 
     def told(self, error: grpc.aio.AioRpcError | LinkError) -> LinkError:
         """Why a call to the hub has failed. If the hub asks for a certificate of its new authority, the next call gets one."""
-        found = explained(error) if isinstance(error, grpc.aio.AioRpcError) else error
+        found = explain(error) if isinstance(error, grpc.aio.AioRpcError) else error
         if isinstance(found, Outdated):
             self.forget()
         return found
@@ -141,7 +141,7 @@ class Enrolment:
         authority = await self._authority()
         token, asked = self.token, request(self._key, self.name)
         head = JOIN_HEAD.pack(token.invitation, token.secret, len(self.name), len(asked))
-        async with dialled(token.host, token.join_port, authority, None, ADMITTED_NBYTES) as channel:
+        async with dial(token.host, token.join_port, authority, None, ADMITTED_NBYTES) as channel:
             try:
                 call = channel.unary_unary(JOIN)(
                     head + self.name.encode() + asked, timeout=ANSWER_SECONDS, metadata=stated(JOINING)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from thinwire.comm.secure.calls import Outdated, explained
-from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dialled
+from thinwire.comm.secure.calls import Outdated, explain
+from thinwire.comm.secure.channels import ANSWER_NBYTES, FOLLOW, dial
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.loop import LoopThread
@@ -41,7 +41,7 @@ class Published(Protocol):
         """An object from `offset` on. Raises `DataError` if it was deleted."""
 
 
-async def served(question: bytes, published: Published) -> AsyncIterator[bytes]:
+async def serve(question: bytes, published: Published) -> AsyncIterator[bytes]:
     """The hub's response. Raises `PacketError` for an invalid request, `DataError` for a deleted object.
 
     It begins with an empty chunk: gRPC may lose the metadata of a call that ends without a message, and the hub's range with it.
@@ -91,7 +91,7 @@ class HubClient:
         if self._channel is None or self._used is not own:
             if self._channel:
                 await self._channel.close(None)
-            self._channel = dialled(token.host, token.port, own.authorities, own, self._most_nbytes)
+            self._channel = dial(token.host, token.port, own.authorities, own, self._most_nbytes)
             self._used = own
         return self._channel
 
@@ -165,5 +165,5 @@ async def _next(call: Any) -> bytes | None:
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.NOT_FOUND:
             raise DataError(f"the hub reports: {error.details()}") from None
-        raise explained(error) from None
+        raise explain(error) from None
     return None if chunk is grpc.aio.EOF else bytes(chunk)

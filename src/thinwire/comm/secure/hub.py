@@ -36,7 +36,7 @@ from thinwire.comm.secure.channels import (
     of_members,
     server_credentials,
 )
-from thinwire.comm.secure.fetch import Published, served
+from thinwire.comm.secure.fetch import Published, serve
 from thinwire.comm.secure.grouping import GroupRequest, HubGroups
 from thinwire.comm.secure.invitations import invite
 from thinwire.comm.secure.keys import Authorities, Credentials, private_folder
@@ -278,7 +278,7 @@ class Hub:
                 raise LinkError("this hub does not serve followers; start it with --published RUN or --publishers NAME")
             await agreed_with_member(context, FOLLOWING)
             try:
-                async for chunk in served(question, self._published):
+                async for chunk in serve(question, self._published):
                     await context.write(chunk)
             except DataError as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, str(error))

@@ -18,8 +18,8 @@ import grpc.aio
 
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Outdated, Refused, explained, read, written
-from thinwire.comm.secure.channels import BULK, CONTROL, dialled
+from thinwire.comm.secure.calls import Broken, Outdated, Refused, explain, read, written
+from thinwire.comm.secure.channels import BULK, CONTROL, dial
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.listening import Listen
@@ -209,7 +209,7 @@ class HubLink:
         await self.straight.begin(own)
         of_hub = token.host, token.port, own.authorities, own
         # The control connection detects silence for all, because no bulk is queued before its pings.
-        channels = [dialled(*of_hub, silent=self._silent), *(dialled(*of_hub) for _ in range(CHANNELS))]
+        channels = [dial(*of_hub, silent=self._silent), *(dial(*of_hub) for _ in range(CHANNELS))]
         try:
             control = channels[0].stream_stream(CONTROL)(metadata=stated())
             self._version = await agreed_with_hub(control, self._silent)
@@ -223,7 +223,7 @@ class HubLink:
                 pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
             await self._carry(control, bulk, admitted)
         except grpc.aio.AioRpcError as error:
-            raise explained(error) from None
+            raise explain(error) from None
         finally:
             for channel in channels:
                 await channel.close(None)

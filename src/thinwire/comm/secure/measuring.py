@@ -20,7 +20,7 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.frames import Frame
 from thinwire.comm.secure.messages import InFlight
 from thinwire.comm.secure.posted import Receive
-from thinwire.comm.secure.star_or_mesh import Measured, checked, worst
+from thinwire.comm.secure.star_or_mesh import Measured, parse_measured, worst
 from thinwire.errors import ThinwireError
 
 BY_HUB, STRAIGHT = (1 << 30) + 8, (1 << 30) + 9  # tags, above those of groups
@@ -108,7 +108,7 @@ class Measuring:
     def heard(self, frame: Frame) -> None:
         """A MEASURED or a CHOSEN. Raises `PacketError`."""
         first, *fields = (frame.number(place) for place in range(5))
-        found = checked(fields)
+        found = parse_measured(fields)
         if frame.kind == frames.MEASURED and self._link.rank == 0 and first < frames.MEMBERS:
             self._reported[frame.rank, first] = found
             self._announce(None)

@@ -202,7 +202,7 @@ class Relay:
                 connection.end.set()
 
 
-def flattened(frame: PassedOn, sequence: int, version: int) -> bytes:
+def flatten(frame: PassedOn, sequence: int, version: int) -> bytes:
     """The bytes of the frame, with its header."""
     return frames.head(frame.kind, frame.rank, sequence, version) + frame.body
 

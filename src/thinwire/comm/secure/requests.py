@@ -16,7 +16,7 @@ import grpc.aio
 
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.calls import read, written
-from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dialled
+from thinwire.comm.secure.channels import ANSWER_NBYTES, MEET, dial
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.keys import check_name
 from thinwire.comm.secure.loop import LoopThread
@@ -155,7 +155,7 @@ class HubChannel:
     async def _opened(self) -> _Stream:
         admitted = await self._enrolment.admitted()
         token, own = self._enrolment.token, admitted.credentials
-        channel = dialled(token.host, token.port, own.authorities, own, ANSWER_NBYTES, self._silent)
+        channel = dial(token.host, token.port, own.authorities, own, ANSWER_NBYTES, self._silent)
         try:
             call = channel.stream_stream(MEET)(metadata=stated())
             version = await agreed_with_hub(call, self._silent)

@@ -53,7 +53,7 @@ class Measured(NamedTuple):
         return self.mesh_seconds(nbytes, receivers) < self.star_seconds(nbytes)
 
 
-def checked(fields: Iterable[int]) -> Measured:
+def parse_measured(fields: Iterable[int]) -> Measured:
     """The numbers of another member. Raises `PacketError` if one is not possible."""
     found = Measured(*fields)
     if not all(0 < one <= _MOST for one in found):

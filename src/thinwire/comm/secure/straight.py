@@ -26,8 +26,8 @@ import grpc.aio
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames, measuring
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.calls import Broken, explained, read, written
-from thinwire.comm.secure.channels import LIVE, STRAIGHT, dialled
+from thinwire.comm.secure.calls import Broken, explain, read, written
+from thinwire.comm.secure.channels import LIVE, STRAIGHT, dial
 from thinwire.comm.secure.enrol import ANSWER_SECONDS, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.heartbeats import live
@@ -251,7 +251,7 @@ class Straight:
         welcome, own = self._link.welcome, (await self._enrolment.admitted()).credentials
         assert welcome
         dns = member_dns(welcome.names[peer])
-        channel = dialled(host, port, own.authorities, own, silent=inf, dns=dns)
+        channel = dial(host, port, own.authorities, own, silent=inf, dns=dns)
         try:
             stream = channel.stream_stream(method)(metadata=stated())
             version = await agreed_with_hub(stream, ANSWER_SECONDS)
@@ -263,7 +263,7 @@ class Straight:
                 raise PacketError("another member answers there, or one of another group")
             yield Greeted(peer, version, lambda: read(stream), lambda raw: written(stream, raw))
         except grpc.aio.AioRpcError as error:
-            raise explained(error) from None
+            raise explain(error) from None
         except TimeoutError:
             raise Broken(f"it did not answer within {ANSWER_SECONDS:g} s") from None
         finally:

@@ -14,7 +14,7 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.proxy import TcpProxy
-from thinwire.comm.secure.relay import Pipe, flattened
+from thinwire.comm.secure.relay import Pipe, flatten
 from thinwire.errors import LinkError, PacketError
 
 STREAMS_OF_ALL = 1024  # open at a time
@@ -111,5 +111,5 @@ async def writing(context: Any, pipe: Pipe, version: int) -> None:
     sequence = 0
     while True:
         frame = await pipe.get()
-        await context.write(flattened(frame, sequence, version))
+        await context.write(flatten(frame, sequence, version))
         sequence += 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from thinwire.errors import ConfigurationError
 
+HUB_PORT = 29530  # unless `thinwire hub` is given another
 MOST_USES = 1_000_000
 _PREFIX = "tw1."
 _LAYOUT = struct.Struct("<32s8s16sHH")

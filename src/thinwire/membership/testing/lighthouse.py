@@ -8,7 +8,7 @@ from typing import Protocol
 
 from thinwire.errors import LinkError
 from thinwire.membership.commit import YES, Electorate, ballot_of, keys_of
-from thinwire.membership.registry import JOIN, nobody_comes, quorum, will_not_vote
+from thinwire.membership.registry import JOIN_SECONDS, nobody_comes, quorum, will_not_vote
 from thinwire.membership.testing.clock import VirtualTime
 from thinwire.membership.view import Presence
 
@@ -85,7 +85,7 @@ class SimulatedLighthouse:
         incarnation, epoch = presence.incarnation, self.epoch
         self.hear(name, incarnation)
         self._calls[incarnation] = (self.cluster.time.now, presence)
-        self.cluster.time.after(JOIN)
+        self.cluster.time.after(JOIN_SECONDS)
         self.cluster.time.notify_all()
 
         def answered() -> bool:
@@ -120,7 +120,7 @@ class SimulatedLighthouse:
     def _look(self) -> None:
         now, heard = self.cluster.time.now, self._heard()
         calling = {incarnation: since for incarnation, (since, _) in self._calls.items()}
-        chosen = quorum(calling, heard, self._previous, now, JOIN)
+        chosen = quorum(calling, heard, self._previous, now, JOIN_SECONDS)
         if chosen:
             calls = [self._calls[incarnation][1] for incarnation in sorted(chosen)]
             present = [presence for presence in calls if presence is not None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.records.events import Event, Tail
 from thinwire.records.sessions import whole
-from thinwire.report.trackers.sinks import Sink, named, open_sinks
+from thinwire.report.trackers.sinks import Sink, open_sinks, parse_sinks
 from thinwire.report.trackers.table import MetricValues
 
 Say = Callable[[str], object]
@@ -65,7 +65,7 @@ class Follower:
 @contextmanager
 def following(log: str | None, folder: Path, settings: Mapping[str, Any], say: Say) -> Iterator[Follower | None]:
     """A context with a follower for the trackers in `log`, or None without trackers. Raises `ConfigurationError`."""
-    asked = named(log)
+    asked = parse_sinks(log)
     if not asked:
         yield None
         return

@@ -14,8 +14,8 @@ from mlflow.tracking import MlflowClient
 from thinwire.report.trackers.remembered import remembered
 from thinwire.report.trackers.sinks import Sink
 
-MOST = 1000  # most metrics that a store takes at once
-LONGEST = 500  # most characters of a setting
+MOST_METRICS = 1000  # most metrics that a store takes at once
+LONGEST_SETTING = 500  # most characters of a setting
 
 
 class Mlflow(Sink):
@@ -31,7 +31,7 @@ class Mlflow(Sink):
         found = self._to.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._to.create_experiment(experiment)
         run = self._to.create_run(number, run_name=folder.resolve().name)
-        texts = {name: str(value)[:LONGEST] for name, value in settings.items() if value is not None}
+        texts = {name: str(value)[:LONGEST_SETTING] for name, value in settings.items() if value is not None}
         self._to.log_batch(run.info.run_id, params=[Param(name, text) for name, text in texts.items()])
         return str(run.info.run_id)
 
@@ -41,8 +41,8 @@ class Mlflow(Sink):
 
     def flush(self) -> None:
         while self._due:
-            self._to.log_batch(self.id, metrics=self._due[:MOST])
-            del self._due[:MOST]
+            self._to.log_batch(self.id, metrics=self._due[:MOST_METRICS])
+            del self._due[:MOST_METRICS]
 
     def close(self) -> None:
         self.flush()

@@ -50,7 +50,7 @@ SINKS = {
 }
 
 
-def named(log: str | None) -> dict[str, str]:
+def parse_sinks(log: str | None) -> dict[str, str]:
     """The sinks that `--log` names, each with what stands behind its `=`. Raises `ConfigurationError`.
 
     >>> named("jsonl,prometheus=9100")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.records.membership import (
+from thinwire.records.participation import (
     MembershipLog,
     Participation,
     RoundSeen,
     Steps,
     explained_steps,
-    merged,
+    merge_rounds,
     numbers,
-    placed,
+    session_begins,
 )
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import Span
@@ -221,8 +221,8 @@ def test_a_living_replica_that_is_not_counted_is_idle() -> None:
 
 def test_a_round_counts_once_and_a_known_outcome_replaces_an_unknown_one() -> None:
     rounds = [seen(0), seen(1, committed=None), seen(1, committed=True), seen(0), seen(2, committed=False)]
-    assert [(one.number, one.committed) for one in merged(rounds)] == [(0, True), (1, True), (2, False)]
-    found = numbers(merged(rounds), {"a": (Span(0.0, 10.0, 0),)}, fragments=1)
+    assert [(one.number, one.committed) for one in merge_rounds(rounds)] == [(0, True), (1, True), (2, False)]
+    found = numbers(merge_rounds(rounds), {"a": (Span(0.0, 10.0, 0),)}, fragments=1)
     assert (found.committed, found.dropped, found.taking_part) == (2, 1, 3.0)
     assert found.living == pytest.approx(3.0)  # b and c appear in rounds only, not in a span
 
@@ -233,7 +233,7 @@ def test_sessions_are_placed_by_wall_clock_without_long_pauses() -> None:
 
     first = [session(100.0, 50.0), session(120.0 + 86_400, 30.0)]
     second = [session(110.0, 5.0), session(130.0, 20.0), session(125.0 + 86_400, 30.0)]
-    assert placed([first, second]) == [[0.0, 50.0], [10.0, 30.0, 55.0]]
+    assert session_begins([first, second]) == [[0.0, 50.0], [10.0, 30.0, 55.0]]
 
 
 def test_the_log_reports_each_change_once() -> None:

@@ -222,7 +222,7 @@ def how_many(members: Sequence[str], asked: int) -> str:
     return f"{len(members)} of {asked} are there" if len(members) <= asked else f"{len(members)} are there"
 
 
-def merged(rounds: Iterable[RoundSeen]) -> list[RoundSeen]:
+def merge_rounds(rounds: Iterable[RoundSeen]) -> list[RoundSeen]:
     """Each round once, in order. Members agree on the facts that they know; one may know more."""
     best: dict[tuple[int, bool], RoundSeen] = {}
     for seen in sorted(rounds, key=lambda seen: seen.seconds):
@@ -261,7 +261,7 @@ def numbers(rounds: Sequence[RoundSeen], incarnations: Mapping[str, Sequence[Spa
     )
 
 
-def placed(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[float] = ()) -> list[list[float]]:
+def session_begins(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[float] = ()) -> list[list[float]]:
     """The beginning of each session of each file on one clock: that of the machine, without times in which no session was active.
 
     Sessions of replicas on several machines are as far apart as their clocks say, each of which is so many seconds `ahead`.

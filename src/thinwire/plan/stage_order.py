@@ -14,18 +14,18 @@ import numpy as np
 from thinwire.plan.links import Links
 
 Order = tuple[int, ...]
-EXACT = 7  # places: 5,040 orders
+EXACT_SITES = 7  # places: 5,040 orders
 
 
 def best_chain(links: Links, places: Sequence[int], nbytes: float) -> tuple[Order | None, float]:
     """The order of sites with the shortest chain, and its seconds: an activation through all stages and its gradient back, each hop at
-    the rate and delay of its direction. For more than `EXACT` sites the order is None, and the seconds are a lower bound for every
+    the rate and delay of its direction. For more than `EXACT_SITES` sites the order is None, and the seconds are a lower bound for every
     order: each site except the last has a hop to another, which takes at least as long as its cheapest hop.
     """
     among = np.ix_(places, places)
     hops = links.delays[among] + 8 * nbytes / links.rates[among]
     both = hops + hops.T
-    if len(places) > EXACT:
+    if len(places) > EXACT_SITES:
         cheapest = (both + np.diag([np.inf] * len(places))).min(axis=1)
         return None, float(cheapest.sum() - cheapest.max())
     table = both.tolist()

@@ -13,7 +13,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import PacketError
 from thinwire.pieces.robust import Median
-from thinwire.runtime.weighing import TokenCount, tokens_of_step, weighed
+from thinwire.runtime.token_weights import TokenCount, tokens_of_step, weigh
 from thinwire.testing.toy import same_bits, weights
 
 # the tokens of a replica's step, by round and replica
@@ -213,7 +213,7 @@ def test_a_deltas_weight_is_divided_out_for_its_feedback():
         signal=lambda begin, end: values[begin:end], settle=lambda begin, mean, sent: seen.append(sent())
     )
     for share, factor in ((0.0, 1.0), (1.0, 1.0), (2.0, 2.0)):  # 0: a replica that does not count in this round
-        signal, settle = weighed(update, share)
+        signal, settle = weigh(update, share)
         assert torch.equal(signal(0, 2), factor * values)
         settle(0, torch.zeros(2), lambda factor=factor: factor * values)
         assert torch.equal(seen.pop(), values)

@@ -98,7 +98,7 @@ class TokenCount:
         return self._own * self._group.size / math.fsum((self._own, *counts.values()))
 
 
-def weighed(
+def weigh(
     update: RoundUpdate, share: float
 ) -> tuple[Callable[[int, int], Tensor], Callable[[int, Tensor, Callable[[], Tensor]], None]]:
     """`signal` and `settle` of `update`; the delta is multiplied by `share`."""

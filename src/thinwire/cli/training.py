@@ -1,0 +1,108 @@
+"""Training with live progress, for the verbs that train, and the summary, table and page at its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from thinwire.cli.pages import write_report
+from thinwire.cli.summary import speed_advice, stall_advice, summary_of, without_result
+from thinwire.errors import ConfigurationError, DataError
+from thinwire.lm import launch, run_folder
+from thinwire.lm.resuming import cannot_resume, complete
+from thinwire.lm.run import Run
+from thinwire.lm.supervisor import JoiningReplica, train_elastic
+from thinwire.records.files import write_whole
+from thinwire.records.participation import explained_steps
+from thinwire.records.printable import quoted, reason
+from thinwire.records.run_record import RunRecord, text_of_privacy
+from thinwire.report.progress import Progress, final_table
+
+
+def train(
+    run: Run, folder: Path, resume: bool, console: Console, stop: launch.Stop, joining: JoiningReplica | None = None
+) -> None:
+    """Train with live progress on `console`, until `stop`."""
+    with Progress(
+        folder, run.optimizer.steps, [joining.name] if joining else run.placement.replicas, console
+    ) as progress:
+        progress.pass_over()
+        if run.placement.elastic:
+            train_elastic(run, folder, resume, progress.update, progress.say, joining, stop)
+        elif run.placement.carrier == "threads":
+            launch.train_threads(run, folder, resume, progress.update, stop)
+        elif run.placement.carrier == "secure":
+            from thinwire.lm.secure import train_secure  # it needs the extra `secure`
+
+            train_secure(run, folder, resume, progress.update, stop)
+        else:
+            launch.train_processes(run, folder, resume, progress.update, stop)
+
+
+def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
+    """Train, unless `folder` has this run complete or `stop` is set. An interrupted run resumes from its checkpoint."""
+    begun = (folder / "events").exists()
+    if begun and Run.load(folder / "run.toml").absolute() != run:
+        raise ConfigurationError(
+            f"{folder} holds a run with other settings; choose another --out, or the same settings."
+        )
+    if complete(run, folder):
+        console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
+        return
+    if stop.is_set():
+        return
+    console.print(f"{folder}", soft_wrap=True, highlight=False)
+    run_folder.new_folder(run, folder, resume=begun)
+    if cannot_resume(run):
+        run_folder.set_aside(folder)
+    train(run, folder, any(folder.glob("checkpoints/*/step-*")), console, stop)
+
+
+def finish(
+    folder: Path, console: Console, as_json: bool, stop: launch.Stop, options: str = "", verb: str = "train"
+) -> int:
+    """The summary as a table, a file and a page; returns the exit code. `verb` and `options` resume a run that was stopped."""
+    try:
+        record = RunRecord.load(folder)
+    except DataError:
+        if stop.is_set():  # before training began
+            raise KeyboardInterrupt(stop.number) from None
+        raise
+    summary = summary_of(record)
+    write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    console.print(final_table(record))
+    if told := explained_steps(record.steps):
+        console.print(told, soft_wrap=True, highlight=False)
+    if skipped := sum(replica.skipped for replica in record.replicas):
+        console.print(
+            f"warning: {skipped} steps of all replicas changed no weights, because their gradients were not finite"
+        )
+    if told := text_of_privacy(record.privacy):
+        console.print(f"{told} (predicted)", highlight=False)
+    try:
+        drawn = f"report: {write_report([record], folder / 'report.html')}"
+    except DataError as error:  # the run is complete without it
+        drawn = f"no report: {reason(error)}"
+    console.print(drawn, soft_wrap=True, highlight=False)
+    if paths := summary.get("paths"):
+        console.print(paths, soft_wrap=True, highlight=False)
+    if told := stall_advice(record, folder):
+        console.print(told, soft_wrap=True, highlight=False)
+    if told := speed_advice(record):
+        console.print(told, soft_wrap=True, highlight=False)
+    stopped = record.status.startswith("stopped")
+    if stopped:
+        again = f"thinwire {verb} --resume --out {quoted(folder)}{options}"
+        if launch.torchrun_place() is not None:
+            again = "the same torchrun command on each machine, with --resume"
+        why = cannot_resume(Run.load(folder / "run.toml"))
+        console.print(why or f"to resume: {again}", soft_wrap=True, highlight=False)
+    if as_json:
+        print(json.dumps(summary))
+    if told := without_result([record]):
+        print(f"thinwire {verb.split()[0]}: {told}", file=sys.stderr)
+        return 1
+    return stop.exit_code if stopped or (stop.is_set() and record.status != "finished") else 0
