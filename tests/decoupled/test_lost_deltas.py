@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from thinwire.decoupled import peer_streams
 from thinwire.decoupled.messages import DOWN, END, UP
 from thinwire.decoupled.method import Decoupled
 from thinwire.decoupled.sampled import plexus
-from thinwire.decoupled.sites import halos
+from thinwire.decoupled.sites import Halos, halos
 from thinwire.decoupled.syncer import Syncer
 from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.errors import LinkError, NonFiniteError
@@ -25,9 +26,15 @@ from thinwire.pieces.partition import Strided
 from thinwire.pieces.staleness import Alike
 from thinwire.testing.toy import weights
 
-PLAIN = Decoupled(
-    codec=Identity(), down=Identity(), feedback=None, correct=None, outer=Average(), weigh=Alike(), patience=600.0
-)
+EXACT = {
+    "codec": Identity(),
+    "down": Identity(),
+    "feedback": None,
+    "outer": Average(),
+    "weigh": Alike(),
+    "patience": 600.0,
+}
+PLAIN = Decoupled(correct=None, **EXACT)
 
 
 def begin(group, method, layers=1, observer=lambda event, step, **fields: None):
@@ -141,6 +148,42 @@ def test_a_replica_trains_for_two_periods_without_an_answer_and_then_waits(monke
     monkeypatch.setattr(SyncerChannel, "receive", received)
     first, second = run_threads(2, body, timeout=600.0)
     assert torch.equal(first, second) and waited[0] == 5 + 2 * 5
+
+
+def test_a_site_trains_for_two_periods_without_an_answer_and_then_waits():
+    """Site 1's first update leaves when its server waits. Then its replica waits, too, and every inner step counts once."""
+    waits, rounds = threading.Event(), []
+
+    class CutOff(WrappedGroup):
+        def post(self, tag, send, recv, purpose="packet", sized=None):
+            assert not send or tag != UP or purpose != "packet" or waits.wait()
+            return self.group.post(tag, send, recv, purpose, sized)
+
+    class Replies(queue.Queue):
+        def get(self):
+            if self.empty():
+                rounds.append(attached[0]._servers._exchanged[0].rounds)
+                waits.set()
+            return super().get()
+
+    def body(group):
+        method = Halos(sites=(1, 1), every=5, apart=3, above=Average(), **EXACT)
+        model, optimizer, one = begin(CutOff(group) if group.rank else group, method)
+        if group.rank:
+            attached.append(one)
+            one._servers._replies = Replies()
+            while one.step < 400 and not waits.is_set():
+                optimizer.step()
+            waits.set()
+        assert waits.wait()
+        optimizer.step()
+        one.finish()
+        return weights(model), one.step
+
+    attached = []
+    (first, a), (second, b) = run_threads(2, body, timeout=600.0)
+    one = -0.125 * torch.tensor([1.0, 2.0, 3.0, 1.0])
+    assert torch.equal(first, second) and torch.allclose(first, (a * one + b * 2 * one) / 2) and rounds[0] == 2 * 3
 
 
 def test_a_replica_that_took_no_messages_hears_that_the_others_continued_without_it(monkeypatch):

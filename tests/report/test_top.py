@@ -29,6 +29,7 @@ def test_bytes_of_servers_and_a_finished_run_are_shown(
     run = trained_run(tmp_path, tmp_path / "cache", TEXT, "--strategy", strategy, "--steps", "12")
     summary = RunRecord.load(run).summary
     capsys.readouterr()
+    assert main(["top", str(run)]) == 0 and " at step 12 · " in capsys.readouterr().out
     assert main(["top", str(run), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["step"] == summary.steps >= facts["steps"] == 12
@@ -37,6 +38,7 @@ def test_bytes_of_servers_and_a_finished_run_are_shown(
         pass
     line = out.getvalue().splitlines()[-1]
     assert line.startswith("step 12/12 · ")  # also if all together took more steps
+    assert " at step 12 · " in line  # the last evaluation, after other inner steps of its replica
     assert f" · sent {text_of_nbytes(summary.wire_bytes_sent)} per replica · " in line
     record = RunRecord.load(run)
     assert record.evaluations.nbytes[-1] == sum(int(each["nbytes"]) for _, _, each, _ in record.replicas[0].ledger)

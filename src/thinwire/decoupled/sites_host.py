@@ -176,9 +176,11 @@ class SiteHost(Host):
         if down.kind != END:
             self._merge(down)
             return True
-        if down.stop and not down.version:
+        if not down.stop:
+            raise PeerError("the global server has ended the run without this site")
+        if not down.version:
             self._halt()
-        elif down.version and self.timeline is None:  # in virtual time replicas know how far the others are
+        elif self.timeline is None:  # in virtual time replicas know how far the others are
             self._announce_finish(down.version)
         return False
 
@@ -260,10 +262,18 @@ class SiteHost(Host):
                 return
 
     def _between(self) -> None:
-        while not self._replies.empty():
+        while self._cut_off() or not self._replies.empty():
             if (heard := self._replies.get()) is None:
                 raise Closed
             self._take_over(heard)
+
+    def _cut_off(self) -> bool:
+        """Whether this site must wait for the global server, because all its updates have been in flight for two of its periods or longer. Its
+        replicas wait then, too. Later rounds would be one long update from a model that the other sites have left.
+        """
+        if self._stopped or self._finish_announced_at is not None:
+            return False
+        return all(one.away and one.rounds >= 2 * self._method.apart for one in self._exchanged)
 
     def _end(self) -> None:
         """Hold the last rounds of the site, and send the rest of its training."""

@@ -306,8 +306,8 @@ class Trainer(ABC):
         loss, of = next(iter(losses.values())), evaluated_weights(self.replica)
         self.losses = dict(losses) if of in ("anchors", "mean", "each") else {}
         spent = time.monotonic() - began
-        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of, "sent": self.ledger.sent()}
-        self.log.emit("eval", self.replica.step, loss=loss, **told)
+        told = {"tokens": self._tokens(), "seconds_spent": spent, "of": of}
+        self.log.emit("eval", self.replica.step, loss=loss, **told, progress=self.progress, sent=self.ledger.sent())
 
     def _save(self) -> CheckpointError | None:
         """Write a checkpoint. If it cannot be written, this is reported and training continues, because the previous one still exists."""

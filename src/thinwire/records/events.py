@@ -97,7 +97,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "evicted": ("name", "by", "reason"),
     "read": ("ranges",),
     "data": ("round", "trained", "lost", "returned"),
-    "eval": ("loss", "tokens", "seconds_spent", "of", "sent"),
+    "eval": ("loss", "tokens", "seconds_spent", "of", "progress", "sent"),
     "checkpoint": ("path", "nbytes", "seconds_spent"),
     "resume": ("from_step", "path", "skipped"),
     "skip": ("reason",),

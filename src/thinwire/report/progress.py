@@ -132,7 +132,7 @@ class Progress:
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
                 self._say("exchange", choice)
         elif kind == "eval" and event["of"] != "start":
-            self._evaluated = (event["step"], number(event["loss"]))
+            self._evaluated = (whole(event.get("progress", event["step"])), number(event["loss"]))
         elif kind in ("warning", "stop"):
             said = event.get("message", event.get("reason"))
             if not str(said).startswith("JobError: "):  # the command ends with it
@@ -198,7 +198,10 @@ class Progress:
         return text_of_seconds(round(time.monotonic() - self._opened))
 
     def _evaluation(self) -> str:
-        return f"evaluation {text_of_loss(self._evaluated[1])} at step {self._evaluated[0]}" if self._evaluated else ""
+        if self._evaluated is None:
+            return ""
+        step, loss = self._evaluated
+        return f"evaluation {text_of_loss(loss)} at step {min(self.steps, step)}"
 
     def _line(self) -> str:
         if phase := self._phase():

@@ -90,7 +90,7 @@ class _Watched:
             elif kind == "checkpoint":
                 self.saved = event["step"], self.heard
             elif kind == "eval" and event["of"] != "start":
-                self.evaluated = event["step"], number(event["loss"])
+                self.evaluated = whole(event.get("progress", event["step"])), number(event["loss"])
             elif kind == "round":
                 rounds.append(RoundSeen.of(event))
         return rounds
@@ -246,7 +246,7 @@ class Top:
         parts = (
             f"step {min(self._step, self._steps)}/{self._steps}", f"{len(living)} of {whole(self._start['replicas'])} live", part,
             f"{text_of_count(speed)} {self._unit}/s" if living else "",
-            f"evaluation {text_of_loss(evaluated[1])} at step {evaluated[0]}" if evaluated else "",
+            f"evaluation {text_of_loss(evaluated[1])} at step {min(evaluated[0], self._steps)}" if evaluated else "",
             f"numbers are {provenance_of(self._start)}",
             f"{text_of_seconds(left)} left (predicted)" if left > 0 else "",
         )  # fmt: skip
