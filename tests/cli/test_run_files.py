@@ -181,3 +181,23 @@ def test_settings_are_set_and_returned_by_name() -> None:
     assert Run.of(**run.settings()) == run and set(run.settings()) == set(PART_OF)
     with pytest.raises(ConfigurationError, match=r"evry is no setting \(did you mean every\?\)"):
         run.changed(evry=3)
+
+
+def test_a_run_file_that_a_person_wrote_is_not_replaced(capsys: Any) -> None:
+    Path("text.txt").write_text("a thin wire carries it\n" * 900)
+    mine = "# the second try\n[data]\ntext = ['text.txt']\n[model]\nmodel = 'nano'\n"
+    Path("run.toml").write_text(mine)
+    train = ["train", "run.toml", "--carrier", "threads", "--sequence", "16", "--eval-batches", "1", "--steps", "2"]
+    for arguments in (
+        [*train, "--out", "."],
+        [*SIMULATE, "run.toml", "--link", "1mbit", "--step-seconds", "0.1", "--out", "."],
+    ):
+        assert (
+            main(arguments) == 2 and "run.toml is no file of a run that Thinwire has begun" in capsys.readouterr().err
+        )
+    assert Path("run.toml").read_text() == mine
+    Path("begun").mkdir()
+    Run.load(Path("run.toml")).absolute().save(
+        Path("begun/run.toml")
+    )  # as a run leaves it that failed before its first step
+    assert main([*train, "--out", "begun"]) == 0 and Run.load(Path("begun/run.toml")).optimizer.steps == 2

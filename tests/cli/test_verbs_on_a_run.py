@@ -369,3 +369,31 @@ def test_top_shows_the_state_of_each_replica(run: Path, capsys: pytest.CaptureFi
         top.read(time.time())
         assert top.facts(time.time() + 3600)["replicas"][1]["state"].startswith("silent for 1 h") and not top.over
     assert main(["top", str(run / "checkpoints")]) == 1 and "holds no run" in capsys.readouterr().err
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_stopped_run_is_not_ended_with_fewer_steps_than_it_has(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "model.safetensors").unlink()
+    before = files(run)
+    assert main(["resume", str(run), "--steps", "4"]) == 2
+    assert "has taken 6 steps; give --steps 6 to end it there, or more" in capsys.readouterr().err
+    assert files(run) == before
+    assert main(["resume", str(run), "--steps", "6"]) == 0 and (run / "model.safetensors").exists()
+
+
+def test_a_run_that_was_resumed_after_its_end_and_stopped_is_not_finished(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run / "model.safetensors"
+    first = model.read_bytes()
+    assert main(["resume", str(run), "--steps", "8"]) == 0
+    second = model.read_bytes()
+    for log in run.glob("events/*.jsonl"):  # as a kill before the end leaves it
+        log.write_text("".join(line for line in log.read_text().splitlines(True) if '"event":"end"' not in line))
+    model.write_bytes(first)
+    os.utime(model, (0, 0))
+    assert main(["resume", str(run), "--steps", "7"]) == 2 and "has taken 8 steps" in capsys.readouterr().err
+    assert main(["resume", str(run), "--steps", "8"]) == 0 and model.read_bytes() == second

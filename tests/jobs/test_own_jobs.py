@@ -53,6 +53,8 @@ def test_a_job_trains_is_reported_and_resumes_bit_for_bit(here: Path, capsys: py
     assert main(["report", "whole", "cut"]) == 0
     assert main(["sample", "whole", "x"]) == main(["export", "whole"]) == 2
     assert capsys.readouterr().err.count("whole has trained job.py, whose model only that file can make") == 2
+    Path("whole/model.safetensors").unlink()  # as before the end of the run
+    assert main(["export", "whole"]) == 2 and "When it has ended, load the weights" in capsys.readouterr().err
 
 
 def test_an_evaluation_has_the_same_samples_for_every_batch(here: Path) -> None:

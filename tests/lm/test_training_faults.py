@@ -6,6 +6,7 @@ import copy
 import errno
 import io
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -28,6 +29,7 @@ from thinwire.lm.place import Place
 from thinwire.lm.run import Run
 from thinwire.lm.text_job import TextJob
 from thinwire.records.events import EventLog
+from thinwire.records.printable import quoted
 
 
 def test_scarce_open_files_are_reported_before_they_run_out(
@@ -201,7 +203,7 @@ def test_a_model_that_the_run_folder_cannot_hold_is_saved_elsewhere(
     tmp_path: Path, whole: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the folder; if there is none, the checkpoint to resume from; it advises no resume that cannot work."""
-    folder, save_file = tmp_path / "full", stored.save_file
+    folder, save_file = tmp_path / "full [1]", stored.save_file
 
     def save(tensors: object, path: Path, *more: object) -> None:
         if folder in path.parents:
@@ -224,7 +226,10 @@ def test_a_model_that_the_run_folder_cannot_hold_is_saved_elsewhere(
     )
     shutil.rmtree(spare)
     assert final.of_full_disk(folder) == (f"The disk of {folder} is full. Free some space.", False)
-    for says in (rf"then `thinwire resume {folder}` .* step 24", "no checkpoint either, so the training is lost"):
+    for says in (
+        rf"then `thinwire resume {re.escape(quoted(folder))}` .* step 24",
+        "no checkpoint either, so the training is lost",
+    ):
         with pytest.raises(CheckpointError, match=says):
             final.store(small_run(text), _Unwritten(), torch.nn.Linear(1, 1), {}, folder, "replica-0", "")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)

@@ -96,6 +96,17 @@ def test_the_summary_has_living_taking_part_and_committed_rounds(folder: Path) -
     assert ("rounds committed", "29") in record.summary.figures()
 
 
+def test_all_live_again_after_the_resume_of_a_whole_run(tmp_path: Path, start: Start, write_events: Write) -> None:
+    """Each process needs 20 s from opening its log until its start, and an hour is between the sessions."""
+    for index in range(2):
+        lines = []
+        for session in range(2):
+            begun = start(index, 2, carrier="elastic", wall_time=1000.0 + 3600 * session) | {"seconds": 20.0}
+            lines += [begun, *(step(10 * session + number, 20.0 + number) for number in range(1, 11))]
+        write_events(tmp_path / f"run/events/replica-{index}.jsonl", lines)
+    assert RunRecord.load(tmp_path / "run").summary.living == pytest.approx(2.0)
+
+
 def test_steps_trained_jumped_and_counted_are_reported_separately(folder: Path, tmp_path: Path) -> None:
     """replica-1 trained 20 of 30 steps, because it was away for 10."""
     record = RunRecord.load(folder)

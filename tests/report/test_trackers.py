@@ -183,3 +183,18 @@ def test_mlflow_receives_a_run_in_a_folder(make_run: MakeRun, tmp_path: Path) ->
     tell(run, "mlflow", MLFLOW_TRACKING_URI=store.as_uri(), MLFLOW_ALLOW_FILE_STORE="true")
     (kept,) = store.glob(f"*/{(run / 'mlflow-run.txt').read_text().strip()}/metrics/replica-0/loss")
     assert [int(line.split()[2]) for line in kept.read_text().splitlines()] == list(range(1, 21))
+
+
+@needs("tensorboard")
+def test_a_report_replaces_what_was_sent_before(make_run: MakeRun, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make_run(tmp_path / "run", replicas=2, steps=20)
+    sent = []
+    for _ in range(2):
+        assert main(["report", str(run), "--log", "jsonl,tensorboard"]) == 0
+        sent.append((run / "metrics.jsonl").read_text())
+    assert sent[0] == sent[1] and len(set(sent[0].splitlines())) == sent[0].count("\n") > 20
+    board = EventAccumulator(str(run / "tensorboard/replica-1"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss")] == list(range(1, 21))

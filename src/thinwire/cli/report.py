@@ -56,8 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     page = write_report(records, out)
     console.print(compare_table(records, console.width))
     for record in records if asked.log else ():
-        with following(asked.log, record.folder, record.settings, options.teller(console)):
-            pass  # the run has ended, so all is sent at once
+        with following(asked.log, record.folder, record.settings, options.teller(console)) as follower:
+            if follower:  # the run has ended, so all is sent at once
+                follower.start_over()
     console.print(f"report: {page}", soft_wrap=True, highlight=False)
     if asked.json:
         best = best_loss(records)

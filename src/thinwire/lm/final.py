@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ def of_full_disk(folder: Path) -> tuple[str, bool]:
     if shutil.disk_usage(folder).free >= _PAGE:
         return "", False
     begun, full = (folder / "run.toml").stat().st_mtime, f"The disk of {folder} is full."
-    for path in Path(tempfile.gettempdir()).glob(f"{_spare(folder)}-*/model.safetensors"):
+    for path in Path(tempfile.gettempdir()).glob(f"{glob.escape(_spare(folder))}-*/model.safetensors"):
         if path.stat().st_mtime >= begun:
             return f"{full} The trained model is in {path.parent}: {_move(folder)}.", True
     again = (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from thinwire.checkpoint import found_in, step_of
 from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.errors import ConfigurationError
+from thinwire.lm.loops import has_own_steps
 from thinwire.lm.run import Run
+from thinwire.lm.trained import trains_on
 from thinwire.records.run_record import RunRecord
 
 
@@ -21,13 +24,31 @@ def complete(run: Run, folder: Path) -> bool:
     """Whether `folder` holds a run with all the steps of `run`, and the trained model."""
     models = [folder, *folder.glob("models/*")]  # the second for replicas with different models
     begun = any((one / "model.safetensors").exists() for one in models) and any(folder.glob("events/*.jsonl"))
-    return begun and RunRecord.load(folder).summary.steps >= run.optimizer.steps
+    return begun and not trains_on(folder) and RunRecord.load(folder).summary.steps >= run.optimizer.steps
 
 
 def check_resume(run: Run, folder: Path) -> None:
-    """Raise `ConfigurationError` if the run in `folder` has not ended, and its method cannot resume."""
-    if (why := cannot_resume(run)) and not complete(run, folder):
+    """Raise `ConfigurationError` if the run in `folder` has not ended, and its method cannot resume, or `run` has fewer steps than it has."""
+    if complete(run, folder):
+        return
+    if why := cannot_resume(run):
         raise ConfigurationError(f"--resume: {why}; start a new run in another --out.")
+    if (taken := steps_taken(run, folder)) > run.optimizer.steps:
+        raise ConfigurationError(
+            f"--steps {run.optimizer.steps} with --resume: the run in {folder} has taken {taken} steps; give --steps {taken} to end it there, or "
+            "more to train longer."
+        )
+
+
+def steps_taken(run: Run, folder: Path) -> int:
+    """Inner steps of the run at its newest checkpoints in `folder`; 0 if there are none."""
+    each = [{step_of(path) for path in found_in(own)} for own in folder.glob("checkpoints/*")]
+    newest = [max(steps) for steps in each if steps]
+    if run.placement.elastic:  # replicas go on at the step of the one that is ahead
+        return max(newest, default=0)
+    if has_own_steps(run.make_method()):
+        return sum(newest) // max(1, len(newest))
+    return max(set.intersection(*each), default=0) if each else 0
 
 
 def check_ranks(folder: Path, replica: str) -> None:

@@ -293,14 +293,18 @@ class Run:
         rate = {} if isinstance(self.make_method(), Codistill) else {"lr": self.lr}  # it depends on the model
         return {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")} | rate
 
-    def save(self, path: Path) -> None:
-        """Write a run file: a table for each part, and the recipe's choices as a comment; settings that are None are left out."""
+    def as_toml(self) -> str:
+        """The contents of a run file: a table for each part, and the recipe's choices as a comment; settings that are None are left out."""
         tables: dict[str, Any] = {"seed": self.seed}
         for part in PARTS:
             values = vars(getattr(self, part))
             tables[part] = {name: value for name, value in values.items() if value is not None}
         said = "".join(f"# {name}: {value}\n" for name, value in self.made_of().items())
-        write_whole(path, f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}")
+        return f"{tomli_w.dumps(tables)}\n# What the strategy is made of:\n{said}"
+
+    def save(self, path: Path) -> None:
+        """Write a run file."""
+        write_whole(path, self.as_toml())
 
     @classmethod
     def load(cls, path: Path, advise: Callable[[str], object] = lambda line: None) -> Run:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import being_written
+from thinwire.records.files import contents
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
 
@@ -47,6 +48,8 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> No
     """Raise `ConfigurationError` if `run` cannot begin, or `resume`, in `folder`. See `new_folder`."""
     if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
+    if not resume:
+        check_run_file(folder)
     if (folder / "config.json").exists() and not (folder / "run.toml").exists():
         raise ConfigurationError(f"{folder} holds a model already, which the run would replace; choose another --out.")
     if folder.exists() and not folder.is_dir():
@@ -74,6 +77,19 @@ def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> No
         raise ConfigurationError(
             f"{folder} is the folder of {of}, whose run meets elsewhere; resume it there, with {at} and --name {held[0]}."
         )
+
+
+def check_run_file(folder: Path) -> None:
+    """Raise `ConfigurationError` if a run in `folder` would replace a run.toml that a person has written or changed."""
+    path = folder / "run.toml"
+    if not path.exists():
+        return
+    with suppress(ThinwireError, OSError, ValueError):
+        if contents(path) == Run.load(path).as_toml():  # of a run that has not begun
+            return
+    raise ConfigurationError(
+        f"{path} is no file of a run that Thinwire has begun there, and a new run would replace it; choose another --out, or rename it."
+    )
 
 
 def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:

@@ -45,14 +45,15 @@ def trained_model(folder: Path) -> TrainedModel:
             f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train` wrote."
         )
     run = Run.load(folder / "run.toml")
+    file = folder / "model.safetensors"
     if run.model.job:
+        load = "Load" if file.exists() and not trains_on(folder) else "When it has ended, load"
         raise ConfigurationError(
-            f"{folder} has trained {run.model.label}, whose model only that file can make; a language model is needed here. Load the "
-            f"weights into your model with safetensors.torch.load_model(model, {str(folder / 'model.safetensors')!r})."
+            f"{folder} has trained {run.model.label}, whose model only that file can make; a language model is needed here. {load} the "
+            f"weights into your model with safetensors.torch.load_model(model, {str(file)!r})."
         )
     tokenizer, spec = tokenizer_of(run.data, run.model.model, folder), dataclasses.replace(run.model, lora=None)
-    file = folder / "model.safetensors"
-    if file.exists() and not _trains_on(folder):
+    if file.exists() and not trains_on(folder):
         hf = run.model.model.startswith("hf:")
         model: nn.Module = hugging_face(folder) if hf else stored_model(file, tokenizer.vocabulary, run.data.sequence)
         return TrainedModel(model.eval(), tokenizer, spec, None)
@@ -100,9 +101,13 @@ def with_parents(*folders: Path) -> dict[Path, Run]:
     return runs
 
 
-def _trains_on(folder: Path) -> bool:
+def trains_on(folder: Path) -> bool:
     """Whether a run that had ended was resumed, has a checkpoint since then, and has not ended again."""
-    ended = (folder / "model.safetensors").stat().st_mtime
+    models = [
+        folder / "model.safetensors",
+        *folder.glob("models/*/model.safetensors"),
+    ]  # the latter for replicas with different models
+    ended = max(path.stat().st_mtime for path in models if path.exists())
     newer = any(path.stat().st_mtime > ended for path in folder.glob("checkpoints/*/step-*/manifest.json"))
     return (
         newer and any(folder.glob("events/*.jsonl")) and RunRecord.load(folder).status.startswith(("stopped", "still"))

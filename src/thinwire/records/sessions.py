@@ -78,7 +78,7 @@ def join(sessions: Sequence[Sequence[Event]], offsets: Sequence[float] = ()) -> 
             _drop(joined, from_step, offset)
         joined.kept += [(offset, event) for event in session]
         end = offset + max(_end_of(event) for event in session)
-        joined.incarnations.append(Span(offset + finite(session[0]["seconds"]), end, session[-1]["step"]))
+        joined.incarnations.append(Span(offset, end, session[-1]["step"]))
         offset = end
     return joined
 

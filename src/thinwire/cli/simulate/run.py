@@ -22,6 +22,7 @@ from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import counted_in, functions
 from thinwire.lm.run import Run
+from thinwire.lm.run_folder import check_run_file
 from thinwire.lm.setup import learning_rate
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.plan import compute
@@ -226,6 +227,7 @@ def _recorder(asked: Options, out: Path, scenario: Scenario, fragments: Sequence
     run = asked.run_settings
     if (out / "events").exists():
         raise ConfigurationError(f"{out} holds a run already; choose another --out.")
+    check_run_file(out)
     recorder = Recorder(
         out,
         scenario,

@@ -28,6 +28,10 @@ class Follower:
         for replica, event in self._events():
             self._values[replica].take(event)
 
+    def start_over(self) -> None:
+        """Send the events of all sessions, in place of what earlier commands have sent."""
+        self._each(lambda sink: sink.start_over())
+
     def update(self) -> None:
         """Send new metrics. Raises nothing."""
         for replica, event in self._events():

@@ -23,6 +23,9 @@ class JsonLines(Sink):
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"replica": replica, "step": step, **finite}) + "\n")
 
+    def start_over(self) -> None:
+        self._file.truncate(0)
+
     def flush(self) -> None:
         self._file.flush()
 

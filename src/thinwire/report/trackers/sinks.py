@@ -23,6 +23,10 @@ class Sink(Protocol):
         """`replica` resumes from `step`, and later steps are done again. Does nothing by default: the later of two values at a step counts."""
         return
 
+    def start_over(self) -> None:
+        """All metrics come again from the first on: remove those that are there. Does nothing by default: the later of two values counts."""
+        return
+
     def flush(self) -> None:
         """Send written metrics; called about once a second. Does nothing by default, for sinks whose `write` sends them."""
         return

@@ -18,16 +18,21 @@ class TensorBoard(Sink):
         self._folder = folder / "tensorboard"
         self.where = f"tensorboard --logdir {self._folder}"
         self._writers: dict[str, Any] = {}
+        self._first: int | None = None  # TensorBoard drops what is there from this step on; None: nothing
 
     def write(self, replica: str, step: int, values: Mapping[str, float]) -> None:
-        writer = self._writers.get(replica) or self._begin(replica, None)
+        writer = self._writers.get(replica) or self._begin(replica, self._first)
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
+    def start_over(self) -> None:
+        self._first = 0
+
     def rewind(self, replica: str, step: int) -> None:
-        if replica in self._writers:
-            self._writers[replica].close()
-        self._begin(replica, step + 1)
+        before = self._writers.get(replica)
+        if before:
+            before.close()
+        self._begin(replica, step + 1 if before or self._first is None else self._first)
 
     def _begin(self, replica: str, purge_step: int | None) -> Any:
         writer = SummaryWriter(str(self._folder / replica), purge_step=purge_step)
