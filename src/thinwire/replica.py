@@ -196,12 +196,13 @@ class Replica:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer: the replica's own tensors (copy them to go back), facts for JSON."""
-        return marked(self._driver.state(), self.group, self._site)
+        return marked(self._driver.state(), self.strategy, self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
-        self._driver.load_state(tensors, checked(facts, self.group, self._site, self._training.keeps_own))
+        keeps_own = self._training.keeps_own
+        self._driver.load_state(tensors, checked(facts, self.strategy, self.group, self._site, keeps_own))
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""
