@@ -25,7 +25,7 @@ from thinwire.runtime.inner_steps import InnerSteps, as_one, optimizers_of
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import export_state
-from thinwire.runtime.stateful import check_owner, owner, pack_state, unpack_state, with_owner
+from thinwire.runtime.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
 
@@ -196,12 +196,13 @@ class Replica:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a resume bit for bit needs besides model and inner optimizer: the replica's own tensors (copy them to go back), facts for JSON."""
-        return with_owner(self._driver.state(), self.group, self._site)
+        return with_origin(self._driver.state(), self.strategy, self.group, self._site)
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
-        self._driver.load_state(tensors, check_owner(facts, self.group, self._site, self._training.keeps_own))
+        keeps_own = self._training.keeps_own
+        self._driver.load_state(tensors, check_origin(facts, self.strategy, self.group, self._site, keeps_own))
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""

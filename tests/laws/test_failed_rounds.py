@@ -111,6 +111,36 @@ def test_refused_rounds_conserve_progress():
     assert [trace[-1] for trace in traces] == pytest.approx([1 - kept / 3] * 3, abs=1e-5)
 
 
+TWO = tw.pieces.partition.BySize(2)
+KEEP = tw.Strategy(schedule=tw.pieces.schedule.Staggered(10, 6), partition=TWO, merge=tw.pieces.merge.Keep())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "missing"),
+    [(KEEP, range(15, 22)), (tw.recipes.d_psgd(every=10, delay=7, partition=TWO), range(11, 16))],
+    ids=["deltas", "gossip"],
+)
+def test_what_is_in_flight_at_a_restart_counts_once(strategy: tw.Strategy, missing: range) -> None:
+    """The second weight of replica 1 becomes NaN at step 14, and the loop leaves out steps whose loss is not finite. At the restart the
+    first weight is in flight, with steps before that; only steps that have not departed, or were left out, are missing."""
+
+    def replica(group: tw.Group) -> float:
+        model = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with tw.Replica(strategy, model, optimizer, group):
+            for step in range(1, 25):
+                sound = all(bool(torch.isfinite(weight)) for weight in model)
+                for weight in model:
+                    weight.grad = torch.full_like(weight, -steady(group.rank, step)) if sound else None
+                if (group.rank, step) == (1, 14):
+                    model[1].grad = torch.tensor([NAN])
+                optimizer.step()
+        return model[0].item()
+
+    kept = sum(steady(0, step) + steady(1, step) * (step not in missing) for step in range(1, 25))
+    assert tw.run_threads(2, replica) == [kept / 2] * 2
+
+
 @pytest.mark.parametrize("exchange", [tw.exchange.Direct(), tw.exchange.TwoShot()], ids=str)
 @pytest.mark.parametrize("codec", [tw.codecs.Sign(block=8), tw.codecs.TopK(0.5)], ids=str)
 @pytest.mark.parametrize("filters", [(), (tw.pieces.transforms.Momentum(0.5),)], ids=["feedback", "filters"])

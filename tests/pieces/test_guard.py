@@ -80,6 +80,8 @@ def test_a_clipped_norm_counts_as_the_limit():
 def test_norms_are_taken_in_fp64():
     assert norm_of(torch.full((4,), 1e30)) == pytest.approx(2e30) and norm_of(torch.tensor([3.0, 4.0])) == 5.0
     assert not norm_of(torch.tensor([1.0, float("nan")])) < float("inf")
+    many = torch.ones(1).expand(1 << 27)  # a sum of so many squares in fp32 stops to grow
+    assert norm_of(many) == pytest.approx(2**13.5, rel=1e-2) and norm_of(torch.empty(0)) == 0.0
 
 
 @pytest.mark.parametrize("wrong", [{"z": 0.0}, {"z": float("inf")}, {"warm_up": 1}, {"warm_up": 2.5}])

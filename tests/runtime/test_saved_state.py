@@ -200,3 +200,19 @@ def test_a_flight_without_its_whole_delta_is_refused(strategy: tw.Strategy, nume
             replica.load_state(tensors, facts)
 
     tw.run_threads(2, replica, timeout=600.0)
+
+
+def test_the_state_of_another_strategy_is_refused() -> None:
+    """Also where its tensors have the same names and sizes; a state of an earlier version does not name its strategy."""
+    (group,) = tw.ThreadGroup.create(1)
+    model = toy()
+    optimizer = own(tw.diloco(every=4), model)
+    replica = tw.Replica(tw.diloco(every=4), model, optimizer, group)
+    tensors, facts = replica.state()
+    replica.close()
+    replica = tw.Replica(tw.diloco(every=8), model, optimizer, group)
+    with pytest.raises(tw.CheckpointError, match=r"made by .*every=4.*, this run uses .*every=8.*; resume with"):
+        replica.load_state(tensors, facts)
+    facts.pop("strategy")
+    replica.load_state(tensors, facts)
+    replica.close()

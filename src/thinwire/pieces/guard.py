@@ -13,6 +13,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.types import State
 
 _NEWEST = 0.2  # the least share of the newest norm in mean and variance: norms fall by a tenth in ten rounds
+_PIECE = 1 << 20  # values whose squares are added in fp32
 _LEAST = 1 / 2  # the least standard deviation, as a share of the mean: a few norms may be equal by chance
 
 
@@ -84,5 +85,6 @@ class Guard:
 
 def norm_of(delta: Tensor) -> float:
     """‖Δ‖ of flat fp32 `delta`; not finite if `delta` is not."""
-    square = float(torch.dot(delta, delta))
+    squares = [torch.dot(piece, piece) for piece in torch.split(delta, _PIECE)]  # a long sum in fp32 loses small values
+    square = float(torch.stack(squares).double().sum())
     return math.sqrt(square) if square < math.inf else float(torch.linalg.vector_norm(delta, dtype=torch.float64))

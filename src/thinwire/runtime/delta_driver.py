@@ -142,7 +142,7 @@ class DeltaDriver(Driver):
             if kept and update.anchor is not None:
                 _move(fragment, update.anchor, update.delta)
             if left_out:  # before the merge, which would hide values that are not finite
-                start_again(training, self._site, self._flights.buffers)
+                self._start_again(update)
             update.commit()
             if kept and merge.keeps_unsent:
                 for part, residual in fragment.slices(fragment.feedback["residual"]):
@@ -155,8 +155,18 @@ class DeltaDriver(Driver):
             update.discard()
             fragment.since = DROPPED
             if left_out:
-                start_again(training, self._site, self._flights.buffers)
+                self._start_again(update)
         landed()
+
+    def _start_again(self, left_out: RoundUpdate) -> None:
+        """Go back to the anchors if the weights are not finite; fragments in flight to their departure, because their deltas still count."""
+        training = self.training
+        if not start_again(training, self._site, self._flights.buffers) or training.strategy.merge.whole_period:
+            return
+        for fragment in training.fragments:
+            flight = fragment.flight
+            if flight and flight is not left_out and bool(torch.isfinite(flight.delta).all()):
+                fragment.load_into_parameters(fragment.anchor - flight.delta)
 
     def _land_last(self, fragment: FragmentState) -> None:
         assert fragment.flight is not None

@@ -218,8 +218,10 @@ class GossipDriver(Driver):
     @torch.no_grad()
     def _depart(self, fragment: FragmentState) -> None:
         training, began = self.training, self.training.clock()
-        if not fragment.finite():  # such weights must not be sent
-            start_again(training)
+        if not fragment.finite() and start_again(training):  # such weights must not be sent
+            for one in training.fragments:
+                if one.flight:  # its landing counts on the weights that departed
+                    one.load_into_parameters(one.flight.delta)
         if fragment.index == 0:
             self._flights.begins(fragment.rounds)
         theta = fragment.snapshot(self._flights.buffers.like(fragment.anchor))

@@ -32,18 +32,21 @@ def owner(group: Group | Membership, site: Group | None) -> str:
     return f"{name}.shard-{site.rank}" if site else name
 
 
-def with_owner(
-    state: tuple[dict[str, Tensor], dict[str, Any]], group: Group | Membership, site: Group | None
+def with_origin(
+    state: tuple[dict[str, Tensor], dict[str, Any]], strategy: object, group: Group | Membership, site: Group | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The `state` of a replica of a fixed group with its owner and their number, for `check_owner`."""
+    """The `state` with its strategy and, in a fixed group, with its owner and their number, for `check_origin`."""
     tensors, facts = state
+    facts = facts | {"strategy": repr(strategy)}
     return tensors, facts if isinstance(group, Membership) else facts | {"replica": _place(group, site)}
 
 
-def check_owner(
-    facts: Mapping[str, Any], group: Group | Membership, site: Group | None, keeps_own: bool
+def check_origin(
+    facts: Mapping[str, Any], strategy: object, group: Group | Membership, site: Group | None, keeps_own: bool
 ) -> Mapping[str, Any]:
-    """The `facts` of a state. Raises `CheckpointError` if it is that of another replica, or of another number, and a replica `keeps_own`."""
+    """The `facts` of a state. Raises `CheckpointError` if it is that of another strategy, or of another replica, or of another number, and a
+    replica `keeps_own`."""
+    _check_strategy(facts.get("strategy", repr(strategy)), strategy)  # earlier versions saved none
     if isinstance(group, Membership) or not keeps_own:
         return facts
     here = _place(group, site)
@@ -57,6 +60,13 @@ def check_owner(
 
 def _place(group: Group, site: Group | None) -> str:
     return f"{owner(group, site)} of {group.size}"
+
+
+def _check_strategy(saved: object, strategy: object) -> None:
+    if saved != repr(strategy):
+        raise CheckpointError(
+            f"the checkpoint was made by {saved}, this run uses {strategy!r}; resume with the run's own strategy."
+        )
 
 
 def pack_state(owner: str, strategy: object, state: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, Any]:
@@ -77,10 +87,7 @@ def unpack_state(owner: str, strategy: object, saved: Mapping[str, Any]) -> tupl
         )
     own = dict(saved[owner])
     at_times, facts, saved_strategy = (own.pop(name, None) for name in _BESIDE)
-    if saved_strategy != repr(strategy):
-        raise CheckpointError(
-            f"the checkpoint was made by {saved_strategy}, this run uses {strategy!r}; resume with the run's own strategy."
-        )
+    _check_strategy(saved_strategy, strategy)
     try:
         return own | load(at_times), dict(parsed(json.loads, facts))
     except (SafetensorError, ValueError, TypeError) as error:
