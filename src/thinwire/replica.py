@@ -201,8 +201,7 @@ class Replica:
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
         fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
-        keeps_own = self._training.keeps_own
-        self._driver.load_state(tensors, check_origin(facts, self.strategy, self.group, self._site, keeps_own))
+        self._driver.load_state(tensors, check_origin(facts, self._training, self.group, self._site))
 
     def state_dict(self) -> dict[str, Any]:
         """`state()` for torch.distributed.checkpoint, whose `Stateful` a Replica is: under its own name, so that all may share a folder."""

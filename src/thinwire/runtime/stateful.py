@@ -21,6 +21,7 @@ from thinwire.comm.group import Group
 from thinwire.errors import CheckpointError
 from thinwire.membership.rendezvous import Membership
 from thinwire.records.files import parsed
+from thinwire.runtime.driver import Training
 from thinwire.runtime.saved_state import passing
 
 _BESIDE = ("passing", "facts", "strategy")
@@ -42,12 +43,12 @@ def with_origin(
 
 
 def check_origin(
-    facts: Mapping[str, Any], strategy: object, group: Group | Membership, site: Group | None, keeps_own: bool
+    facts: Mapping[str, Any], training: Training, group: Group | Membership, site: Group | None
 ) -> Mapping[str, Any]:
-    """The `facts` of a state. Raises `CheckpointError` if it is that of another strategy, or of another replica, or of another number, and a
-    replica `keeps_own`."""
-    _check_strategy(facts.get("strategy", repr(strategy)), strategy)  # earlier versions saved none
-    if isinstance(group, Membership) or not keeps_own:
+    """The `facts` of a state. Raises `CheckpointError` if it is that of another strategy, or of another replica, or of another number, where
+    a replica `keeps_own`."""
+    _check_strategy(facts.get("strategy", repr(training.strategy)), training.strategy)  # earlier versions saved none
+    if isinstance(group, Membership) or not training.keeps_own:
         return facts
     here = _place(group, site)
     if (saved := facts.get("replica", here)) != here:
