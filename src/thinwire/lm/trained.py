@@ -103,10 +103,8 @@ def with_parents(*folders: Path) -> dict[Path, Run]:
 
 def trains_on(folder: Path) -> bool:
     """Whether a run that had ended was resumed, has a checkpoint since then, and has not ended again."""
-    models = [
-        folder / "model.safetensors",
-        *folder.glob("models/*/model.safetensors"),
-    ]  # the latter for replicas with different models
+    # the latter for replicas with different models
+    models = [folder / "model.safetensors", *folder.glob("models/*/model.safetensors")]
     ended = max(path.stat().st_mtime for path in models if path.exists())
     newer = any(path.stat().st_mtime > ended for path in folder.glob("checkpoints/*/step-*/manifest.json"))
     return (
