@@ -53,7 +53,7 @@ SINKS = {
 def parse_sinks(log: str | None) -> dict[str, str]:
     """The sinks that `--log` names, each with what stands behind its `=`. Raises `ConfigurationError`.
 
-    >>> named("jsonl,prometheus=9100")
+    >>> parse_sinks("jsonl,prometheus=9100")
     {'jsonl': '', 'prometheus': '9100'}
     """
     asked = dict(part.strip().partition("=")[::2] for part in (log or "").split(",") if part.strip())
