@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{len(asked.strategies)} strategies and seeds={asked.seeds}: at least 1 of each is needed."
         )
     console = options.console(asked.json)
-    out = asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
+    say, out = options.teller(console), asked.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     base, failed = asked.run_settings, dict[str, str]()
     settings = {strategy: base.with_strategy(strategy).absolute() for strategy in asked.strategies}
     with waiting(console, "reading the text"):
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str]) -> int:
             settings[strategy] = run
             check_capacity(run, model, run.placement.replicas, out, console)
             if weights:
-                console.print(f"{strategy}: {weights}", soft_wrap=True, highlight=False)
+                say(f"{strategy}: {weights}")
             begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
             settings[strategy], chosen = choose_defaults(run, model, Run.load(begun) if begun else None)
             for line in chosen:
-                console.print(f"{strategy}: {line}", soft_wrap=True, highlight=False)
+                say(f"{strategy}: {line}")
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     stop = launch.Stop()
     with launch.stopping(stop):

@@ -118,13 +118,14 @@ def main(arguments: Sequence[str]) -> int:
     else:
         asked = options.read(Options, "train", arguments, DESCRIPTION).elastically()
     run, console = asked.run_settings.absolute(), options.console(asked.json)
+    say = options.teller(console)
     _check(asked, run, place)
     folder = asked.out or Path("runs") / f"{_label(run)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if demo:
-        console.print(
+        say(
             f"The demo: {run.placement.replicas} processes train one model over an emulated link of {run.placement.link}, the same as"
         )
-        console.print(f"  thinwire train --link {run.placement.link}", soft_wrap=True, highlight=False)
+        say(f"  thinwire train --link {run.placement.link}")
     sharded = place is not None and place[1] > run.placement.replicas
     here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
     chosen: list[str] = []
@@ -138,21 +139,20 @@ def main(arguments: Sequence[str]) -> int:
         return _as_rank(*place, run, asked, folder, console)
     with run_folder.claimed(folder, asked.resume):
         if asked.resume and not asked.from_start and not asked.joining and other_number(run, folder):
-            console.print(resize(run, folder, model), soft_wrap=True, highlight=False)
+            say(resize(run, folder, model))
         del model
         run_folder.new_folder(run, folder, asked.resume, asked.name or "*")
-        console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        say(f"run folder: {folder}")
         for line in [*chosen, *([weights] if weights else [])]:
-            console.print(line, soft_wrap=True, highlight=False)
-        console.print(f"learning rate: {run.rates}", soft_wrap=True, highlight=False)
+            say(line)
+        say(f"learning rate: {run.rates}")
         if asked.from_start:
             run_folder.set_aside(folder, asked.name or "*")
         resume, stop = asked.resume and not asked.from_start, launch.Stop()
         with launch.stopping(stop):
             if resume and complete(run, folder):
                 trained = RunRecord.load(folder).summary.steps
-                told = f"finished already, with {trained} steps; to train longer give more --steps"
-                console.print(told, highlight=False)
+                say(f"finished already, with {trained} steps; to train longer give more --steps")
             else:
                 with _told(asked, run, folder, console):
                     train(run, folder, resume, console, stop, asked.joining)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from thinwire.cli.options import teller
 from thinwire.cli.pages import write_report
 from thinwire.cli.summary import speed_advice, stall_advice, summary_of, without_result
 from thinwire.errors import ConfigurationError, DataError
@@ -44,17 +45,17 @@ def train(
 
 def train_to_the_end(run: Run, folder: Path, console: Console, stop: launch.Stop) -> None:
     """Train, unless `folder` has this run complete or `stop` is set. An interrupted run resumes from its checkpoint."""
-    begun = (folder / "events").exists()
+    begun, say = (folder / "events").exists(), teller(console)
     if begun and Run.load(folder / "run.toml").absolute() != run:
         raise ConfigurationError(
             f"{folder} holds a run with other settings; choose another --out, or the same settings."
         )
     if complete(run, folder):
-        console.print(f"{folder}: complete", soft_wrap=True, highlight=False)
+        say(f"{folder}: complete")
         return
     if stop.is_set():
         return
-    console.print(f"{folder}", soft_wrap=True, highlight=False)
+    say(f"{folder}")
     run_folder.new_folder(run, folder, resume=begun)
     if cannot_resume(run):
         run_folder.set_aside(folder)
@@ -71,35 +72,29 @@ def finish(
         if stop.is_set():  # before training began
             raise KeyboardInterrupt(stop.number) from None
         raise
-    summary = summary_of(record)
+    summary, say = summary_of(record), teller(console)
     write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     console.print(final_table(record))
     if told := explained_steps(record.steps):
-        console.print(told, soft_wrap=True, highlight=False)
+        say(told)
     if skipped := sum(replica.skipped for replica in record.replicas):
-        console.print(
-            f"warning: {skipped} steps of all replicas changed no weights, because their gradients were not finite"
-        )
+        say(f"warning: {skipped} steps of all replicas changed no weights, because their gradients were not finite")
     if told := text_of_privacy(record.privacy):
-        console.print(f"{told} (predicted)", highlight=False)
+        say(f"{told} (predicted)")
     try:
         drawn = f"report: {write_report([record], folder / 'report.html')}"
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {reason(error)}"
-    console.print(drawn, soft_wrap=True, highlight=False)
-    if paths := summary.get("paths"):
-        console.print(paths, soft_wrap=True, highlight=False)
-    if told := stall_advice(record, folder):
-        console.print(told, soft_wrap=True, highlight=False)
-    if told := speed_advice(record):
-        console.print(told, soft_wrap=True, highlight=False)
+    say(drawn)
+    for told in filter(None, (summary.get("paths"), stall_advice(record, folder), speed_advice(record))):
+        say(told)
     stopped = record.status.startswith("stopped")
     if stopped:
         again = f"thinwire {verb} --resume --out {quoted(folder)}{options}"
         if launch.torchrun_place() is not None:
             again = "the same torchrun command on each machine, with --resume"
         why = cannot_resume(Run.load(folder / "run.toml"))
-        console.print(why or f"to resume: {again}", soft_wrap=True, highlight=False)
+        say(why or f"to resume: {again}")
     if as_json:
         print(json.dumps(summary))
     if told := without_result([record]):

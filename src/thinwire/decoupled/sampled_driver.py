@@ -26,6 +26,7 @@ from thinwire.decoupled.sampled_rules import Train
 from thinwire.errors import CheckpointError, ConfigurationError, LinkError, PeerError
 from thinwire.membership.peer_view import PeerView
 from thinwire.methods.base import Attached
+from thinwire.pieces.robust import mean_of
 from thinwire.runtime.claim import GroupClaim
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.runtime.handshake import agree_on_start, check_start
@@ -72,7 +73,7 @@ class PlexusReplica(Attached):
         self._round, self._since, self._training, self._finished = 0, 0, False, False
         wire = SampleMessages(group.size, self._model().numel())
         view = PeerView.of(range(group.size))
-        peer = SampledPeer(group.rank, method.rules, view, _mean, method.seed)
+        peer = SampledPeer(group.rank, method.rules, view, mean_of, method.seed)
         self._host = PeerHost(group, wire, peer, clock, self._warn)
         self._hook = optimizer.register_step_post_hook(outermost(lambda *_: self._after_step()))
         peer.start(1, 0, self._model())
@@ -196,10 +197,3 @@ class PlexusReplica(Attached):
         raise CheckpointError(
             "a run of plexus cannot be resumed, because no replica knows who had its newest model; begin a new run from an exported model."
         )
-
-
-def _mean(models: Sequence[Tensor]) -> Tensor:
-    total = models[0].clone()
-    for model in models[1:]:
-        total += model
-    return total.div_(len(models))

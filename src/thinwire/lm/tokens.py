@@ -217,19 +217,6 @@ def dtype_of(vocabulary: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32)
 
 
-def bytes_per_token(tokenizer: Tokenizer, text: str | bytes) -> float:
-    """UTF-8 bytes of `text` for each of its tokens. Nats per byte = nats per token / this.
-
-    >>> bytes_per_token(Bytes(), "naïve")
-    1.0
-    """
-    data = text.encode() if isinstance(text, str) else text
-    tokens = len(tokenizer.encode(data))
-    if not tokens:
-        raise DataError("the text is empty: at least one token is needed. Give some text.")
-    return len(data) / tokens
-
-
 @dataclass(frozen=True)
 class Bytes:
     """One token per byte of UTF-8. Byte 0, which no text contains, ends a document.

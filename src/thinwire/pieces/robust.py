@@ -99,7 +99,7 @@ def middle(ordered: Tensor) -> Tensor:
     return ordered[half] if odd else ordered[half - 1] * 0.5 + ordered[half] * 0.5
 
 
-def mean_of(rows: Tensor) -> Tensor:
+def mean_of(rows: Tensor | Sequence[Tensor]) -> Tensor:
     """The mean of the rows, added from first to last, so that the bits do not depend on the machine."""
     total = rows[0].clone()
     for row in rows[1:]:

@@ -262,8 +262,7 @@ def _unit(run: Run) -> str:
 def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any], unit: str) -> Table:
     """The run's numbers, and those of the replicas that wait most and least."""
     title = f"{summary['strategy']}, {summary['replicas']} replicas, {summary['steps']:,} inner steps (simulated)"
-    table = Table(title=title, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.title_justify = table.caption_justify = "left"
+    table = options.table(title)
     table.add_column("replica", no_wrap=True)
     for head in ("step", "uplink", "utilisation", "stalled", "sent", "training loop", "link in use"):
         table.add_column(head, justify="right")
