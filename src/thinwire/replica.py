@@ -219,11 +219,11 @@ class Replica:
         """
         if self._finished:
             return
-        self._finished = True
         self._loop_warnings.finishes(self.step)
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()
-        self._buffers.finish(self.step)
+        self._buffers.average()
+        self._finished = True
         if over:
             self.close()
 

@@ -149,6 +149,22 @@ def test_a_late_landing_keeps_the_steps_of_the_flight(alpha: float, delay: int, 
     torch.testing.assert_close(parameter.data, torch.full((4,), 1.0 + alpha * (3.0 - 1.0) + kept))
 
 
+def test_all_steps_of_a_delta_that_was_taken_back_are_still_to_be_sent() -> None:
+    """Not one step: the guard would judge the next delta by the steps since, and not by all that it holds."""
+    strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(9))
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    piece = first_state(strategy, tw.pieces.partition.Fragment("all", [("all", parameter)]), 0, 0, 1)
+    elastic = ElasticDriver(
+        training(strategy, [parameter], [piece], lambda *_, **__: None), SimulatedCluster().membership("a", least=1)
+    )
+    elastic._trained = 9.0
+    delta = elastic._bring(0, 9)
+    elastic._take_over(Outcome(0, 0, torch.ones(4), counted=delta), torch.ones(4), step=9)
+    assert elastic.facts()["travelled"] == [9.0]
+    elastic._take_over(Outcome(0, 0, torch.ones(4), returned=delta), torch.zeros(4), step=9)
+    assert elastic.facts()["travelled"] == [0.0]
+
+
 def test_a_frozen_replica_takes_part_again_after_it_thaws() -> None:
     cluster, record = SimulatedCluster(), RecordedRun()
 

@@ -136,3 +136,20 @@ def test_a_round_dropped_at_the_end_is_sent_again(merge):
         assert [e["round"] for e in one.heard("refused")] == [1]
         assert [e["step"] for e in one.heard("depart")] == [3, 6, 6]
         assert torch.isfinite(one.final).all() and same_bits(one.final, journeys[0].final)
+
+
+@pytest.mark.parametrize("strategy", [tw.local_sgd(every=9), tw.data_parallel(), tw.recipes.d_psgd()])
+def test_a_finish_that_failed_does_not_succeed_the_second_time(strategy):
+    """The weights are not those on which all agree, which a loop that tries again must hear."""
+
+    def replica(group):
+        model = toy()
+        attached = tw.Replica(strategy, model, adamw(model), group)
+        inner_step(model, attached.optimizer, *batch(0, group.rank, 1))
+        if group.rank == 0:
+            for _ in range(2):
+                with pytest.raises(tw.LinkError, match="replica 1 closed"):
+                    attached.finish()
+        attached.close()
+
+    tw.run_threads(2, replica, timeout=600.0)

@@ -51,13 +51,12 @@ def test_a_landing_reports_waiting_and_work_apart() -> None:
         **{"step": 5, "stall_seconds": 2.0, "stopping": False},
     )
     update = SimpleNamespace(
-        wait=lambda: None,
         fragment=SimpleNamespace(index=1),
         **{"number": 3, "nbytes_sent": 8, "stop": False, "good": True},
         **{"begin": 6.0, "end": 12.0, "queued_seconds": 2.0, "transfer_seconds": 4.0},
     )
     flights = object.__new__(Flights)
-    flights.training, flights.pipeline = training, SimpleNamespace(landed=lambda *_: None)  # type: ignore[assignment]
+    flights.training, flights.pipeline = training, SimpleNamespace(wait=lambda _: None, landed=lambda *_: None)  # type: ignore[assignment]
     flights.land(update)()  # type: ignore[arg-type]
     begin_and_spent = {"begin": 10.0, "stall_seconds": 3.0, "seconds_spent": 7.0}
     assert heard[1:] == [("land", {"fragment": 1, "round": 3} | begin_and_spent)] and training.stall_seconds == 5.0

@@ -97,18 +97,35 @@ def test_nonfinite_first_weights_are_refused():
         check_start(fragments, [torch.zeros(2), torch.tensor([0.0, torch.inf])])
 
 
-def test_a_peer_that_finished_early_is_named_with_its_step():
-    gone = [tw.LinkError("has left") for _ in range(3)]
-    gone[0].peer, gone[1].peer = 0, 1
+def test_a_peer_that_left_early_is_named_with_its_step():
+    """Replica 1 finishes after 300 steps, and replica 2 closes its Replica after as many; replica 0 needed them until then."""
+    left = tw.LinkError("has left")
+    left.peer = 1
 
     def replica(group: tw.ThreadGroup) -> None:
         finished = Finished(group)
+        assert finished.gone(1) is None
         if group.rank:
-            finished.tell(300)
+            finished.tell(300, finished=group.rank == 1)
+            finished.tell(301)  # only the first counts
             return
-        error = finished.explained(gone[1], 301)
+        error = finished.explained(left, 301)
         assert isinstance(error, tw.DisagreementError) and "replica 1 has finished after 300" in str(error)
-        assert finished.explained(gone[1], 300) is gone[1]  # the replica was no longer needed
-        assert finished.explained(gone[0], 301) is gone[0] and finished.explained(gone[2], 301) is gone[2]
+        assert finished.explained(left, 300) is left and finished.gone(300) is None
+        with pytest.raises(tw.LinkError, match="replica 2 closed its Replica after 300 inner steps, before it had fin"):
+            finished.agree(300)
+        with pytest.raises(tw.DisagreementError, match=r"replica 1 has finished after 300 .* has counted 299"):
+            finished.agree(299)
+
+    tw.run_threads(3, replica)
+
+
+def test_a_replica_that_finishes_says_that_it_waits_for_all():
+    def replica(group: tw.ThreadGroup) -> None:
+        if group.rank == 0:
+            with pytest.raises(
+                tw.LinkError, match=r"replica 1 closed .* has finished after 5 inner steps and waits for all"
+            ):
+                Finished(group).agree(5)
 
     tw.run_threads(2, replica)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from strategies import METHODS
+from torch import nn
 
 import thinwire as tw
 from thinwire.comm.group import WrappedGroup
 from thinwire.errors import LinkError
 from thinwire.packet import flags_of
 from thinwire.runtime.pipeline import ROUNDS, WEIGHTS, StepTimer, or_flags
+from thinwire.strategy import Gradients
 from thinwire.testing.toy import adamw, batch, inner_step, toy
 
 # three fragments, whose rounds are in the air at the same time
 IN_PARTS = tw.Strategy(schedule=tw.pieces.schedule.Every(2, 1), partition=tw.pieces.partition.Strided(2))
+
+DENSE = tw.Strategy(
+    schedule=tw.pieces.schedule.Every(2), codec=tw.codecs.TopK(0.5), feedback=tw.pieces.feedback.Feedback(),
+    policy=tw.pieces.policy.DenseLast(),
+)  # fmt: skip
 
 
 def test_seconds_per_step_are_measured_since_the_last_departure() -> None:
@@ -159,6 +168,51 @@ def test_a_round_without_a_replica_that_has_finished_names_it(strategy, tokens, 
             for step in range(1, 3 if group.rank else 5):
                 inner_step(model, attached.optimizer, *batch(0, group.rank, step))
 
-    with pytest.raises(tw.DisagreementError, match="replica 1 has finished after 2"):
-        tw.run_threads(2, replica, timeout=600.0)
+    def told(group: tw.Group) -> str:
+        with pytest.raises(tw.DisagreementError) as caught:
+            replica(group)
+        return str(caught.value)
+
+    more = 3 if isinstance(strategy.signal, Gradients) else 4
+    said = tw.run_threads(2, told, timeout=600.0)
+    assert f"replica 1 has finished after 2 inner steps, this replica has counted {more}" in said[0]
+    assert f"replica 0 has counted {more} inner steps, this replica has counted 2" in said[1]
     assert over == rounds
+
+
+@pytest.mark.parametrize("strategy", [tw.diloco(every=2), tw.data_parallel(), tw.recipes.d_psgd(), DENSE])
+def test_replicas_with_unequal_numbers_of_steps_are_told_at_once(strategy) -> None:
+    """Both groups stay open, and each replica has something to exchange at the end, for which it would wait until the time-out."""
+
+    def replica(group: tw.Group) -> str:
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        with pytest.raises(tw.DisagreementError) as caught:
+            with tw.Replica(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1), group) as attached:
+                for _ in range(6 + 2 * group.rank):
+                    model(torch.ones(2, 2)).sum().backward()
+                    attached.optimizer.step()
+        return str(caught.value)
+
+    said = tw.run_threads(2, replica, timeout=600.0)
+    assert "replica 0 has finished after 6 inner steps, this replica has counted " in said[1]
+    assert re.search("replica 1 has (counted|finished after) [78] inner steps, this replica has counted 6", said[0])
+
+
+def test_a_replica_whose_loop_fails_is_named_at_once() -> None:
+    """Its process may live on, as in a notebook, so that its group stays open."""
+    heard = threading.Event()
+
+    def replica(group: tw.Group) -> None:
+        model = toy()
+        with pytest.raises((tw.LinkError, ZeroDivisionError)) as caught:
+            with tw.Replica(tw.local_sgd(every=2), model, adamw(model), group) as attached:
+                for step in range(1, 5):
+                    inner_step(model, attached.optimizer, *batch(0, group.rank, step))
+                    _ = 1 // (3 - step) if group.rank else 0
+        if group.rank:
+            heard.wait()
+            return
+        heard.set()
+        assert "replica 1 closed its Replica after 3 inner steps, before it had finished" in str(caught.value)
+
+    tw.run_threads(2, replica, timeout=600.0)

@@ -251,7 +251,7 @@ class ElasticDriver(Driver):
             self.training.guard(fragment, delta, behind / (self.training.tokens or 1.0))
         claim, generation = (self._reader.claim(index), self._reader.generation) if self._reader else (None, 0)
         renewals = self._renewals[index]
-        ready = Ready(index, delta, weight, step, fragment.feedback, claim, generation, self._trained, renewals)
+        ready = Ready(index, delta, weight, step, fragment.feedback, claim, generation, self._trained, renewals, behind)
         self._waiting[index] = ready
         self._owed.discard(index)
         self._observe("depart", step, fragment=index, round=fragment.rounds, nbytes=0, seconds_spent=0.0)
@@ -322,7 +322,7 @@ class ElasticDriver(Driver):
         if outcome.returned is not None:
             moved -= outcome.returned.delta
             fragment.feedback = outcome.returned.feedback
-            self._in_anchors[outcome.fragment] -= outcome.returned.weight
+            self._in_anchors[outcome.fragment] -= outcome.returned.behind
         for part, values in fragment.slices(moved):
             part.copy_(part.to(values) + values)
 

@@ -24,8 +24,8 @@ from thinwire.types import State as Tensors
 @dataclass(frozen=True)
 class Ready:
     """A delta that waits for its round. It departed after inner step `step`; `claim` names the samples that it was trained on, read in
-    the `generation` of the reader (data_ledger). `trained` is what this replica had trained then, in tokens or steps. `renewals` counts
-    the outcomes of the fragment after which deltas that departed before must not be counted.
+    the `generation` of the reader (data_ledger). `trained` is what this replica had trained then, in tokens or steps, of which `behind` is
+    in the delta. `renewals` counts the outcomes of the fragment after which deltas that departed before must not be counted.
     """
 
     fragment: int
@@ -37,6 +37,7 @@ class Ready:
     generation: int = 0
     trained: float = 0.0
     renewals: int = 0
+    behind: float = 0.0
 
 
 NOTHING = Ready(-1, torch.empty(0), 0.0, 0, {})  # takes part without a delta

@@ -69,6 +69,7 @@ class DeltaDriver(Driver):
             trained = fragment.since < training.step
             if fragment.flight and not (trained and strategy.merge.whole_period):  # otherwise its departure lands it
                 self._land(fragment, fragment.flight)
+        self._flights.agree()
         flying: list[FragmentState] = []
         ends = strategy.policy.last is not strategy.policy and not strategy.merge.whole_period
         for fragment in training.fragments:

@@ -61,7 +61,7 @@ class Flights:
         """Wait for `update`, and report its arrival. Returns a function that reports the landing; call it after commit or discard."""
         training = self.training
         began = training.clock()
-        update.wait()
+        self.pipeline.wait(update)
         stall = training.clock() - began
         training.stall_seconds += stall
         self.heard(update)
@@ -103,6 +103,11 @@ class Flights:
         """Tell the others after how many steps this replica has finished. Does not wait."""
         self.pipeline.finished.tell(self.training.step)
 
+    def agree(self) -> None:
+        """Wait until all have finished, after as many steps. Raises `DisagreementError`, `LinkError`."""
+        self.pipeline.finished.agree(self.training.step)
+
     def close(self) -> None:
         """End the exchange threads."""
+        self.pipeline.finished.tell(self.training.step, finished=False)
         self.pipeline.close()

@@ -180,6 +180,7 @@ class GossipDriver(Driver):
         for fragment in self.training.fragments:
             if fragment.flight:
                 self._land(fragment, fragment.flight)
+        self._flights.agree()
         for fragment in self.training.fragments:
             self._meet(fragment)
         self._met = True

@@ -87,8 +87,9 @@ class GradientDriver(Driver):
         self._stepped.after(self.training.step)
 
     def finish(self, keep_seconds: float) -> bool:
-        """Does nothing: there are no flights, and all replicas hold the same weights."""
+        """Exchanges nothing: there are no flights, and all replicas hold the same weights."""
         self._flights.finish()
+        self._flights.agree()
         return True
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.group import Group, gather
-from thinwire.errors import ConfigurationError, DisagreementError, LinkError
+from thinwire.errors import ConfigurationError, DisagreementError
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import is_sharded, local
 from thinwire.runtime.handshake import agree_on_weights, digest
@@ -112,14 +112,6 @@ class SharedBuffers:
         """Set them to the mean, if that is the policy. Collective then."""
         if self._among:
             average(self._model, self._among)
-
-    def finish(self, step: int) -> None:
-        """As `average`, after this replica's last inner step. A `LinkError` says so: another replica that takes more steps does not come."""
-        try:
-            self.average()
-        except LinkError as error:
-            told = f"This replica has finished after {step} inner steps and waited for the buffers of all; all must take as many steps."
-            raise LinkError(f"{error} {told}") from error
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,8 @@ from thinwire.runtime.loop_warnings import silent
 from thinwire.runtime.token_weights import TokenCount, weigh
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
+
+_LOOK = 0.2  # seconds of waiting for a round after which to look whether a replica has left
 
 
 class PolicyMessage:
@@ -142,6 +145,18 @@ class RoundPipeline:
             seconds = update.transfer_seconds or update.end - max(update.begin, self._heard_at)
             self._heard_at = max(update.end, self._heard_at)
             self._deadlines.arrived(update, update.end, update.nbytes_sent, seconds, values)
+
+    def wait(self, update: RoundUpdate) -> None:
+        """Wait until `update` has arrived. If another replica has left before it departed, its packets never come: this one leaves, too, and
+        closes the group, so that none waits. Raises the error of the exchange.
+        """
+        step = update.departed + self._ahead
+        while not futures.wait([update.arrival], _LOOK).done:
+            if self.finished.gone(step):
+                self.finished.tell(step, finished=False)
+                self.context.group.close()
+                break
+        update.wait()
 
     def landed(self, update: RoundUpdate, began: float) -> None:
         """Record that `update` has landed, for which training waited from `began` on."""
