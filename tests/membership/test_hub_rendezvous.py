@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,22 @@ def test_a_member_that_has_left_uses_the_loop_no_longer(monkeypatch: pytest.Monk
         assert Thread.users == 0
     with pytest.raises(LinkError, match=r"^this replica has left the hub at hub\.example:29500$"):
         member._channel()
+
+
+def test_who_leaves_second_does_not_end_the_loop_in_which_the_first_closes_its_channel() -> None:
+    """As when the end of a run, and the wait that kept its final weights for others, leave at the same time."""
+    member, users = arrived(), list[int]()
+    second = threading.Thread(target=member.leave)
+
+    def close() -> None:
+        second.start()
+        second.join(0.2)  # it waits; nothing here takes longer on a slow machine
+        users.append(Thread.users)
+
+    member._vote_store = SimpleNamespace(channel=SimpleNamespace(close=close))  # type: ignore[assignment]
+    member.leave()
+    second.join()
+    assert users == [1] and Thread.users == 0
 
 
 def test_a_refused_member_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:

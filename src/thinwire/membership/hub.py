@@ -7,6 +7,7 @@ the same `MemberRegistry` as a lighthouse, and decides nothing else.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 
 from thinwire.comm.group import Group
@@ -47,6 +48,7 @@ class HubRendezvous(RemoteRendezvous):
         self._enrolment, self._rate, self._listen = enrolment, bits_per_second, listen
         self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
+        self._leaving = threading.Lock()  # no caller of `leave` ends the loop while another closes its channel in it
         self._link: HubLink | None = None  # of the present group
 
     @property
@@ -92,10 +94,11 @@ class HubRendezvous(RemoteRendezvous):
 
     def leave(self) -> None:
         """See `Rendezvous`."""
-        super().leave()
-        thread, self._thread = self._thread, None
-        if thread:
-            thread.release()
+        with self._leaving:
+            super().leave()
+            thread, self._thread = self._thread, None
+            if thread:
+                thread.release()
 
     def _channel(self) -> HubChannel:
         if self._thread is None:
