@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from thinwire.pieces.inner_optimizers import Inner, check_momentum
 from thinwire.pieces.merge import Merge, Mix
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.piece import Piece, check_piece
 from thinwire.pieces.policy import LONG_RUN, Constant, Deciding, Policy
 from thinwire.pieces.privacy import Privacy
 from thinwire.pieces.schedule import Adaptive, Every, Schedule
@@ -58,34 +59,6 @@ class Gradients:
     """
 
     needs_fixed_group: ClassVar[str] = "are exchanged at every step, and the replicas keep no anchors to resume from"
-
-
-class Piece(Protocol):
-    """What all pieces declare."""
-
-    @property
-    def needs_fixed_group(self) -> str:
-        """Why the same replicas are needed in every round, as the end of a sentence that begins with the piece; empty: they may come and go."""
-
-
-def check_piece(name: str, value: object, protocol: Any) -> None:
-    """Raise `ConfigurationError` unless `value` has all that `protocol` says of a piece."""
-    if isinstance(value, protocol) and not isinstance(value, type):
-        return
-    needed = f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
-    if is_dataclass(value) and not isinstance(value, type) and isinstance(protocol, type):
-        lacks = [member for member in _members(protocol) if not hasattr(value, member)]
-        needed = (
-            f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
-            f"{protocol.__module__.removesuffix('.base')}.{protocol.__qualname__}, which has defaults for the rest."
-        )
-    raise ConfigurationError(f"{name}={value!r}: {needed}")
-
-
-def _members(protocol: type) -> list[str]:
-    """What a piece must write itself; of a protocol that answers everything, all it has."""
-    own: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
-    return sorted(own or {name for kind in protocol.__mro__ for name in vars(kind) if not name.startswith("_")})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

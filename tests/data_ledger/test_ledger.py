@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from thinwire.data_ledger import Claim, DataLedger, LeasedReader, ReadCount, in_order
 from thinwire.data_ledger.layout import decode, digest, encode
-from thinwire.data_ledger.ledger import total, union
+from thinwire.data_ledger.ranges import total, union
 from thinwire.errors import DataError
 
 

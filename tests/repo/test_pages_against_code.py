@@ -17,7 +17,8 @@ from thinwire.diagnosis import Rules
 from thinwire.diagnosis.records import recorded
 from thinwire.lm.data import Corpus
 from thinwire.lm.model import SIZES, Transformer
-from thinwire.lm.settings import NAMED, Placement
+from thinwire.lm.placement import Placement
+from thinwire.lm.settings import NAMED
 from thinwire.lm.tokens import SUFFIXES
 from thinwire.membership import channel, server
 from thinwire.runtime import gradient_driver

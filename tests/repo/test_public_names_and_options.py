@@ -21,7 +21,6 @@ import thinwire
 from thinwire.cli import VERBS
 from thinwire.cli.plan.command import BESIDE
 from thinwire.cli.simulate.command import STUDIES
-from thinwire.lm import settings
 from thinwire.lm.run import PART_OF, PARTS, Run
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def test_the_options_of_each_verb_are_exactly_those_listed(command):
 @over("command", OPTIONS)
 def test_every_option_is_explained(command, capsys):
     """The docstring below each field is its help text."""
-    source = inspect.getsource(options_of(command)) + inspect.getsource(Run) + inspect.getsource(settings)
+    source = "".join(map(inspect.getsource, (options_of(command), Run, *PARTS.values())))
     for name in [*OPTIONS[command].split(), *RUN.split()]:
         if name != "run_settings":
             assert re.search(rf'^    {name}: [^\n]*\n    """', source, re.MULTILINE), name

@@ -14,7 +14,7 @@ from elastic_toy import RecordedRun, Toy
 from torch import Tensor
 
 from thinwire.data_ledger import DataLedger, LeasedReader
-from thinwire.data_ledger.ledger import Range
+from thinwire.data_ledger.ranges import Range
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 
 POSITIONS = 2048  # more than any toy reads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,10 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     expert = enter(folder, run, RunRecord.load(folder).summary.tokens, parent)
     ensemble = Ensemble.read(asked.out)
     console.print(_table(ensemble))
-    if asked.json:
-        experts = [dataclasses.asdict(one) for one in ensemble.experts]
-        print(json.dumps({"ensemble": str(asked.out), "domain": expert.domain, "experts": experts}))
-    return 0
+    experts = [dataclasses.asdict(one) for one in ensemble.experts]
+    return options.answer(asked.json, {"ensemble": str(asked.out), "domain": expert.domain, "experts": experts})
 
 
 def _source(asked: Options) -> Path:

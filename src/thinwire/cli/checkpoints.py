@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,11 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     if gone:
         freed = text_of_nbytes(sum(one.nbytes for one in gone))
         console.print(f"deleted {len(gone)}: {freed}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(
-            json.dumps({"checkpoints": [_facts(one, each) for one in sets], "deleted": [str(one.path) for one in gone]})
-        )
-    return 0
+    facts = {"checkpoints": [_facts(one, each) for one in sets], "deleted": [str(one.path) for one in gone]}
+    return options.answer(asked.json, facts)
 
 
 def _row(one: CheckpointSet, here: int, each: bool) -> tuple[str, ...]:

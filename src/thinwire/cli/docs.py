@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if not asked.page:
         for name in found:
             console.print(f"thinwire docs {name}", highlight=False)
-        if asked.json:
-            print(json.dumps({"pages": list(found)}))
-        return 0
+        return options.answer(asked.json, {"pages": list(found)})
     name = _named(asked.page, found)
     if name not in found:
         raise ConfigurationError(
@@ -40,9 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     text = found[name].read_text(encoding="utf-8")
     console.print(text, highlight=False, soft_wrap=True)
-    if asked.json:
-        print(json.dumps({"page": name, "text": text}))
-    return 0
+    return options.answer(asked.json, {"page": name, "text": text})
 
 
 def _named(given: str, found: Collection[str]) -> str:

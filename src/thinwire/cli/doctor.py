@@ -23,8 +23,8 @@ from thinwire.comm import Link, parse_link
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm import member
 from thinwire.lm.job import open_job
+from thinwire.lm.placement import Placement
 from thinwire.lm.run import Run
-from thinwire.lm.settings import Placement
 from thinwire.lm.setup import outline_model
 from thinwire.lm.tokenizer import make_tokenizer, open_corpus
 from thinwire.lm.tokens import Bytes, find

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,9 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError("batch, sequence and eval_batches: at least 1 of each is needed.")
     rows = _of_ensemble(asked) if Ensemble.is_one(asked.run) else _of_run(asked)
     options.console(asked.json).print(_table(rows, asked.run))
-    if asked.json:
-        print(json.dumps({"texts": rows}))
-    return 0
+    return options.answer(asked.json, {"texts": rows})
 
 
 def _of_run(asked: Options) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         "dcp": f'torch.distributed.checkpoint.load({{"model": model.state_dict()}}, checkpoint_id="{out}")',
     }
     console.print(f"{out}: {uses['hf' if hf else asked.to]}", soft_wrap=True, highlight=False)
-    if asked.json:
-        files = sorted(path.name for path in out.iterdir())
-        print(json.dumps({"out": str(out), "files": files, "step": trained.step}))
-    return 0
+    files = sorted(path.name for path in out.iterdir())
+    return options.answer(asked.json, {"out": str(out), "files": files, "step": trained.step})
 
 
 def _mean(folder: Path) -> TrainedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,9 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         newest, total, versions = _follow(asked, WeightsFollower(origin, asked.out), final, say)
     if newest is None:
         raise ConfigurationError("nothing is published there; train with --publish, or follow without --once.")
-    if asked.json:
-        print(json.dumps({"out": str(asked.out), "versions": versions, "nbytes": total, "newest": asdict(newest)}))
-    return 0
+    return options.answer(
+        asked.json, {"out": str(asked.out), "versions": versions, "nbytes": total, "newest": asdict(newest)}
+    )
 
 
 @contextmanager

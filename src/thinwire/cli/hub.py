@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import resource
@@ -127,14 +126,14 @@ def _do(asked: Options) -> int:
 
         ended, behind = rotate(asked.out, asked.now)
         console.print(_rotated(ended, behind, asked.out), soft_wrap=True, highlight=False)
-        return _print_json(asked, {"ended": ended, "behind": behind})
+        return options.answer(asked.json, {"ended": ended, "behind": behind})
     if asked.do == "revoke":
         from thinwire.comm.secure.invitations import opened_state
 
         with opened_state(asked.out) as state:
             state.revoke(asked.who or "")
         console.print(f"{asked.who} is revoked: a running hub removes it at once", highlight=False)
-        return _print_json(asked, {"revoked": asked.who})
+        return options.answer(asked.json, {"revoked": asked.who})
     return _run(asked, console)
 
 
@@ -274,13 +273,7 @@ def _told(asked: Options, console: Console, token: str) -> int:
     else:
         use = "a replica joins by: thinwire join TOKEN [run.toml] --name NAME"
     console.print(use, soft_wrap=True, highlight=False, markup=False)
-    return _print_json(asked, {"token": token})
-
-
-def _print_json(asked: Options, told: dict[str, object]) -> int:
-    if asked.json:
-        print(json.dumps(told), flush=True)
-    return 0
+    return options.answer(asked.json, {"token": token})
 
 
 def _told_or_kept(asked: Options, console: Console, token: str) -> None:
@@ -326,24 +319,12 @@ def _list(asked: Options, console: Console) -> int:
         f"unused tokens: {len(invitations)}; members that they can admit: {sum(one[0] for one in invitations)}",
         highlight=False,
     )
-    if asked.json:
-        rows = [
-            {
-                "name": one.name,
-                "key": one.key.hex(),
-                "joined": one.joined,
-                "revoked": one.revoked,
-                "runs": bound[one.name],
-            }
+    facts = {
+        "members": [
+            {"name": one.name, "key": one.key.hex(), "joined": one.joined, "revoked": one.revoked, "runs": bound[one.name]}
             for one in members
-        ]
-        print(
-            json.dumps(
-                {
-                    "members": rows,
-                    "runs": [{"name": run.name, "begun_by": run.begun_by, "present": run.names} for run in runs],
-                    "open": [{"uses": uses, "expires": at, "name": name} for uses, at, name in invitations],
-                }
-            )
-        )
-    return 0
+        ],
+        "runs": [{"name": run.name, "begun_by": run.begun_by, "present": run.names} for run in runs],
+        "open": [{"uses": uses, "expires": at, "name": name} for uses, at, name in invitations],
+    }  # fmt: skip
+    return options.answer(asked.json, facts)

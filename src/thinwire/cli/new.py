@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +37,4 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"{asked.file} is there already, and is not overwritten; give another name.") from None
     command = f"thinwire train --job {name} --steps 200"
     options.console(asked.json).print(f"written: {asked.file}\nnext: {command}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(json.dumps({"file": str(asked.file), "next": command}))
-    return 0
+    return options.answer(asked.json, {"file": str(asked.file), "next": command})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -195,15 +196,22 @@ def _value(arguments: Sequence[str], flag: str) -> str | None:
     return None
 
 
-def console(json: bool) -> Terminal:
+def console(as_json: bool) -> Terminal:
     """The console for people: stdout, or stderr if stdout is for programs. In a file tables get their full width."""
-    stream = sys.stderr if json else sys.stdout
+    stream = sys.stderr if as_json else sys.stdout
     return Terminal(file=stream, width=None if stream.isatty() else 160)
 
 
 def teller(console: Console) -> Callable[[str], object]:
     """Print a line without markup."""
     return lambda line: console.print(line, soft_wrap=True, highlight=False)
+
+
+def answer(as_json: bool, facts: Any) -> int:
+    """Print `facts` as JSON, if a program reads stdout; the exit code of a verb that has worked."""
+    if as_json:
+        print(json.dumps(facts), flush=True)
+    return 0
 
 
 def table(title: str) -> Table:

@@ -122,9 +122,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(
             "no links measured: start one process on each machine by torchrun, or give --link", highlight=False
         )
-    if asked.json:
-        print(json.dumps(found))
-    return 0
+    return options.answer(asked.json, found)
 
 
 def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | None, list[Machine]]:

@@ -83,6 +83,4 @@ def _diagnose(asked: Options, console: Console) -> int:
         console.print()
     for line in diagnosis.lines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if asked.json:
-        print(json.dumps(diagnosis.facts()))
-    return 0
+    return options.answer(asked.json, diagnosis.facts())

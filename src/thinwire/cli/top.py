@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,9 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
     if asked.once or asked.json or not console.is_terminal:
         console.print(top.picture(time.time(), console.width))
-        if asked.json:
-            print(json.dumps(top.facts(time.time())))
-        return 0
+        return options.answer(asked.json, top.facts(time.time()))
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while not top.over:
             live.update(top.picture(time.time(), console.width), refresh=True)

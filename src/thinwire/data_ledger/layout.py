@@ -15,7 +15,8 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from thinwire.data_ledger.ledger import DataLedger, Lease, Range
+from thinwire.data_ledger.ledger import DataLedger, Lease
+from thinwire.data_ledger.ranges import Range
 from thinwire.errors import DataError
 
 MAGIC, FORMAT = b"tdlg", 1

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.data_ledger.order import Order, part_of
+from thinwire.data_ledger.ranges import Range, cut, join_adjacent, total, union, without
 
-Range = tuple[int, int]  # begin, end
 FENCES = 64  # number of re-splits by which a claim may be behind
 
 
@@ -189,7 +189,7 @@ class DataLedger:
 
     def positions(self, lease: Lease, begin: int, end: int) -> tuple[Range, ...]:
         """The positions of the counts `begin` to `end` of `lease`, in the order in which they are read."""
-        return tuple(_joined(self._walk(lease, begin, end)))
+        return tuple(join_adjacent(self._walk(lease, begin, end)))
 
     def read(self, lease: Lease, begin: int, end: int) -> NDArray[np.int64]:
         """The samples of the counts `begin` to `end` of `lease`."""
@@ -221,7 +221,7 @@ class DataLedger:
             lease, holes = self._settle(landed)
             lease = replace(lease, absent=0 if name in present else lease.absent + 1)
             trained += lease.first - before.first - total(holes)
-            sound = _without((before.first, lease.first), holes)
+            sound = without((before.first, lease.first), holes)
             done += [(name, positions) for some in sound for positions in self.positions(landed, *some)]
             if lease.absent > self.patience:
                 dead.add(name)
@@ -275,7 +275,7 @@ class DataLedger:
         zeros = (0,) * self.fragments
         kept += [Lease(name, self.number, zeros) for name in new]
         receivers = in_order(present)
-        parts = dict(zip(receivers, _cut(union(pool), len(receivers))))
+        parts = dict(zip(receivers, cut(union(pool), len(receivers))))
         leases = {lease.name: _given(lease, parts.get(lease.name, ())) for lease in kept}
         ordered = tuple(leases[name] for name in in_order(leases))
         return replace(self, tail_from=tail_from, leases=ordered), tuple(back)
@@ -332,69 +332,7 @@ def _key(part: str) -> tuple[int, int, str]:
     return (0, int(part), "") if part.isascii() and part.isdecimal() else (1, 0, part)
 
 
-def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The numbers in `ranges` as ascending ranges that do not touch.
-
-    >>> union([(5, 7), (0, 2), (2, 3), (4, 4)])
-    ((0, 3), (5, 7))
-    """
-    found: list[Range] = []
-    for begin, end in sorted(ranges):
-        if begin >= end:
-            continue
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return tuple(found)
-
-
-def total(ranges: Iterable[Range]) -> int:
-    """The number of elements in `ranges`."""
-    return sum(end - begin for begin, end in ranges)
-
-
-def _without(whole: Range, holes: Iterable[Range]) -> Iterator[Range]:
-    """The range without `holes`, which are in it, ascending, and do not touch."""
-    at = whole[0]
-    for begin, end in holes:
-        if at < begin:
-            yield at, begin
-        at = end
-    if at < whole[1]:
-        yield at, whole[1]
-
-
-def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Join adjacent ranges, in the given order."""
-    last: Range | None = None
-    for begin, end in ranges:
-        if last and last[1] == begin:
-            last = last[0], end
-            continue
-        if last:
-            yield last
-        last = begin, end
-    if last:
-        yield last
-
-
-def _cut(ranges: Sequence[Range], parts: int) -> list[tuple[Range, ...]]:
-    """Cut `ranges` into `parts` of equal length, up to one element."""
-    whole, found = total(ranges), []
-    for index in range(parts):
-        low, high = part_of(whole, parts, index)
-        at, mine = 0, list[Range]()
-        for begin, end in ranges:
-            a, b = max(low - at, 0), min(high - at, end - begin)
-            if a < b:
-                mine.append((begin + a, begin + b))
-            at += end - begin
-        found.append(tuple(mine))
-    return found
-
-
 def _given(lease: Lease, more: Sequence[Range]) -> Lease:
     """`lease` with `more` to read before its tail."""
-    ranges = tuple(_joined([*lease.ranges, *more]))
+    ranges = tuple(join_adjacent([*lease.ranges, *more]))
     return replace(lease, ranges=ranges, tail_at=lease.tail_at + total(more))

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.data_ledger.layout import decode, encode
-from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, Range, ReadCount, total, union
+from thinwire.data_ledger.ledger import Claim, DataLedger, Lease, ReadCount
+from thinwire.data_ledger.ranges import Range, total, union
 from thinwire.errors import DataError
 
 _BLOCK = 256  # number of samples that are looked up together

@@ -12,8 +12,8 @@ from thinwire.decoupled.sampled_composition import SampleComposition
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.base import Job
 from thinwire.lm.place import ElasticPlace, Place
+from thinwire.lm.placement import Placement
 from thinwire.lm.run import Run
-from thinwire.lm.settings import Placement
 from thinwire.methods import Attached, Codistill, ControlVariates, Flasc, JustOneByte, Method, ZerothOrder
 from thinwire.methods.codistill import Talking
 from thinwire.replica import Replica

@@ -15,7 +15,7 @@ from thinwire.codecs import Shapes
 from thinwire.comm import Group, Link, parse_link
 from thinwire.diagnosis import Rules
 from thinwire.errors import LinkError
-from thinwire.lm.settings import Placement
+from thinwire.lm.placement import Placement
 from thinwire.membership import Membership, Timeouts
 from thinwire.membership.rendezvous import Rendezvous
 from thinwire.membership.view import Observe

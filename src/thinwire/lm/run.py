@@ -16,7 +16,8 @@ from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.checked_settings import check_batches, fits, unfit
 from thinwire.lm.model import SIZES
-from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec, Placement
+from thinwire.lm.placement import Placement
+from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec
 from thinwire.methods import Codistill, Method
 from thinwire.pieces.inner_optimizers import AdamW, Inner, Muon
 from thinwire.pieces.own_files import pin, pinned_file, taken_apart

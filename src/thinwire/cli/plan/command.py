@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,9 +141,7 @@ def main(arguments: Sequence[str]) -> int:
             console.print(f"figure: {path}", soft_wrap=True, highlight=False)
     _write(asked.out, best, task)
     console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(json.dumps(_facts(rows, best, task, asked.out)))
-    return 0
+    return options.answer(asked.json, _facts(rows, best, task, asked.out) if asked.json else {})
 
 
 def _task(asked: Options) -> Task:

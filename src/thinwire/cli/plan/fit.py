@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,9 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     facts: dict[str, Any] = {"word": "predicted", "runs": len(ladder), "variables": list(variables), "laws": rows}
     if asked.reference is not None:
         facts["density"] = _densities(console, ladder, asked.reference)
-    if asked.json:
-        print(json.dumps(facts))
-    return 0
+    return options.answer(asked.json, facts)
 
 
 def telling(ladder: Ladder) -> tuple[str, ...]:

@@ -55,13 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     options.console(asked.json).print(table)
     if asked.out:
         asked.out.write_text(json.dumps(after.ranks) + "\n")
-    if asked.json:
-        print(
-            json.dumps(
-                {"word": "predicted", "sequences": len(lengths), "before": _facts(before), "after": _facts(after)}
-            )
-        )
-    return 0
+    facts = {"word": "predicted", "sequences": len(lengths), "before": _facts(before), "after": _facts(after)}
+    return options.answer(asked.json, facts)
 
 
 def _lengths(path: Path) -> list[int]:

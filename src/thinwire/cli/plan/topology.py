@@ -91,9 +91,7 @@ def main(arguments: Sequence[str]) -> int:
             for line in row["edges"]:
                 say(f"  {line}")
     _written(asked, found, size, links, options.teller(console))
-    if asked.json:
-        print(json.dumps({"word": "predicted", "replicas": size, "rows": rows}))
-    return 0
+    return options.answer(asked.json, {"word": "predicted", "replicas": size, "rows": rows})
 
 
 def _links(asked: Options) -> tuple[Links | None, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     facts = _facts(plan)
     if asked.link is not None:
         facts["utilization"] = _over(asked, plan, say)
-    if asked.json:
-        print(json.dumps(facts))
-    return 0
+    return options.answer(asked.json, facts)
 
 
 def _over(asked: Options, plan: TensorParallel, say: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,9 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.plot:
         figures.draw(disrupted_chart(rows), title, asked.plot, "simulated")
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(json.dumps({"study": "disrupted", "provenance": "simulated", "rows": for_json(rows)}))
-    return 0
+    return options.answer(asked.json, {"study": "disrupted", "provenance": "simulated", "rows": for_json(rows)})
 
 
 def _row(asked: Options, share: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,14 +66,10 @@ def main(arguments: Sequence[str]) -> int:
     if asked.plot is not None:
         figures.draw(fabric_chart(given, asked.pattern, asked.seed), _title(asked, given), asked.plot, "simulated")
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
-    if asked.json:
-        names = ("leaves", "spines", "hosts", "flows", "failed", "pattern", "draws", "seed")
-        setting = {name: getattr(asked, name) for name in names} | {
-            "flow_nbytes": nbytes,
-            "bits_per_second": given.bits_per_second,
-        }
-        print(json.dumps({"study": "fabric", "provenance": "simulated", **setting, "policies": rows}))
-    return 0
+    names = ("leaves", "spines", "hosts", "flows", "failed", "pattern", "draws", "seed")
+    setting = {name: getattr(asked, name) for name in names}
+    setting |= {"flow_nbytes": nbytes, "bits_per_second": given.bits_per_second}
+    return options.answer(asked.json, {"study": "fabric", "provenance": "simulated", **setting, "policies": rows})
 
 
 def _row(asked: Options, given: Fabric, nbytes: int, policy: Policy) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             "simulated",
         )
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(json.dumps(found))
-    return 0
+    return options.answer(asked.json, found)
 
 
 def _send_seconds(asked: Options) -> float:

@@ -120,9 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         page = write_report([RunRecord.load(asked.out)], asked.out / "report.html")
         console.print(f"report: {page}", soft_wrap=True, highlight=False)
-    if asked.json:
-        print(json.dumps(summary))
-    return 0
+    return options.answer(asked.json, summary)
 
 
 def make_scenario(asked: Options) -> Scenario:

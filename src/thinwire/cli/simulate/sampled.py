@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -58,6 +57,4 @@ def main(arguments: Sequence[str]) -> int:
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     options.console(asked.json).print(table)
-    if asked.json:
-        print(json.dumps({"study": "sampled", "provenance": "simulated", "rows": rows}))
-    return 0
+    return options.answer(asked.json, {"study": "sampled", "provenance": "simulated", "rows": rows})

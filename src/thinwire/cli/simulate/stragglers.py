@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,15 +87,11 @@ def main(arguments: Sequence[str]) -> int:
         ends = {name: (outcome.ends, outcome.jobs) for name, outcome in outcomes.items()}
         figures.draw(stragglers_chart(ends), title, asked.plot, "simulated")
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
-    if asked.json:
-        facts = {
-            "replicas": delays.replicas,
-            "delays": said,
-            "batch_seconds": delays.batch_seconds,
-            "probe": asked.probe,
-        }
-        print(json.dumps({"study": "stragglers", "provenance": "simulated", **facts, "methods": rows}))
-    return 0
+    facts = {
+        "study": "stragglers", "provenance": "simulated", "replicas": delays.replicas, "delays": said,
+        "batch_seconds": delays.batch_seconds, "probe": asked.probe, "methods": rows,
+    }  # fmt: skip
+    return options.answer(asked.json, facts)
 
 
 def _delays(asked: Options) -> tuple[Delays, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     if asked.plot is not None:
         figures.draw(utilization_chart(study, methods), _title(study), asked.plot, "simulated")
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
-    if asked.json:
-        setting = {name: getattr(asked, name) for name in ("parameters", "layers", "step_seconds", "grid")}
-        told = {"study": "utilization", "provenance": "simulated", **setting, "volume": study.convention()}
-        print(json.dumps(told | {"targets": TARGETS} | (rows[0] if asked.method else {"methods": rows})))
-    return 0
+    setting = {name: getattr(asked, name) for name in ("parameters", "layers", "step_seconds", "grid")}
+    facts = {"study": "utilization", "provenance": "simulated", **setting, "volume": study.convention()}
+    return options.answer(asked.json, facts | {"targets": TARGETS} | (rows[0] if asked.method else {"methods": rows}))
 
 
 def _row(study: Study, method: str, grid: str) -> dict[str, Any]:

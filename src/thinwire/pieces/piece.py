@@ -1,0 +1,36 @@
+"""What all pieces declare, and the check of a piece that a user may have written."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import Any, Protocol
+
+from thinwire.errors import ConfigurationError
+
+
+class Piece(Protocol):
+    """What all pieces declare."""
+
+    @property
+    def needs_fixed_group(self) -> str:
+        """Why the same replicas are needed in every round, as the end of a sentence that begins with the piece; empty: they may come and go."""
+
+
+def check_piece(name: str, value: object, protocol: Any) -> None:
+    """Raise `ConfigurationError` unless `value` has all that `protocol` says of a piece."""
+    if isinstance(value, protocol) and not isinstance(value, type):
+        return
+    needed = f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
+    if is_dataclass(value) and not isinstance(value, type) and isinstance(protocol, type):
+        lacks = [member for member in _members(protocol) if not hasattr(value, member)]
+        needed = (
+            f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
+            f"{protocol.__module__.removesuffix('.base')}.{protocol.__qualname__}, which has defaults for the rest."
+        )
+    raise ConfigurationError(f"{name}={value!r}: {needed}")
+
+
+def _members(protocol: type) -> list[str]:
+    """What a piece must write itself; of a protocol that answers everything, all it has."""
+    own: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
+    return sorted(own or {name for kind in protocol.__mro__ for name in vars(kind) if not name.startswith("_")})
