@@ -31,6 +31,6 @@ def check_piece(name: str, value: object, protocol: Any) -> None:
 
 
 def _members(protocol: type) -> list[str]:
-    """What a piece must write itself; of a protocol that answers everything, all it has."""
+    """The members that a piece must write itself; all of them, if the protocol answers everything."""
     own: frozenset[str] = getattr(protocol, "__abstractmethods__", frozenset())
     return sorted(own or {name for kind in protocol.__mro__ for name in vars(kind) if not name.startswith("_")})
