@@ -23,6 +23,7 @@ from thinwire.lm.mixture import scores_of
 from thinwire.lm.run import Run
 from thinwire.lm.tokens import Tokenizer, find, standard_library
 from thinwire.lm.trained import trained_model, with_parents
+from thinwire.records.losses import for_json
 from thinwire.records.units import text_of_loss, text_of_share
 
 MIXTURE, MEAN = "mixture", "mean of weights"
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = _of_ensemble(asked) if Ensemble.is_one(asked.run) else _of_run(asked)
     options.console(asked.json).print(_table(rows, asked.run))
     if asked.json:
-        print(json.dumps({"texts": rows}))
+        print(json.dumps({"texts": for_json(rows)}))
     return 0
 
 
