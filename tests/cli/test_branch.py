@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
-from thinwire.cli import main
+from thinwire.cli import branch, export, main
 from thinwire.errors import CheckpointError
-from thinwire.lm.ensemble import Ensemble, Expert
+from thinwire.lm.ensemble import Ensemble, Expert, sha256_of
 from thinwire.lm.model import SIZES
 
 SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
@@ -43,7 +45,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return {name: Path(f"{name}.txt") for name in made}
 
 
-def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
+def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys, monkeypatch):
     for size in ("nano", "tiny"):
         both = ["--text", *map(str, texts.values())]
         assert main(["train", "--model", size, "--steps", str(STEPS), *SMALL, *both, "--out", f"seed-{size}"]) == 0
@@ -96,6 +98,8 @@ def test_experts_are_branched_evaluated_sampled_and_merged(texts, capsys):
     assert "mean of weights" in output_of(capsys, "evaluate", "same", "--text", texts["sums"])[0]["texts"][0]["losses"]
 
     _refused(texts, capsys)
+    _not_finite(texts, capsys)
+    _not_written(capsys, monkeypatch)
 
 
 def _at_16(size: str) -> int:
@@ -143,3 +147,63 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
             Expert.read(Path("e/sums"))
     expert.write_text(json.dumps(said | {"sha256": "0" * 64}))
     assert main(["sample", "e", "1", "--tokens", "1"]) == 1 and "is not the model that" in capsys.readouterr().err
+
+
+def _not_finite(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A model with NaN is refused as an expert, as the parent of one and in an ensemble, and writes no text."""
+    shutil.copytree("seed-nano", "nan")
+    for folder in ("nan", "same/sums"):
+        file = Path(folder, "model.safetensors")
+        with safe_open(file, "pt") as model:
+            said = model.metadata()
+        save_file({name: torch.full_like(one, math.nan) for name, one in load_file(file).items()}, file, said)
+    expert = json.loads(Path("same/sums/expert.json").read_text())
+    Path("same/sums/expert.json").write_text(json.dumps(expert | {"sha256": sha256_of(Path("same/sums"))}))
+    text = ["--text", str(texts["sums"])]
+    for arguments, why in {
+        ("branch", "nan", "--domain", "nan", "--out", "f", "--trained"): "nan/model.safetensors holds NaN",
+        ("branch", "nan", "--domain", "nan", "--out", "f", *text): "nan/model.safetensors holds NaN",
+        ("evaluate", "same", *text): "same/sums/model.safetensors holds NaN",
+        ("sample", "same", "1"): "same/sums/model.safetensors holds NaN",
+        ("sample", "nan", "1"): "scores of the next token are NaN",
+    }.items():
+        assert main(list(arguments)) == 1 and why in capsys.readouterr().err
+    assert not Path("f").exists()
+    assert output_of(capsys, "evaluate", "nan", *text)[0]["texts"][0]["losses"] == {"loss": None}
+
+
+def _not_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is not copied into itself; on a full disk nothing is left, and one line says so."""
+    trained = ["branch", "seed-nano", "--domain", "words", "--trained", "--out"]
+    before = files(Path("seed-nano"))
+    assert main([*trained, "seed-nano"]) == 2 and "would be copied into itself" in capsys.readouterr().err
+    assert files(Path("seed-nano")) == before
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    def copytree(source: object, draft: Path, **_: object) -> None:
+        draft.mkdir(parents=True)
+        raise shutil.Error([("a", "b", "No space left on device"), ("c", "d", "No space left on device")])
+
+    monkeypatch.setattr(branch.shutil, "copytree", copytree)
+    monkeypatch.setattr(export, "save_as_apertus", full)
+    monkeypatch.setattr("torch.distributed.checkpoint.state_dict_saver.save", lambda *_, **__: _cut_off())
+    for arguments, why in {
+        (*trained, "full"): "thinwire branch: No space left on device. Check the path",
+        ("export", "e/sums", "--out", "full/hf"): "thinwire export: full/hf: No space left on device. Check the path",
+        (
+            "export",
+            "e/sums",
+            "--to",
+            "dcp",
+            "--out",
+            "full/dcp",
+        ): "full/dcp: the model cannot be written. Check the path",
+    }.items():
+        assert main(list(arguments)) == 1 and why in capsys.readouterr().err
+    assert not [path for path in Path("full").rglob("*") if path.is_file() or path.name == ".words-draft"]
+
+
+def _cut_off() -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")

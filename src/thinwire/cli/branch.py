@@ -16,7 +16,7 @@ from thinwire.cli.capacity import check_capacity
 from thinwire.cli.training import finish, train_to_the_end
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
-from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model_in, sha256_of
+from thinwire.lm.ensemble import DOMAIN, Ensemble, enter, flops_per_token, model_in, sha256_of, sound_model
 from thinwire.lm.job import check
 from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
@@ -104,7 +104,8 @@ def _source(asked: Options) -> Path:
     """The folder to branch from, with a model in it."""
     if asked.run is None or not (asked.run / "run.toml").exists():
         raise ConfigurationError(
-            f"{asked.run or 'no folder'} holds no run: give the folder that `thinwire train` wrote first, as in thinwire branch RUN --domain law."
+            f"{f'{asked.run} holds no run' if asked.run else 'no run was given'}: give the folder that `thinwire train` wrote first, as in thinwire "
+            "branch RUN --domain law."
         )
     if asked.run_settings.model.job:
         raise ConfigurationError(
@@ -125,13 +126,14 @@ def _source(asked: Options) -> Path:
         raise ConfigurationError(f"{asked.domain}: no text of the domain; add --text FILE, or --trained.")
     if asked.trained and asked.flops is not None:
         raise ConfigurationError("--flops with --trained: nothing is trained then; leave one of them out.")
+    sound_model(asked.run, asked.run_settings.data.sequence)
     return asked.run
 
 
 def _folder(asked: Options) -> Path:
     if not DOMAIN.fullmatch(asked.domain or ""):
         raise ConfigurationError(
-            f"{'no domain' if asked.domain is None else f'domain={asked.domain!r:.80}'}: a name of letters, digits, - and _ is needed, which "
+            f"{'no domain' if asked.domain is None else f'domain={asked.domain!r:.80}'}: a name of letters a to z, digits, - and _ is needed, which "
             "becomes a folder; add --domain law."
         )
     return asked.out / str(asked.domain)
@@ -151,14 +153,23 @@ def _paid_for(asked: Options) -> Run:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Copy the run, without the files that only training needs; whole or not at all."""
+    """Copy the run, without the files that only training needs; whole or not at all. Raises `ConfigurationError`, `OSError`."""
     if folder.exists():
         raise ConfigurationError(f"{folder} is there already; choose another --domain or --out, or remove it.")
+    if folder.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(
+            f"{folder} is within {source}, which would be copied into itself; choose another --out."
+        )
     draft = folder.with_name(f".{folder.name}-draft")
     shutil.rmtree(draft, ignore_errors=True)
     without = shutil.ignore_patterns("checkpoints*", "published", "logs", "hub", "expert.json")
-    shutil.copytree(source, draft, ignore=without)
-    draft.rename(folder)
+    try:
+        shutil.copytree(source, draft, ignore=without)
+        draft.rename(folder)
+    except shutil.Error as error:  # it has a line for each file
+        raise OSError(error.args[0][0][2]) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _table(ensemble: Ensemble) -> Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from safetensors import SafetensorError
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
@@ -45,14 +46,17 @@ def main(arguments: Sequence[str]) -> int:
     dcp = asked.to == "dcp"
     # a model of transformers has only one form
     hf = not dcp and (asked.to == "hf" or not isinstance(trained.model, Transformer))
-    if dcp:
-        store_as_dcp(out, trained.spec, trained.model)
-    elif hf and isinstance(trained.model, Transformer):
-        with draft_folder(out, "export") as draft:
-            save_as_apertus(draft, trained.model, trained.tokenizer)
-    else:
-        store(out, trained.spec, trained.tokenizer, trained.model, trained.model.state_dict(), "export")
-    keep_tokenizer(out, "hf:" if hf else trained.spec.model, trained.tokenizer, "export")
+    try:
+        if dcp:
+            store_as_dcp(out, trained.spec, trained.model)
+        elif hf and isinstance(trained.model, Transformer):
+            with draft_folder(out, "export") as draft:
+                save_as_apertus(draft, trained.model, trained.tokenizer)
+        else:
+            store(out, trained.spec, trained.tokenizer, trained.model, trained.model.state_dict(), "export")
+        keep_tokenizer(out, "hf:" if hf else trained.spec.model, trained.tokenizer, "export")
+    except SafetensorError as error:
+        raise OSError(f"{out}: {error}") from None
     console = options.console(asked.json)
     if trained.step is not None:
         options.advise(f"the run has not ended: this is the model of step {trained.step}")

@@ -22,6 +22,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from thinwire.cli import words
 from thinwire.errors import ConfigurationError
+from thinwire.records.losses import for_json
 from thinwire.report.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def teller(console: Console) -> Callable[[str], object]:
 def answer(as_json: bool, facts: Any) -> int:
     """Print `facts` as JSON, if a program reads stdout; the exit code of a verb that has worked."""
     if as_json:
-        print(json.dumps(facts), flush=True)
+        print(json.dumps(for_json(facts)), flush=True)
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import get_type_hints
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import CheckpointError, ConfigurationError
+from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.lm.checked_settings import fits
 from thinwire.lm.data import Corpus
 from thinwire.lm.mixture import SEQUENCES, Mixture, cached_prior
@@ -107,8 +107,8 @@ class Ensemble:
     @cached_property
     def models(self) -> list[nn.Module]:
         """All models, in the order of the experts. Raises `CheckpointError` for a model that does not match its expert.json."""
-        vocabulary = self.tokenizer.vocabulary
-        return [self._model(expert, vocabulary) for expert in self.experts]
+        assert self.tokenizer  # first, because it compares those of all
+        return [self._model(expert) for expert in self.experts]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -148,19 +148,19 @@ class Ensemble:
         model.load_state_dict({name: _mean([state[name] for state in states]) for name in states[0]})
         return TrainedModel(model.eval(), self.tokenizer, ModelSpec(model=first), None)
 
-    def _model(self, expert: Expert, vocabulary: int) -> nn.Module:
+    def _model(self, expert: Expert) -> nn.Module:
         folder = self.folder / expert.domain
         if (found := sha256_of(folder)) != expert.sha256:
             raise CheckpointError(
                 f"{folder / 'model.safetensors'} is not the model that {FILE} names: SHA-256 {found:.16}…, not {expert.sha256:.16}…; "
                 "copy it again, or remove its folder."
             )
-        return make_model(ModelSpec(model=model_in(folder)), expert.sequence, 0, vocabulary).eval()
+        return sound_model(folder, expert.sequence).eval()
 
 
 def enter(folder: Path, run: Run, tokens: int, parent: str) -> Expert:
     """Make the finished run in `folder` an expert for the domain with the folder's name, and return it."""
-    model = make_model(ModelSpec(model=model_in(folder)), run.data.sequence, 0, _vocabulary(folder))
+    model = sound_model(folder, run.data.sequence)
     flops, parameters = tokens * flops_per_token(model, run.data.sequence), sum(p.numel() for p in model.parameters())
     expert = Expert(folder.name, sha256_of(folder), parent, parameters, run.data.sequence, tokens, float(flops))
     expert.write(folder)
@@ -177,6 +177,19 @@ def model_in(folder: Path) -> str:
     return f"hf:{folder}" if (folder / "config.json").exists() else str(file)
 
 
+def sound_model(folder: Path, sequence: int) -> nn.Module:
+    """The model in `folder`. Raises `ModelError` if it holds NaN or infinity, with which a mixture gives NaN to every text."""
+    model = make_model(
+        ModelSpec(model=model_in(folder)), sequence, 0, make_tokenizer(DataSpec(), model_in(folder)).vocabulary
+    )
+    if not all(one.isfinite().all() for one in model.state_dict().values()):
+        raise ModelError(
+            f"{folder / 'model.safetensors'} holds NaN or infinity, as after a training that diverged: it can be no expert, nor can one begin "
+            "with it; take another run, or train it with a lower --lr."
+        )
+    return model
+
+
 def sha256_of(folder: Path) -> str:
     """The SHA-256 of the model in `folder`. Raises `CheckpointError`."""
     try:
@@ -191,10 +204,6 @@ def flops_per_token(model: nn.Module, sequence: int) -> int:
     if isinstance(model, Transformer):
         return model.architecture.flops_per_token(sequence)
     return 6 * sum(parameter.numel() for parameter in model.parameters())
-
-
-def _vocabulary(folder: Path) -> int:
-    return make_tokenizer(DataSpec(), model_in(folder)).vocabulary
 
 
 def _mean(values: Sequence[Tensor]) -> Tensor:

@@ -117,16 +117,20 @@ def store(
 def store_as_dcp(folder: Path, spec: ModelSpec, model: nn.Module) -> None:
     """Write the weights of `model` to `folder` in the format of torch.distributed.checkpoint, as {"model": state dict}, with merged LoRA.
 
-    torch writes its `.metadata` as a pickle, so nothing here reads it.
+    torch writes its `.metadata` as a pickle, so nothing here reads it. Raises `OSError`.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and needed here only
 
     weights = model.state_dict()
     whole = merge_adapters(model, weights) if spec.lora else weights
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves without it
-        with draft_folder(folder, "export") as draft:
-            save({"model": dict(whole)}, checkpoint_id=draft, no_dist=True)
+        try:
+            with draft_folder(folder, "export") as draft:
+                save({"model": dict(whole)}, checkpoint_id=draft, no_dist=True)
+        except (CheckpointException, RuntimeError) as error:  # on a full disk torch says neither
+            raise OSError(f"{folder}: the model cannot be written") from error
 
 
 def _description(spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, ModelError
 
 EPS = 1e-6  # in RMSNorm: small beside any activation, large beside fp32 round-off
 ROTARY_BASE = 10_000.0
@@ -350,7 +350,8 @@ def generate(
 ) -> list[int]:
     """Generate `count` tokens after `prompt`, drawn with softmax(logits / temperature); temperature 0 takes the most probable one.
 
-    The whole context is read again for every token: suited to look at a model, not to serve one.
+    The whole context is read again for every token: suited to look at a model, not to serve one. Raises `ModelError` for a model whose
+    scores are not finite.
     """
     if not prompt or not (temperature == 0 or 1e-6 <= temperature < math.inf):
         raise ConfigurationError(
@@ -363,6 +364,10 @@ def generate(
     model.train(False)
     for _ in range(count):
         logits_V = model(torch.tensor([tokens[-model.context :]], device=device)).logits[0, -1].float().cpu()
+        if not (logits_V < math.inf).all():
+            raise ModelError(
+                "the model's scores of the next token are NaN or infinite, as after a training that diverged; take another checkpoint or run."
+            )
         if temperature:
             choice = torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)
         else:

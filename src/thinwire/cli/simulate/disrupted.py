@@ -13,7 +13,6 @@ from rich.table import Table
 from thinwire.cli import figures, options
 from thinwire.errors import ConfigurationError
 from thinwire.lm.settings import topology_of
-from thinwire.records.losses import for_json
 from thinwire.simulate.disrupted import Data, Disaster, Who, structure
 from thinwire.simulate.figure import disrupted_chart
 
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.plot:
         figures.draw(disrupted_chart(rows), title, asked.plot, "simulated")
         console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
-    return options.answer(asked.json, {"study": "disrupted", "provenance": "simulated", "rows": for_json(rows)})
+    return options.answer(asked.json, {"study": "disrupted", "provenance": "simulated", "rows": rows})
 
 
 def _row(asked: Options, share: float) -> dict[str, Any]:
