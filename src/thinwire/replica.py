@@ -111,11 +111,15 @@ class Replica:
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
-        self._buffers.begin(observer)
-        self._driver.join(lambda: resume(self) if resume else None)
+        self._driver.join(lambda: self._begin(observer, resume))
         self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         self._claim.take()
+
+    def _begin(self, observer: Observer, resume: Callable[[Replica], object] | None) -> None:
+        self._buffers.begin(observer)
+        if resume:
+            resume(self)
 
     @property
     def step(self) -> int:

@@ -138,6 +138,28 @@ def test_a_round_dropped_at_the_end_is_sent_again(merge):
         assert torch.isfinite(one.final).all() and same_bits(one.final, journeys[0].final)
 
 
+def test_replicas_finish_on_a_group_on_which_earlier_ones_did_not():
+    """One was closed, one could not resume, and one began with NaN. What each said of its end is not taken for another's."""
+
+    def replica(group):
+        def fails(replica):
+            raise tw.CheckpointError("no sound checkpoint")
+
+        model = toy()
+        tw.Replica(tw.local_sgd(every=9), model, adamw(model), group).close()
+        with pytest.raises(tw.CheckpointError):
+            tw.Replica(tw.local_sgd(every=9), model, adamw(model), group, resume=fails)
+        with pytest.raises(tw.ModelError):
+            bad = toy()
+            torch.nn.init.constant_(bad.gain, torch.nan)
+            tw.Replica(tw.local_sgd(every=9), bad, adamw(bad), group)
+        with tw.Replica(tw.local_sgd(every=9), model, adamw(model), group) as attached:
+            inner_step(model, attached.optimizer, *batch(0, group.rank, 1))
+        return weights(model)
+
+    assert same_bits(*tw.run_threads(2, replica, timeout=600.0))
+
+
 @pytest.mark.parametrize("strategy", [tw.local_sgd(every=9), tw.data_parallel(), tw.recipes.d_psgd()])
 def test_a_finish_that_failed_does_not_succeed_the_second_time(strategy):
     """The weights are not those on which all agree, which a loop that tries again must hear."""

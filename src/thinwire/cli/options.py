@@ -22,7 +22,6 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from thinwire.cli import words
 from thinwire.errors import ConfigurationError
-from thinwire.records.losses import for_json
 from thinwire.report.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -211,6 +210,8 @@ def teller(console: Console) -> Callable[[str], object]:
 def answer(as_json: bool, facts: Any) -> int:
     """Print `facts` as JSON, if a program reads stdout; the exit code of a verb that has worked."""
     if as_json:
+        from thinwire.records.losses import for_json  # it needs numpy
+
         print(json.dumps(for_json(facts)), flush=True)
     return 0
 

@@ -180,9 +180,14 @@ class Driver(Protocol):
         """Called once, before the first inner step. `resume` may load a checkpoint.
 
         A driver of a fixed group meets the others when it is made, so this only calls `resume`. In an elastic run `resume` comes first:
-        then only what has changed since the checkpoint is fetched from the others. Raises `LinkError`, and what `resume` raises.
+        then only what has changed since the checkpoint is fetched from the others. Raises `LinkError`, and what `resume` raises; the driver
+        is closed then.
         """
-        resume()
+        try:
+            resume()
+        except BaseException:
+            self.close()
+            raise
 
     def before_inner_step(self, closure: bool) -> None:
         """Called when the gradients are computed and the optimizer has not stepped, perhaps twice for one step. `closure`: whether the

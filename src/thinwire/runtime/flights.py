@@ -32,8 +32,6 @@ class Flights:
         self.training, self.group = training, group
         weights = {} if training.tokens is None else {"weights": "by tokens"}
         introduce(group, training.strategy, fragments, weights | frozen(training.model))
-        self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
-        self.buffers = self.pipeline.context.buffers
         training.fragments += [
             first_state(training.strategy, fragment, index, group.rank, group.size)
             for index, fragment in enumerate(fragments)
@@ -44,6 +42,8 @@ class Flights:
             training.observe("warning", training.step, message=told)  # nothing to do: not by Python's `warnings`
         check_start(fragments, anchors)
         training.load_anchors()
+        self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)
+        self.buffers = self.pipeline.context.buffers
 
     def depart(self, update: RoundUpdate, began: float, scheduled: bool = True) -> None:
         """Begin the round of `update`. `began` is the time at which work for this departure began; for `scheduled` see
