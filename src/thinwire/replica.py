@@ -44,6 +44,14 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
     return kind(training, fragments, group, site)
 
 
+def _begin(
+    replica: Replica, buffers: SharedBuffers, observer: Observer, resume: Callable[[Replica], object] | None
+) -> None:
+    buffers.begin(observer)
+    if resume:
+        resume(replica)
+
+
 class Replica:
     """Attach a strategy to a model, its optimizer and a group. The training loop does not change.
 
@@ -111,15 +119,10 @@ class Replica:
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
-        self._driver.join(lambda: self._begin(observer, resume))
+        self._driver.join(lambda: _begin(self, self._buffers, observer, resume))
         self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         self._claim.take()
-
-    def _begin(self, observer: Observer, resume: Callable[[Replica], object] | None) -> None:
-        self._buffers.begin(observer)
-        if resume:
-            resume(self)
 
     @property
     def step(self) -> int:

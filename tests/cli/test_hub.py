@@ -249,6 +249,24 @@ def test_a_join_without_a_checkpoint_to_resume_from_is_told_what_it_can_do(
     assert "begin again at the first step in another --out" in said and "--from-start" not in said
 
 
+def test_a_replica_that_resumes_without_a_run_file_keeps_the_settings_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's file may have other settings, such as fewer steps, or there may be none."""
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
+    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, replicas=1, carrier="secure")
+    run.save(tmp_path / "run.toml")
+    given = ["--name", "oslo", "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys")]
+    with Hub(tmp_path / "hub") as hub:
+        token = str(hub.invite())
+        assert main(["join", token, str(tmp_path / "run.toml"), *given]) == 0
+        assert main(["join", token, *given, "--resume"]) == 0
+        run.changed(steps=1, text=()).save(tmp_path / "hub/run.toml")
+        assert main(["join", token, *given, "--resume"]) == 0
+    assert Run.load(tmp_path / "run/run.toml").optimizer.steps == 2
+
+
 def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
     """A hub without a run file refuses a replica that comes again without it."""
     given = join.Options("TOKEN", Path("run.toml"), "oslo", listen="0.0.0.0:29540")

@@ -30,6 +30,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.text_job import TextJob
 from thinwire.records.events import EventLog
 from thinwire.records.printable import quoted
+from thinwire.records.run_record import RunRecord
 
 
 def test_scarce_open_files_are_reported_before_they_run_out(
@@ -274,6 +275,24 @@ def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> No
     with pytest.raises(
         DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"
     ):
+        run_threads(2, train)
+
+
+def test_a_run_that_was_refused_before_its_first_step_may_begin_again_in_its_folder(tmp_path: Path, text: str) -> None:
+    rates = [2e-3, 1e-3]
+
+    def train(group: ThreadGroup) -> object:
+        run, folder = small_run(text, lr=rates[group.rank]), tmp_path / f"{group.rank}"
+        run_folder.new_folder(run, folder, resume=False)
+        return launch.train_here(run, Place(group, folder, alone=True))
+
+    with pytest.raises(DisagreementError):
+        run_threads(2, train)
+    rates[1] = rates[0]
+    run_threads(2, train)
+    record = RunRecord.load(tmp_path / "1")
+    assert record.status == "finished" and record.replicas[0].sessions == 1 and not record.notes
+    with pytest.raises(ConfigurationError, match="holds a run already"):
         run_threads(2, train)
 
 

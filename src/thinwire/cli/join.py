@@ -41,7 +41,7 @@ class Options:
     """The join token that thinwire hub printed; or @FILE, a file that holds it, or -, to read it from standard input. Other users of this
     machine can see a token that is an argument."""
     run: tyro.conf.Positional[Path | None] = None
-    """A run file; the same settings are needed on every replica. Default: the hub's."""
+    """A run file; the same settings are needed on every replica. Default: with --resume the run folder's, otherwise the hub's."""
     name: str = tyro.MISSING
     """This replica's own name: small letters, digits and hyphens. The order of the names is the order of the replicas."""
     out: Path | None = None
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     console, stop = options.console(asked.json), launch.Stop()
     folder = asked.out or Path("runs") / asked.name
-    own = None if asked.run is None else Run.load(asked.run, options.advise)  # before the token is used
+    kept = folder / "run.toml" if asked.resume else None
+    path = asked.run or (kept if kept and kept.exists() else None)
+    own = None if path is None else Run.load(path, options.advise)  # before the token is used
     if asked.address and not asked.listen and (own is None or own.placement.listen == "none"):
         raise ConfigurationError(
             f"--address {asked.address} without --listen: nothing would listen there; give --listen HOST:PORT, too, or leave it out."
@@ -153,7 +155,7 @@ def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: 
     """Raises `ConfigurationError` if the folder belongs to another replica."""
     with group:
         held = sorted(path.stem for path in folder.glob("events/*.jsonl"))
-        if held and f"replica-{group.rank}" not in held:
+        if asked.resume and held and f"replica-{group.rank}" not in held:
             raise ConfigurationError(
                 f"{folder} is the folder of {', '.join(held)}, and {asked.name} is replica-{group.rank} of {', '.join(group.names)}; give the "
                 "--out and the --name of one replica, and have the same names meet as before."

@@ -12,7 +12,7 @@ from pathlib import Path
 from thinwire.errors import ConfigurationError, ThinwireError
 from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
-from thinwire.records.events import being_written
+from thinwire.records.events import LONGEST_LINE, being_written, recent_events
 from thinwire.records.files import contents
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
@@ -46,7 +46,7 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
 
 def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
     """Raise `ConfigurationError` if `run` cannot begin, or `resume`, in `folder`. See `new_folder`."""
-    if any(folder.glob(f"events/{replica}.jsonl")) and not resume:
+    if not resume and _has_trained(folder, replica):
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")
     if not resume:
         check_run_file(folder)
@@ -92,6 +92,17 @@ def check_run_file(folder: Path) -> None:
     )
 
 
+def _has_trained(folder: Path, replica: str) -> bool:
+    """Whether a run in `folder` has made a step. One whose log cannot be read may have made one."""
+    logs = [*folder.glob(f"events/{replica}.jsonl")]
+    try:
+        ends = [recent_events(log, LONGEST_LINE) for log in logs]
+    except OSError:
+        return True
+    steps = any(not events or any(event["step"] for event in events) for events in ends)
+    return steps or (bool(logs) and any(folder.glob(f"checkpoints/{replica}/step-*")))
+
+
 def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
     """Make the run folder and write its run file. Raises `ConfigurationError` if it holds another run.
 
@@ -100,6 +111,9 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
     check_folder(run, folder, resume, replica)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        logs = [] if resume else [*folder.glob(f"events/{replica}.jsonl")]
+        for log in logs:  # of a run that ended before its first step
+            log.unlink()
         run.save(folder / (_DRAFT if resume else "run.toml"))
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
