@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import read
 from thinwire.comm import Link
+from thinwire.lm import start
 from thinwire.lm.data import Corpus
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_nbytes
@@ -151,3 +154,27 @@ def test_a_resumed_run_whose_text_became_shorter_reads_no_held_out_text(
     assert len({count for _, count in windows}) == 2 and all(last < count for last, count in windows)
     [warning] = events_of(tmp_path / "run", "warning")
     assert str(warning["message"]).startswith("the data have 29 samples, and had 593: a new epoch of them begins here")
+
+
+def test_a_machine_without_git_trains(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a small container."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run_in(tmp_path / "run", small_run(text, steps=2, replicas=1))
+    [begun] = events_of(tmp_path / "run", "start")
+    assert begun["machine"]["commit"] is None  # type: ignore[index]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_copy_in_the_repository_of_something_else_has_not_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    monkeypatch.setattr(start, "__file__", str(tmp_path / "environment/start.py"))
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment/start.py").touch()
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *command], check=True)
+    assert start.machine()["commit"] is None
+    subprocess.run([*git, "add", "environment/start.py"], check=True)
+    told = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
+    assert start.machine()["commit"] == told.stdout.strip()

@@ -67,6 +67,35 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, write_events: Any,
     assert "still running or killed" in text and "measured" in text
 
 
+def test_a_page_of_one_site_names_its_replica_and_one_of_all_has_all_their_machines(
+    make_run: Make, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", replicas=3, steps=60)
+    log = run / "events" / "replica-2.jsonl"
+    first, rest = log.read_text().split("\n", 1)
+    head = json.loads(first)
+    head["machine"] |= {"cores": 64, "gpu": None}
+    log.write_text(f"{json.dumps(head)}\n{rest}")
+    text = own_text(write_report([RunRecord.load(run)], tmp_path / "all.html").read_text())
+    assert "the thin one is the training loss of replica 0, smoothed" in text
+    assert "<th>cores</th><td><code>2; 64</code>" in text and "<th>gpu</th><td><code>–</code>" in text
+    for replica in (0, 1):
+        (run / "events" / f"replica-{replica}.jsonl").unlink()
+    record = RunRecord.load(run)
+    assert "the thin one is the training loss of replica 2, smoothed" in own_text(
+        write_report([record], tmp_path / "one.html").read_text()
+    )
+    titles = [view.layout["xaxis"]["title"]["text"] for view in loss_chart([record]).views]
+    assert titles[2] == "bytes sent by replica 2"
+
+
+def test_a_run_that_was_resumed_has_a_true_reason_why_bytes_differ(make_run: Make, tmp_path: Path) -> None:
+    """A checkpoint holds the ledger, so that of the last session has the bytes of all."""
+    run = make_run(tmp_path / "run", replicas=1, steps=200, killed_at=150)
+    ledger = {"sent": {"packet": {"1": COUNT}}, "received": {}}
+    assert "They differ: a replica that was started again sends packets in flight" in ended_with(run, ledger)
+
+
 COUNT = {"nbytes": 1_250_000, "messages": 7, "queued_seconds": 0.25, "transfer_seconds": 75.0}
 
 

@@ -31,6 +31,8 @@ from thinwire.version import __version__
 EXTRAS = {
     "pyarrow": "parquet",
     "transformers": "hf",
+    "grpc": "secure",
+    "peft": "lora",
     "tensorboard": "tensorboard",
     "zstandard": "zstd",
 }

@@ -52,10 +52,6 @@ def start(
 
 def machine() -> Mapping[str, Any]:
     """The machine of a measurement."""
-    here = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -64,5 +60,18 @@ def machine() -> Mapping[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "thinwire": __version__,
-        "commit": git.stdout.strip() or None,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """The commit of this code; None without git, and for a copy that is installed, perhaps in the repository of something else."""
+    here = Path(__file__)
+    try:
+        for command in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "--short", "HEAD"]):
+            git = subprocess.run(["git", "-C", str(here.parent), *command], capture_output=True, text=True, check=False)
+            if git.returncode:
+                return None
+    except OSError:  # there is no git
+        return None
+    return git.stdout.strip()

@@ -54,12 +54,25 @@ def colour(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
+def drawn_replica(records: Sequence[RunRecord]) -> str:
+    """The replica of each run whose training loss and bytes are drawn: the first one with a log here."""
+    names = {record.replicas[0].name for record in records}
+    return names.pop() if len(names) == 1 else "each run's first replica"
+
+
 def loss_chart(records: Sequence[RunRecord]) -> Chart:
-    """Evaluation loss (thick) and replica 0's smoothed training loss (thin) against three measures of cost."""
+    """Evaluation loss (thick) and a replica's smoothed training loss (thin) against three measures of cost."""
     axes = (
         ("steps", {"title": {"text": "inner steps"}}),
         ("seconds", {"title": {"text": "time"}, "meta": "seconds"}),
-        ("bytes sent", {"title": {"text": "bytes sent by replica 0"}, "type": "log", **_byte_ticks(records)}),
+        (
+            "bytes sent",
+            {
+                "title": {"text": f"bytes sent by {escape(drawn_replica(records))}"},
+                "type": "log",
+                **_byte_ticks(records),
+            },
+        ),
     )
     views = []
     low, high, clipped = _loss_range(records)

@@ -17,7 +17,7 @@ from thinwire.records.participation import explained_steps
 from thinwire.records.run_record import RunRecord, best_loss, text_of_privacy
 from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_count, text_of_nbytes, text_of_seconds
-from thinwire.report.charts import Chart, colour, link_chart, loss_chart, text_of_rates, typical_window
+from thinwire.report.charts import Chart, colour, drawn_replica, link_chart, loss_chart, text_of_rates, typical_window
 from thinwire.report.diagnosis import delay_page, diagnose
 from thinwire.report.distributions import QUANTITIES, distribution_charts
 from thinwire.report.page import chart_place, page, table, word
@@ -74,7 +74,13 @@ def write_report(
     body = "".join(
         (
             _headline(records),
-            _section("loss", "Loss against what it cost", _LOSS, records, chart_place("loss", charts["loss"]))
+            _section(
+                "loss",
+                "Loss against what it cost",
+                _LOSS.format(drawn_replica(records)),
+                records,
+                chart_place("loss", charts["loss"]),
+            )
             if trained
             else "",
             _section("timeline", "Who computes, who waits", _TIMELINE, records, _per_run(records, charts, "timeline")),
@@ -103,7 +109,7 @@ def write_report(
     return out
 
 
-_LOSS = "The thick line is the evaluation of the agreed weights; the thin one is replica 0's training loss, smoothed. Repeated steps count once."
+_LOSS = "The thick line is the evaluation of the agreed weights; the thin one is the training loss of {}, smoothed. Repeated steps count once."
 _TIMELINE = (
     "Without stalls, inner steps leave no gaps, because packets travel while the replica computes. The numbers in the bars are fragments. "
     "A packet has its full colour while it is on the link, and a faint one while it waits or travels. Drag to move through the run."
@@ -307,7 +313,9 @@ def _difference(record: RunRecord, unknown: Sequence[str], more: bool) -> str:
     failed = sum(seen.committed is not True for seen in max((r.rounds for r in record.replicas), key=len, default=()))
     caught_up = sum(note.kind == "caught_up" for replica in record.replicas for note in replica.notes)
     if any(replica.sessions > 1 for replica in record.replicas):
-        why.append("the ledger of a replica that was started again knows its last session only")
+        why.append(
+            "a replica that was started again sends packets in flight at its checkpoint again, and its ledger lacks what it sent after that one"
+        )
     for count, what in ((refused, "refused"), (failed, "failed")):
         why += [f"rounds that were {what} ({count}) were sent in part, or again"] if count else []
     why += [f"replicas caught up {caught_up} times, for which others sent no packets"] if caught_up else []
@@ -339,11 +347,14 @@ def _settings(records: Sequence[RunRecord]) -> str:
 
 
 def _machine(records: Sequence[RunRecord]) -> str:
+    """The machines of all replicas; where these differ, all values in the order of the replicas."""
     flat = []
     for record in records:
-        start = record.replicas[0].start
-        machine = start["machine"] if isinstance(start["machine"], dict) else {}
-        flat.append(_flat({"carrier": start["carrier"], **machine}))
+        starts = [replica.start for replica in record.replicas]
+        machines = [one["machine"] if isinstance(one["machine"], dict) else {} for one in starts]
+        each = [_flat({"carrier": one["carrier"], **machine}) for one, machine in zip(starts, machines)]
+        keys = dict.fromkeys(key for one in each for key in one)
+        flat.append({key: "; ".join(dict.fromkeys(one.get(key, NOTHING) for one in each)) for key in keys})
     return _compared("machine", records, flat)
 
 
@@ -365,5 +376,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             out |= _flat(value, f"{prefix}{key}.")
         else:
-            out[f"{prefix}{key}"] = str(value)
+            out[f"{prefix}{key}"] = NOTHING if value is None else str(value)
     return out
