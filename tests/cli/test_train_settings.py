@@ -240,7 +240,7 @@ def test_a_stopped_run_names_the_command_that_resumes_it(
 
 
 def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
-    make_run: Callable[..., Path], tmp_path: Path
+    make_run: Callable[..., Path], tmp_path: Path, capsys: Capture
 ) -> None:
     record = RunRecord.load(make_run(tmp_path / "run"))
     seconds = (np.full(20, 0.4), np.array([0.1] * 15 + [9.0] * 5))  # one is often interrupted
@@ -271,3 +271,10 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
         "replica 0's steps took 10.4 times as long as the fastest ones; so slow a machine costs a run more than it brings: "
         "leave it out, or let it follow (thinwire follow)"
     )
+    for silent in ("data_parallel", "decoupled_diloco(every=10)"):  # no run of it can be followed
+        settings = slower.settings | {"strategy": silent}
+        assert of_speeds(replace(slower, settings=settings, replicas=[first, *slower.replicas[1:]])).endswith(
+            "leave it out"
+        )
+        assert main(["train", *SMALL, "--strategy", silent, "--publish"]) == 2
+        assert "recipes with rounds of deltas, such as streaming_sign, publish" in capsys.readouterr().err

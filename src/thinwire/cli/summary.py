@@ -63,7 +63,8 @@ def speed_advice(record: RunRecord) -> str:
     slowest = slow.index(max(slow))
     told = f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones"
     if slow[slowest] >= USELESS_FACTOR:
-        return f"{told}; so slow a machine costs a run more than it brings: leave it out, or let it follow (thinwire follow)"
+        follow = "" if name in ("data_parallel", "decoupled_diloco") else ", or let it follow (thinwire follow)"
+        return f"{told}; so slow a machine costs a run more than it brings: leave it out{follow}"
     if not UNEQUAL_FACTOR <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late
         return ""
     several = " ".join(str(max(1, round(batch / one))) for one in slow)

@@ -98,8 +98,8 @@ class Run:
             self.model.lora or not isinstance(strategy, Strategy) or isinstance(strategy.signal, Gradients)
         ):
             raise ConfigurationError(
-                f"publish with strategy={self.method.label}, lora={self.model.lora}: agreed versions of whole weights are published; "
-                "choose a strategy with rounds of deltas, and leave lora out, or leave publish out."
+                f"publish with strategy={self.method.label}, lora={self.model.lora}: recipes with rounds of deltas, such as "
+                "streaming_sign, publish agreed versions of whole weights; choose one, and leave lora out, or leave publish out."
             )
 
     def _check_models(self, strategy: Strategy | Method) -> None:
