@@ -17,6 +17,7 @@ from thinwire.cli import branch, export, main
 from thinwire.errors import CheckpointError
 from thinwire.lm.ensemble import Ensemble, Expert, sha256_of
 from thinwire.lm.model import SIZES
+from thinwire.lm.run import Run
 
 SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
 SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
@@ -113,7 +114,19 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         ("branch", "seed-nano", "--domain", "../sums", *text): "domain='../sums': a name of letters",
         ("branch", "seed-nano", *text): "no domain: a name of letters",
         ("branch", "seed-nano", "--domain", "new", "--out", "e"): "no text of the domain",
-        ("branch", "seed-nano", "--domain", "new", *text, "--flops", "10"): "one inner step of all replicas needs",
+        ("branch", "seed-nano", "--domain", "new", *text, "--flops", "10"): "for one inner step of all replicas",
+        ("branch", "seed-nano", "--domain", "new", *text, "--flops", "inf"): "flops=inf: a finite number is needed",
+        (
+            "branch",
+            "seed-nano",
+            "--domain",
+            "new",
+            *text,
+            "--strategy",
+            "codistill",
+            "--every",
+            "20",
+        ): "and an expert is one",
         ("branch", "seed-nano", "--domain", "new", *text, "--model", "tiny"): "begins with that run's model",
         ("branch", "nowhere", "--domain", "new", *text): "holds no run",
         ("evaluate", "e"): "is an ensemble",
@@ -176,7 +189,8 @@ def _not_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     """A run is not copied into itself; on a full disk nothing is left, and one line says so."""
     trained = ["branch", "seed-nano", "--domain", "words", "--trained", "--out"]
     before = files(Path("seed-nano"))
-    assert main([*trained, "seed-nano"]) == 2 and "would be copied into itself" in capsys.readouterr().err
+    for out, why in {"seed-nano/e": "would be copied into itself", "seed-nano": "is the folder of a run"}.items():
+        assert main([*trained, out]) == 2 and why in capsys.readouterr().err
     assert files(Path("seed-nano")) == before
 
     def full(*_: object, **__: object) -> None:
@@ -207,3 +221,12 @@ def _not_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 def _cut_off() -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+def test_a_run_with_a_model_of_each_replica_is_no_expert(texts, capsys):
+    for rank in range(2):
+        Path(f"two/models/replica-{rank}").mkdir(parents=True)
+        Path(f"two/models/replica-{rank}/model.safetensors").touch()
+    Run.of(strategy="codistill").save(Path("two/run.toml"))
+    assert main(["branch", "two", "--domain", "new", "--text", str(texts["sums"])]) == 2
+    assert "two holds a model of each replica: give one of two/models/replica-0, two/models" in capsys.readouterr().err

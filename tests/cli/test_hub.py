@@ -72,6 +72,21 @@ def test_a_hub_whose_port_was_taken_prints_its_token_at_another(tmp_path: Path) 
     assert "join token" in told
 
 
+def test_a_hub_takes_the_run_file_of_its_own_folder_and_says_in_one_line_that_its_port_is_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hub/run.toml"
+    file.parent.mkdir(mode=0o700)
+    Run.of(model="nano").save(file)
+    before = file.read_text()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["hub", "--out", str(file.parent), "--run-file", str(file), "--listen", at]) == 1
+    said = capfd.readouterr().err  # gRPC's too, which does not write by Python
+    assert f"the hub cannot listen at {at} (Address already in use)" in said and said.count("\n") == 1
+    assert file.read_text() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

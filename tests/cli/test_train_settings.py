@@ -273,7 +273,7 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
     )
     for silent in ("data_parallel", "decoupled_diloco(every=10)"):  # no run of it can be followed
         settings = slower.settings | {"strategy": silent}
-        assert of_speeds(replace(slower, settings=settings, replicas=[first, *slower.replicas[1:]])).endswith(
+        assert speed_advice(replace(slower, settings=settings, replicas=[first, *slower.replicas[1:]])).endswith(
             "leave it out"
         )
         assert main(["train", *SMALL, "--strategy", silent, "--publish"]) == 2

@@ -37,7 +37,9 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
         "replicas 0, 1 (killed by signal 9): it ended without a message\nAll that the replicas printed"
     )
     assert "resume" not in told  # there is no checkpoint to resume from
-    (tmp_path / "checkpoints/replica-0/step-00000005").mkdir(parents=True)
+    for rank in range(4):
+        assert "resume" not in launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path)  # not all have one
+        (tmp_path / f"checkpoints/replica-{rank}/step-00000005").mkdir(parents=True)
     assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
         f"All that the replicas printed is in {tmp_path / 'logs'}. `thinwire resume {tmp_path}` continues from the last checkpoint.",

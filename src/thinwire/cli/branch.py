@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
 from thinwire.lm.settings import DataSpec
 from thinwire.lm.tokenizer import make_tokenizer
+from thinwire.methods import Codistill
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_share
 
@@ -126,6 +128,12 @@ def _source(asked: Options) -> Path:
         raise ConfigurationError(f"{asked.domain}: no text of the domain; add --text FILE, or --trained.")
     if asked.trained and asked.flops is not None:
         raise ConfigurationError("--flops with --trained: nothing is trained then; leave one of them out.")
+    if asked.trained:
+        RunRecord.load(asked.run)  # it tells the tokens; raises an error if it is no whole run
+    elif isinstance(asked.run_settings.make_method(), Codistill):
+        raise ConfigurationError(
+            f"{asked.run_settings.method.label} gives each replica a model of its own, and an expert is one; give another --strategy."
+        )
     sound_model(asked.run, asked.run_settings.data.sequence)
     return asked.run
 
@@ -136,6 +144,10 @@ def _folder(asked: Options) -> Path:
             f"{'no domain' if asked.domain is None else f'domain={asked.domain!r:.80}'}: a name of letters a to z, digits, - and _ is needed, which "
             "becomes a folder; add --domain law."
         )
+    if (asked.out / "run.toml").exists():
+        raise ConfigurationError(
+            f"{asked.out} is the folder of a run, and an ensemble needs its own; choose another --out."
+        )
     return asked.out / str(asked.domain)
 
 
@@ -145,9 +157,9 @@ def _paid_for(asked: Options) -> Run:
     if asked.flops is None:
         return run
     step = flops_per_token(check(run), run.data.sequence) * run.data.tokens * run.placement.replicas
-    if not asked.flops >= step:
+    if not step <= asked.flops < math.inf:
         raise ConfigurationError(
-            f"flops={asked.flops:g}: one inner step of all replicas needs {step:g}; give more, or a smaller model."
+            f"flops={asked.flops:g}: a finite number is needed, at least {step:g}, for one inner step of all replicas; or a smaller model."
         )
     return run.changed(steps=int(asked.flops // step))
 

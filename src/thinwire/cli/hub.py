@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -168,7 +168,8 @@ def _run(asked: Options, console: Console) -> int:
         run_of_hub(asked.run_file, asked.elastic)
     folder = private_folder(asked.out)
     if asked.run_file:
-        shutil.copyfile(asked.run_file, folder / "run.toml")
+        with suppress(shutil.SameFileError):
+            shutil.copyfile(asked.run_file, folder / "run.toml")
 
     def say(line: str) -> None:
         console.print(printable(line), soft_wrap=True, highlight=False)

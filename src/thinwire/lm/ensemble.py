@@ -30,7 +30,7 @@ from thinwire.lm.settings import DataSpec, ModelSpec
 from thinwire.lm.setup import make_model
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.lm.tokens import Tokenizer
-from thinwire.lm.trained import TrainedModel
+from thinwire.lm.trained import TrainedModel, check_one_model
 from thinwire.records.files import contents, open_regular, parsed, write_whole
 
 FORMAT = 1  # format of expert.json
@@ -171,6 +171,7 @@ def model_in(folder: Path) -> str:
     """The model of a finished run, as `--model` takes it. Raises `ConfigurationError` if there is none."""
     file = folder / "model.safetensors"
     if not file.exists():
+        check_one_model(folder)
         raise ConfigurationError(
             f"{folder} holds no model.safetensors: a run that has ended is needed; wait for its end, or resume it."
         )

@@ -295,7 +295,8 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
             f"exit code {n}" if n >= 0 else f"killed by signal {-n}" for n in (codes[rank] for rank in alike)
         )
         lines.append(f"{who} ({', '.join(ends)}): {words}")
-    whole = any(folder.glob("checkpoints/*/step-*")) and not any("CheckpointError" in line for line in lines)
+    saved = all(checkpoint.found_in(folder / f"checkpoints/replica-{rank}") for rank in range(len(codes)))
+    whole = saved and not any("CheckpointError" in line for line in lines)
     full, kept = of_full_disk(folder)
     advice = f" `thinwire resume {quoted(folder)}` continues from the last checkpoint." if whole and not kept else ""
     return "\n".join(

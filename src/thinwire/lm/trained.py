@@ -57,9 +57,7 @@ def trained_model(folder: Path) -> TrainedModel:
         hf = run.model.model.startswith("hf:")
         model: nn.Module = hugging_face(folder) if hf else stored_model(file, tokenizer.vocabulary, run.data.sequence)
         return TrainedModel(model.eval(), tokenizer, spec, None)
-    if models := sorted(folder.glob("models/*/model.safetensors")):
-        named = ", ".join(str(path.parent) for path in models)
-        raise ConfigurationError(f"{folder} holds a model of each replica: give one of {named}.")
+    check_one_model(folder)
     found = [one for own in sorted(folder.glob("checkpoints/*")) if (one := newest(own)[0]) and "shard" not in own.name]
     if run.make_method():
         raise ConfigurationError(
@@ -80,6 +78,13 @@ def trained_model(folder: Path) -> TrainedModel:
         weights = merge_adapters(adapted, adapted.state_dict() | weights)
     model.load_state_dict(weights, strict=False)  # tied weights are saved once
     return TrainedModel(model.eval(), tokenizer, spec, saved.step)
+
+
+def check_one_model(folder: Path) -> None:
+    """Raise `ConfigurationError` if the run in `folder` has a model for each replica."""
+    if models := sorted(folder.glob("models/*/model.safetensors")):
+        named = ", ".join(str(path.parent) for path in models)
+        raise ConfigurationError(f"{folder} holds a model of each replica: give one of {named}.")
 
 
 def with_parents(*folders: Path) -> dict[Path, Run]:
