@@ -110,7 +110,7 @@ def test_an_averaging_hub_restarts_without_a_lost_round(tmp_path, capsys):
 
 def test_a_revoked_replica_is_named_to_the_others_and_not_the_reducer_that_leaves_after_it(tmp_path):
     told = left_alone(tmp_path, revoke, lambda: average(joined(tmp_path / "hub", 2, "")))
-    assert told.startswith("replica 0 (bergen) was revoked at the hub. ")
+    assert told.startswith("replica 0 (bergen) was revoked at the hub. Another replica takes its place")
 
 
 def test_a_reducer_that_is_gone_is_named_with_its_log(tmp_path):

@@ -151,6 +151,14 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, capfd: pytest.Captur
     assert log.lost == 4
 
 
+def test_an_event_after_the_end_is_lost_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Such as that of a round which fails because its replica was revoked."""
+    with EventLog(tmp_path / "replica-0.jsonl") as log:
+        pass
+    log.emit("stop", 9, reason="after closing")
+    assert log.lost == 1 and not any(capfd.readouterr())
+
+
 def test_a_write_cut_short_leaves_the_next_event_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(tmp_path / "log.jsonl")
 

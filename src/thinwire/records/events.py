@@ -190,8 +190,9 @@ class EventLog:
         data = memoryview(b"\n" + line if self._torn else line)
         try:
             while data:
-                if self._file.closed:
-                    raise OSError("the log is closed")
+                if self._file.closed:  # training has ended
+                    self.lost += 1
+                    return
                 written = self._file.write(data)
                 self._torn = True  # until the rest is there too
                 data = data[written:]

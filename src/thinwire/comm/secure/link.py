@@ -37,6 +37,7 @@ SILENT_SECONDS = 20.0  # see `HubLink`; the default
 PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TLS, HTTP/2), ACKs and control
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
 CONNECTED = "is connected to the hub"  # the state of a link
+_REVOKED = "Another replica takes its place (thinwire docs secure); then start all again with --resume."
 _REDUCER_GONE = (
     "Its log is reducer.txt in the hub's folder; start the hub again if it says that the reducer's process has ended."
 )
@@ -313,6 +314,8 @@ class HubLink:
     def _gone(self, peer: int, reason: int) -> LinkError:
         """The error of messages to and from a member that is gone. One that closes its group after another is gone does so because of that."""
         why = frames.REASONS.get(reason, "is gone")
+        if reason == frames.REVOKED and self._advice:
+            self._advice = _REVOKED
         if not self._why_gone or reason != frames.LEFT:
             what = f"replica {peer} ({self._name(peer)}) {why}."
             if self._name(peer) == REDUCER:
