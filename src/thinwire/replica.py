@@ -111,15 +111,10 @@ class Replica:
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
-        self._driver.join(lambda: self._begin(observer, resume))
+        self._driver.join(lambda: _begin(self, observer, resume))
         self._inner_steps = InnerSteps(listed(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         self._claim.take()
-
-    def _begin(self, observer: Observer, resume: Callable[[Replica], object] | None) -> None:
-        self._buffers.begin(observer)
-        if resume:
-            resume(self)
 
     @property
     def step(self) -> int:
@@ -248,3 +243,9 @@ class Replica:
                 self.finish()
         finally:
             self.close()
+
+
+def _begin(replica: Replica, observer: Observer, resume: Callable[[Replica], object] | None) -> None:
+    replica._buffers.begin(observer)
+    if resume:
+        resume(replica)

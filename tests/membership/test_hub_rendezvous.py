@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,36 @@ def test_a_member_that_has_left_uses_the_loop_no_longer(monkeypatch: pytest.Monk
         assert Thread.users == 0
     with pytest.raises(LinkError, match=r"^this replica has left the hub at hub\.example:29500$"):
         member._channel()
+
+
+def test_two_threads_may_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a run: one thread has kept the final state, the other closes the replica. The loop runs until the channel is closed."""
+    member, lock, other = arrived(), threading.RLock(), threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is second:
+                other.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def leaves() -> None:
+        member.leave()
+        other.set()
+
+    def close() -> None:
+        second.start()
+        other.wait()  # until the second thread has left, or waits for the first
+        users.append(Thread.users)
+
+    users, second = list[int](), threading.Thread(target=leaves)
+    monkeypatch.setattr(member, "_leaving", Lock(), raising=False)
+    member._vote_store = SimpleNamespace(channel=SimpleNamespace(close=close))  # type: ignore[assignment]
+    member.leave()
+    second.join()
+    assert users == [1] and Thread.users == 0
 
 
 def test_a_refused_member_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:

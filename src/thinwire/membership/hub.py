@@ -7,6 +7,7 @@ the same `MemberRegistry` as a lighthouse, and decides nothing else.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 
 from thinwire.comm.group import Group
@@ -48,6 +49,7 @@ class HubRendezvous(RemoteRendezvous):
         self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
         self._link: HubLink | None = None  # of the present group
+        self._leaving = threading.RLock()
 
     @property
     def address(self) -> str:
@@ -92,10 +94,13 @@ class HubRendezvous(RemoteRendezvous):
 
     def leave(self) -> None:
         """See `Rendezvous`."""
-        super().leave()
-        thread, self._thread = self._thread, None
-        if thread:
-            thread.release()
+        with (
+            self._leaving
+        ):  # two threads may leave: what one still closes in the loop has to end before the other ends the loop
+            super().leave()
+            thread, self._thread = self._thread, None
+            if thread:
+                thread.release()
 
     def _channel(self) -> HubChannel:
         if self._thread is None:
