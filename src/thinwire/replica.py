@@ -81,7 +81,7 @@ class Replica:
     Raises:
         ModelError: the model has nothing to train, or the optimizer holds other parameters.
         ConfigurationError: the strategy does not work with this group or this optimizer, or the group has another Replica at work.
-        DisagreementError: replicas differ in code, strategy, model, frozen parameters or number of steps.
+        DisagreementError: replicas differ in code, strategy, model, frozen parameters, or number of steps (which may close the group).
         LinkError: a replica was lost, or a link was cut.
 
     >>> import thinwire as tw
