@@ -44,14 +44,6 @@ def choose(training: Training, fragments: list[Fragment], group: Group | Members
     return kind(training, fragments, group, site)
 
 
-def _begin(
-    replica: Replica, buffers: SharedBuffers, observer: Observer, resume: Callable[[Replica], object] | None
-) -> None:
-    buffers.begin(observer)
-    if resume:
-        resume(replica)
-
-
 class Replica:
     """Attach a strategy to a model, its optimizer and a group. The training loop does not change.
 
@@ -89,7 +81,7 @@ class Replica:
     Raises:
         ModelError: the model has nothing to train, or the optimizer holds other parameters.
         ConfigurationError: the strategy does not work with this group or this optimizer, or the group has another Replica at work.
-        DisagreementError: replicas differ in code, strategy, model, frozen parameters or number of steps.
+        DisagreementError: replicas differ in code, strategy, model, frozen parameters, or number of steps (which may close the group).
         LinkError: a replica was lost, or a link was cut.
 
     >>> import thinwire as tw
@@ -119,7 +111,7 @@ class Replica:
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
         self._driver = choose(training, fragments, group, site)
-        self._driver.join(lambda: _begin(self, self._buffers, observer, resume))
+        self._driver.join(lambda: _begin(self, observer, resume))
         self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
         self._loop_warnings = LoopWarnings(self, model, observer, strategy.codec, self._buffers.local)
         self._claim.take()
@@ -250,3 +242,9 @@ class Replica:
                 self.finish()
         finally:
             self.close()
+
+
+def _begin(replica: Replica, observer: Observer, resume: Callable[[Replica], object] | None) -> None:
+    replica._buffers.begin(observer)
+    if resume:
+        resume(replica)

@@ -110,16 +110,30 @@ def test_a_member_that_has_left_uses_the_loop_no_longer(monkeypatch: pytest.Monk
         member._channel()
 
 
-def test_who_leaves_second_does_not_end_the_loop_in_which_the_first_closes_its_channel() -> None:
-    """As when the end of a run, and the wait that kept its final weights for others, leave at the same time."""
-    member, users = arrived(), list[int]()
-    second = threading.Thread(target=member.leave)
+def test_two_threads_may_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a run: one thread has kept the final state, the other closes the replica. The loop runs until the channel is closed."""
+    member, lock, other = arrived(), threading.RLock(), threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is second:
+                other.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def leaves() -> None:
+        member.leave()
+        other.set()
 
     def close() -> None:
         second.start()
-        second.join(0.2)  # it waits; nothing here takes longer on a slow machine
+        other.wait()  # until the second thread has left, or waits for the first
         users.append(Thread.users)
 
+    users, second = list[int](), threading.Thread(target=leaves)
+    monkeypatch.setattr(member, "_leaving", Lock(), raising=False)
     member._vote_store = SimpleNamespace(channel=SimpleNamespace(close=close))  # type: ignore[assignment]
     member.leave()
     second.join()

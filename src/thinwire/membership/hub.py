@@ -48,8 +48,8 @@ class HubRendezvous(RemoteRendezvous):
         self._enrolment, self._rate, self._listen = enrolment, bits_per_second, listen
         self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()
-        self._leaving = threading.Lock()  # no caller of `leave` ends the loop while another closes its channel in it
         self._link: HubLink | None = None  # of the present group
+        self._leaving = threading.RLock()  # no caller of `leave` ends the loop while another closes its channel in it
 
     @property
     def address(self) -> str:
