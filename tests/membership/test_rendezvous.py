@@ -11,9 +11,9 @@ from voted_rounds import ROUNDS, RoundLog, finished, hold_rounds, hold_rounds_of
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, gather
 from thinwire.errors import ConfigurationError, LinkError, PacketError, UndecidedError
 from thinwire.membership import Membership, Timeouts
+from thinwire.membership.registry import JOIN_SECONDS
 from thinwire.membership.testing import SimulatedCluster
 from thinwire.membership.testing.cluster import Killed, ThreadRendezvous
-from thinwire.membership.testing.lighthouse import JOIN
 
 
 def test_a_healthy_run_builds_one_group_and_votes_once_a_round():
@@ -151,7 +151,7 @@ def test_a_dead_member_is_not_waited_for():
         return cluster.time.now
 
     results = cluster.play({name: run for name in "abc"})
-    assert results["a"] == pytest.approx(2.0 + JOIN + 0.1)
+    assert results["a"] == pytest.approx(2.0 + JOIN_SECONDS + 0.1)
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,9 @@ def test_a_checkpoint_of_another_feedback_is_refused():
     plain = tw.Replica(tw.Strategy(), model, optimizer, group)
     tensors, facts = plain.state()
     plain.close()
-    with tw.Replica(tw.Strategy(feedback=tw.pieces.feedback.Feedback()), model, optimizer, group) as attached:
+    strategy = tw.Strategy(feedback=tw.pieces.feedback.Feedback())
+    with tw.Replica(strategy, model, optimizer, group) as attached:
         with pytest.raises(
             tw.CheckpointError, match="has the feedback nothing in the checkpoint, this strategy keeps residual of 6"
         ):
-            attached.load_state(tensors, facts)
+            attached.load_state(tensors, facts | {"strategy": repr(strategy)})

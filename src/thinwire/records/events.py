@@ -24,7 +24,7 @@ of its kind:
     evicted     name by reason
     read        ranges
     data        round trained lost returned
-    eval        loss tokens seconds_spent of sent
+    eval        loss tokens seconds_spent of progress sent
     checkpoint  path nbytes seconds_spent
     resume      from_step path skipped
     skip        reason
@@ -39,8 +39,8 @@ its own checkpoint, which contained `round` rounds.
 `read` and `data` have positions in the data (docs/data.md): `read` those that this replica has read since the last such event, as
 [begin, end]; `data` those that a round has settled, as [name, begin, end].
 
-`progress` of a step is the number of inner steps of the run, which differs from this replica's own if replicas have different speeds; `sent`
-of a step and of an evaluation are all bytes that it has sent so far, for any purpose, in earlier sessions too.
+`progress` of a step and of an evaluation is the number of inner steps of the run, which differs from this replica's own if replicas have
+different speeds; `sent` of both are all bytes that it has sent so far, for any purpose, in earlier sessions too.
 
 `weighed` has the weight that each neighbour got, by rank (a replica's own is 1); one that is missing has sent NaN or infinity.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.group import FINISH, Group, gather
+from thinwire.comm.group import FINISH, Group, Transfer, gather
 from thinwire.errors import ConfigurationError, DisagreementError, LinkError, ModelError, PeerError
 from thinwire.packet import FIELD_VALUES, other_steps
 from thinwire.pieces.own_files import digests
@@ -153,17 +153,18 @@ class Finished:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group, self._reading, self._own = group, threading.Lock(), False
+        self._group, self._reading = group, threading.Lock()
+        self._sent: Transfer | None = None  # this replica's number; None: it has sent none
         self._numbers = {p: torch.full((8,), _NOTHING, dtype=torch.uint8) for p in range(group.size) if p != group.rank}
         self._told = {peer: group.post(FINISH, {}, {peer: one}, "finish") for peer, one in self._numbers.items()}
 
     def tell(self, step: int, finished: bool = True) -> None:
         """Send this replica's number, if it has sent none. Does not wait."""
-        if not self._own:
-            self._own, number = True, step if finished else step | _CLOSED
+        if self._sent is None:
+            number = step if finished else step | _CLOSED
             own = torch.tensor(list(number.to_bytes(8, "little")), dtype=torch.uint8)
             with suppress(LinkError):  # the group was closed, so no replica waits
-                self._group.post(FINISH, dict.fromkeys(self._numbers, own), {}, "finish")
+                self._sent = self._group.post(FINISH, dict.fromkeys(self._numbers, own), {}, "finish")
 
     def agree(self, step: int) -> None:
         """Wait until all have finished. Raises `DisagreementError` if one did after another number than `step`, `LinkError`."""
@@ -174,6 +175,9 @@ class Finished:
         except LinkError as error:
             told = f"This replica has finished after {step} inner steps and waits for all; all must take as many steps."
             raise self.gone(step, alike=True) or LinkError(f"{error} {told}") from error
+        if self._sent:
+            with suppress(LinkError):  # all have finished, so each says itself what failed
+                self._sent.wait()  # this replica may close its group next
 
     def gone(self, step: int, alike: bool = False) -> PeerError | None:
         """The error if a replica has left before `step`, this replica's, or if `alike` after another number. Does not wait."""

@@ -190,14 +190,15 @@ def test_authorities_are_read_before_or_after_a_replacement_and_not_within(tmp_p
 def test_invalid_hub_folders_invitations_and_ports_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="holds no hub"):
         invite(tmp_path / "none")
-    with Hub(tmp_path / "hub") as hub:
+    host = "127.0.0.93"  # where no other process takes the port of a hub that has ended
+    with Hub(tmp_path / "hub", host) as hub:
         with pytest.raises(ConfigurationError, match="1 to 1,000,000 uses"):
             hub.invite(0)
         with pytest.raises(ConfigurationError, match="1 to 1,000,000 uses"):
             hub.invite(10**20)
         with pytest.raises(ConfigurationError, match="name ''"):
             hub.invite(name="")
-        with pytest.raises(LinkError, match=r"the hub cannot listen at 127\.0\.0\.1"):
-            Hub(tmp_path / "another", port=hub.port)
-    with Hub(tmp_path / "hub") as again:
+        with pytest.raises(LinkError, match=r"the hub cannot listen at 127\.0\.0\.93"):
+            Hub(tmp_path / "another", host, hub.port)
+    with Hub(tmp_path / "hub", host) as again:
         assert (again.port, again.join_port) == (hub.port, hub.join_port)

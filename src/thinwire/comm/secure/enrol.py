@@ -158,9 +158,9 @@ class Enrolment:
                         f"the hub at {token.host}:{token.join_port} admits nobody now: {error.details()}"
                     ) from None
                 raise LinkError(
-                    f"the hub at {token.host}:{token.join_port} does not answer ({cause(error.details())}). Check that the "
-                    "token is whole, that the hub runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the hub's "
-                    "owner for a new token."
+                    f"the hub at {token.host}:{token.join_port} does not answer ({cause(error.details())}). Check that the token is whole, that "
+                    "the hub runs, and that this machine can reach that port. If its authority was rotated while this machine was away, ask the "
+                    "hub's owner for a new token."
                 ) from None
         admitted = self._opened(bytes(raw))
         if admitted.credentials.authorities != authority:
