@@ -595,18 +595,10 @@ def unequal(result: Result) -> tuple[list[str], list[list[str]]]:
         if "problem" in row:
             rows.append([*first, row["problem"].splitlines()[-1][:60], "–", "–", "–"])
             continue
-        unit = " s" if row["word"] == "emulated" else ""
+        time = f"{row['time']:.1f} s" if row["word"] == "emulated" else f"{row['time']:.0f}"
         change = f"{row['of_control']:+.2%}" if "of_control" in row else "–"
         reached = row.get("time_to_loss")
-        rows.append(
-            [
-                *first,
-                f"{row['loss']:.4f}",
-                change,
-                f"{row['time']:.0f}{unit}",
-                "–" if reached is None else f"{reached:.0f}",
-            ]
-        )
+        rows.append([*first, f"{row['loss']:.4f}", change, time, "–" if reached is None else f"{reached:.0f}"])
     return heads, rows
 
 
