@@ -30,7 +30,7 @@ check: .venv/.dev        ## format, lint, types; layers, README, docs, public na
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py examples/*.py
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal tests/repo/test_layers.py tests/repo/test_pages.py tests/repo/test_public_names_and_options.py
 
 docs: .venv/.docs        ## these pages as a site, build/site, with the API; a broken link fails

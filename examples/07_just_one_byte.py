@@ -17,7 +17,7 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.comm import CountedGroup, Ledger
-from thinwire.lm import launch
+from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
 from thinwire.lm.settings import ModelSpec
 from thinwire.lm.setup import make_model
@@ -40,7 +40,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp()) / "run"
     text = (str(Path(json.__file__).parent),)
     run = Run.of(text=text, model="nano", steps=options.pretrain, batch=4, sequence=64, carrier="threads")
-    launch.new_folder(run, folder, resume=False)
+    run_folder.new_folder(run, folder, resume=False)
     launch.train_threads(run, folder, False, lambda: None)
 
     names, half = ("amber", "birch", "cedar"), options.steps // 2

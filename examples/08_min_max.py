@@ -50,7 +50,7 @@ def main() -> None:
 
     fifth, largest = tw.codecs.RandomK(0.2, tw.codecs.Identity()), tw.codecs.TopK(0.2, tw.codecs.Identity())
     variance = math.sqrt(5 / options.replicas + 1)
-    methods = {
+    methods: dict[str, Extragradient | Masha1 | Masha2] = {
         "extragradient, fp32": Extragradient(step=0.5 / lipschitz),
         "extragradient, the largest fifth": Extragradient(step=0.1 / lipschitz, codec=largest),
         "MASHA1, a random fifth": Masha1(step=0.45 / lipschitz / variance, codec=fifth),
