@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from run_folders import read_events
 from trained_runs import SMALL, trained_run
 
 from thinwire.checkpoint import read
@@ -25,7 +26,6 @@ from thinwire.cli import main, simulate
 from thinwire.lm import tokens
 from thinwire.lm.run import Run
 from thinwire.records import events as events_module
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[1;1Hfake: all is well\n\x9b31m\u202e[/red]"

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from run_folders import read_events
 
 from thinwire.cli import main, simulate
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 JOB = """

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_folders import read_events
 from safetensors.torch import load_file
 
 from thinwire.cli import main
 from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
-from thinwire.records.events import read_events
 
 OWN = Path(__file__).parents[2] / "examples" / "own_pieces.py"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from run_folders import read_events
 
 from thinwire.cli import checks as machine
 from thinwire.cli import main
@@ -21,7 +22,6 @@ from thinwire.cli.summary import speed_advice, stall_advice
 from thinwire.cli.training import finish
 from thinwire.lm.launch import Stop
 from thinwire.lm.run import Run
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from run_folders import read_events
 from safetensors.torch import load_file
 from trained_runs import SMALL, trained_run
 
@@ -25,7 +26,7 @@ from thinwire.lm.loops import has_own_steps
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trained_model
 from thinwire.methods import METHODS, Method
-from thinwire.records.events import EventLog, read_events
+from thinwire.records.events import EventLog
 from thinwire.report.top import Top
 from thinwire.rng import derive
 from thinwire.testing.toy import toy

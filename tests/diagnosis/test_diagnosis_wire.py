@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from namespaces import Bridge, Namespaces, missing
+from run_folders import read_events
 
-from thinwire.records.events import read_events
 from thinwire.report.diagnosis import diagnose
 
 REASON = missing()

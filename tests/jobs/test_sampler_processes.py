@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_folders import read_events
 
 from thinwire.data_ledger import Order
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 pytestmark = pytest.mark.slow

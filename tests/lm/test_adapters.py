@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_folders import read_events
 from safetensors.torch import load_file, save_file
 from small_runs import cut_back
 
@@ -22,7 +23,6 @@ from thinwire.lm.model import SIZES, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.settings import ModelSpec
 from thinwire.lm.setup import make_model
-from thinwire.records.events import read_events
 
 PRESENT = importlib.util.find_spec("peft") is not None
 needs_peft = pytest.mark.skipif(not PRESENT, reason="the extra thinwire[lora] is not installed")

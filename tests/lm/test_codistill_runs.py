@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from run_folders import read_events
 from safetensors.torch import load_file
 
 from thinwire.cli import main
@@ -18,7 +19,6 @@ from thinwire.lm.job import check
 from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
 from thinwire.lm.trained import trained_model
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from listening import addresses
+from run_folders import read_events
 
 from thinwire.membership.channel import secret_in
 from thinwire.membership.lighthouse import Lighthouse
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 pytestmark = [

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from run_folders import read_events
+
 from thinwire.errors import EndedError, LinkError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.member import MemberSpec
 from thinwire.lm.place import ElasticPlace
 from thinwire.lm.run import Run
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 

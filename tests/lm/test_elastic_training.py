@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from elastic_runs import NAMES, living, played
+from run_folders import read_events
 
 from thinwire.cli import main
 from thinwire.cli.train import Options
@@ -27,7 +28,7 @@ from thinwire.lm.watch import watching
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Timeouts
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.pieces.partition import Fragment
-from thinwire.records.events import EventLog, read_events
+from thinwire.records.events import EventLog
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report
 

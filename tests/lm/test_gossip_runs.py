@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from run_folders import read_events
 from safetensors.torch import load_file
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.resize import resize
 from thinwire.lm.run import Run
-from thinwire.records.events import read_events
 
 STEPS = 8
 

@@ -18,13 +18,13 @@ from hub_process import HubProcess
 from hub_runs import ending, joiner, joining, reached, until
 from namespaces import Namespaces, missing
 from nat import CLOUD, DEVICE, ROUTERS, Masquerade
+from run_folders import read_events
 
 from thinwire.cli import main
 from thinwire.comm.secure import invite
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.secure import run_of_hub
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 
 SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5, model="nano")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from loops import METHODS
+from run_folders import read_events
 
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch, run_folder
 from thinwire.lm.job import check
 from thinwire.lm.run import Run
-from thinwire.records.events import read_events
 from thinwire.records.run_record import RunRecord
 from thinwire.report.report import write_report
 

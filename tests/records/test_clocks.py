@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+from run_folders import read_events
 
 from thinwire.cli import main
 from thinwire.diagnosis.records import Flow, Record
-from thinwire.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve
-from thinwire.records.events import EventLog, read_events
+from thinwire.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve, timed_records
+from thinwire.records.events import EventLog
 from thinwire.records.run_record import RunRecord
-from thinwire.records.sessions import split
 
 AHEAD = {"0": 0.0, "1": 5.0, "2": -3.25, "3": 0.002}  # seconds
 
@@ -80,7 +80,7 @@ def write(folder: Path, swapped: bool = False) -> None:
 
 def test_a_run_on_several_machines_is_drawn_on_one_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
-    files = {path.stem: split(read_events(path)) for path in sorted(tmp_path.glob("events/*.jsonl"))}
+    files = {path.stem: timed_records(read_events(path)) for path in sorted(tmp_path.glob("events/*.jsonl"))}
     found = offsets_of(files)
     assert list(found) == [f"replica-{name}" for name in AHEAD]
     for name, ahead in AHEAD.items():

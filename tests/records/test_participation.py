@@ -239,11 +239,8 @@ def test_a_round_counts_once_and_a_known_outcome_replaces_an_unknown_one() -> No
 
 
 def test_sessions_are_placed_by_wall_clock_without_long_pauses() -> None:
-    def session(wall: float, length: float) -> list[dict[str, Any]]:
-        return [{"event": "start", "seconds": 1.0, "wall_time": wall + 1.0}, {"event": "stop", "seconds": length}]
-
-    first = [session(100.0, 50.0), session(120.0 + 86_400, 30.0)]
-    second = [session(110.0, 5.0), session(130.0, 20.0), session(125.0 + 86_400, 30.0)]
+    first = [(100.0, 150.0), (120.0 + 86_400, 150.0 + 86_400)]
+    second = [(110.0, 115.0), (130.0, 150.0), (125.0 + 86_400, 155.0 + 86_400)]
     assert session_begins([first, second]) == [[0.0, 50.0], [10.0, 30.0, 55.0]]
 
 

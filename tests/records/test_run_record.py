@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.errors import DataError
+from thinwire.records.history import History
 from thinwire.records.replica_record import smoothed
 from thinwire.records.run_record import RunRecord, provenance_of
 from thinwire.records.units import text_of_loss, text_of_nbytes, text_of_rate, text_of_seconds
@@ -307,3 +309,18 @@ def test_smoothing_has_no_start_up_bias() -> None:
 )
 def test_quantities_are_printed_with_units(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_a_long_run_takes_less_memory_than_its_log(tmp_path: Path, write_events: Write, start: Start) -> None:
+    """A run of weeks has millions of events. As dicts they took more than three times the bytes of the log."""
+    path = tmp_path / "events" / "replica-0.jsonl"
+    steps = (event for number in range(1, 20_001) for event in (step(number, number, 0.9), depart(number, number, 10)))
+    write_events(path, [start(0, 1), *steps])
+    tracemalloc.start()
+    try:
+        history = History.read(path)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(history.columns["step"]) == len(history.columns["depart"]) == 20_000
+    assert held < path.stat().st_size

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from thinwire.cli import main
@@ -19,7 +20,7 @@ from thinwire.records.units import text_of_nbytes
 from thinwire.report import timeline
 from thinwire.report.charts import link_chart, loss_chart, typical_window
 from thinwire.report.report import write_report
-from thinwire.report.timeline import Bar, joined, timeline_chart
+from thinwire.report.timeline import Bars, joined, timeline_chart
 
 Make = Callable[..., Path]
 HOSTILE = "<img src=x onerror=\"document.body.dataset.pwned='yes'\"></script><script>document.body.dataset.pwned='yes'</script>"
@@ -213,8 +214,8 @@ def test_long_runs_are_thinned_outside_the_window_shown_first(
 
 
 def test_bars_are_joined_only_within_a_row_and_outside_the_window() -> None:
-    bars = [Bar(row, begin, begin + 0.9, "x") for row in (0, 1) for begin in range(100)]
-    thinned = joined(bars, (40.0, 50.0), 60)
+    begin = np.tile(np.arange(100.0), 2)
+    thinned = joined(Bars(np.repeat([0, 1], 100), begin, begin + 0.9, str), (40.0, 50.0), 60)
     assert sum(bar.count for bar in thinned) == 200
     assert len(thinned) <= 60 and {bar.row for bar in thinned} == {0, 1}
     outside = [bar for bar in thinned if bar.count > 1]
@@ -226,7 +227,7 @@ def test_link_use_adds_up_to_the_bytes_sent(make_run: Make, tmp_path: Path) -> N
     view = link_chart(record, typical_window(record)).views[0]
     x, y = view.data[0]["x"], view.data[0]["y"]
     nbytes = sum(share * (right - left) for share, left, right in zip(y, x, x[1:])) * 1e7 / 8
-    flown = sum(flight.nbytes for flight in record.replicas[0].flights)  # also those after the last step
+    flown = record.replicas[0].flights.nbytes.sum()  # also those after the last step
     assert nbytes == pytest.approx(flown, rel=0.01)
     assert max(y) <= 1.001
 

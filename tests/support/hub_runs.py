@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub_process import HubProcess
-
-from thinwire.records.events import read_events
+from run_folders import read_events
 
 
 def joining(token: str, name: str, folder: Path, *more: str) -> list[str]:

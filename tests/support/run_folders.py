@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from thinwire.records.events import Event, Tail
+
 RUN_TOML = """\
 steps = {steps}
 seed = 0
@@ -56,6 +58,11 @@ def write_events(path: Path, events: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """The events of a file, without a last line that has no end."""
+    return Tail(path).read()
 
 
 class _Pen:

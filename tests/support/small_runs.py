@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from run_folders import read_events
+
 from thinwire.lm import launch, run_folder
 from thinwire.lm.run import Run
-from thinwire.records.events import read_events
 
 STEPS = 24
 

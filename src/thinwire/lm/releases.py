@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from thinwire.records.events import EventLog, read_events
+from collections import Counter
+
+from thinwire.records.events import EventLog, Tail
 
 
 def releases(log: EventLog, fragments: int) -> int:
@@ -11,5 +13,5 @@ def releases(log: EventLog, fragments: int) -> int:
     A round that was repeated after a kill counts twice. For each kill, one departure of each fragment may be missing in the log, and so may
     events for which the log had no room: these are added.
     """
-    told = [event["event"] for event in read_events(log.path)]
-    return told.count("depart") + fragments * (told.count("start") - 1) + log.lost
+    told = Counter(event["event"] for event in Tail(log.path).events())
+    return told["depart"] + fragments * (told["start"] - 1) + log.lost

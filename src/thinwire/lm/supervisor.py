@@ -129,7 +129,7 @@ class _Replica:
 
     def __post_init__(self) -> None:
         self._tail = Tail(self.folder / "events" / f"{self.name}.jsonl")
-        self._tail.read()
+        self._tail.pass_over()
 
     @property
     def _output(self) -> Path:

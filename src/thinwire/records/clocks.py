@@ -40,6 +40,13 @@ class Offset(NamedTuple):
     error: float
 
 
+class Timed(NamedTuple):
+    """A record of a round, and when its log was opened, on the clock of `wall_time`."""
+
+    opened: float
+    record: Record
+
+
 class Bounds(NamedTuple):
     """The bounds of the difference of two clocks from one round, in seconds."""
 
@@ -125,21 +132,29 @@ def text_of_clocks(clocks: Mapping[str, Offset]) -> str:
     )
 
 
-def offsets_of(files: Mapping[str, Sequence[Sequence[Event]]]) -> dict[str, Offset]:
-    """The offsets of the clocks of replicas, from their sessions' events: of replicas that exchanged messages, both ways, with others whose
-    events are here. The first replica is the reference. The clocks are those of `wall_time`.
+def timed_record(opened: float, event: Event) -> Timed | None:
+    """The record in a `wire` event of a log that was opened at `opened`; None if it is damaged."""
+    try:
+        return Timed(opened, Record.of(event))
+    except PacketError:
+        return None
+
+
+def timed_records(session: Sequence[Event]) -> list[Timed]:
+    """The records of a session's events, from its start on."""
+    opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"])
+    found = [timed_record(opened, event) for event in session if event["event"] == "wire"]
+    return [timed for timed in found if timed]
+
+
+def offsets_of(files: Mapping[str, Sequence[Timed]]) -> dict[str, Offset]:
+    """The offsets of the clocks of replicas, from their records: of replicas that exchanged messages, both ways, with others whose
+    records are here. The first replica is the reference. The clocks are those of `wall_time`.
     """
     told: dict[tuple[int, int], list[tuple[str, float, Record]]] = {}
-    for name, sessions in files.items():
-        for session in sessions:
-            opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"])
-            for event in session:
-                if event["event"] == "wire":
-                    try:
-                        record = Record.of(event)
-                    except PacketError:
-                        continue
-                    told.setdefault(record.key, []).append((name, opened, record))
+    for name, timed in files.items():
+        for opened, record in timed:
+            told.setdefault(record.key, []).append((name, opened, record))
     found: dict[tuple[str, str], list[Bounds]] = {}
     for same in told.values():
         # of a round done again, the last

@@ -1,60 +1,65 @@
-"""The bytes that a replica has sent, from its departures."""
+"""The bytes that a replica has sent, from its departures and flights."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.records.events import Event
+from thinwire.records.history import Columns, Floats, Integers, Placed
 from thinwire.records.sessions import whole
 
-Integers = NDArray[np.int64]
+
+def round_keys(rows: Columns) -> Floats:
+    """A number for each fragment's round; for fragments below 4,096 and rounds below 2^40."""
+    keys: Floats = rows["fragment"] * 2.0**40 + rows.finite("round")
+    return keys
 
 
-def fragment_of(event: Event, names: Mapping[str, int]) -> int:
-    """The number of the event's fragment; an elastic replica writes a name, which `names` maps to it. -1: there is none."""
-    given = event["fragment"]
-    return int(given) if isinstance(given, int | float) and math.isfinite(given) else names.get(str(given), -1)
+def places_in(keys: Floats, wanted: Floats) -> tuple[Integers, NDArray[np.bool_]]:
+    """The last place in `keys` of each of `wanted`, and whether there is one."""
+    order = np.argsort(keys, kind="stable")
+    at = np.searchsorted(keys[order], wanted, side="right") - 1
+    found = np.zeros(len(wanted), dtype=bool) if not len(keys) else (at >= 0) & (keys[order][at] == wanted)
+    places: Integers = order[at] if len(keys) else at
+    return places, found
 
 
-def sent_by(
-    steps: Sequence[int], departs: Sequence[tuple[float, Event]], told: Sequence[tuple[float, Event]] = ()
-) -> Integers:
-    """Cumulative bytes after each of `steps`: those of departures, of the same step too, or those that the events `told` count, if these are more.
+def sent_bytes(departs: Columns, flights: Columns) -> Integers:
+    """The bytes of each departure: those that its flight has sent, or else those that it foresaw."""
+    nbytes = departs.whole("nbytes")
+    at, flown = places_in(round_keys(flights), round_keys(departs))
+    nbytes[flown] = flights.whole("nbytes")[at[flown]]
+    return nbytes
 
-    These are steps and evaluations, which count every byte, also what no departure tells, but not what departs after them.
+
+class SentBytes:
+    """Cumulative bytes after a step: those of departures, of the same step too, or those that steps and evaluations count, if these are more.
+
+    Steps and evaluations count every byte, also what no departure tells, but not what departs after them.
     """
-    departed = np.cumsum([0, *(whole(event["nbytes"]) for _, event in departs)])
-    counted = np.maximum.accumulate([0, *(whole(event.get("sent")) for _, event in told)])
-    sent: Integers = np.maximum(_after(steps, departs, departed), _after(steps, told, counted))
-    return sent
+
+    def __init__(self, departs: Columns, nbytes: Integers, steps: Columns, evaluations: Sequence[Placed]) -> None:
+        self._departed = _Sums(departs.whole("step"), np.cumsum(nbytes))
+        place = np.concatenate([steps["place"], [one.place for one in evaluations]])
+        step = np.concatenate([steps.whole("step"), [one.event["step"] for one in evaluations]])
+        sent = np.concatenate([steps.whole("sent"), [whole(one.event.get("sent")) for one in evaluations]])
+        order = np.argsort(place, kind="stable")
+        self._told = _Sums(step[order].astype(np.int64), np.maximum.accumulate(sent[order].astype(np.int64)))
+
+    def after(self, steps: Integers) -> Integers:
+        found: Integers = np.maximum(self._departed.after(steps), self._told.after(steps))
+        return found
 
 
-def _after(steps: Sequence[int], events: Sequence[tuple[float, Event]], sums: Integers) -> Integers:
-    """The elements of `sums`, which begins before the first event, after each of `steps`."""
-    at = np.maximum.accumulate([0, *(event["step"] for _, event in events)])
-    found: Integers = sums[np.searchsorted(at[1:], np.array(steps, dtype=np.int64), side="right")]
-    return found
+class _Sums:
+    """Running sums, each from a step on."""
 
+    def __init__(self, steps: Integers, sums: Integers) -> None:
+        self._steps = np.maximum.accumulate(steps)
+        self._sums = np.concatenate([[0], np.maximum(sums, 0)]).astype(np.int64)
 
-def as_sent(
-    departs: Sequence[tuple[float, Event]], flights: Sequence[tuple[float, Event]], names: Mapping[str, int]
-) -> list[tuple[float, Event]]:
-    """Departures with the bytes that their flights have sent."""
-    sent = {(fragment_of(event, names), event["round"]): event["nbytes"] for _, event in flights}
-    return [
-        (offset, event | {"nbytes": sent.get((fragment_of(event, names), event["round"]), event["nbytes"])})
-        for offset, event in departs
-    ]
-
-
-def sent_of_each(departs: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
-    """Bytes by fragment."""
-    total: Counter[int] = Counter()
-    for _, event in departs:
-        total[fragment_of(event, names)] += whole(event["nbytes"])
-    return total
+    def after(self, steps: Integers) -> Integers:
+        found: Integers = self._sums[np.searchsorted(self._steps, steps, side="right")]
+        return found

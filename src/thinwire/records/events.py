@@ -228,11 +228,13 @@ class Tail:
 
     def read(self) -> list[Event]:
         """The events that were completed since the last call."""
-        try:
-            with open_regular(self.path) as file:
-                return [event for lines in _together(self._lines(file)) for event in self._events(lines)]
-        except FileNotFoundError:
-            return []
+        return list(self.events())
+
+    def events(self) -> Iterator[Event]:
+        """The same, one after the other: a file of weeks does not fit in memory."""
+        with contextlib.suppress(FileNotFoundError), open_regular(self.path) as file:
+            for lines in _together(self._lines(file)):
+                yield from self._events(lines)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         file.seek(0, 2)
@@ -256,26 +258,14 @@ class Tail:
         self.damaged += sum(event is None and bool(line.strip()) for event, line in zip(events, lines))
         return [event for event in events if event is not None]
 
+    def pass_over(self) -> None:
+        """Leave out what the file holds by now."""
+        with contextlib.suppress(FileNotFoundError):
+            self._offset, self._rest = self.path.stat().st_size, b""
+
     def last(self) -> Event | None:
         """The event in a last line without its end, if it lacks nothing else."""
         return _parsed([self._rest])[0]
-
-
-def read_events(path: str | Path) -> list[Event]:
-    """All events of a file, in writing order; torn and foreign lines are passed over.
-
-    Raises `DataError` for a file that cannot be read.
-    """
-    try:
-        open_regular(Path(path)).close()
-    except OSError as error:
-        raise DataError(
-            f"The event file {path} cannot be read ({error}); give the path of a RUN/events/*.jsonl."
-        ) from error
-    tail = Tail(path)
-    events = tail.read()
-    last = tail.last()
-    return events if last is None else [*events, last]
 
 
 def recent_events(path: Path, most: int) -> list[Event]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -57,9 +58,10 @@ class Steps:
 
     def __init__(self, name: str) -> None:
         self.name, self.at, self.trained, self._fragments = name, 0, 0, 1
-        # by fragment: steps since it was counted last; these at its last checkpoint; these of its delta in flight
-        self._pending: Counter[int] = Counter()
-        self._saved, self._departed, self._counted = Counter[int](), Counter[int](), Counter[int]()
+        # steps of this session; of them, by fragment, those that are counted, and those of its delta in flight; both at its last checkpoint
+        self._own, self._done = 0, Counter[int]()
+        self._saved: tuple[int, Counter[int]] = 0, Counter()
+        self._departed, self._counted = Counter[int](), Counter[int]()
 
     @property
     def jumped(self) -> int:
@@ -75,22 +77,23 @@ class Steps:
         if kind == "start":
             listed = event["fragments"]
             self._fragments = max(1, len(listed) if isinstance(listed, list) else 0)
-            self._pending = Counter()
+            self._own, self._done = 0, Counter()
         elif kind == "step":
             self.trained += step > self.at
-            self._pending.update(range(self._fragments))
+            self._own += 1
         elif kind == "checkpoint":
-            self._saved = self._pending.copy()
+            self._saved = self._own, self._done.copy()
         elif kind == "back" and event["path"]:
-            self._pending = self._saved.copy()
+            self._own, self._done = self._saved[0], self._saved[1].copy()
         elif kind == "depart":  # said before the step after which it departs
             fragment = whole(event["fragment"])
-            self._departed[fragment] = self._pending[fragment] + (step > self.at)
+            self._departed[fragment] = self._own - self._done[fragment] + (step > self.at)
         elif kind == "round" and event["committed"] and self.name in _names(event["counted"]):
             fragment = whole(event["fragment"])
             self._counted[fragment] += self._departed[fragment]
-            self._pending[fragment] -= self._departed[fragment]
-            self._departed[fragment] = self._saved[fragment] = 0
+            self._done[fragment] += self._departed[fragment]
+            self._departed[fragment] = 0
+            self._saved[1][fragment] = self._saved[0]
         if kind in ("step", "back", "end"):
             self.at = max(self.at, step)
 
@@ -113,7 +116,14 @@ def explained_steps(each: Sequence[Steps]) -> str:
 
 
 def _names(given: object) -> tuple[str, ...]:
-    return tuple(map(str, given)) if isinstance(given, list) else ()
+    names = tuple(map(str, given)) if isinstance(given, list) else ()
+    return _shared(names)
+
+
+@lru_cache(256)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The same tuple for the same names: a long run has many rounds of few members."""
+    return names
 
 
 def _by_name(reason: str, members: Sequence[str]) -> str:
@@ -261,14 +271,15 @@ def numbers(rounds: Sequence[RoundSeen], incarnations: Mapping[str, Sequence[Spa
     )
 
 
-def session_begins(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[float] = ()) -> list[list[float]]:
+def session_begins(files: Sequence[Sequence[tuple[float, float]]], ahead: Sequence[float] = ()) -> list[list[float]]:
     """The beginning of each session of each file on one clock: that of the machine, without times in which no session was active.
 
-    Sessions of replicas on several machines are as far apart as their clocks say, each of which is so many seconds `ahead`.
+    A session is given as the times of its first and its last line. Those of replicas on several machines are as far apart as their
+    clocks say, each of which is so many seconds `ahead`.
     """
     walls = [
-        [_wall(session, seconds) for session in sessions]
-        for sessions, seconds in zip(files, ahead or [0.0] * len(files))
+        [(begin - seconds, end - seconds) for begin, end in spans]
+        for spans, seconds in zip(files, ahead or [0.0] * len(files))
     ]
     pause, end = 0.0, None
     shifts: dict[tuple[float, float], float] = {}
@@ -278,34 +289,3 @@ def session_begins(files: Sequence[Sequence[Sequence[Event]]], ahead: Sequence[f
         end = until if end is None else max(end, until)
         shifts[begin, until] = begin - pause
     return [[shifts[span] for span in spans] for spans in walls]
-
-
-def _wall(session: Sequence[Event], ahead: float) -> tuple[float, float]:
-    """The times of opening its log and of its last line, in seconds of the reference clock; the machine's is `ahead` of it."""
-    opened = finite(session[0]["wall_time"]) - finite(session[0]["seconds"]) - ahead
-    return opened, opened + max(max(finite(event["seconds"]), finite(event.get("end"))) for event in session)
-
-
-def as_flights(rounds: Sequence[tuple[float, Event]]) -> dict[str, list[tuple[float, Event]]]:
-    """Rounds as the departures, flights and landings that a fixed group's replica would have told of."""
-    out: dict[str, list[tuple[float, Event]]] = {"depart": [], "flight": [], "land": [], "refused": []}
-    for offset, event in rounds:
-        if whole(event["fragment"]) < 0:
-            continue
-        end = number(event["seconds"])
-        begin = end - finite(event["seconds_spent"])
-        same = {"fragment": event["fragment"], "round": event["round"], "step": event["step"]}
-        out["depart"].append((offset, {**same, "seconds": begin, "nbytes": event["foreseen"]}))
-        flight = {
-            **same,
-            "nbytes": event["nbytes"],
-            "begin": begin,
-            "end": end,
-            "queued_seconds": 0.0,
-            "transfer_seconds": 0.0,
-        }
-        out["flight"].append((offset, flight))
-        out["land"].append((offset, {**same, "begin": end, "stall_seconds": 0.0, "seconds_spent": 0.0}))
-        if event["committed"] is False:
-            out["refused"].append((offset, {**same, "by": [], "reason": event["reason"]}))
-    return out

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,30 +11,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.records.clocks import Offset, offsets_of
-from thinwire.records.departures import Integers, as_sent, fragment_of, sent_by, sent_of_each
-from thinwire.records.events import Event, Tail
-from thinwire.records.participation import CARRIER, RoundSeen, Steps, as_flights, session_begins
+from thinwire.records.departures import SentBytes, places_in, round_keys, sent_bytes
+from thinwire.records.events import Event
+from thinwire.records.history import ONCE, Columns, Floats, History, Integers, Placed
+from thinwire.records.participation import RoundSeen, Steps, session_begins
 from thinwire.records.printable import printable
-from thinwire.records.sessions import Joined, Lost, Span, finite, join, number, split, whole
-
-Floats = NDArray[np.float64]
+from thinwire.records.sessions import Lost, Span, finite, number, whole
 
 
-MOST_FRAGMENTS = 4096  # most fragments in figures
+@dataclass(frozen=True, eq=False)
+class RecordedFlights:
+    """Exchanges of fragments, arrays [F] in the order of `begin`: in flight from `begin` to `end`, on the link from `link_begin` to `link_end`."""
+
+    fragment: Integers
+    round: Integers
+    step: Integers
+    begin: Floats
+    end: Floats
+    link_begin: Floats
+    link_end: Floats
+    nbytes: Integers
+
+    def __len__(self) -> int:
+        return len(self.begin)
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """One fragment's exchange: in flight from `begin` to `end`, on the link from `link_begin` to `link_end`."""
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Stretches of time, arrays [N]."""
 
-    fragment: int
-    round: int
-    step: int
-    begin: float
-    end: float
-    link_begin: float
-    link_end: float
-    nbytes: int
+    begin: Floats
+    end: Floats
+    step: Integers
+    fragment: Integers
+
+    @property
+    def seconds(self) -> Floats:
+        return self.end - self.begin
+
+    def __len__(self) -> int:
+        return len(self.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +92,9 @@ class ReplicaRecord:
     begin: Floats
     compute_seconds: Floats
     nbytes: Integers
-    flights: tuple[Flight, ...]
-    stalls: tuple[Span, ...]
-    merges: tuple[Span, ...]
+    flights: RecordedFlights
+    stalls: Spans
+    merges: Spans
     pauses: tuple[Span, ...]  # evaluations and checkpoints
     departed: Mapping[int, int]  # fragment -> rounds
     landed: Mapping[int, int]
@@ -103,26 +118,14 @@ class ReplicaRecord:
     @classmethod
     def load_all(cls, paths: Sequence[Path]) -> list[ReplicaRecord]:
         """Read the event files of one run; those in which nothing was started are left out."""
-        tails = [Tail(path) for path in paths]
-        files = []
-        for tail in tails:
-            events = tail.read()
-            last = tail.last()
-            files.append((tail, split(events if last is None else [*events, last])))
-        files = [(tail, sessions) for tail, sessions in files if sessions]
-        clocks = offsets_of({tail.path.stem: sessions for tail, sessions in files})
-        of_each = [clocks.get(tail.path.stem) for tail, _ in files]
-        if all(of_each) or all(sessions[-1][0]["carrier"] == CARRIER for _, sessions in files):
-            ahead = [clock.seconds if clock else 0.0 for clock in of_each]
-            offsets: list[list[float]] = session_begins([sessions for _, sessions in files], ahead)
-        else:
-            offsets = [[] for _ in files]
-        return [
-            replace(
-                _record(tail.path.stem, join(sessions, at), _steps(tail.path.stem, sessions), tail.damaged), clock=clock
-            )
-            for (tail, sessions), at, clock in zip(files, offsets, of_each)
-        ]
+        files = [history for path in paths if (history := History.read(path)).sessions]
+        clocks = offsets_of({history.called: history.timed for history in files})
+        of_each = [clocks.get(history.called) for history in files]
+        begins: list[list[float]] = [[] for _ in files]
+        if all(of_each) or all(history.elastic for history in files):
+            spans = [[(one.opened, one.opened + one.end) for one in history.sessions] for history in files]
+            begins = session_begins(spans, [clock.seconds if clock else 0.0 for clock in of_each])
+        return [_record(*one) for one in zip(files, begins, of_each)]
 
     @property
     def sessions(self) -> int:
@@ -148,7 +151,7 @@ class ReplicaRecord:
 
     @property
     def stall_seconds(self) -> float:
-        return sum(span.end - span.begin for span in self.stalls)
+        return float(self.stalls.seconds.sum())
 
     @property
     def wall_seconds(self) -> float:
@@ -164,11 +167,11 @@ class ReplicaRecord:
 
     def sent_between(self, edges: Floats) -> Floats:
         """Bytes on the link in each bin between `edges` [B+1] (seconds): [B]; a packet is spread over its transfer."""
-        if not self.flights:
+        if not len(self.flights):
             return np.zeros(len(edges) - 1)
-        begin = np.array([flight.link_begin for flight in self.flights])
-        end = np.maximum([flight.link_end for flight in self.flights], begin + 1e-3)
-        rate = np.array([float(flight.nbytes) for flight in self.flights]) / (end - begin)
+        begin = self.flights.link_begin
+        end = np.maximum(self.flights.link_end, begin + 1e-3)
+        rate = self.flights.nbytes / (end - begin)
         times = np.concatenate([begin, end])
         order = np.argsort(times, kind="stable")
         times, slope = times[order], np.cumsum(np.concatenate([rate, -rate])[order])
@@ -200,171 +203,144 @@ def smoothed(loss: Iterable[float], keep: float = 0.9) -> Floats:
     return np.array(out, dtype=np.float64)
 
 
-def fragments_of(start: Event) -> list[tuple[str, int]]:
-    """(name, parameters) of the fragments that a `start` event lists, `MOST_FRAGMENTS` at most."""
-    listed = start["fragments"][:MOST_FRAGMENTS] if isinstance(start["fragments"], list) else []
-    pairs = [item if isinstance(item, dict) else {} for item in listed]
-    return [(str(item.get("name", index)), whole(item.get("numel"))) for index, item in enumerate(pairs)]
-
-
-def _steps(called: str, sessions: Sequence[Sequence[Event]]) -> Steps:
-    steps = Steps(called)
-    for session in sessions:
-        for event in session:
-            steps.take(event)
-    return steps
-
-
-def _record(called: str, joined: Joined, own_steps: Steps, damaged: int) -> ReplicaRecord:
-    of: dict[str, list[tuple[float, Event]]] = {}
-    for offset, event in joined.kept:
-        of.setdefault(event["event"], []).append((offset, event))
-    start = of["start"][-1][1]
-    rounds = of.get("round", [])
-    if start["carrier"] == CARRIER:
-        of |= as_flights(rounds)
-    names = {name: index for index, (name, _) in enumerate(fragments_of(start))}
-    steps, lands = [item for item in of.get("step", []) if _has_times(item[1])], of.get("land", [])
-    told = [item for item in joined.kept if item[1]["event"] in ("step", "eval")]
-    departs = as_sent(of.get("depart", []), of.get("flight", []), names)
-    stalls = tuple(span for offset, event in lands if (span := _stall(offset, event, names)).end > span.begin)
-    loss = _column(steps, "loss")
-    dropped = of.get("refused", [])
-    refused_rounds = {(fragment_of(event, names), event["round"]) for _, event in dropped}
-    landed = [item for item in lands if (fragment_of(item[1], names), item[1]["round"]) not in refused_rounds]
+def _record(history: History, begins: Sequence[float], clock: Offset | None) -> ReplicaRecord:
+    offsets = history.offsets(begins)
+    columns, start = history.columns, history.sessions[-1].start
+    steps = columns["step"]
+    departs, flights, lands = (columns[kind] for kind in ("depart", "flight", "land"))
+    refused = columns["refused"]
+    nbytes = sent_bytes(departs, flights)
+    evaluations = history.of("eval")
+    sent = SentBytes(departs, nbytes, steps, evaluations)
+    timed = np.isfinite(steps["begin"]) & np.isfinite(steps["compute_seconds"])
+    step, loss = steps.whole("step")[timed], steps["loss"][timed]
+    begin, compute_seconds = steps["begin"] + _offset(steps, offsets), steps["compute_seconds"]
+    waits = lands.finite("begin") + _offset(lands, offsets)
+    ready = waits + lands.finite("stall_seconds")
+    lasted, counts = ready > waits, ~places_in(round_keys(refused), round_keys(lands))[1]
+    ends = [one for one in history.last_session("end") if isinstance(one["summary"], dict)]
+    stops = history.last_session("stop")
     return ReplicaRecord(
-        name=called.replace("-", " ").replace(".", ", "),
-        called=called,
+        name=history.called.replace("-", " ").replace(".", ", "),
+        called=history.called,
         replica=whole(start["replica"]),
         start=start,
-        step=np.array([event["step"] for _, event in steps], dtype=np.int64),
+        step=step,
         loss=loss,
-        smooth=smoothed(loss),
-        tokens=np.array([whole(event["tokens"]) for _, event in steps], dtype=np.int64),
-        begin=_column(steps, "begin") + np.array([offset for offset, _ in steps]),
-        compute_seconds=_column(steps, "compute_seconds"),
-        nbytes=sent_by([event["step"] for _, event in steps], departs, told),
-        flights=_flights(of.get("flight", []), departs, names),
-        stalls=stalls,
-        merges=tuple(_merge(offset, event, names) for offset, event in landed),
-        pauses=tuple(_pause(offset, event) for kind in ("eval", "checkpoint") for offset, event in of.get(kind, [])),
-        departed=_rounds(departs, names),
-        landed=_rounds(landed, names),
-        refused=_rounds(dropped, names),
-        clipped=len(of.get("clipped", [])),
-        sent=sent_of_each(departs, names),
-        foreseen=sum(whole(event["nbytes"]) for _, event in of.get("depart", [])),
-        skipped=len(of.get("skip", [])),
-        evaluations=_evaluations(of.get("eval", []), departs, told),
-        notes=_notes(joined, called if start["carrier"] == CARRIER else whole(start["replica"])),
-        lost=tuple(joined.lost),
-        windows=_windows(joined),
-        incarnations=tuple(joined.incarnations),
-        steps=own_steps,
-        rounds=tuple(RoundSeen.of(event, offset) for offset, event in rounds),
-        stopped=_stopped(joined),
-        end=_end(joined),
-        damaged=damaged + len(of.get("step", [])) - len(steps),
+        smooth=smoothed(loss.tolist()),
+        tokens=steps.whole("tokens")[timed],
+        begin=begin[timed],
+        compute_seconds=compute_seconds[timed],
+        nbytes=sent.after(step),
+        flights=_flights(flights, departs, nbytes, offsets),
+        stalls=_spans(lands, waits, ready, lasted),
+        merges=_spans(lands, ready, ready + lands.finite("seconds_spent"), counts),
+        pauses=tuple(_pause(offsets, one) for kind in ("eval", "checkpoint") for one in history.of(kind)),
+        departed=_by_fragment(departs.whole("fragment")),
+        landed=_by_fragment(lands.whole("fragment")[counts]),
+        refused=_by_fragment(refused.whole("fragment")),
+        clipped=len(columns["clipped"]),
+        sent=_by_fragment(departs.whole("fragment"), nbytes),
+        foreseen=int(departs.whole("nbytes").sum()),
+        skipped=len(history.of("skip")),
+        evaluations=_evaluations(evaluations, offsets, sent),
+        notes=_notes(history, offsets),
+        lost=history.lost(offsets),
+        windows=_windows(history, offsets),
+        incarnations=tuple(
+            Span(begin, begin + session.end, session.step) for begin, session in zip(offsets.tolist(), history.sessions)
+        ),
+        steps=history.steps,
+        rounds=tuple(
+            replace(one.seen, seconds=one.seen.seconds + float(offsets[one.session])) for one in history.rounds
+        ),
+        stopped=str(stops[0]["reason"]) if stops else None,
+        end=ends[0] if ends else None,
+        damaged=history.damaged + len(steps) - len(step),
+        clock=clock,
     )
 
 
-def _has_times(step: Event) -> bool:
-    return all(math.isfinite(number(step[name])) for name in ("begin", "compute_seconds"))
+def _offset(rows: Columns, offsets: Floats) -> Floats:
+    found: Floats = offsets[rows.whole("session")]
+    return found
 
 
-def _column(events: Sequence[tuple[float, Event]], name: str) -> Floats:
-    return np.array([number(event[name]) for _, event in events], dtype=np.float64)
+def _spans(rows: Columns, begin: Floats, end: Floats, chosen: NDArray[np.bool_]) -> Spans:
+    return Spans(begin[chosen], end[chosen], rows.whole("step")[chosen], rows.whole("fragment")[chosen])
 
 
-def _flights(
-    flights: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]], names: Mapping[str, int]
-) -> tuple[Flight, ...]:
-    left = {(fragment_of(event, names), event["round"]): event for _, event in departs}
-    found = []
-    for offset, event in flights:
-        key = (fragment_of(event, names), event["round"])
-        depart = left.get(key)
-        begin, end = offset + finite(event["begin"]), offset + finite(event["end"])
-        link_begin = min(begin + finite(event["queued_seconds"]), end)
-        transfer = finite(event["transfer_seconds"])
-        link_end = min(link_begin + transfer, end) if transfer > 0 else end
-        nbytes = whole(depart["nbytes"]) if depart else 0
-        step = int(depart["step"] if depart else event["step"])
-        end, round_ = max(begin, end), whole(event["round"])
-        found.append(Flight(key[0], round_, step, begin, end, link_begin, link_end, nbytes))
-    return tuple(sorted(found, key=lambda flight: flight.begin))
+def _flights(rows: Columns, departs: Columns, nbytes: Integers, offsets: Floats) -> RecordedFlights:
+    """RecordedFlights with the step and the bytes of their departures."""
+    at, known = places_in(round_keys(departs), round_keys(rows))
+    step, sent = rows.whole("step"), np.zeros(len(rows), dtype=np.int64)
+    step[known], sent[known] = departs.whole("step")[at[known]], nbytes[at[known]]
+    begin, end = (rows.finite(name) + _offset(rows, offsets) for name in ("begin", "end"))
+    link_begin = np.minimum(begin + rows.finite("queued_seconds"), end)
+    transfer = rows.finite("transfer_seconds")
+    link_end = np.where(transfer > 0, np.minimum(link_begin + transfer, end), end)
+    order = np.argsort(begin, kind="stable")
+    return RecordedFlights(
+        fragment=rows.whole("fragment")[order],
+        round=rows.whole("round")[order],
+        step=step[order],
+        begin=begin[order],
+        end=np.maximum(begin, end)[order],
+        link_begin=link_begin[order],
+        link_end=link_end[order],
+        nbytes=sent[order],
+    )
 
 
-def _stall(offset: float, event: Event, names: Mapping[str, int]) -> Span:
-    begin = offset + finite(event["begin"])
-    return Span(begin, begin + finite(event["stall_seconds"]), event["step"], fragment_of(event, names))
-
-
-def _merge(offset: float, event: Event, names: Mapping[str, int]) -> Span:
-    begin = _stall(offset, event, names).end
-    return Span(begin, begin + finite(event["seconds_spent"]), event["step"], fragment_of(event, names))
-
-
-def _pause(offset: float, event: Event) -> Span:
+def _pause(offsets: Floats, placed: Placed) -> Span:
     """An evaluation or a checkpoint, which are written when they are over."""
-    end = offset + finite(event["seconds"])
-    return Span(end - finite(event["seconds_spent"]), end, event["step"])
+    end = float(offsets[placed.session]) + finite(placed.event["seconds"])
+    return Span(end - finite(placed.event["seconds_spent"]), end, placed.event["step"])
 
 
-def _rounds(events: Sequence[tuple[float, Event]], names: Mapping[str, int]) -> Mapping[int, int]:
-    return Counter(fragment_of(event, names) for _, event in events)
+def _by_fragment(fragments: Integers, values: Integers | None = None) -> Mapping[int, int]:
+    """The sum of `values` by fragment, or how often each fragment is there."""
+    names, at = np.unique(fragments, return_inverse=True)
+    sums = np.zeros(len(names), dtype=np.int64)
+    np.add.at(sums, at, 1 if values is None else values)
+    return dict(zip(names.tolist(), sums.tolist()))
 
 
-def _evaluations(
-    evals: Sequence[tuple[float, Event]], departs: Sequence[tuple[float, Event]], told: Sequence[tuple[float, Event]]
-) -> Evaluations:
-    evals = [(offset, event) for offset, event in evals if event["of"] != "start"]
-    steps = [event["step"] for _, event in evals]
+def _evaluations(found: Sequence[Placed], offsets: Floats, sent: SentBytes) -> Evaluations:
+    found = [one for one in found if one.event["of"] != "start"]
+    steps = np.array([one.event["step"] for one in found], dtype=np.int64)
     return Evaluations(
-        step=np.array(steps, dtype=np.int64),
-        seconds=np.array([offset + finite(event["seconds"]) for offset, event in evals], dtype=np.float64),
-        nbytes=sent_by(steps, departs, told),
-        loss=_column(evals, "loss"),
+        step=steps,
+        seconds=np.array([offsets[one.session] + finite(one.event["seconds"]) for one in found], dtype=np.float64),
+        nbytes=sent.after(steps),
+        loss=np.array([number(one.event["loss"]) for one in found], dtype=np.float64),
     )
 
 
-def _windows(joined: Joined) -> tuple[Span, ...]:
+def _windows(history: History, offsets: Floats) -> tuple[Span, ...]:
     """One a session: from its first step to the end of its last step or landing."""
-    reach: dict[float, list[float]] = {}
-    for offset, event in joined.kept:
-        spent = {"step": "compute_seconds", "land": "seconds_spent"}.get(event["event"])
-        if spent is not None:
-            begin = offset + finite(event["begin"])
-            reach.setdefault(offset, []).extend(
-                (begin, begin + finite(event.get("stall_seconds")) + finite(event[spent]))
-            )
-    return tuple(Span(min(times), max(times), 0) for times in reach.values())
+    kinds = [("step", ("compute_seconds",)), ("land", ("stall_seconds", "seconds_spent"))]
+    reach: dict[int, list[float]] = {}
+    for kind, spent in kinds[: 1 if history.elastic else 2]:  # rounds land beside an elastic replica's training
+        rows = history.columns[kind]
+        session, begin = rows.whole("session"), rows.finite("begin") + _offset(rows, offsets)
+        end = begin + sum(rows.finite(name) for name in spent)
+        for one in np.unique(session):
+            here = session == one
+            reach.setdefault(int(one), []).extend((float(begin[here].min()), float(end[here].max())))
+    return tuple(Span(min(times), max(times), 0) for _, times in sorted(reach.items()))
 
 
-def _last_session(joined: Joined, kind: str) -> Iterator[Event]:
-    last_start = max(index for index, (_, event) in enumerate(joined.kept) if event["event"] == "start")
-    return (event for _, event in joined.kept[last_start:] if event["event"] == kind)
-
-
-def _end(joined: Joined) -> Event | None:
-    return next((event for event in _last_session(joined, "end") if isinstance(event["summary"], dict)), None)
-
-
-def _stopped(joined: Joined) -> str | None:
-    return next((str(event["reason"]) for event in _last_session(joined, "stop")), None)
-
-
-def _notes(joined: Joined, replica: int | str) -> tuple[Note, ...]:
+def _notes(history: History, offsets: Floats) -> tuple[Note, ...]:
     notes, before = [], set[str]()
-    for offset, event in joined.kept:
-        kind, text = event["event"], text_of_event(event)
-        if text and not (kind in _ONCE and text in before):
+    replica = history.called if history.elastic else whole(history.sessions[-1].start["replica"])
+    for one in history.others:
+        kind, text = one.event["event"], text_of_event(one.event)
+        if text and not (kind in ONCE and text in before):
             before.add(text)
-            notes.append(Note(offset + finite(event["seconds"]), event["step"], replica, kind, text))
+            seconds = float(offsets[one.session]) + finite(one.event["seconds"])
+            notes.append(Note(seconds, one.event["step"], replica, kind, text))
     return tuple(notes)
-
-
-_ONCE = ("late", "alone", "retry")  # otherwise they would fill the page
 
 
 def text_of_event(event: Event) -> str:

@@ -14,9 +14,10 @@ import numpy as np
 from thinwire.errors import DataError
 from thinwire.records.clocks import Offset
 from thinwire.records.files import contents, parsed
+from thinwire.records.fragments import fragments_of
 from thinwire.records.losses import named_losses, outcome
 from thinwire.records.participation import CARRIER, Participation, Steps, how_many, merge_rounds, numbers
-from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord, fragments_of
+from thinwire.records.replica_record import Evaluations, Note, ReplicaRecord
 from thinwire.records.run_file import read_run_file
 from thinwire.records.samples import samples_of, text_of_samples
 from thinwire.records.score import Score, score_of

@@ -76,7 +76,7 @@ def _deadline(replicas: Sequence[ReplicaRecord], elastic: bool) -> float | None:
         }
         return sum(held.values()) / len(held) if held else None
     rounds = sum(sum(of.values()) for replica in replicas for of in (replica.landed, replica.refused))
-    late = sum(span.end - span.begin > RESOLUTION for replica in replicas for span in replica.stalls)
+    late = sum(int((replica.stalls.seconds > RESOLUTION).sum()) for replica in replicas)
     refused = sum(sum(replica.refused.values()) for replica in replicas)
     return max(0, rounds - late - refused) / rounds if rounds else None
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.records.departures import Integers
-from thinwire.records.replica_record import Floats, ReplicaRecord
+from thinwire.records.history import Floats, Integers
+from thinwire.records.replica_record import ReplicaRecord
 from thinwire.records.run_record import RunRecord
 from thinwire.records.sessions import whole
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
@@ -110,17 +110,18 @@ def _undrawn(record: RunRecord, drawn: Callable[[ReplicaRecord], int]) -> str:
 
 def _loss_range(records: Sequence[RunRecord]) -> tuple[float, float, bool]:
     """Lowest and highest loss to show, and whether the start is cut off, which it is only if it would flatten the rest."""
-    early: list[float] = []
-    late: list[float] = []
+    early, late = [], []
     for record in records:
         replica, evaluations = record.replicas[0], record.evaluations
         for step, loss in ((replica.step, replica.smooth), (evaluations.step, evaluations.loss)):
             after = step > 0.05 * record.summary.steps
-            early += loss[~after & np.isfinite(loss)].tolist()
-            late += loss[after & np.isfinite(loss)].tolist()
-    if not late:
+            early.append(loss[~after & np.isfinite(loss)])
+            late.append(loss[after & np.isfinite(loss)])
+    shown = np.concatenate(late)
+    if not len(shown):
         return 0.0, 1.0, False
-    low, high, peak = min(late), max(late), max(early + late)
+    low, high = float(shown.min()), float(shown.max())
+    peak = max([high, *(float(loss.max()) for loss in early if len(loss))])
     margin = 0.06 * (high - low)
     return low - margin, high + margin, 0.0 < high - low < 0.4 * (peak - low)
 
@@ -177,7 +178,7 @@ def link_chart(record: RunRecord, window: tuple[float, float]) -> Chart:
     """
     ends = [float(replica.seconds[-1]) for replica in record.replicas if len(replica.step)]
     # the last ones follow the last step
-    ends += [flight.link_end for replica in record.replicas for flight in replica.flights]
+    ends += [float(r.flights.link_end.max()) for r in record.replicas if len(r.flights)]
     whole_run = max(filter(math.isfinite, ends), default=1.0)
     cycle = _cycle(record.replicas[0])
     bins = max(1, min(BINS, int(whole_run / cycle))) if cycle else BINS
@@ -248,15 +249,17 @@ def typical_window(record: RunRecord) -> tuple[float, float]:
     length = min(max(2.5 * (_cycle(replica) or 0.0), 20 * step), 150 * step)
     session = max(replica.windows, key=lambda window: window.end - window.begin)
     middle = (session.begin + session.end) / 2
-    departures = [flight.begin for flight in replica.flights if session.begin <= flight.begin <= middle]
-    begin = (departures[-1] if departures else middle) - 2 * step
+    departures = replica.flights.begin
+    departures = departures[(departures >= session.begin) & (departures <= middle)]
+    begin = (float(departures[-1]) if len(departures) else middle) - 2 * step
     begin = max(session.begin, min(begin, session.end - length))
     return begin, begin + length
 
 
 def _cycle(replica: ReplicaRecord) -> float | None:
     """Median seconds between departures of one fragment."""
-    begins = [flight.begin for flight in replica.flights if flight.fragment == replica.flights[0].fragment]
+    fragments = replica.flights.fragment
+    begins = replica.flights.begin[fragments == fragments[:1]]
     return max(float(np.median(np.diff(begins))), 1e-3) if len(begins) > 1 else None
 
 

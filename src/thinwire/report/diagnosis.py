@@ -18,10 +18,13 @@ from thinwire.diagnosis import Finding, Record, Rules, Seen, Syndrome, Watch, st
 from thinwire.diagnosis.measure import Cell, Reading
 from thinwire.errors import DataError, PacketError
 from thinwire.records.events import Event, Tail, being_written
+from thinwire.records.participation import CARRIER
 from thinwire.records.run_record import provenance_of
-from thinwire.records.sessions import finite, split, whole
+from thinwire.records.sessions import finite, whole
 from thinwire.records.units import NOTHING, text_of_seconds
 from thinwire.report.page import table
+
+ROUNDS = 1 << 16  # the latest rounds of a replica among which one that hangs is looked for
 
 Key = tuple[int, int]
 
@@ -90,7 +93,7 @@ def diagnose(folder: str | Path) -> Diagnosis:
     Raises `DataError` for a folder that holds no run.
     """
     paths = sorted(Path(folder).glob("events/*.jsonl"))
-    logs = [log for path in paths if (log := _Log.read(path))]  # a log may be large: one at a time
+    logs = [log for path in paths if (log := _Log.read(path))]
     if not logs:
         unread = ", ".join(str(path) for path in paths if path.stat().st_size)
         why = f": no start of a run is in {unread}" if unread else " holds no events/*.jsonl of a run"
@@ -188,29 +191,43 @@ class _Log:
     damaged: int = 0
     going: bool = False
     word: str = "measured"
+    elastic: bool = False
 
     @classmethod
     def read(cls, path: Path) -> _Log | None:
-        sessions = split(Tail(path).read())
-        return cls.of(path, sessions[-1]) if sessions else None
+        log = None
+        for event in Tail(path).events():
+            if event["event"] == "start":
+                log = cls.begun(path, event)
+            elif log:
+                log.take(event)
+        return log and log.closed(path)
 
     @classmethod
     def of(cls, path: Path, session: Sequence[Event]) -> _Log:
         start, *events = session
+        log = cls.begun(path, start)
+        for event in events:
+            log.take(event)
+        return log.closed(path)
+
+    @classmethod
+    def begun(cls, path: Path, start: Event) -> _Log:
         shard = path.stem.partition(".shard-")[2]
         log = cls(str(whole(start["replica"])), whole(start["replicas"]), int(shard) if shard.isdigit() else 0)
-        membership = any(event["event"] == "round" for event in events)
-        for event in events:
-            log._take(event, membership)
-        log.now = max((finite(event["seconds"]) for event in events), default=0.0)
-        log.ended = any(event["event"] in ("end", "stop") for event in events)
-        log.going, log.word = being_written(path), provenance_of(start)
-        if log.going:
-            log.now += max(0.0, time.time() - path.stat().st_mtime)  # the time since its last line
+        log.word, log.elastic = provenance_of(start), start["carrier"] == CARRIER
         return log
 
-    def _take(self, event: Event, membership: bool) -> None:
+    def closed(self, path: Path) -> _Log:
+        """The log, after its last event. A run that is active has waited since then."""
+        self.going = being_written(path)
+        if self.going:
+            self.now += max(0.0, time.time() - path.stat().st_mtime)
+        return self
+
+    def take(self, event: Event) -> None:
         kind, seconds = event["event"], finite(event["seconds"])
+        self.now, self.ended = max(self.now, seconds), self.ended or kind in ("end", "stop")
         if kind == "wire":
             try:
                 record = Record.of(event)
@@ -219,13 +236,16 @@ class _Log:
                 return
             self.name = record.name
             self.records[record.key] = record
-            if membership:  # in an elastic run a departure is not a round yet
+            if self.elastic:  # a departure is not a round yet
                 self.began[record.key] = seconds
             if record.over:
                 self.over[record.key] = seconds
-        elif kind in ("depart", "flight", "land") and not membership:
+        elif kind in ("depart", "flight", "land") and not self.elastic:
             key = whole(event["fragment"]), whole(event["round"])
             (self.began if kind == "depart" else self.over).setdefault(key, seconds)
+        for rounds in (self.began, self.over):
+            if len(rounds) > ROUNDS:
+                del rounds[next(iter(rounds))]
 
     def seen(self) -> Seen:
         failed = {key: record for key, record in self.records.items() if not record.over}

@@ -8,7 +8,8 @@ from html import escape
 
 import numpy as np
 
-from thinwire.records.replica_record import Floats, ReplicaRecord
+from thinwire.records.history import Floats
+from thinwire.records.replica_record import ReplicaRecord
 from thinwire.records.run_record import RunRecord
 from thinwire.records.units import text_of_loss, text_of_seconds
 from thinwire.report.charts import LINES, POINTS, Chart, ChartState, Json, colour, every_point, rounded
@@ -31,7 +32,7 @@ def samples(replica: ReplicaRecord, what: str) -> Floats:
     packets are there.
     """
     if what == "exchanges":
-        values = np.array([flight.end - flight.begin for flight in replica.flights], dtype=np.float64)
+        values = replica.flights.end - replica.flights.begin
     elif what == "losses":
         values = replica.loss[replica.step > replica.step[-1] / 2] if len(replica.step) else replica.loss
     else:

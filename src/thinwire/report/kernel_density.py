@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thinwire.records.replica_record import Floats
+from thinwire.records.history import Floats
 
 LEAST_VALUES = 30  # fewest values
 DISTINCT = 0.5  # least share of distinct values

@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.records.events import Event, Tail
+from thinwire.records.fragments import fragments_of
 from thinwire.records.participation import CARRIER, MembershipLog, Steps, text_of_steps
 from thinwire.records.printable import printable
-from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import RunRecord, best_loss, provenance_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.units import (
@@ -105,13 +105,13 @@ class Progress:
     def pass_over(self) -> None:
         """Skip the events of earlier sessions, which have been shown."""
         for tail, steps in zip(self._tails, self._steps):
-            for event in tail.read():
+            for event in tail.events():
                 steps.take(event)
 
     def update(self, last: bool = False) -> None:
         """Read new events and show the progress; `last` shows it even if the last line was recent."""
         for index, tail in enumerate(self._tails):
-            for event in tail.read():
+            for event in tail.events():
                 self._replicas[index].heard = time.monotonic()
                 self._steps[index].take(event)
                 self._take(index, event)

@@ -254,14 +254,15 @@ def _fragments(record: RunRecord, several: bool) -> str:
     largest = max((numel for _, numel in sizes), default=1) or 1
     rows = []
     for index, (name, numel) in enumerate(sizes):
-        flights = [f for replica in record.replicas for f in replica.flights if f.fragment == index]
+        flights = [r.flights for r in record.replicas]
+        seconds = np.concatenate([(f.end - f.begin)[f.fragment == index] for f in flights])
         departed = max(replica.departed.get(index, 0) for replica in record.replicas)
         sent = float(np.mean([replica.sent.get(index, 0) for replica in record.replicas]))
         refused = max(replica.refused.get(index, 0) for replica in record.replicas)
         landed = max(replica.landed.get(index, 0) for replica in record.replicas)
-        stall = sum(s.end - s.begin for replica in record.replicas for s in replica.stalls if s.fragment == index)
+        stall = sum(float(r.stalls.seconds[r.stalls.fragment == index].sum()) for r in record.replicas)
         bar = f'<span class="bar" style="width:{110 * numel / largest:.0f}px;background:{colour(index)}"></span>'
-        air = float(np.median([f.end - f.begin for f in flights])) if flights else None
+        air = float(np.median(seconds)) if len(seconds) else None
         values = (
             *(text_of_count(numel), str(departed), str(landed), str(refused)),
             *(text_of_nbytes(sent / departed if departed else None), text_of_seconds(air)),

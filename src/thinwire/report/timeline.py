@@ -7,16 +7,16 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from thinwire.records.replica_record import Flight, ReplicaRecord
+from thinwire.records.history import Floats, Integers
+from thinwire.records.replica_record import RecordedFlights, ReplicaRecord
 from thinwire.records.run_record import RunRecord
-from thinwire.records.sessions import Span
 from thinwire.records.units import text_of_nbytes, text_of_seconds
 from thinwire.report.charts import Chart, ChartState, Json, colour, typical_window
 
@@ -40,21 +40,36 @@ class Bar:
     count: int = 1
 
 
+@dataclass(frozen=True, eq=False)
+class Bars:
+    """All bars of one kind, arrays [B]; there may be millions, so a bar's text is made when it is drawn."""
+
+    row: Integers
+    begin: Floats
+    end: Floats
+    text: Callable[[int], str]
+    fragment: Integers | None = None  # whose colours they have, and whose numbers if `labelled`
+    labelled: bool = False
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+
 def timeline_chart(record: RunRecord) -> Chart:
     """Rows of bars over time. The chart first shows `typical_window`."""
     window = typical_window(record)
     drawn = record.replicas[:ROWS]
-    kinds: dict[str, list[Bar]] = {name: [] for name in _STYLES}
+    found: list[dict[str, Bars]] = []
     labels: list[str] = []
     for replica in drawn:
         lanes = _lanes(replica.flights)
-        for name, bars in _bars(replica, len(labels), lanes, window).items():
-            kinds[name] += bars
+        found.append(_bars(replica, len(labels), lanes))
         labels += [escape(replica.name)] + [
-            "in the air" if lane == 0 else "" for lane in range(max(lanes, default=0) + 1)
+            "in the air" if lane == 0 else "" for lane in range(lanes.max(initial=0) + 1)
         ]
-    few = sum(len(bars) for bars in kinds.values()) <= BARS
-    thinned = kinds if few else {name: joined(bars, window, BARS // len(kinds)) for name, bars in kinds.items()}
+    few = sum(len(bars) for kinds in found for bars in kinds.values()) <= BARS
+    most = BARS if few else BARS // (len(_STYLES) * len(drawn))
+    thinned = {name: [bar for kinds in found for bar in joined(kinds[name], window, most)] for name in _STYLES}
     remarks = []
     if any(bar.count > 1 for bars in thinned.values() for bar in bars):
         remarks.append("Thinned: outside the window shown first, neighbouring bars are joined; hover tells how many.")
@@ -85,104 +100,102 @@ _STYLES: dict[str, Json] = {
 }
 
 
-def _bars(replica: ReplicaRecord, row: int, lanes: Sequence[int], window: tuple[float, float]) -> dict[str, list[Bar]]:
-    flights = list(zip(replica.flights, lanes))
+def _bars(replica: ReplicaRecord, row: int, lanes: Integers) -> dict[str, Bars]:
+    stalls, merges, flights = replica.stalls, replica.merges, replica.flights
+    lost, pauses = replica.lost, replica.pauses
+    away = [pair for pair in zip(replica.incarnations, replica.incarnations[1:]) if pair[1].begin - pair[0].end > 0.1]
+
+    def bars(begin: Sequence[float] | Floats, end: Sequence[float] | Floats, text: Callable[[int], str]) -> Bars:
+        return Bars(np.full(len(begin), row), np.array(begin, dtype=float), np.array(end, dtype=float), text)
+
+    def in_the_air(index: int) -> str:
+        return _flight_text(flights, index)
+
+    air = row + 1 + lanes
     return {
-        "lost, done again": [
-            _bar(row, lost.span, f"{lost.steps} steps after step {lost.span.step}, done again") for lost in replica.lost
-        ],
-        "not living": [
-            Bar(row, before.end, after.begin, f"ended after step {before.step}, then started again")
-            for before, after in zip(replica.incarnations, replica.incarnations[1:])
-            if after.begin - before.end > 0.1
-        ],
-        "inner steps": _step_bars(replica, row, window),
-        "evaluation, checkpoint": [_bar(row, span, f"pause after step {span.step}") for span in replica.pauses],
-        "stall": [
-            _bar(row, span, f"waits for fragment {span.fragment} at step {span.step}") for span in replica.stalls
-        ],
-        "outer step": [_bar(row, span, f"outer step of fragment {span.fragment}") for span in replica.merges],
-        "in the air": [
-            Bar(row + 1 + lane, f.begin, f.end, _flight_text(f), paint=colour(f.fragment)) for f, lane in flights
-        ],
-        "on the link": [
-            Bar(row + 1 + lane, f.link_begin, f.link_end, _flight_text(f), str(f.fragment), colour(f.fragment))
-            for f, lane in flights
-        ],
+        "lost, done again": bars(
+            [one.span.begin for one in lost],
+            [one.span.end for one in lost],
+            lambda i: f"{lost[i].steps} steps after step {lost[i].span.step}, done again",
+        ),
+        "not living": bars(
+            [before.end for before, _ in away],
+            [after.begin for _, after in away],
+            lambda i: f"ended after step {away[i][0].step}, then started again",
+        ),
+        "inner steps": bars(replica.begin, replica.seconds, lambda i: f"step {replica.step[i]}"),
+        "evaluation, checkpoint": bars(
+            [one.begin for one in pauses], [one.end for one in pauses], lambda i: f"pause after step {pauses[i].step}"
+        ),
+        "stall": bars(
+            stalls.begin, stalls.end, lambda i: f"waits for fragment {stalls.fragment[i]} at step {stalls.step[i]}"
+        ),
+        "outer step": bars(merges.begin, merges.end, lambda i: f"outer step of fragment {merges.fragment[i]}"),
+        "in the air": Bars(air, flights.begin, flights.end, in_the_air, flights.fragment),
+        "on the link": Bars(air, flights.link_begin, flights.link_end, in_the_air, flights.fragment, labelled=True),
     }
 
 
-def _step_bars(replica: ReplicaRecord, row: int, window: tuple[float, float]) -> list[Bar]:
-    """The bars of inner steps. If there are more than `BARS`, those outside `window` are joined here, because there may be millions."""
-    if not len(replica.step):
-        return []
-    begin, end = replica.begin, replica.seconds
-    inside = (end >= window[0]) & (begin <= window[1])
-    first, gap = np.arange(len(begin)), 1e-3
-    while len(first) > BARS:
-        apart = (begin[1:] - end[:-1] > gap) | inside[1:] | inside[:-1]
-        first, gap = np.flatnonzero(np.concatenate([[True], apart])), 2 * gap
-    counts = np.diff(np.append(first, len(begin)))
-    columns = (begin[first], np.maximum.reduceat(end, first), replica.step[first], counts)
-    return [
-        Bar(row, b, e, f"step {step}", count=count)
-        for b, e, step, count in zip(*(column.tolist() for column in columns))
-    ]
-
-
-def _bar(row: int, span: Span, text: str) -> Bar:
-    return Bar(row, span.begin, span.end, text)
-
-
-def _flight_text(flight: Flight) -> str:
+def _flight_text(flights: RecordedFlights, index: int) -> str:
+    air = float(flights.end[index] - flights.begin[index])
+    link = float(flights.link_end[index] - flights.link_begin[index])
     return (
-        f"fragment {flight.fragment}, round {flight.round}, left after step {flight.step}<br>{text_of_nbytes(flight.nbytes)}, "
-        f"{text_of_seconds(flight.end - flight.begin)} in the air, "
-        f"{text_of_seconds(flight.link_end - flight.link_begin)} on the link"
+        f"fragment {flights.fragment[index]}, round {flights.round[index]}, left after step {flights.step[index]}<br>"
+        f"{text_of_nbytes(int(flights.nbytes[index]))}, {text_of_seconds(air)} in the air, {text_of_seconds(link)} on the link"
     )
 
 
-def _lanes(flights: Sequence[Flight]) -> list[int]:
+def _lanes(flights: RecordedFlights) -> Integers:
     """A row for every flight, such that simultaneous flights are in different rows; the last row takes the remaining ones."""
     free: list[float] = []
     rows = []
-    for flight in flights:
-        row = next((index for index, time in enumerate(free) if time <= flight.begin), len(free))
+    for begin, end in zip(flights.begin.tolist(), flights.end.tolist()):
+        row = next((index for index, time in enumerate(free) if time <= begin), len(free))
         row = min(row, LANES - 1)
         if row == len(free):
             free.append(0.0)
-        free[row] = max(free[row], flight.end)
+        free[row] = max(free[row], end)
         rows.append(row)
-    return rows
+    return np.array(rows, dtype=np.int64)
 
 
-def joined(bars: Sequence[Bar], window: tuple[float, float], most: int) -> list[Bar]:
+def joined(bars: Bars, window: tuple[float, float], most: int) -> list[Bar]:
     """At most about `most` bars. Those outside `window` are joined over wider and wider gaps until they are few enough."""
     if len(bars) <= most:
-        return list(bars)
-    inside: list[Bar] = []
-    outside: list[Bar] = []
-    for bar in sorted(bars, key=lambda bar: (bar.row, bar.begin)):
-        (inside if bar.end >= window[0] and bar.begin <= window[1] else outside).append(bar)
-    gap, room = 1e-3, max(most - len(inside), most // 4)
-    while len(outside) > room:
-        outside = _across(outside, gap, window)
+        return [_bar(bars, np.array([index]), end) for index, end in enumerate(bars.end.tolist())]
+    order = np.lexsort((bars.begin, bars.row))
+    inside = (bars.end[order] >= window[0]) & (bars.begin[order] <= window[1])
+    shown, outside = order[inside], order[~inside]
+    row, begin, reach = bars.row[outside], bars.begin[outside], _reach(bars.row[outside], bars.end[outside])
+    apart = (row[1:] != row[:-1]) | (
+        (reach[:-1] < window[0]) & (window[0] <= begin[1:])
+    )  # the window lies between them
+    first, gap, room = np.arange(len(outside)), 1e-3, max(most - len(shown), most // 4)
+    while len(first) > room:
+        first = np.flatnonzero(np.concatenate([[True], apart | (begin[1:] - reach[:-1] > gap)]))
         gap *= 2
-    return outside + inside
+    ends = np.append(first[1:], len(outside)).tolist()
+    out = [_bar(bars, outside[a:b], float(reach[b - 1])) for a, b in zip(first.tolist(), ends)]
+    return out + [_bar(bars, shown[a : a + 1], float(bars.end[shown[a]])) for a in range(len(shown))]
 
 
-def _across(bars: Sequence[Bar], gap: float, window: tuple[float, float]) -> list[Bar]:
-    out = [bars[0]]
-    for bar in bars[1:]:
-        last = out[-1]
-        split = last.end < window[0] <= bar.begin  # the window lies between them
-        if bar.row != last.row or bar.begin - last.end > gap or split:
-            out.append(bar)
-            continue
-        count = last.count + bar.count
-        paint = last.paint if last.paint == bar.paint else "#8a8a8a" if last.paint else ""
-        out[-1] = Bar(last.row, last.begin, max(last.end, bar.end), last.text, "", paint, count)
-    return out
+def _reach(row: Integers, end: Floats) -> Floats:
+    """The latest end so far in the row of each bar."""
+    reach = end.copy()
+    for one in np.unique(row):
+        reach[row == one] = np.maximum.accumulate(end[row == one])
+    return reach
+
+
+def _bar(bars: Bars, of: Integers, end: float) -> Bar:
+    """One bar in the place of those with the indices `of`."""
+    index, count = int(of[0]), len(of)
+    paint = label = ""
+    if bars.fragment is not None:
+        alike = count == 1 or bool((bars.fragment[of] == bars.fragment[index]).all())
+        paint = colour(int(bars.fragment[index])) if alike else "#8a8a8a"
+        label = str(bars.fragment[index]) if bars.labelled and count == 1 else ""
+    return Bar(int(bars.row[index]), float(bars.begin[index]), end, bars.text(index), label, paint, count)
 
 
 def _bar_trace(name: str, bars: Sequence[Bar]) -> Json:

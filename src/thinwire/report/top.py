@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.errors import DataError
-from thinwire.records.clocks import Offset, offsets_of, text_of_clocks
+from thinwire.records.clocks import Offset, offsets_of, text_of_clocks, timed_records
 from thinwire.records.events import Event, Tail, being_written, recent_events
+from thinwire.records.fragments import fragments_of
 from thinwire.records.losses import for_json
 from thinwire.records.participation import CARRIER, Participation, RoundSeen
 from thinwire.records.printable import printable
-from thinwire.records.replica_record import fragments_of
 from thinwire.records.run_record import provenance_of
 from thinwire.records.sessions import number, split, whole
 from thinwire.records.units import (
@@ -75,7 +75,7 @@ class _Watched:
     def read(self) -> list[RoundSeen]:
         """Take the new events, and return the rounds among them."""
         rounds = []
-        for event in self.tail.read():
+        for event in self.tail.events():
             kind = event["event"]
             if kind == "start":
                 self.start, self.waits = event, ""
@@ -134,7 +134,7 @@ class Top:
             self._diagnosed = now
             sessions = {one.tail.path: one.session() for one in self._watched.values() if one.start}
             self._diagnosis = diagnose_logs(sessions) if sessions else None
-            self._clocks = offsets_of({path.stem: [session] for path, session in sessions.items()})
+            self._clocks = offsets_of({path.stem: timed_records(session) for path, session in sessions.items()})
 
     @property
     def over(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,9 @@ class Follower:
         for path in sorted(self._folder.glob("events/*.jsonl")):
             tail = self._tails.setdefault(path.stem, Tail(path))
             self._values.setdefault(path.stem, MetricValues())
-            try:
-                events = tail.read()
-            except OSError:  # the folder is gone, or full: the run says so
-                continue
-            for event in events:
-                yield path.stem, event
+            with suppress(OSError):  # the folder is gone, or full: the run says so
+                for event in tail.events():
+                    yield path.stem, event
 
     def _each(self, tell: Callable[[Sink], object]) -> None:
         for name, sink in list(self._sinks.items()):
