@@ -18,6 +18,7 @@ from thinwire.records.files import check_place
 from thinwire.records.run_record import RunRecord, best_loss
 from thinwire.report.diagnosis import delay_table, diagnose
 from thinwire.report.progress import compare_table
+from thinwire.report.terminal import reading
 from thinwire.report.trackers.follow import following
 from thinwire.report.trackers.sinks import SINKS, parse_sinks
 
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     out = asked.out or asked.runs[0] / name
     if asked.out or asked.runs[0].is_dir():
         check_place(out)  # before logs of weeks are read
-    records = [RunRecord.load(folder) for folder in folders]
-    page = write_report(records, out)
+    with reading(console, folders):
+        records = [RunRecord.load(folder) for folder in folders]
+        page = write_report(records, out)
     console.print(compare_table(records, console.width))
     for record in records if asked.log else ():
         with following(asked.log, record.folder, record.settings, options.teller(console)) as follower:
@@ -77,7 +79,8 @@ def _runs_of(folder: Path) -> list[Path]:
 def _diagnose(asked: Options, console: Console) -> int:
     if len(asked.runs) > 1:
         raise ConfigurationError(f"--diagnose with {len(asked.runs)} runs: one is needed; diagnose them one by one.")
-    diagnosis = diagnose(asked.runs[0])
+    with reading(console, asked.runs):
+        diagnosis = diagnose(asked.runs[0])
     if diagnosis.ways:
         console.print(delay_table(diagnosis))
         console.print()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rich.live import Live
 from thinwire.cli import options
 from thinwire.records.files import write_whole
 from thinwire.report.scraped import ScrapedTop, is_address
+from thinwire.report.terminal import reading
 from thinwire.report.top import Top
 
 FRAME_SECONDS = 1.0
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     elsewhere = is_address(asked.run) and not Path(asked.run).exists()
     top = ScrapedTop(asked.run) if elsewhere else Top(Path(asked.run))
-    top.read(time.time())
+    with reading(console, [top.folder]) if isinstance(top, Top) else nullcontext():
+        top.read(time.time())
     if asked.page and not (asked.once or asked.json):
         console.print(f"page: {asked.page}", soft_wrap=True, highlight=False)
         while not top.over:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,7 +14,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from thinwire.records.printable import printable_lines
-from thinwire.records.units import text_of_seconds
+from thinwire.records.units import text_of_nbytes, text_of_seconds
 
 
 class Terminal(Console):
@@ -28,6 +29,12 @@ class Terminal(Console):
                 yield segment
             else:
                 yield Segment(printable_lines(segment.text, len(segment.text)), segment.style)
+
+
+def reading(console: Console, folders: Iterable[Path]) -> AbstractContextManager[None]:
+    """Show that the event logs of runs are read, which takes minutes if these trained for weeks."""
+    nbytes = sum(path.stat().st_size for folder in folders for path in folder.glob("events/*.jsonl"))
+    return waiting(console, f"reading {text_of_nbytes(nbytes)} of event logs")
 
 
 @contextmanager
