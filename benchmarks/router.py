@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.comm import Link
-from thinwire.comm.emulated import Uplink
+from thinwire.comm.uplink import Uplink
 
 QUEUE_SECONDS = 0.1
 MTU = 1500

@@ -10,7 +10,7 @@ import torch
 from pieces import over
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup, parse_link
-from thinwire.comm.emulated import Uplink
+from thinwire.comm.uplink import Uplink
 from thinwire.errors import ConfigurationError, LinkError
 
 

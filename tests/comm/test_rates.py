@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from thinwire.comm import LinkedGroup, ThreadGroup, parse_link
-from thinwire.comm.emulated import TracedLink, Uplink, check_link
 from thinwire.comm.rates import RateTrace
+from thinwire.comm.uplink import TracedLink, Uplink, check_link
 from thinwire.errors import ConfigurationError
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from thinwire import run_threads
 from thinwire.comm import Group, Link, LinkedGroup
-from thinwire.comm.emulated import Uplink
 from thinwire.comm.group import Transfer
+from thinwire.comm.uplink import Uplink
 from thinwire.errors import ConfigurationError
 from thinwire.plan import probe
 from thinwire.plan.probe import TRAINS, Probe, line, pairings, probe_links

@@ -7,9 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thinwire.comm.emulated import Link as Link
     from thinwire.comm.emulated import LinkedGroup as LinkedGroup
-    from thinwire.comm.emulated import parse_link as parse_link
     from thinwire.comm.group import Group as Group
     from thinwire.comm.group import Transfer as Transfer
     from thinwire.comm.group import gather as gather
@@ -19,9 +17,12 @@ if TYPE_CHECKING:
     from thinwire.comm.threads import run_threads as run_threads
     from thinwire.comm.torch import TorchGroup as TorchGroup
     from thinwire.comm.torch import start_torch as start_torch
+    from thinwire.comm.uplink import Link as Link
+    from thinwire.comm.uplink import parse_link as parse_link
 
 _HOMES = {
-    **dict.fromkeys(("Link", "LinkedGroup", "parse_link"), "emulated"),
+    **dict.fromkeys(("Link", "parse_link"), "uplink"),
+    **dict.fromkeys(("LinkedGroup",), "emulated"),
     **dict.fromkeys(("Group", "Transfer", "gather"), "group"),
     **dict.fromkeys(("CountedGroup", "Ledger"), "ledger"),
     **dict.fromkeys(("ThreadGroup", "run_threads"), "threads"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Identity
-from thinwire.comm.emulated import Link
+from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Signal, cut

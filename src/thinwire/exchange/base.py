@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.comm.emulated import Link
+from thinwire.comm.uplink import Link
 from thinwire.exchange.round import Round
 from thinwire.pieces.feedback import Feedback
 from thinwire.types import State

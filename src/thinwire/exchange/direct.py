@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire.codecs.device import whole_anywhere
-from thinwire.comm.emulated import Link
+from thinwire.comm.uplink import Link
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.buffers import CPU
 from thinwire.exchange.chunks import Message, cut, packets_nbytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from thinwire.codecs import Codec
-from thinwire.comm.emulated import Link
+from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.exchange.all_reduce import AllReduce
 from thinwire.exchange.base import Arrival, Exchange, Settle

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.comm.emulated import Link
+from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, Signal, cut, packets_nbytes

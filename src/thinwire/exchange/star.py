@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire.comm.emulated import Link
+from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError, DisagreementError, PacketError
 from thinwire.exchange.base import Arrival, Exchange, Settle
 from thinwire.exchange.chunks import Message, cut, packets_nbytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from thinwire.comm import Link
-from thinwire.comm.emulated import check_link
+from thinwire.comm.uplink import check_link
 from thinwire.elastic import driver as elastic
 from thinwire.errors import ConfigurationError
 from thinwire.lm.checked_settings import CheckedSettings

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import isfinite
 
-from thinwire.comm.emulated import Link
 from thinwire.comm.quantities import SECONDS, number_and_unit
+from thinwire.comm.uplink import Link
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT
 

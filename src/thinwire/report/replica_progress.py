@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thinwire.comm.emulated import Link, Uplink
+from thinwire.comm.uplink import Link, Uplink
 from thinwire.records.events import Event
 from thinwire.records.printable import printable
 from thinwire.records.sessions import number, whole
