@@ -27,6 +27,7 @@ def loaded(code: str) -> set[str]:
         ),
         ("from thinwire.comm.secure import Hub", {"grpc", "cryptography"}),  # the machine of a hub needs no more
         ("import thinwire.cli.hub, thinwire.cli.lighthouse", {"grpc", "cryptography", "rich", "tyro"}),
+        ("import thinwire.cli.top", {"rich", "tyro", "plotly"}),
     ],
 )
 def test_imports_load_only_the_heavy_packages_that_they_need(code, may):
