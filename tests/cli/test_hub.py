@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from group_laws import free_port
@@ -231,32 +232,37 @@ def test_one_signal_ends_a_replica_that_waits_for_the_others(
     assert "thinwire join: interrupted" in capsys.readouterr().err
 
 
+def save_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Run:
+    """Saves a run of two steps on a small text as `run.toml` of `folder`, where its tokens are kept too."""
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: folder / "cache")
+    (text := folder / "text.txt").write_text("a thin wire carries it\n" * 300)
+    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, **settings)
+    run.save(folder / "run.toml")
+    return run
+
+
+def as_oslo(folder: Path) -> list[str]:
+    return ["--name", "oslo", "--out", str(folder / "run"), "--keys", str(folder / "keys")]
+
+
 @pytest.mark.slow
 def test_the_timeout_of_a_join_is_that_of_its_first_round_in_an_elastic_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waited for the run's own, and said that --timeout sets it."""
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
-    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
-    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, carrier="secure-elastic", timeout=2)
-    run.save(tmp_path / "run.toml")
-    given = ["--name", "oslo", "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys"), "--timeout", "1"]
+    save_run(tmp_path, monkeypatch, carrier="secure-elastic", timeout=2)
     with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(5.0)) as hub:
-        assert main(["join", str(hub.invite()), str(tmp_path / "run.toml"), *given]) == 1
-    assert "Gave up after 1 s; --timeout sets this time." in " ".join(capsys.readouterr().err.split())
+        told = main(["join", str(hub.invite()), str(tmp_path / "run.toml"), *as_oslo(tmp_path), "--timeout", "1"])
+    assert told == 1 and "Gave up after 1 s; --timeout sets this time." in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_join_without_a_checkpoint_to_resume_from_is_told_what_it_can_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`join` has no --from-start."""
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
-    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
-    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, replicas=1, carrier="secure")
-    run.save(tmp_path / "run.toml")
-    given = ["--name", "oslo", "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys")]
+    save_run(tmp_path, monkeypatch, replicas=1, carrier="secure")
     with Hub(tmp_path / "hub") as hub:
-        join = ["join", str(hub.invite()), str(tmp_path / "run.toml"), *given]
+        join = ["join", str(hub.invite()), str(tmp_path / "run.toml"), *as_oslo(tmp_path)]
         assert main(join) == 0
         shutil.rmtree(tmp_path / "run/checkpoints")
         assert main([*join, "--resume"]) == 1
@@ -268,11 +274,7 @@ def test_a_replica_that_resumes_without_a_run_file_keeps_the_settings_of_its_fol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's file may have other settings, such as fewer steps, or there may be none."""
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
-    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
-    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, replicas=1, carrier="secure")
-    run.save(tmp_path / "run.toml")
-    given = ["--name", "oslo", "--out", str(tmp_path / "run"), "--keys", str(tmp_path / "keys")]
+    run, given = save_run(tmp_path, monkeypatch, replicas=1, carrier="secure"), as_oslo(tmp_path)
     with Hub(tmp_path / "hub") as hub:
         token = str(hub.invite())
         assert main(["join", token, str(tmp_path / "run.toml"), *given]) == 0
@@ -294,10 +296,7 @@ def test_the_advice_to_resume_names_the_run_file_and_the_port() -> None:
 def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_changes_nothing_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
-    (text := tmp_path / "text.txt").write_text("a thin wire carries it\n" * 300)
-    run = Run.of(text=(str(text),), steps=2, batch=1, sequence=16, eval_batches=1, carrier="secure").absolute()
-    run.save(tmp_path / "run.toml")
+    run = save_run(tmp_path, monkeypatch, carrier="secure").absolute()
     (tmp_path / "oslo/events").mkdir(parents=True)
     run.changed(lr=0.5).save(tmp_path / "oslo/run.toml")
     before = (tmp_path / "oslo/run.toml").read_text()

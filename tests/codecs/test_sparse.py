@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs.base import Places
+from thinwire.codecs.layout import Places
 from thinwire.rng import Key
 
 FACTORS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0)

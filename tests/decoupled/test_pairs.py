@@ -220,7 +220,7 @@ def test_one_replica_trains_as_its_inner_optimizer_alone():
             4,
             "in 2 parts: no path leads from replica 0 to replica 2",
         ),
-        (lambda: ad_psgd(topology="ring"), 4, "a piece of this kind"),
+        (lambda: ad_psgd(topology="ring"), 4, "a Topology is needed"),
         (lambda: ad_psgd(rates="best"), 4, "even or fitted is needed"),
         (lambda: a2cid2(codec=RandomK(0.1)), 4, "a contractive codec of fixed size"),
     ],

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Part, Places, Said, Shapes, check_fit
+from thinwire.codecs.base import Codec, Said, Shapes, check_fit
+from thinwire.codecs.layout import Part, Places
 from thinwire.codecs.streams import (
     REPEAT,
     Bytes,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.base import Codec, Part, Said, check_fit, check_inner
+from thinwire.codecs.base import Codec, Said, check_fit, check_inner
+from thinwire.codecs.layout import Part
 from thinwire.codecs.sparse import LargestOfChunks
 from thinwire.rng import Key
 

@@ -12,6 +12,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Nesterov, Outer
 from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.piece import check_piece
 from thinwire.pieces.staleness import ByTokens, Correct, HeLoCo, Weigh
 
 
@@ -59,11 +60,7 @@ class Composition:
         kinds: dict[str, Any] = {"partition": Partition, "codec": Codec, "down": Codec, "outer": Outer, "weigh": Weigh}
         kinds |= {"correct": Correct | None, "feedback": Feedback | None}
         for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, type):
-                raise ConfigurationError(
-                    f"{name}={value!r}: a piece of this kind is needed; see `thinwire docs pieces`."
-                )
+            check_piece(name, getattr(self, name), kind)
         counts = {"every": self.every, "quorum": self.quorum}
         if any(type(number) is not int or number < 1 for number in counts.values()):
             raise ConfigurationError(f"every={self.every}, quorum={self.quorum}: whole numbers above 0 are needed.")

@@ -85,8 +85,7 @@ class Unequal(Attached):
         self.fragments, self.tokens = method.partition.fragments(model), 1.0
         self.introduce({})
         self._states = [first_state(method, fragment, index) for index, fragment in enumerate(self.fragments)]
-        if agree_on_start(group, [one.anchor for one in self._states]):
-            observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        agree_on_start(group, [one.anchor for one in self._states], observer)
         check_start(self.fragments, [one.anchor for one in self._states])
         self._load_anchors()
         self._method, self._team = method, group = self._near(method, group)

@@ -12,6 +12,7 @@ from thinwire.codecs import Codec, Identity
 from thinwire.decoupled.timeline import done
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import Partition, Whole
+from thinwire.pieces.piece import check_piece
 from thinwire.topology import Clocks, Ring, Topology, fitted_rates, meeting_rates
 
 
@@ -75,11 +76,7 @@ class PairComposition:
 
     def __post_init__(self) -> None:
         for name, kind in (("topology", Topology), ("partition", Partition), ("codec", Codec)):
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, type):
-                raise ConfigurationError(
-                    f"{name}={value!r}: a piece of this kind is needed; see `thinwire docs pieces`."
-                )
+            check_piece(name, getattr(self, name), kind)
         if type(self.every) is not int or self.every < 1:
             raise ConfigurationError(f"every={self.every}: at least 1 inner step between two meetings is needed.")
         if not all(0 < one < math.inf for one in self.slow):

@@ -77,8 +77,7 @@ class Pairing(Attached):
         self.own_steps = len(set(method.slow)) > 1
         self.introduce({})
         self._states = [_hold(fragment, index, method.codec) for index, fragment in enumerate(self.fragments)]
-        if agree_on_start(group, [one.anchor for one in self._states]):
-            observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        agree_on_start(group, [one.anchor for one in self._states], observer)
         check_start(self.fragments, [one.anchor for one in self._states])
         for one in self._states:
             one.load_into_parameters(one.anchor)

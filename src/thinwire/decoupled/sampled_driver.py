@@ -65,8 +65,7 @@ class PlexusReplica(Attached):
         self.introduce({})
         self._one = FragmentState(self.fragments[0], 0, torch.empty(self.fragments[0].numel), {}, {}, Identity())
         self._one.snapshot(self._one.anchor)
-        if agree_on_start(group, [self._one.anchor]):
-            observer("warning", 0, message="replicas began with different weights; all start from replica 0's")
+        agree_on_start(group, [self._one.anchor], observer)
         check_start(self.fragments, [self._one.anchor])
         self._one.state = method.outer.init(self._one.anchor)
         self._one.load_into_parameters(self._one.anchor)

@@ -11,6 +11,7 @@ from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.sites_timeline import SiteTimeline
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.outer import DelayedNesterov, Outer
+from thinwire.pieces.piece import check_piece
 from thinwire.pieces.staleness import Correct
 from thinwire.rng import derive
 
@@ -54,8 +55,7 @@ class SiteComposition(Composition):
             raise ConfigurationError(
                 f"apart={self.apart}, merge={self.merge}: at least 1 round, and 0 <= merge < 1, are needed."
             )
-        if not isinstance(self.above, Outer):
-            raise ConfigurationError(f"above={self.above!r}: an outer step is needed; see `thinwire docs pieces`.")
+        check_piece("above", self.above, Outer)
 
     def ranks(self, size: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each site in a group of `size`. Raises `ConfigurationError` if they do not fit."""

@@ -228,7 +228,7 @@ class Attached(Participant):
     def anchors(self) -> list[Tensor]:
         """The agreed weights of the whole model, in one flat fp32 tensor."""
         with self.anchored():
-            return [torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])]
+            return [self._flat()]
 
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the agreed weights; whole tensors on the CPU."""
@@ -243,6 +243,20 @@ class Attached(Participant):
         """Detach. The group stays open; it is the caller's."""
         for hook in self._hooks:
             hook.remove()
+
+    def _flat(self) -> Tensor:
+        """This replica's own weights, in one flat fp32 tensor."""
+        return torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])
+
+    def _slices(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter, with its part of `flat` in the same shape."""
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        yield from ((parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts))
+
+    @torch.no_grad()
+    def _load(self, flat: Tensor) -> None:
+        for parameter, slice_ in self._slices(flat):
+            parameter.copy_(slice_)
 
     def introduce(self, facts: Mapping[str, Any]) -> None:
         """Compare code, method, model and `facts` with all others. Raises `DisagreementError`."""

@@ -297,8 +297,7 @@ class Controlled(Attached):
         self.introduce({"names": list(self.names), "all names": list(self.pipeline)})
         told = self._told()
         if all(rounds == step == 0 for rounds, step, _ in told):
-            if agree_on_start(group, [self.x]):
-                self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+            agree_on_start(group, [self.x], self._observe)
             if not bool(torch.isfinite(self.x).all()):
                 raise ModelError("the first weights hold NaN or infinity; initialise them, or load a sound checkpoint.")
             self._begin()
@@ -368,20 +367,6 @@ class Controlled(Attached):
         with torch.no_grad():
             for parameter, value in zip(self.parameters, kept):  # the caller's weights, in the middle of a round
                 parameter.copy_(value)
-
-    # ---- weights
-
-    def _flat(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])
-
-    def _slices(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
-        yield from ((parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts))
-
-    @torch.no_grad()
-    def _load(self, flat: Tensor) -> None:
-        for parameter, slice_ in self._slices(flat):
-            parameter.copy_(slice_)
 
 
 def _check_sgd(optimizer: torch.optim.Optimizer) -> None:

@@ -33,6 +33,7 @@ from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.methods.base import TAG, Attached, check_rounds, draw_names, silent
 from thinwire.packet import HEADER_NBYTES, REFUSED, STOP, Header, empty_packet, identity, open_packet, payload, seal
+from thinwire.pieces.piece import check_piece
 from thinwire.rng import Key
 from thinwire.runtime.handshake import digest
 from thinwire.runtime.step_hooks import outermost
@@ -77,8 +78,7 @@ class Flasc:
     def __post_init__(self) -> None:
         if not (0 < self.up <= 1 and 0 < self.down <= 1):
             raise ConfigurationError(f"up={self.up}, down={self.down}: above 0 and at most 1 is needed; 1 sends all.")
-        if not isinstance(self.codec, Codec) or isinstance(self.codec, type):
-            raise ConfigurationError(f"codec={self.codec!r}: a Codec is needed, for the values that are sent.")
+        check_piece("codec", self.codec, Codec)
         check_rounds(self.every, self.sampled, self.outer_lr)
         self.at(self.up), self.at(self.down)  # refuses densities that cannot be sparse
 
@@ -366,10 +366,4 @@ class Federated(Attached):
     # ---- weights
 
     def _flat(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1).float().cpu() for parameter in self.parameters])
-
-    @torch.no_grad()
-    def _load(self, flat: Tensor) -> None:
-        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, parts):
-            parameter.copy_(part.view(parameter.shape))
+        return super()._flat().cpu()

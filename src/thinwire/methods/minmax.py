@@ -328,9 +328,9 @@ class Saddle(Participant):
         compare_settings(group, facts)
         told = self._told()
         ahead = max(step for step, _ in told)
-        if ahead == 0 and agree_on_start(group, [self.z]):
-            self._observe("warning", 0, message="replicas began with different z; all start from replica 0's")
-        self.w = self.z.clone() if ahead == 0 else self.w
+        if ahead == 0:
+            agree_on_start(group, [self.z], self._observe, "z")
+            self.w = self.z.clone()
         donor = next(rank for rank, (step, _) in enumerate(told) if step == ahead)
         behind = [rank for rank, (step, _) in enumerate(told) if step < ahead]
         if behind and group.rank == donor:

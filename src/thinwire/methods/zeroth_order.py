@@ -322,8 +322,7 @@ class ZerothOrder(Attached):
         self.introduce({"names": list(self.names), "tables": _tables()})
         told = self._told()
         if all(step == 0 for step, _, _ in told):
-            if agree_on_start(group, self._tensors):
-                self._observe("warning", 0, message="replicas began with different weights; all start from replica 0's")
+            agree_on_start(group, self._tensors, self._observe)
             self._start = digest(self._tensors)
         elif stranger := next((n for n, (_, _, start) in zip(self.names, told) if start != told[0][2]), None):
             raise DisagreementError(

@@ -20,14 +20,15 @@ def check_piece(name: str, value: object, protocol: Any) -> None:
     """Raise `ConfigurationError` unless `value` has all that `protocol` says of a piece."""
     if isinstance(value, protocol) and not isinstance(value, type):
         return
-    needed = f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed; see `thinwire docs pieces`."
+    kind = getattr(protocol, "__name__", name.title())
+    wanted = f"{'an' if kind[0] in 'AEO' else 'a'} {kind} is needed"
     if is_dataclass(value) and not isinstance(value, type) and isinstance(protocol, type):
         lacks = [member for member in _members(protocol) if not hasattr(value, member)]
-        needed = (
-            f"{'an' if name[0] in 'aeo' else 'a'} {name.title()} is needed, which has {', '.join(lacks)}; make it a subclass of "
+        raise ConfigurationError(
+            f"{name}={value!r}: {wanted}, which has {', '.join(lacks)}; make it a subclass of "
             f"{protocol.__module__.removesuffix('.base')}.{protocol.__qualname__}, which has defaults for the rest."
         )
-    raise ConfigurationError(f"{name}={value!r}: {needed}")
+    raise ConfigurationError(f"{name}={value!r}: {wanted}; see `thinwire docs pieces`.")
 
 
 def _members(protocol: type) -> list[str]:

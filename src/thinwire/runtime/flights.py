@@ -37,9 +37,7 @@ class Flights:
             for index, fragment in enumerate(fragments)
         ]
         anchors = [fragment.anchor for fragment in training.fragments]
-        if agree_on_start(group, anchors):
-            told = "replicas began with different weights; all start from replica 0's"
-            training.observe("warning", training.step, message=told)  # nothing to do: not by Python's `warnings`
+        agree_on_start(group, anchors, training.observe)  # nothing to do: not by Python's `warnings`
         check_start(fragments, anchors)
         training.load_anchors()
         self.pipeline = RoundPipeline(training.strategy, group, site, training.clock, training.observe)

@@ -19,6 +19,7 @@ from thinwire.packet import FIELD_VALUES, other_steps
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, local
 from thinwire.strategy import Strategy
+from thinwire.types import Observer
 from thinwire.version import PROTOCOLS, Protocols, common
 
 _SPEAKS = "protocols"
@@ -108,9 +109,10 @@ def digest(tensors: Sequence[Tensor]) -> bytes:
     return state.digest()
 
 
-def agree_on_start(group: Group, anchors: Sequence[Tensor]) -> bool:
-    """Make all replicas start from replica 0's weights, by `agree_on_weights`. Returns whether any differed."""
-    return agree_on_weights(group, anchors, "start")[1]
+def agree_on_start(group: Group, tensors: Sequence[Tensor], observe: Observer, name: str = "weights") -> None:
+    """Make all replicas start from replica 0's `tensors`, by `agree_on_weights`. Reports a warning if any differed."""
+    if agree_on_weights(group, tensors, "start")[1]:
+        observe("warning", 0, message=f"replicas began with different {name}; all start from replica 0's")
 
 
 def agree_on_weights(group: Group, tensors: Sequence[Tensor], purpose: str) -> tuple[bytes, bool]:
