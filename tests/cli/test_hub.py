@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,30 @@ def test_a_hub_takes_the_run_file_of_its_own_folder_and_says_in_one_line_that_it
     said = capfd.readouterr().err  # gRPC's too, which does not write by Python
     assert f"the hub cannot listen at {at} (Address already in use)" in said and said.count("\n") == 1
     assert file.read_text() == before
+
+
+def test_a_hub_replaces_its_own_copy_of_a_run_file_and_says_so_but_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that a person wrote or changed there was lost without a word."""
+    kept, file = tmp_path / "hub/run.toml", tmp_path / "other.toml"
+    Run.of(model="nano").save(file)
+    first = file.read_text()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = ["hub", "--out", str(kept.parent), "--run-file", str(file), "--listen", at]
+        for steps in (None, None, 7):
+            if steps:
+                Run.of(model="nano", steps=steps).save(file)
+            assert main(command) == 1 and kept.read_text() == file.read_text()
+            assert ("replaces the run file" in capsys.readouterr().out) is bool(steps)
+        for written in (first, f"# ours\n{file.read_text()}"):
+            kept.write_text(written)
+            assert main(command) == 2 and kept.read_text() == written
+            told = " ".join(capsys.readouterr().err.split())
+            assert f"{kept} is no copy that this hub has made, and {file} would replace it; leave --run-file" in told
+        kept.unlink()
+        assert main(command) == 1 and kept.read_text() == file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -302,12 +327,21 @@ def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_changes_
     before = (tmp_path / "oslo/run.toml").read_text()
     (tmp_path / "oslo/events/replica-1.jsonl").touch()
     given = [str(tmp_path / "run.toml"), "--resume", "--out", str(tmp_path / "oslo"), "--keys", str(tmp_path / "keys")]
-    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as threads:
+    waits = threading.Event()
+    with Hub(tmp_path / "hub", say=lambda line: waits.set() if line.startswith("waits bergen") else None) as hub:
         token = str(hub.invite(uses=2))
-        other = threads.submit(meet, token, "oslo", 2, tmp_path / "keys")
-        assert main(["join", token, "--name", "bergen", *given]) == 2
-        other.result().close()
-    told = " ".join(capsys.readouterr().err.split())
+
+        def meet_later() -> None:
+            waits.wait()
+            meet(token, "oslo", 2, tmp_path / "keys").close()
+
+        with ThreadPoolExecutor() as threads:
+            other = threads.submit(meet_later)
+            assert main(["join", token, "--name", "bergen", *given]) == 2
+            other.result()
+    said = capsys.readouterr()
+    assert "bergen waits for 1 of 2 members; here: bergen\n" in said.out
+    told = " ".join(said.err.split())
     assert "oslo is the folder of replica-1, and bergen is replica-0 of bergen, oslo; give the --out" in told
     assert {path.name for path in (tmp_path / "oslo").rglob("*")} == {"run.toml", "events", "replica-1.jsonl"}
     assert (tmp_path / "oslo/run.toml").read_text() == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ class RawStream:
         self._frames: queue.Queue[bytes | None] = queue.Queue()
         metadata = [] if stated is None else [(key, stated)]
         self.call: Any = channel.stream_stream(method)(iter(self._frames.get, None), metadata=metadata)
-        self.sequence, self.version = 0, version
+        self.sequence, self.version, self.heard = 0, version, 0
+
+    def frame(self, kinds: Sequence[int] = range(256)) -> frames.Frame:
+        """Returns the next frame of the hub."""
+        self.heard += 1
+        return frames.opened(next(self.call), self.heard - 1, kinds, self.version)
 
     def put(self, kind: int, rank: int, body: bytes, sequence: int | None = None) -> None:
         number = self.sequence if sequence is None else sequence
@@ -128,6 +134,7 @@ def admitted(token: Token, name: str, folder: Path) -> Credentials:
 
 
 def welcomed(stream: RawStream) -> frames.Welcome:
-    """Returns the hub's answer to `hello`."""
-    raw = next(stream.call)
-    return frames.opened_welcome(frames.opened(raw, 0, [frames.WELCOME], stream.version).body)
+    """Returns the hub's answer to `hello`, when its group is complete."""
+    while (frame := stream.frame([frames.WAITING, frames.WELCOME])).kind == frames.WAITING:
+        pass
+    return frames.opened_welcome(frame.body)

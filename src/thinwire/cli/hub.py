@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 import resource
-import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Literal
@@ -167,12 +167,12 @@ def _run(asked: Options, console: Console) -> int:
 
         run_of_hub(asked.run_file, asked.elastic)
     folder = private_folder(asked.out)
-    if asked.run_file:
-        with suppress(shutil.SameFileError):
-            shutil.copyfile(asked.run_file, folder / "run.toml")
 
     def say(line: str) -> None:
         console.print(printable(line), soft_wrap=True, highlight=False)
+
+    if asked.run_file:
+        _keep_run_file(asked.run_file, folder, say)
 
     registry = (lambda: MemberRegistry(asked.heartbeat_timeout)) if asked.elastic else None
     published = PublishedFolder(asked.published) if asked.published else None
@@ -193,6 +193,25 @@ def _run(asked: Options, console: Console) -> int:
             while not ended:
                 time.sleep(0.2)
     return 0
+
+
+def _keep_run_file(given: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Copy the run file into the hub's folder. Raises `ConfigurationError` if it would replace one that a person has written or changed there."""
+    from thinwire.comm.secure.state import HubState
+
+    kept, new = folder / "run.toml", given.read_bytes()
+    before = kept.read_bytes() if kept.exists() else new
+    if kept.exists() and kept.samefile(given):
+        return
+    with closing(HubState(folder)) as state:
+        if before != new and state.meta("run file") != sha256(before).hexdigest():
+            raise ConfigurationError(
+                f"{kept} is no copy that this hub has made, and {given} would replace it; leave --run-file out to use it, or rename it."
+            )
+        state.keep("run file", sha256(new).hexdigest())
+    kept.write_bytes(new)
+    if before != new:
+        say(f"{given} replaces the run file for machines that join without one")
 
 
 def _check_publishers(asked: Options) -> None:

@@ -26,7 +26,7 @@ from thinwire.lm.run import Run
 from thinwire.lm.secure import join_for, run_of_hub, train_member
 from thinwire.lm.supervisor import JoiningReplica
 from thinwire.lm.watch import watching
-from thinwire.records.printable import quoted
+from thinwire.records.printable import printable, quoted
 from thinwire.report.progress import Progress
 from thinwire.report.terminal import waiting
 
@@ -145,7 +145,11 @@ def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
     more = " and the hub's reducer" if run.needs_hub else ""
     console.print(f"waiting until all {run.placement.replicas} replicas{more} have joined", highlight=False)
     seconds = A_DAY if asked.timeout is None else asked.timeout
-    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, seconds, asked.address)
+
+    def say(state: str) -> None:
+        console.print(printable(f"{asked.name} {state}"), soft_wrap=True, highlight=False, markup=False)
+
+    group = join_for(run, asked.token, asked.name, asked.keys, asked.group, seconds, asked.address, say)
     named = f"replica {group.rank} of {run.placement.replicas}: {', '.join(group.names)}"
     console.print(named, soft_wrap=True, highlight=False)
     return group

@@ -6,6 +6,7 @@ python -m thinwire.lm.secure FOLDER INDEX [--resume] LAUNCHER    one replica, as
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,20 @@ def _note(group: SecureGroup, folder: Path) -> None:
         (folder / PATHS).write_text(f"{group.describe()}\n")
 
 
-def join_for(run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = "") -> SecureGroup:
+def join_for(
+    run: Run, token: str, name: str, keys: Path, word: str, timeout: float, address: str = "",
+    say: Callable[[str], object] = lambda state: None,
+) -> SecureGroup:  # fmt: skip
     """Join the hub of `token` for `run`, and wait for the other replicas, which send the same `word`. They dial `address`, if this one
-    listens.
+    listens. `say` is called with each new state of the wait.
     """
     link = parse_link(run.placement.uplink)
     listen = "" if run.placement.listen == "none" else run.placement.listen
     size, rate = run.placement.replicas, link.bits_per_second if link else None
     if not run.needs_hub:
-        group = join(token, name, size, keys, word, timeout, rate, listen=listen, address=address)
+        group = join(token, name, size, keys, word, timeout, rate, listen=listen, address=address, say=say)
     else:
-        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address)
+        group = join(token, name, size + 1, keys, with_reducer(word), timeout, rate, 0, listen, address, say)
         if group.names[-1] != REDUCER:  # whose name the hub gives to its own reducer alone
             group.close()
             raise LinkError(

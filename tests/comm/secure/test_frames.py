@@ -16,7 +16,7 @@ from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.relay import natural
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 
-ALL = range(15)
+ALL = range(22)
 
 
 def test_frames_survive_serialisation():
@@ -28,12 +28,17 @@ def test_frames_survive_serialisation():
         frames.opened(raw, 9, [frames.PULL], 5)
     welcome = frames.packed_welcome(3, 4, 1, ["oslo", "lima"], [(0, 77)])
     assert frames.opened_welcome(welcome) == frames.Welcome(3, 4, 1, ("oslo", "lima"), ((0, 77),))
+    names = frames.packed_names(["oslo", "lima"])
+    assert frames.opened_names(names) == ("oslo", "lima") and frames.opened_names(b"") == ()
+    for wrong in (names[:-1], names * 33, b"\4\x1b[2J", b"\0"):
+        with pytest.raises(PacketError, match="the hub's list of waiting members cannot be read"):
+            frames.opened_names(wrong)
     offset, receivers, chunk = frames.opened_data(frames.packed_data(1 << 33, [(1, 2), (3, 4)], b"abc"))
     assert (offset, receivers, bytes(chunk)) == (1 << 33, [(1, 2), (3, 4)], b"abc")
     assert frames.opened_passed(frames.packed_passed(2, 5, memoryview(b"abc"))) == (2, 5, b"abc")
 
 
-@given(st.binary(max_size=200), st.integers(0, 14))
+@given(st.binary(max_size=200), st.integers(0, 21))
 def test_arbitrary_bytes_are_a_frame_or_refused(raw, kind):
     tracemalloc.start()
     try:
@@ -43,7 +48,7 @@ def test_arbitrary_bytes_are_a_frame_or_refused(raw, kind):
             except PacketError:
                 continue
             assert frame.kind in ALL
-        for read in (frames.opened_welcome, frames.opened_data, frames.opened_passed):
+        for read in (frames.opened_welcome, frames.opened_names, frames.opened_data, frames.opened_passed):
             try:
                 read(raw)
             except PacketError:

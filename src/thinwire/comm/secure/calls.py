@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from thinwire.comm.secure import frames
 from thinwire.errors import LinkError
 
 _NOT_NOW = ("certificate has expired", "certificate is not yet valid")  # of gRPC
@@ -32,6 +34,19 @@ async def read(stream: Any) -> bytes:
         code, details = await stream.code(), await stream.details()
         raise _refusal(code, details)
     return bytes(raw)
+
+
+async def welcomed(stream: Any, version: int, waits: Callable[[tuple[str, ...]], object]) -> tuple[frames.Welcome, int]:
+    """The hub's welcome, and the number of frames up to it. Before that, `waits` is called with the names of all who wait, at each change.
+    Raises `Refused`, `Broken`, `PacketError`.
+    """
+    sequence = 0
+    while True:
+        frame = frames.opened(await read(stream), sequence, (frames.WELCOME, frames.WAITING), version)
+        sequence += 1
+        if frame.kind == frames.WELCOME:
+            return frames.opened_welcome(frame.body), sequence
+        waits(frames.opened_names(frame.body))
 
 
 async def check_open(stream: Any) -> None:

@@ -13,6 +13,8 @@ The fields of its kind follow. Control frames and messages of at most `SMALL_NBY
 chunks of longer messages on bulk streams. A receiver requests each message (PULL) when its buffer is ready. Only
 requested messages are sent, so none must be stored.
 
+Since version 6 the hub tells a member whose group is not complete who waits with it (WAITING), until the WELCOME.
+
 Since version 5 a member may tell the others where it listens (LISTENS). A straight stream between two members (straight.py) begins with a
 GREET each way; the chunks of long messages follow, as the hub would send them, or PINGs alone (heartbeats.py).
 """
@@ -22,9 +24,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from thinwire.errors import PacketError
+from thinwire.comm.secure.keys import check_name
+from thinwire.errors import ConfigurationError, PacketError
 
 SAME_RELEASE = "run the same release of Thinwire everywhere"
 
@@ -34,10 +38,10 @@ MEMBERS = 64  # most members of one group
 LIMIT_NBYTES = CHUNK_NBYTES + 2048  # most bytes of one frame
 
 HELLO, WELCOME, BACK, AWAY, GONE, SYNC, PULL, ACK, REFUSE, LEAVE, ATTACH, DATA, MEET, ASK, ANSWER = range(15)
-LISTENS, PING, PONG, MEASURED, CHOSEN, GREET = range(15, 21)
+LISTENS, PING, PONG, MEASURED, CHOSEN, GREET, WAITING = range(15, 22)
 PASSED_ON = (SYNC, PULL, ACK, REFUSE)  # forwarded from member to member unchanged
 _OF_STRAIGHT = (LISTENS, PING, PONG, MEASURED, CHOSEN)  # forwarded, too, since version `STRAIGHT`
-STRAIGHT = 5
+STRAIGHT, WAITS = 5, 6
 HOST_NBYTES = 253  # most bytes of a host's name
 
 LEFT, REVOKED, REPLACED, LOST = range(4)  # the reason why a member is gone
@@ -137,7 +141,7 @@ def opened(raw: bytes, sequence: int, kinds: Sequence[int], version: int) -> Fra
     if kind not in kinds:
         raise PacketError(f"a frame of kind {kind} came, which is not allowed here; {SAME_RELEASE}")
     rest = raw[HEADER.size :]
-    if kind in (DATA, WELCOME, ASK, ANSWER):
+    if kind in (DATA, WELCOME, WAITING, ASK, ANSWER):
         return Frame(kind, rank, (), rest)
     if len(rest) != _FIELDS[kind].size:
         raise PacketError(
@@ -150,9 +154,13 @@ def packed_welcome(
     connection: int, group: int, rank: int, names: Sequence[str], present: Sequence[tuple[int, int]]
 ) -> bytes:
     """The body of a WELCOME: the names of the group's members, then the rank and connection of each member that is connected now."""
-    told = b"".join(bytes([len(name)]) + name.encode() for name in names)
     there = b"".join(_RECEIVER.pack(*one) for one in present)
-    return _WELCOME.pack(connection, group, rank, len(names)) + told + struct.pack("<H", len(present)) + there
+    return (
+        _WELCOME.pack(connection, group, rank, len(names))
+        + packed_names(names)
+        + struct.pack("<H", len(present))
+        + there
+    )
 
 
 @dataclass(frozen=True)
@@ -172,18 +180,38 @@ def opened_welcome(body: bytes) -> Welcome:
         connection, group, rank, size = _WELCOME.unpack_from(body)
         if not 0 <= rank < size <= MEMBERS:
             raise ValueError
-        place, names = _WELCOME.size, []
-        for _ in range(size):
-            length = body[place]
-            names.append(body[place + 1 : place + 1 + length].decode("ascii"))
-            place += 1 + length
+        names, place = _names(body, _WELCOME.size, size)
         (count,) = struct.unpack_from("<H", body, place)
         if len(body) != place + 2 + count * _RECEIVER.size:
             raise ValueError
         present = tuple(_RECEIVER.unpack_from(body, place + 2 + at * _RECEIVER.size) for at in range(count))
-    except (struct.error, ValueError, IndexError):
+    except (struct.error, ValueError, IndexError, ConfigurationError):
         raise PacketError(f"the hub's welcome cannot be read; {SAME_RELEASE}") from None
-    return Welcome(connection, group, rank, tuple(names), present)
+    return Welcome(connection, group, rank, names, present)
+
+
+def packed_names(names: Sequence[str]) -> bytes:
+    """The body of a WAITING: the members that wait."""
+    return b"".join(bytes([len(name)]) + name.encode() for name in names)
+
+
+def opened_names(body: bytes) -> tuple[str, ...]:
+    """Parse the body of a WAITING. Raises `PacketError`."""
+    with suppress(ValueError, ConfigurationError):
+        names, end = _names(body, 0, MEMBERS)
+        if end == len(body):
+            return names
+    raise PacketError(f"the hub's list of waiting members cannot be read; {SAME_RELEASE}")
+
+
+def _names(body: bytes, place: int, most: int) -> tuple[tuple[str, ...], int]:
+    """At most `most` names from `place` on, and the place after them."""
+    names: list[str] = []
+    while len(names) < most and place < len(body):
+        length = body[place]
+        names.append(check_name(body[place + 1 : place + 1 + length].decode("ascii")))
+        place += 1 + length
+    return tuple(names), place
 
 
 def packed_data(offset: int, receivers: Sequence[tuple[int, int]], chunk: bytes | memoryview) -> bytes:

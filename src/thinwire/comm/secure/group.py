@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -204,6 +205,7 @@ def join(
     place: int = 0,
     listen: str = "",
     address: str = "",
+    say: Callable[[str], object] = lambda state: None,
 ) -> SecureGroup:
     """Dial the hub of `token`, and join a group of `size` replicas. Returns when all have joined.
 
@@ -219,6 +221,7 @@ def join(
         place: ranks follow places; equal places follow names.
         listen: HOST:PORT at which other members may reach this one, so that packets need not go by the hub; "": no port is opened.
         address: HOST or HOST:PORT that they dial, if it is not `listen`.
+        say: called on another thread with each new state of the wait, such as "waits for 1 of 3 members; here: bern, oslo".
 
     Raises:
         ConfigurationError: the token, the name or an address is not valid, or the port to listen at is taken.
@@ -230,7 +233,7 @@ def join(
         )
     at = Listen.parse(listen, address) if listen else None
     enrolment = Enrolment(Token.read(token), name, Path(folder))
-    link = HubLink(enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at)
+    link = HubLink(enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at, say=say)
     return connected_group(link, timeout, timeout)
 
 

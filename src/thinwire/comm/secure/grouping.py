@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from thinwire.comm.secure import frames
 from thinwire.comm.secure.audit import AuditLog
-from thinwire.comm.secure.relay import Connection, Relay, natural
+from thinwire.comm.secure.relay import Connection, PassedOn, Relay, natural
 from thinwire.comm.secure.state import Grouped, HubState
 from thinwire.errors import LinkError, PacketError
 from thinwire.version import Protocols, common
@@ -30,6 +30,9 @@ class GroupRequest(NamedTuple):
         return cls(frame.data(1), frame.number(2), frame.number(3), protocols)
 
 
+Waiting = dict[str, tuple[Connection, GroupRequest]]  # by name
+
+
 class HubGroups:
     """All groups of a hub.
 
@@ -42,7 +45,7 @@ class HubGroups:
     def __init__(self, state: HubState, audit: AuditLog, patience: float) -> None:
         self._state, self._audit, self._patience = state, audit, patience
         self._relays: dict[int, Relay] = {}
-        self._waiting: dict[bytes, dict[str, tuple[Connection, GroupRequest]]] = {}  # by label and name
+        self._waiting: dict[bytes, Waiting] = {}  # by label
         for group in state.groups():
             self._add_relay(group)
 
@@ -64,10 +67,16 @@ class HubGroups:
                     "that speaks a protocol of each, and start them again"
                 )
         waiting = self._waiting.setdefault(request.label, waiting)
+        former = waiting[name][0] if name in waiting else connection
+        if former.process != connection.process:
+            former.refusal = _replaced(name)
+            former.end.set()
         waiting[name] = connection, request
         self._audit("waits", name, f"{len(waiting)} of {request.size} have joined")
-        if len(waiting) == request.size:
-            names = sorted(waiting, key=lambda each: (waiting[each][1].place, natural(each)))
+        if len(waiting) < request.size:
+            _tell(waiting)
+        else:
+            names = _in_order(waiting)
             group = self._state.form(request.label, tuple((each, waiting[each][0].process) for each in names))
             del self._waiting[request.label]
             relay = self._add_relay(group)
@@ -87,6 +96,7 @@ class HubGroups:
             del waiting[connection.name]
             if not waiting:
                 del self._waiting[label]
+            _tell(waiting)
 
     def end_vain_waits(self, nobody_comes: Callable[[Collection[str]], bool]) -> None:
         """End the connections of processes that wait for others of their group, where `nobody_comes` is true of them."""
@@ -129,7 +139,7 @@ class HubGroups:
                     return True
                 relay.leave(rank, frames.REPLACED)
                 if old := relay.connections.get(rank):
-                    old.refusal = f"another process has connected as {name}, with the same key"
+                    old.refusal = _replaced(name)
                     old.end.set()
         return False
 
@@ -144,3 +154,20 @@ class HubGroups:
     def _drop_if_empty(self, relay: Relay) -> None:
         if len(relay.gone) == relay.size and not relay.connections:
             self._relays.pop(relay.group.number, None)
+
+
+def _in_order(waiting: Waiting) -> list[str]:
+    """The names, in the order of their ranks."""
+    return sorted(waiting, key=lambda each: (waiting[each][1].place, natural(each)))
+
+
+def _tell(waiting: Waiting) -> None:
+    """Tell all who wait for one group who they are."""
+    frame = PassedOn(frames.WAITING, 0, frames.packed_names(_in_order(waiting)))
+    for connection, _ in waiting.values():
+        if connection.version >= frames.WAITS:
+            connection.control.put_alone(frame)  # nothing else is sent before the group is formed
+
+
+def _replaced(name: str) -> str:
+    return f"another process has connected as {name}, with the same key"

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,13 +19,13 @@ import grpc.aio
 
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Outdated, Refused, explain, read, written
+from thinwire.comm.secure.calls import Broken, Outdated, Refused, explain, read, welcomed, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dial
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.messages import InFlight
-from thinwire.comm.secure.posted import Chunk, Pull
+from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.secure.straight import Straight
 from thinwire.comm.secure.tasks import run_until_one_ends
@@ -59,14 +60,15 @@ class HubLink:
             connection has ended.
         insists: whether it connects again if the connection ends before the group is formed.
         listen: where other members may reach this one; None: it opens no port.
+        say: called in the loop's thread with each new state until the group is complete, such as "waits for 1 of 3 members; here: bern, oslo".
     """
 
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
         place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS, insists: bool = True,
-        listen: Listen | None = None,
+        listen: Listen | None = None, say: Callable[[str], object] = lambda state: None,
     ) -> None:  # fmt: skip
-        self._advice, self._insists = advice, insists
+        self._advice, self._insists, self._say_state = advice, insists, say
         self.enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
@@ -137,7 +139,7 @@ class HubLink:
                 if self._place is None and not self._insists:
                     self._lose(error)
                     return
-                self.state = f"is not connected to the hub ({error})"
+                self._now(f"is not connected to the hub ({error})")
             finally:
                 self._disconnected()
             if self._leaving:
@@ -214,7 +216,7 @@ class HubLink:
         try:
             control = channels[0].stream_stream(CONTROL)(metadata=stated())
             self._version = await agreed_with_hub(control, self._silent)
-            welcome = await self._greeted(control)
+            welcome, sequence = await self._greeted(control)
             before = connections(token.port)
             bulk = [channel.stream_stream(BULK)(metadata=stated()) for channel in channels[1:]]
             for stream in bulk:
@@ -222,17 +224,25 @@ class HubLink:
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
                 pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
-            await self._carry(control, bulk, admitted)
+            await self._carry(control, sequence, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explain(error) from None
         finally:
             for channel in channels:
                 await channel.close(None)
 
-    async def _greeted(self, control: Any) -> Welcome:
+    def _hear_who_waits(self, here: tuple[str, ...]) -> None:
+        self._now(f"waits for {self._size - len(here)} of {self._size} members; here: {', '.join(here)}")
+
+    def _now(self, state: str) -> None:
+        if self._place is None and state != self.state:
+            self._say_state(state)
+        self.state = state
+
+    async def _greeted(self, control: Any) -> tuple[Welcome, int]:
         await written(control, frames.head(frames.HELLO, 0, 0, self._version) + self._hello)
         self.state = f"waits for the group: {self._size} members are needed"
-        welcome = frames.opened_welcome(frames.opened(await read(control), 0, [frames.WELCOME], self._version).body)
+        welcome, sequence = await welcomed(control, self._version, self._hear_who_waits)
         if len(welcome.names) != self._size:
             raise Refused(
                 f"the hub has a group of {len(welcome.names)} members; {self._size} were expected; give all the same number of replicas"
@@ -244,11 +254,11 @@ class HubLink:
             self._there(rank, connection)
         if not self._placed.done():
             self._placed.set_result(welcome)
-        return welcome
+        return welcome, sequence
 
-    async def _carry(self, control: Any, bulk: list[Any], admitted: Admitted) -> None:
+    async def _carry(self, control: Any, sequence: int, bulk: list[Any], admitted: Admitted) -> None:
         """Carry frames both ways until a stream ends or the certificate was renewed."""
-        reads = [*(self._hear(stream, 0) for stream in bulk), self._hear(control, 1)]
+        reads = [*(self._hear(stream, 0) for stream in bulk), self._hear(control, sequence)]
         writes = self._speak([control], True), self._speak(bulk, False)
         for error in await run_until_one_ends(*reads, *writes, _renewal(self.enrolment, admitted)):
             if not (self._leaving and isinstance(error, LinkError)):
@@ -345,7 +355,7 @@ class HubLink:
                 late_at = (late_at or time.monotonic() + LATE_SECONDS) if self.messages.waiting_for_late else None
                 await self.sleep(None if late_at is None or late else late_at - time.monotonic())
                 continue
-            body = _data(chunk)  # a copy: its buffer may go back to the poster while this waits
+            body = frames.packed_data(chunk.offset, chunk.receivers, chunk.data)  # a copy: its poster may get it back
             if not small:
                 await self.paced(len(chunk.data))
             turn = (turn + 1) % len(streams)
@@ -382,10 +392,6 @@ class HubLink:
     async def _written(self, stream: Any, frame: bytes) -> None:
         await written(stream, frame)
         self.uploaded += len(frame)
-
-
-def _data(chunk: Chunk) -> bytes:
-    return frames.packed_data(chunk.offset, chunk.receivers, chunk.data)
 
 
 async def _renewal(enrolment: Enrolment, used: Admitted) -> None:

@@ -53,6 +53,12 @@ class Pipe:
         self._frames.append(frame)
         self._ready.set()
 
+    def put_alone(self, frame: PassedOn) -> None:
+        """Append a frame, which replaces all waiting ones."""
+        self._frames.clear()
+        self._waiting.clear()
+        self.put(frame)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all waiting frames."""

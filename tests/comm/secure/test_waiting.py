@@ -1,0 +1,86 @@
+"""Who waits for a group at a hub hears who is here, and how many are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from group_laws import TIMEOUT
+from raw_member import RawMember, admitted
+
+from thinwire.comm.group import gather
+from thinwire.comm.secure import Hub, SecureGroup, frames, join, versions
+from thinwire.comm.secure.versions import FRAMES
+from thinwire.errors import LinkError
+from thinwire.version import Protocols
+
+Joining = Callable[[Hub, str, "Queue[str]"], "Future[SecureGroup]"]
+BEFORE = Protocols(4, 5, "0.0.9")  # a release from before members were told
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Iterator[Joining]:
+    """Joins a group of three on another thread."""
+    with ThreadPoolExecutor() as pool:
+
+        def begun(hub: Hub, name: str, said: Queue[str]) -> Future[SecureGroup]:
+            return pool.submit(join, str(hub.invite()), name, 3, tmp_path / "keys", timeout=TIMEOUT, say=said.put)
+
+        yield begun
+
+
+def closed(*groups: Future[SecureGroup]) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.result().close(), groups))
+
+
+def test_a_member_hears_who_comes_and_who_leaves_until_all_are_here(tmp_path: Path, joining: Joining) -> None:
+    """Its group then carries messages as if nothing had been said before the welcome."""
+    said, other = Queue[str](), Queue[str]()
+    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as pool:
+        oslo = joining(hub, "oslo", said)
+        assert said.get() == "waits for 2 of 3 members; here: oslo"
+        with RawMember(hub.invite(), admitted(hub.invite(), "bern", tmp_path), frames.group_label(3, "")) as bern:
+            bern.hello(3)
+            assert said.get() == "waits for 1 of 3 members; here: bern, oslo"
+        assert said.get() == "waits for 2 of 3 members; here: oslo"
+        lima = joining(hub, "lima", other)
+        assert said.get() == other.get() == "waits for 1 of 3 members; here: lima, oslo"
+        groups = lima, oslo, joining(hub, "rome", other)
+        words = [pool.submit(gather, group.result(), name, 9, "x") for group, name in zip(groups, (b"l", b"o", b"r"))]
+        assert [one.result() for one in words] == [[b"l", b"o", b"r"]] * 3
+        closed(*groups)
+    assert said.empty() and other.empty()
+
+
+def test_a_member_or_a_hub_of_an_earlier_release_is_told_nothing(
+    tmp_path: Path, joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, unheard = Queue[str](), Queue[str]()
+    with Hub(tmp_path / "hub") as hub:
+        with RawMember(hub.invite(), admitted(hub.invite(), "bern", tmp_path), frames.group_label(3, "")) as bern:
+            bern.stated, bern.version = str(BEFORE), BEFORE.newest
+            stream, oslo = bern.hello(3), joining(hub, "oslo", said)
+            said.get()
+            rome = joining(hub, "rome", said)
+            welcome = stream.frame([frames.WELCOME])
+            assert frames.opened_welcome(welcome.body).names == ("bern", "oslo", "rome")
+        closed(oslo, rome)
+        monkeypatch.setitem(versions.RANGES, FRAMES, BEFORE)  # of both sides
+        closed(*[joining(hub, name, unheard) for name in ("kyoto", "lima", "riga")])
+    assert unheard.empty()
+
+
+def test_a_process_that_waits_is_told_that_another_has_come_under_its_name(tmp_path: Path, joining: Joining) -> None:
+    """It would wait in vain: its place is that of the other."""
+    said, others = Queue[str](), Queue[str]()
+    with Hub(tmp_path / "hub") as hub:
+        before = joining(hub, "oslo", said)
+        said.get()
+        after = joining(hub, "oslo", said)
+        with pytest.raises(LinkError, match="another process has connected as oslo, with the same key"):
+            before.result()
+        closed(after, joining(hub, "lima", others), joining(hub, "rome", others))
