@@ -158,8 +158,13 @@ def _refused(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None
         expert.write_text(wrong_text)
         with pytest.raises(CheckpointError):
             Expert.read(Path("e/sums"))
-    expert.write_text(json.dumps(said | {"sha256": "0" * 64}))
-    assert main(["sample", "e", "1", "--tokens", "1"]) == 1 and "is not the model that" in capsys.readouterr().err
+    expert.write_text(json.dumps(said))
+    model = Path("e/sums/model.safetensors")
+    whole = model.read_bytes()
+    model.write_bytes(whole[:1000])  # as after a copy that was cut off
+    for verb in (["sample", "e", "1"], ["evaluate", "e", "--text", str(texts["sums"])], ["export", "e"]):
+        assert main(verb) == 1 and "is not the model that expert.json names" in capsys.readouterr().err
+    model.write_bytes(whole)
 
 
 def _not_finite(texts: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.integrations.attached import too_short
+from thinwire.integrations.attached import mean_over_replicas, too_short
 from thinwire.membership import Lighthouse
 from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.testing.toy import same_bits
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Then,
         Tokens,
         arguments,
+        losses,
         model,
         refused,
         train,
@@ -145,6 +146,38 @@ def test_evaluations_and_saves_at_other_steps_are_refused_for_a_model_whose_buff
     """The replicas would wait for each other."""
     with pytest.raises(tw.DisagreementError, match="saves: every 4 steps there, every 3 steps on replica 0"):
         beside_a_trainer(tmp_path, "every 4 steps")
+
+
+def test_the_best_model_is_the_best_of_the_mean_over_all_replicas(tmp_path):
+    """Replica 1, a loop, says that the model of step 4 is the best; on the trainer's own data it is another."""
+
+    def trainer(group: tw.Group) -> Trainer:
+        options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+        callback, data = ThinwireCallback(AVERAGE, group, own_data=True), Tokens()
+        given = arguments(tmp_path, max_steps=6, **options)
+        trained = Trainer(model(), given, train_dataset=data, eval_dataset=Tokens(8), callbacks=[callback])
+        trained.train()
+        return trained
+
+    def loop(group: tw.Group) -> None:
+        settings = {"the trainer's max_steps": 6, "evaluations": "every 2 steps, from 0", "saves": "every 2 steps"}
+        compare_settings(group, settings | {"metric_for_best_model": "loss"})
+        agree_on_resume(group, 0, bytes(16))
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with tw.Replica(AVERAGE, net, optimizer, group):
+            for step in range(1, 7):
+                net(**{name: one[None] for name, one in Tokens()[0].items()}).loss.backward()
+                optimizer.step()
+                if step in (2, 4):
+                    mean_over_replicas(group, 100.0 if step == 2 else 0.0)
+        mean_over_replicas(group, 100.0)
+
+    trained, _ = tw.run_threads(2, lambda group: (loop if group.rank else trainer)(group), timeout=LIMIT)
+    own = losses(trained)
+    assert min(own) != own[1] and trained.state.best_global_step == 4 and trained.state.best_metric == own[1] / 2
+    saved = load_file(tmp_path / "checkpoint-4/model.safetensors")
+    assert all(torch.equal(one, saved[name]) for name, one in trained.model.state_dict().items() if name in saved)
 
 
 def test_a_run_too_short_for_its_momentum_warns():

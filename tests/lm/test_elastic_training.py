@@ -22,7 +22,7 @@ from thinwire.lm import launch, member, run_folder, supervisor, trainer
 from thinwire.lm.job import check, check_and_weigh
 from thinwire.lm.meeting import AtLighthouse
 from thinwire.lm.member import AdaptiveTimeouts, MemberSpec, RetryReporter, join
-from thinwire.lm.place import ElasticPlace
+from thinwire.lm.place import ElasticPlace, Stop
 from thinwire.lm.run import Run
 from thinwire.lm.watch import watching
 from thinwire.membership import Lighthouse, LighthouseRendezvous, Timeouts
@@ -331,7 +331,7 @@ def test_waiting_for_members_ends_at_a_stop_and_at_its_deadline() -> None:
 @pytest.mark.parametrize("there", [True, False], ids=["nobody else", "no lighthouse"])
 def test_a_stop_while_waiting_at_a_lighthouse_leaves_no_thread(there: bool, run: Run, tmp_path: Path) -> None:
     """It runs the main function of a replica's process, all of whose threads have ended when it gives up."""
-    stop = threading.Event()
+    stop = Stop()
     lighthouse = Lighthouse("127.0.0.1", 0, 5.0, b"")
     if not there:
         lighthouse.close()

@@ -125,9 +125,24 @@ def test_weights_are_not_copied_while_the_version_before_is_published(
 
 
 def test_following_a_run_that_publishes_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Run.of(steps=3).save(tmp_path / "run.toml")
-    assert main(["follow", str(tmp_path), "--out", str(tmp_path / "live")]) == 2
-    assert "publishes nothing: it was started without --publish" in capsys.readouterr().err
+    follow = ["follow", str(tmp_path), "--out", str(tmp_path / "live")]
+    only = "and only recipes with rounds of deltas, without LoRA, can"
+    for settings, why in (
+        ({}, "it was started without --publish. Resume it with --publish."),
+        ({"strategy": "data_parallel"}, f"strategy=data_parallel, lora=None, {only}"),
+        ({"strategy": "decoupled_diloco"}, f"strategy=decoupled_diloco, lora=None, {only}"),
+        ({"lora": 4}, f"strategy=streaming_sign, lora=4, {only}"),
+    ):
+        Run.of(steps=3, **settings).save(tmp_path / "run.toml")
+        assert main(follow) == 2
+        assert f"publishes nothing: {why}" in capsys.readouterr().err
+
+
+def test_following_a_run_that_has_ended_without_publishing_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["follow", str(trained), "--out", str(tmp_path / "live")]) == 2
+    assert f"without --publish, and has ended. Its model is in {trained}." in capsys.readouterr().err
 
 
 def test_a_follower_rejects_wrong_digests_and_resumes_after_a_cut(tmp_path: Path) -> None:

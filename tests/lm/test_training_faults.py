@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ from thinwire.comm import ThreadGroup, run_threads
 from thinwire.errors import CheckpointError, ConfigurationError, DataError, DisagreementError
 from thinwire.lm import export as stored
 from thinwire.lm import final, job, launch, run_folder, watch
-from thinwire.lm.place import Place
+from thinwire.lm.place import Place, Stop
 from thinwire.lm.run import Run
 from thinwire.lm.text_job import TextJob
 from thinwire.records.events import EventLog
@@ -105,7 +104,7 @@ def test_a_failed_save_is_reported_by_cause_and_fails_a_stop(
         raise copy.copy(refusal)  # its traceback would keep the run alive as long as pytest keeps the parameter
 
     monkeypatch.setattr("thinwire.checkpoint.save_file", refused)
-    folder, run, asked = tmp_path / "run", small_run(text, steps=2000), threading.Event()
+    folder, run, asked = tmp_path / "run", small_run(text, steps=2000), Stop()
     asked.set()
     with pytest.raises(CheckpointError, match=says):
         run_threads(2, lambda group: launch.train_here(run, Place(group, folder, stop=asked)))
@@ -275,6 +274,17 @@ def test_replicas_with_other_settings_are_named(tmp_path: Path, text: str) -> No
     with pytest.raises(
         DisagreementError, match=r"replica 1 does not fit replica 0: lr: 0.001 there, 0.002 on replica 0"
     ):
+        run_threads(2, train)
+
+
+def test_a_model_of_another_size_is_named_before_the_learning_rate_that_follows_from_it(
+    tmp_path: Path, text: str
+) -> None:
+    def train(group: ThreadGroup) -> object:
+        run = small_run(text, model=("nano", "tiny")[group.rank])
+        return launch.train_here(run, Place(group, tmp_path / "run"))
+
+    with pytest.raises(DisagreementError, match="replica 1 does not fit replica 0: model: tiny there, nano on"):
         run_threads(2, train)
 
 

@@ -32,18 +32,54 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
     for rank, said in enumerate(["old\n", "old\n", "old\nLinkError: replica 0 is gone\n", "old\nDataError: no text\n"]):
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
     last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
-    told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], tmp_path)
+    told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], Run(), tmp_path)
     assert told.startswith(
         "replicas 0, 1 (killed by signal 9): it ended without a message\nAll that the replicas printed"
     )
     assert "resume" not in told  # there is no checkpoint to resume from
     for rank in range(4):
-        assert "resume" not in launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path)  # not all have one
+        assert "resume" not in launch._post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path)  # not all have one
         (tmp_path / f"checkpoints/replica-{rank}/step-00000005").mkdir(parents=True)
-    assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], tmp_path).splitlines() == [
+    assert launch._post_mortem({3: last[3]}, [0, 0, 0, 1], Run(), tmp_path).splitlines() == [
         "replica 3 (exit code 1): DataError: no text",
         f"All that the replicas printed is in {tmp_path / 'logs'}. `thinwire resume {tmp_path}` continues from the last checkpoint.",
     ]
+
+
+LATE = """\
+import os, time
+from pathlib import Path
+import torch
+
+def model():
+    return torch.nn.Linear(8, 1)
+
+def batches(share):
+    while True:
+        yield torch.randn(4, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def evaluate(model):
+    if os.environ.get("RANK") == "1":
+        while not Path("run/model.safetensors").exists():
+            time.sleep(0.01)
+        os._exit(5)
+    return 0.0
+"""
+
+
+def test_a_run_that_has_ended_without_a_replica_is_not_to_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The replica ends when the other one has written the model; `thinwire resume` would do nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("late.py").write_text(LATE)
+    assert main(["train", "--job", "late.py", "--steps", "1", "--every", "1", "--delay", "0", "--out", "run"]) == 1
+    told = capsys.readouterr().err
+    assert "replica 1 (exit code 5)" in told and "The run has ended: its trained model is in run." in told
+    assert "resume" not in told and any(Path("run/checkpoints/replica-1").glob("step-*"))
 
 
 def processes_of(folder: Path) -> list[int]:
@@ -220,20 +256,39 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
     assert model_of(folder) == model_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_repeated_ctrl_c_stops_thread_replicas_cleanly(tmp_path: Path, text: str) -> None:
-    """Threads cannot be killed, and leaving them running would abort the process."""
-    folder = tmp_path / "stopped"
-    small_run(text, steps=3000).save(tmp_path / "run.toml")
-    command = [sys.executable, "-m", "thinwire", "train", str(tmp_path / "run.toml"), "--out", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_for_step(folder, 5)
+ENDLESS = """\
+import threading
+from pathlib import Path
+import torch
+
+def model():
+    return torch.nn.Linear(8, 1)
+
+def batches(share):
+    while True:
+        yield torch.randn(4, 8)
+
+def loss(model, batch):
+    if threading.current_thread().name.startswith("replica-"):
+        Path("began").touch()
+    return model(batch).square().mean()
+"""
+
+
+def test_a_second_ctrl_c_ends_threads_within_a_step(tmp_path: Path) -> None:
+    """The step has a billion micro-batches. Threads that were left running would abort the process."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    given = ["--job", "endless.py", "--carrier", "threads", "--accumulate", "1000000000", "--out", "run"]
+    command = [sys.executable, "-m", "thinwire", "train", *given]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stderr is not None
+    while not (tmp_path / "began").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.05)
+    assert any(launch.STOPPING in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=900)
-    assert process.returncode == 130, said.decode()
-    assert events_of(folder, "stop") and events_of(folder, "end")
+    assert process.communicate()[1] == "thinwire train: interrupted\n" and process.returncode == 130
 
 
 def _is_replica(process: int) -> bool:

@@ -125,6 +125,17 @@ def test_tokens_per_second_and_compute_use_the_clock_of_the_summary(
     assert "208 tokens/s · compute 83.3 %" in out.getvalue()
 
 
+def test_the_speed_of_one_of_several_replicas_is_not_shown_as_that_of_all(
+    tmp_path: Path, write_events: Write, start: Start
+) -> None:
+    """As of `thinwire join`, which sees the events of its own replica."""
+    shown, out = console()
+    write_events(tmp_path / "events" / "replica-1.jsonl", [start(1, 3), *steps(1, 5)])
+    with Progress(tmp_path, steps=100, replicas=["replica-1"], console=shown):
+        pass
+    assert "208 tokens/s here · compute" in out.getvalue()
+
+
 def test_the_terminal_shows_one_row_for_each_replica(tmp_path: Path, write_events: Write, start: Start) -> None:
     shown, out = console(terminal=True)
     flight = {

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from thinwire.cli import options
 from thinwire.errors import ConfigurationError
-from thinwire.lm.apertus import save_as_apertus
+from thinwire.lm.apertus import apertus_config, save_as_apertus
 from thinwire.lm.ensemble import Ensemble
 from thinwire.lm.export import draft_folder, store, store_as_dcp
 from thinwire.lm.model import Transformer
@@ -42,16 +42,18 @@ def main(arguments: Sequence[str]) -> int:
     out = asked.out or asked.run / f"exported-{asked.to}"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
-    out.mkdir(parents=True, exist_ok=True)
     dcp = asked.to == "dcp"
     # a model of transformers has only one form
     hf = not dcp and (asked.to == "hf" or not isinstance(trained.model, Transformer))
+    bundled = trained.model if hf and isinstance(trained.model, Transformer) else None
+    config = apertus_config(bundled, trained.tokenizer) if bundled else None  # it refuses before the folder is made
+    out.mkdir(parents=True, exist_ok=True)
     try:
         if dcp:
             store_as_dcp(out, trained.spec, trained.model)
-        elif hf and isinstance(trained.model, Transformer):
+        elif bundled:
             with draft_folder(out, "export") as draft:
-                save_as_apertus(draft, trained.model, trained.tokenizer)
+                save_as_apertus(draft, config, bundled, trained.tokenizer)
         else:
             store(out, trained.spec, trained.tokenizer, trained.model, trained.model.state_dict(), "export")
         keep_tokenizer(out, "hf:" if hf else trained.spec.model, trained.tokenizer, "export")

@@ -80,9 +80,7 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
             f"{folder} holds no run: there is no run.toml in it. Give the folder that `thinwire train --publish` wrote, or a hub's token."
         )
     if not (folder / "published").exists() and not _publishes(folder / "run.toml"):
-        raise ConfigurationError(
-            f"the run in {folder} publishes nothing: it was started without --publish. Resume it with --publish."
-        )
+        raise ConfigurationError(f"the run in {folder} publishes nothing: {_why_not(folder)}")
     yield PublishedFolder(folder), ConfigurationError
 
 
@@ -91,6 +89,20 @@ def _publishes(run_file: Path) -> bool:
         return bool(read_run_file(run_file)[0].get("publish"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{run_file} cannot be read as a run file ({reason(error)}); restore it.") from None
+
+
+def _why_not(folder: Path) -> str:
+    """Why a run that was started without --publish publishes nothing, and what to do."""
+    from thinwire.lm.resuming import complete  # it needs all of a trainer
+    from thinwire.lm.run import Run
+
+    run = Run.load(folder / "run.toml")
+    if complete(run, folder):
+        return f"it was started without --publish, and has ended. Its model is in {folder}."
+    if not run.has_versions:
+        given = f"strategy={run.method.label}, lora={run.model.lora}"
+        return f"{given}, and only recipes with rounds of deltas, without LoRA, can. Wait for the end of the run."
+    return "it was started without --publish. Resume it with --publish."
 
 
 def _follow(

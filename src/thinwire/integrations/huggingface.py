@@ -33,7 +33,7 @@ with needs("trainer"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import TrainableState, count_skipped, too_short
+from thinwire.integrations.attached import TrainableState, count_skipped, mean_over_replicas, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
     check,
@@ -105,7 +105,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._jumped = self._logged = 0  # skipped steps since the last logged loss, and the step of that loss
         self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
-        self._ended = False
+        self._ended = self._evaluates = False
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
         """For `train_dataset=`, with a `Membership`: the samples of `data` for this replica; all replicas together train each once per epoch."""
@@ -175,8 +175,9 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 check_share(loader, place)
             self._group = group = self._given or place.group(args.ddp_timeout)
             assert isinstance(group, Group)
-            told_of = facts(state, loader, self.own_data)
-            if self.weights == "anchors" and floating(model):  # all average them at the same steps
+            told_of = facts(state, loader, self.own_data) | {"metric_for_best_model": args.metric_for_best_model}
+            # all average them at the same steps
+            if args.metric_for_best_model or (self.weights == "anchors" and floating(model)):
                 told_of |= evaluations(args, state, loader)
             compare_settings(group, told_of)
             agree_on_resume(group, state.global_step, bytes(16))
@@ -279,6 +280,14 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._anchored.close()
         self._show(control)
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Let all replicas choose the same best model, and change their learning rates alike, whatever their evaluation data."""
+        metrics, name = given["metrics"], args.metric_for_best_model or ""
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if self._evaluates and name in metrics and isinstance(self._group, Group):
+            self._evaluates = False
+            metrics[name] = mean_over_replicas(self._group, metrics[name])
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write this replica's state into the checkpoint that the trainer has just written."""
         self._anchored.close()
@@ -325,6 +334,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def _show(self, control: TrainerControl) -> None:
         """Let the trainer evaluate and save the anchors, and the mean of all replicas' buffers. Collective in a fixed group."""
+        self._evaluates = control.should_evaluate
         if self.weights == "anchors" and not self._ended and (control.should_evaluate or control.should_save):
             self._anchored.enter_context(self._attached().anchored())
             self._anchored.enter_context(self._attached().averaged_buffers())

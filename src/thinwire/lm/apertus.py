@@ -7,6 +7,7 @@ activation is a setting; ours is GELU by tanh. No architecture of transformers h
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.huggingface import outline, save_model
 from thinwire.lm.model import EPS, MLP_FACTOR, ROTARY_BASE, Transformer
 from thinwire.lm.tokens import Bytes, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import ApertusConfig
 
 _RENAMED = {
     "attention_norm.scale": "attention_layernorm.weight",
@@ -29,10 +33,8 @@ _OUTSIDE = {
 }
 
 
-def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> None:
-    """Write the files for `AutoModelForCausalLM.from_pretrained(folder)`. Raises `ConfigurationError` for learned positions, and if
-    transformers is missing.
-    """
+def apertus_config(model: Transformer, tokenizer: Tokenizer) -> ApertusConfig:
+    """The configuration of `model` for transformers. Raises `ConfigurationError` for learned positions, and if transformers is missing."""
     shape = model.architecture
     if shape.positions != "rotary":
         raise ConfigurationError(
@@ -45,7 +47,7 @@ def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> N
         raise ConfigurationError(
             "--to hf: the package transformers is needed, with its Apertus; pip install -U transformers."
         ) from error
-    config = ApertusConfig(
+    return ApertusConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
         intermediate_size=MLP_FACTOR * shape.width,
@@ -60,6 +62,10 @@ def save_as_apertus(folder: Path, model: Transformer, tokenizer: Tokenizer) -> N
         bos_token_id=None,
         pad_token_id=None,
     )
+
+
+def save_as_apertus(folder: Path, config: ApertusConfig, model: Transformer, tokenizer: Tokenizer) -> None:
+    """Write the files for `AutoModelForCausalLM.from_pretrained(folder)`."""
     weights = {f"model.{name}": value for name, value in _weights(model).items()}
     save_model(folder, outline(config), weights, tokenizer.fingerprint)
     if isinstance(tokenizer, Bytes):

@@ -107,12 +107,14 @@ class Ensemble:
     @cached_property
     def models(self) -> list[nn.Module]:
         """All models, in the order of the experts. Raises `CheckpointError` for a model that does not match its expert.json."""
-        assert self.tokenizer  # first, because it compares those of all
-        return [self._model(expert) for expert in self.experts]
+        assert self.tokenizer  # first, because it compares those of all, and the digests
+        return [sound_model(self.folder / one.domain, one.sequence).eval() for one in self.experts]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all experts. Raises `ConfigurationError` if they differ."""
+        """The tokenizer of all experts. Raises `ConfigurationError` if they differ, `CheckpointError` for a damaged model."""
+        for expert in self.experts:  # first, because what is in a model of another digest tells nothing
+            self._check_digest(expert)
         found = {one.domain: make_tokenizer(DataSpec(), model_in(self.folder / one.domain)) for one in self.experts}
         prints = {domain: tokenizer.fingerprint for domain, tokenizer in found.items()}
         if len(set(prints.values())) > 1:
@@ -148,14 +150,13 @@ class Ensemble:
         model.load_state_dict({name: _mean([state[name] for state in states]) for name in states[0]})
         return TrainedModel(model.eval(), self.tokenizer, ModelSpec(model=first), None)
 
-    def _model(self, expert: Expert) -> nn.Module:
+    def _check_digest(self, expert: Expert) -> None:
         folder = self.folder / expert.domain
         if (found := sha256_of(folder)) != expert.sha256:
             raise CheckpointError(
                 f"{folder / 'model.safetensors'} is not the model that {FILE} names: SHA-256 {found:.16}…, not {expert.sha256:.16}…; "
                 "copy it again, or remove its folder."
             )
-        return sound_model(folder, expert.sequence).eval()
 
 
 def enter(folder: Path, run: Run, tokens: int, parent: str) -> Expert:

@@ -44,6 +44,10 @@ def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False)
     """Like `check`; if the run in `folder` `goes_on`, its data are compared, too. Also returns `run` with deltas weighed by their tokens, if
     replicas have unequal micro-batches or the job packs documents, and no other weights are set, and a line about that, or "".
     """
+    if run.placement.carrier in ("secure", "secure-elastic"):
+        from thinwire.comm.secure import Hub
+
+        assert Hub is not None  # its import raises an error if the extra is not installed
     each = dict.fromkeys(run.of_replica(rank) for rank in range(run.placement.replicas))
     if run.model.models:
         told = {one.model.model: TextJob(one, folder).corpus.tokenizer.fingerprint for one in each}

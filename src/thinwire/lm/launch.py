@@ -31,6 +31,8 @@ from thinwire.lm.final import of_full_disk
 from thinwire.lm.fixed_trainer import FixedTrainer
 from thinwire.lm.job import open_job
 from thinwire.lm.place import ElasticPlace, Place
+from thinwire.lm.place import Stop as Stop
+from thinwire.lm.resuming import complete
 from thinwire.lm.run import Run
 from thinwire.lm.run_folder import run_in
 from thinwire.lm.trainer import Trainer
@@ -39,28 +41,8 @@ from thinwire.records.events import EventLog
 from thinwire.records.printable import printable_lines, quoted
 
 Tick = Callable[[], object]
-STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint"
+STOPPING = "stopping: all replicas stop after the same inner step, with a checkpoint (Ctrl-C again: at once)"
 _GRACE = 20.0  # seconds after a replica's failure in which the others may end by themselves
-
-
-class Stop(threading.Event):
-    """Set when the run must stop. `number`: the signal that requested it; SIGTERM if another process of the run received it.
-
-    Args:
-        launched: whether a launcher of ours started this process. It kills the process when a stop must be at once. So no number of signals
-            ends the process: a service manager may signal both, and the launcher forwards its own signal.
-    """
-
-    number: int = signal.SIGTERM
-
-    def __init__(self, launched: bool = False) -> None:
-        super().__init__()
-        self.launched = launched
-
-    @property
-    def exit_code(self) -> int:
-        """The shell's exit code of a process that the signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
-        return 128 + self.number
 
 
 def torchrun_place() -> tuple[int, int] | None:
@@ -153,8 +135,8 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
             try:
                 done.wait(0.2)
                 tick()
-            except KeyboardInterrupt:  # threads cannot be ended at once
-                print("the replicas are threads: they are still on their way to the same inner step", file=sys.stderr)
+            except KeyboardInterrupt:
+                stop.at_once = True  # nothing can end a thread from outside: each ends before its next micro-batch
             if stop.is_set() and not said:
                 said = True
                 print(f"\n{STOPPING}", file=sys.stderr)
@@ -216,7 +198,7 @@ def run_processes(
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
         last = {rank: _last_words(folder / f"logs/replica-{rank}.txt", begins[rank]) for rank in failed}
         raise_for_job(last.values())
-        said = _post_mortem(last, [process.returncode for process in processes], folder)
+        said = _post_mortem(last, [process.returncode for process in processes], run, folder)
         if ended := [str(rank) for rank, process in enumerate(processes) if not process.returncode and goes_on]:
             said = f"The run ended without lost replicas, on replica {', '.join(ended)}.\n{said}"
         raise LinkError("\n".join([*(f"replica {r} did not end in {_GRACE:g} s and was killed" for r in silent), said]))
@@ -245,7 +227,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], tick: Tick, stop: Stop, gra
             time.sleep(0.2)
             if stop.is_set() and not passed_on:
                 passed_on = True
-                print(f"\n{STOPPING} (Ctrl-C again: at once)", file=sys.stderr)
+                print(f"\n{STOPPING}", file=sys.stderr)
                 for process in processes:
                     process.send_signal(signal.SIGINT)
             if any(process.poll() for process in processes):
@@ -284,7 +266,7 @@ def raise_for_job(last_words: Iterable[str]) -> None:
             raise JobError(in_words(words))
 
 
-def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str:
+def _post_mortem(last: Mapping[int, str], codes: list[int], run: Run, folder: Path) -> str:
     """The end of the output of the replicas that failed by themselves, without those that only lost their peer."""
     causes = [rank for rank in last if "LinkError" not in last[rank]] or list(last)
     lines = []
@@ -299,6 +281,8 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], folder: Path) -> str
     whole = saved and not any("CheckpointError" in line for line in lines)
     full, kept = of_full_disk(folder)
     advice = f" `thinwire resume {quoted(folder)}` continues from the last checkpoint." if whole and not kept else ""
+    if complete(run, folder):
+        advice = f" The run has ended: its trained model is in {folder}."
     return "\n".join(
         [*lines, *([full] if full else []), f"All that the replicas printed is in {folder / 'logs'}.{advice}"]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,32 @@ if TYPE_CHECKING:
     from thinwire.comm.secure.upload import HubUploader
 
 
+class Stop(threading.Event):
+    """Set when the run must stop. `number`: the signal that requested it; SIGTERM if another process of the run received it.
+
+    Args:
+        launched: whether a launcher of ours started this process. It kills the process when a stop must be at once. So no number of signals
+            ends the process: a service manager may signal both, and the launcher forwards its own signal.
+    """
+
+    number: int = signal.SIGTERM
+    at_once: bool = False  # whether replicas that are threads end without a checkpoint
+
+    def __init__(self, launched: bool = False) -> None:
+        super().__init__()
+        self.launched = launched
+
+    @property
+    def exit_code(self) -> int:
+        """The shell's exit code of a process that the signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if the run must stop at once."""
+        if self.at_once:
+            raise KeyboardInterrupt(self.number)
+
+
 @dataclass(frozen=True)
 class Place:
     """The place of a replica of a fixed group. `group` has the other replicas, `site` the other ranks of this replica."""
@@ -31,7 +58,7 @@ class Place:
     shard: int = 0
     shards: int = 1
     gpu: int = 0  # see `device_of`
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
     alone: bool = False  # whether it is the only replica in its folder, because the others have their own
     uploader: Callable[[], HubUploader] | None = None  # makes what sends published versions to a hub elsewhere
 
@@ -58,7 +85,7 @@ class ElasticPlace:
     folder: Path
     resume: bool = False
     gpu: int = 0  # see `device_of`
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
 
     alone: ClassVar[bool] = False
     shard: ClassVar[int] = 0

@@ -15,6 +15,7 @@ from thinwire.catalogue.parsing import parse, pieces_of
 from thinwire.errors import ConfigurationError
 from thinwire.jobs.own import functions
 from thinwire.lm.checked_settings import check_batches, fits, unfit
+from thinwire.lm.export import metadata_of
 from thinwire.lm.model import SIZES
 from thinwire.lm.placement import Placement
 from thinwire.lm.settings import OF_THE_RECIPE, DataSpec, MethodSpec, ModelSpec, OptimizerSpec
@@ -94,9 +95,7 @@ class Run:
             self._check_models(strategy)
         if self.placement.elastic:
             self.placement.check_elastic(strategy, self.method.label)
-        if self.placement.publish and (
-            self.model.lora or not isinstance(strategy, Strategy) or isinstance(strategy.signal, Gradients)
-        ):
+        if self.placement.publish and not self.has_versions:
             raise ConfigurationError(
                 f"publish with strategy={self.method.label}, lora={self.model.lora}: recipes with rounds of deltas, such as "
                 "streaming_sign, publish agreed versions of whole weights; choose one, and leave lora out, or leave publish out."
@@ -218,6 +217,12 @@ class Run:
         return None if isinstance(made, Strategy) else dataclasses.replace(made, seed=self.seed)  # type: ignore[type-var]
 
     @property
+    def has_versions(self) -> bool:
+        """Whether the replicas agree on whole weights now and then, which they can publish."""
+        made = self._composition()
+        return isinstance(made, Strategy) and not isinstance(made.signal, Gradients) and self.model.lora is None
+
+    @property
     def needs_hub(self) -> bool:
         """Whether the packets are averaged at the hub of its group."""
         made = self._composition()
@@ -290,9 +295,19 @@ class Run:
         return ", ".join(said)
 
     def shared(self) -> dict[str, Any]:
-        """The settings that must be equal on all replicas, without model and strategy, which `Replica` compares itself."""
-        rate = {} if isinstance(self.make_method(), Codistill) else {"lr": self.lr}  # it depends on the model
-        return {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")} | rate
+        """The settings that must be equal on all replicas, without the strategy and the model's tensors, which `Replica` compares itself."""
+        shared = {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")}
+        if isinstance(self.make_method(), Codistill):  # each replica has another model, on which the rate depends
+            return shared
+        return shared | {
+            "model": self._kind_of_model(),
+            "lr": self.lr,
+        }  # the model first, because a default rate depends on it
+
+    def _kind_of_model(self) -> str:
+        """The size of a bundled model, or hf, wherever its files are on this machine."""
+        model = self.model.model
+        return str(metadata_of(model)["model"]) if model.endswith(".safetensors") else model.partition(":")[0]
 
     def as_toml(self) -> str:
         """The contents of a run file: a table for each part, and the recipe's choices as a comment; settings that are None are left out."""

@@ -288,6 +288,7 @@ class Trainer(ABC):
         return loss, norm_value
 
     def _loss(self, micro: int) -> Tensor | Summed:
+        self.place.stop.check()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             part = self.job.loss(self.model, micro, self.device)
             return by_samples(part, self.batch) if self.run.data.batches else part
@@ -323,10 +324,8 @@ class Trainer(ABC):
             self.log.emit("warning", self.replica.step, message=f"{error}{self._at_risk()}")
             return error
         nbytes = sum(file.stat().st_size for file in path.iterdir())
-        relative = str(path.relative_to(self.place.folder))
-        self.log.emit(
-            "checkpoint", self.replica.step, path=relative, nbytes=nbytes, seconds_spent=time.monotonic() - began
-        )
+        told = {"path": str(path.relative_to(self.place.folder)), "seconds_spent": time.monotonic() - began}
+        self.log.emit("checkpoint", self.replica.step, nbytes=nbytes, **told)
         return None
 
     def _at_risk(self) -> str:

@@ -81,6 +81,7 @@ class Progress:
         self._evaluated: tuple[int, float] | None = None
         self._said: set[str] = set()
         self._unit, self._provenance = UNITS[0], "measured"
+        self._here = ""  # behind sums, if the run has more replicas than are followed
         self._opened = self._spoke = time.monotonic()
         self._spoke_step = 0
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -127,6 +128,7 @@ class Progress:
             self._replicas[index] = ReplicaProgress.of(event)
             self._replicas[index].heard = time.monotonic()
             self._unit, self._provenance = unit_of(event), provenance_of(event)
+            self._here = " here" if whole(event["replicas"]) > len(self._names) else ""
             if event["carrier"] == CARRIER and self._membership is None:
                 self._membership = MembershipLog(len(fragments_of(event)), whole(event["replicas"]))
             for choice in event["run"].get("exchanges", []) if isinstance(event["run"], dict) else []:
@@ -211,7 +213,7 @@ class Progress:
             f"step {self.step}/{self.steps}",
             f"loss {text_of_loss(sum(losses) / len(losses) if losses else None)}",
             self._evaluation(),
-            f"{text_of_count(sum(r.tokens_per_second for r in self._moving))} {self._unit}/s",
+            f"{text_of_count(sum(r.tokens_per_second for r in self._moving))} {self._unit}/s{self._here}",
             f"compute {text_of_share(min((r.compute_utilization for r in self._moving), default=None))}",
             f"stalled {text_of_seconds(max(r.stall_seconds for r in self._replicas))}",
             f"sent {text_of_nbytes(sum(r.nbytes for r in self._replicas) / len(self._replicas))} per replica",
