@@ -143,6 +143,26 @@ def test_addresses_of_a_new_group_replace_those_of_earlier_ones():
     assert not keys._values and not keys._nbytes and not +keys._ballots and not any(keys._addresses.values())
 
 
+def test_names_that_never_come_back_leave_nothing_beyond_a_bound():
+    """Each name votes once, and once has addresses; a votes all the time, and keeps what it wrote first."""
+    keys, sizes = SharedKeys(), []
+    keys.put(A, BALLOTS[0], "1", VIEW)
+    for life in range(3000):
+        other = Writer(f"b{life}", f"b{life}-1")
+        view = [["a", "a-1", 4], [other.name, other.incarnation, 7]]
+        outcome, ballots = keys_of(f"{view_id([tuple(one) for one in view])}/land", 2)
+        keys.put(other, f"group/{life}/address", "5", [])
+        keys.put(A, ballots[0], "1", view)
+        keys.put(other, ballots[1], "1", view)
+        assert keys.settle(other, outcome, "yes", view) == "yes"
+        keys.forget(A, ballots[0])
+        sizes.append(
+            (len(keys._values), len(keys._nbytes), len(keys._ballots), len(keys._voters), len(keys._addresses))
+        )
+    assert sizes[-1] == sizes[1500] and keys.read([outcome, BALLOTS[0]]) == ["yes", "1"]
+    assert sum(key.endswith("address") for key in keys._values) == 1023, "beside a"
+
+
 def test_keys_values_and_totals_have_limits():
     """The limits: a key of 256 bytes, a value of 64 KiB, 512 KiB for one member, 64 MiB for all."""
     keys, most = SharedKeys(), 1 << 16

@@ -166,10 +166,9 @@ class RemoteRendezvous(ABC):
             try:
                 channel = channel or self._channel()
                 channel.ask("beat")
-                if self._unused_keys:
-                    channel.ask(
-                        "forget", keys=[self._unused_keys.pop() for _ in range(min(len(self._unused_keys), 256))]
-                    )
+                if keys := self._unused_keys[:256]:
+                    channel.ask("forget", keys=keys)
+                    del self._unused_keys[: len(keys)]  # not before: the connection may end
                 missed = 0
             except (LinkError, DisagreementError) as error:  # `call` raises the latter
                 channel = None

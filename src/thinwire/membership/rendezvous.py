@@ -386,11 +386,11 @@ class Membership:
             self._group, self._holds, self._suspects = None, "", self._members
 
     def _sweep(self, view: View, calls: dict[str, int]) -> None:
-        """Delete the keys of past views whose members are all here again, because no member will read them, and those of views long past."""
+        """Delete the keys of past views whose members are all here again, because no member will read them, and those of views long past. The
+        server has them still if only a connection to it has ended.
+        """
         kept: list[_Past] = []
         for past in self._past:
-            if past.view.vote_store is not view.vote_store:
-                continue  # the lighthouse is gone, with all its keys
             if all(calls.get(incarnation, 0) > then for incarnation, then in past.calls.items()):
                 view.vote_store.forget(past.view.written())
             else:

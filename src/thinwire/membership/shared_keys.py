@@ -20,6 +20,7 @@ NOTE, GROUP = "end/", "group/"  # prefixes of keys that are not votes: notes on 
 _NOTED = re.compile(f"{NOTE}[0-9a-f]{{32}}")
 _MOST_KEY, _MOST_VALUE = 256, 1 << 16  # bytes
 _MOST_WRITTEN, _MOST_OF_ONE = 1 << 26, 1 << 19  # bytes by all members, and by one of them
+_MOST_WRITERS = 8 * MOST_MEMBERS  # names whose ballots and addresses are kept
 
 
 class Writer(Protocol):
@@ -42,6 +43,7 @@ class SharedKeys:
         self._ballots: Counter[str] = Counter()  # by question: the number of ballots written
         self._voters: dict[str, tuple[str, set[str]]] = {}  # by name: the incarnation that voted last, and its ballots
         self._addresses: defaultdict[str, set[str]] = defaultdict(set)  # by name: keys of its groups
+        self._writers: dict[str, None] = {}  # names that wrote ballots or addresses; the last one wrote last
 
     def note(self, key: str) -> None:
         """Add the note of an ended run, which was written before a restart."""
@@ -66,6 +68,7 @@ class SharedKeys:
             if key.startswith(GROUP):
                 for old in [old for old in self._addresses[owner] if _epoch(old) != _epoch(key)]:
                     self._delete(old)
+                self._writes(owner)
             self._write(owner, key, value)
             return
         voted = ballot_of(key)
@@ -76,6 +79,7 @@ class SharedKeys:
         if _electorate(key, members)[voted.rank][:2] != (writer.name, writer.incarnation):
             raise PacketError(f"{writer.name} votes for another member")
         if key not in self._values:
+            self._writes(writer.name)
             self._write(writer.name, key, value)
             self._ballots[voted.question] += 1
             incarnation, ballots = self._voters.get(writer.name, ("", set()))
@@ -120,6 +124,18 @@ class SharedKeys:
                 self._delete(key)
         elif own or key not in self._values:
             self._withdraw(key)
+
+    def _writes(self, name: str) -> None:
+        """Keep what the last writers wrote: a name that never comes back deletes nothing. At most `MOST_MEMBERS` are there at once."""
+        self._writers.pop(name, None)
+        self._writers[name] = None
+        if len(self._writers) > _MOST_WRITERS:
+            first = next(iter(self._writers))
+            del self._writers[first]
+            for key in sorted(self._addresses.get(first, ())):
+                self._delete(key)
+            for key in sorted(self._voters.get(first, ("", ()))[1]):
+                self._withdraw(key)
 
     def _withdraw(self, key: str) -> None:
         """Delete a ballot if it is there, and the outcome of its question if it was the last."""

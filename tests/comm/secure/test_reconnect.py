@@ -285,7 +285,7 @@ def test_a_certificate_is_used_until_its_end_while_no_other_can_be_got(tmp_path,
 
 def test_a_connection_ends_for_a_new_certificate_once_it_is_there(tmp_path):
     """Until then it goes on with the former one."""
-    used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0)
+    used = Admitted(Credentials(b"key", b"former", b""), "", False, 2.0, 1.0, 0.0)
     later = [replace(used, due=0.5), used, replace(used, credentials=replace(used.credentials, certificate=b"new"))]
 
     class Asked(Enrolment):

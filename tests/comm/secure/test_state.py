@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,24 @@ def test_concurrent_uses_of_a_token_stop_at_its_limit(tmp_path):
     assert sorted(member.name for member in states[1].members()) == sorted(admitted)
     for state in states:
         state.close()
+
+
+def test_invitations_made_at_once_keep_their_runs(tmp_path):
+    """One process invites to oslo while another does; else the token would admit to any run."""
+    one, other = HubState(tmp_path), HubState(tmp_path)
+    other._base.execute("pragma busy_timeout = 0")
+
+    def meanwhile(statement):
+        if statement.startswith("insert into invitation "):
+            with suppress(sqlite3.OperationalError):  # it would wait
+                other.invite(1, 600.0, None, ["berlin"])
+
+    one._base.set_trace_callback(meanwhile)
+    number, secret = one.invite(1, 600.0, None, ["oslo"])
+    one._base.set_trace_callback(None)
+    one.admit("lima", bytes(32), number, secret)
+    assert one.bound("lima") == ["oslo"]
+    one.close(), other.close()
 
 
 def test_only_hashes_of_token_secrets_are_stored(tmp_path):

@@ -23,6 +23,10 @@ class Broken(LinkError):
     """The connection has ended; a new one continues where it was."""
 
 
+class Unanswered(Broken):
+    """Nothing answers there, or it takes no certificate of this member: behind a proxy, gRPC does not tell these apart."""
+
+
 class Outdated(Broken):
     """The authority of the certificate is being replaced: get a new certificate and connect again; nothing is lost."""
 
@@ -88,5 +92,5 @@ def _refusal(code: grpc.StatusCode, details: str | None) -> LinkError:
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return Outdated(details)
     if details and code is grpc.StatusCode.UNAVAILABLE:
-        return Broken(f"the hub does not answer: {cause(details)}")
+        return Unanswered(f"the hub does not answer: {cause(details)}")
     return Broken(details or "the hub has ended the connection")

@@ -15,13 +15,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 
 import grpc
 import grpc.aio
 from cryptography import x509
 
 from thinwire.comm.secure.admission import ADMITTED, JOIN_HEAD
-from thinwire.comm.secure.calls import Outdated, Refused, cause, explain
+from thinwire.comm.secure.calls import Outdated, Refused, Unanswered, cause, explain
 from thinwire.comm.secure.channels import ADMITTED_NBYTES, JOIN, dial
 from thinwire.comm.secure.frames import SAME_RELEASE
 from thinwire.comm.secure.keys import (
@@ -58,6 +59,7 @@ class Admitted:
     elastic: bool
     end: float  # of the certificate, in seconds since the epoch by this machine's clock
     due: float  # the time of renewal, first half-way to the end
+    made: float  # by the monotonic clock
 
 
 class Enrolment:
@@ -131,10 +133,15 @@ class Enrolment:
         self._admitted = None
 
     def told(self, error: grpc.aio.AioRpcError | LinkError) -> LinkError:
-        """Why a call to the hub has failed. If the hub asks for a certificate of its new authority, the next call gets one."""
+        """Why a call to the hub has failed. If the hub asks for a certificate of its new authority, the next call gets one; also if the hub
+        did not answer, but not at once again. The certificate may have ended by the hub's clock: one of both clocks was set, or stood still.
+        """
         found = explain(error) if isinstance(error, grpc.aio.AioRpcError) else error
+        there = self._admitted
         if isinstance(found, Outdated):
             self.forget()
+        elif isinstance(found, Unanswered) and there and monotonic() - there.made > RETRY_SECONDS:
+            self._admitted = replace(there, due=0.0, made=monotonic())
         return found
 
     async def _fresh(self) -> Admitted:
@@ -190,7 +197,8 @@ class Enrolment:
             raise LinkError(f"the hub's answer cannot be read; {SAME_RELEASE}") from None
         # Counted from now, because its times are those of the hub's clock.
         lifetime = (made.not_valid_after_utc - made.not_valid_before_utc - SKEW).total_seconds()
-        return Admitted(own, told, elastic, time.time() + lifetime, time.time() + lifetime / 2)
+        now = time.time()
+        return Admitted(own, told, elastic, now + lifetime, now + lifetime / 2, monotonic())
 
     async def _authority(self) -> bytes:
         """The authority's certificate as PEM: the stored one, or if it is missing or damaged the hub's, if it has the token's fingerprint."""

@@ -19,7 +19,7 @@ import grpc.aio
 
 from thinwire.comm.pacing import connections, pace
 from thinwire.comm.secure import frames
-from thinwire.comm.secure.calls import Broken, Outdated, Refused, explain, read, welcomed, written
+from thinwire.comm.secure.calls import Broken, Refused, explain, read, welcomed, written
 from thinwire.comm.secure.channels import BULK, CONTROL, dial
 from thinwire.comm.secure.enrol import Admitted, Enrolment
 from thinwire.comm.secure.frames import Frame, Welcome
@@ -134,8 +134,7 @@ class HubLink:
                 self._lose(LinkError(str(error)))
                 return
             except LinkError as error:
-                if isinstance(error, Outdated):
-                    self.enrolment.forget()
+                self.enrolment.told(error)
                 if self._place is None and not self._insists:
                     self._lose(error)
                     return

@@ -24,6 +24,7 @@ CLOSING = 64  # additional connections, which this proxy is closing
 HANDSHAKE_NBYTES = 4096  # most bytes of a machine that only fetches the authority's certificate
 _READ_NBYTES = 1 << 16
 BACKLOG = 1024  # connections that wait until they are accepted, or that asyncio accepts at once
+FLUSH_SECONDS = 5.0  # most seconds until the last bytes of a connection were sent to who may not read them
 _ENDED = "it ended without authentication"
 
 
@@ -122,7 +123,7 @@ class TcpProxy:
             self._tasks.discard(task)
             self._authenticated -= connection.authenticated
             self._forget(connection)
-            writer.close()
+            writer.transport.abort()
 
     async def _forward(self, connection: _Proxied, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._inner, limit=_READ_NBYTES)
@@ -130,9 +131,10 @@ class TcpProxy:
         self._by_port[port] = connection
         try:
             await run_until_one_ends(self._copy(connection, reader, far_writer), self._copy(None, far_reader, writer))
+            await _flush(writer, far_writer)
         finally:
             del self._by_port[port]
-            far_writer.close()
+            far_writer.transport.abort()
 
     async def _copy(
         self, connection: _Proxied | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -176,6 +178,16 @@ class TcpProxy:
             if not connection.logged and not only_handshake:
                 why = f"{connection.reason} ({connection.nbytes} bytes)"
                 self._audit.stranger("refused a connection from", connection.address, why)
+
+
+async def _flush(*writers: asyncio.StreamWriter) -> None:
+    """Send what waits in `writers`, for `FLUSH_SECONDS` at most: a machine that does not read would keep its connection, outside all bounds."""
+    for writer in writers:
+        writer.close()
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(FLUSH_SECONDS):
+            for writer in writers:
+                await writer.wait_closed()
 
 
 def _source(host: str) -> str:

@@ -12,7 +12,8 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hmac import compare_digest
 from pathlib import Path
@@ -149,12 +150,13 @@ class HubState:
         """Make an invitation, to `runs` only if any are given; return its number and its secret. The database has only the secret's hash."""
         number, secret = secrets.token_bytes(8), secrets.token_bytes(16)
         digest = hashlib.sha256(secret).digest()
-        self._base.execute("delete from invitation where expires < ?", (time.time(),))
-        self._base.execute("delete from invited_to where invitation not in (select id from invitation)")
-        self._base.executemany("insert into invited_to values (?, ?)", [(number, run) for run in {*runs}])
-        self._base.execute(
-            "insert into invitation values (?, ?, ?, ?, ?)", (number, digest, uses, time.time() + seconds, name)
-        )
+        with self._together():  # another process deletes runs without an invitation
+            self._base.execute("delete from invitation where expires < ?", (time.time(),))
+            self._base.execute("delete from invited_to where invitation not in (select id from invitation)")
+            self._base.executemany("insert into invited_to values (?, ?)", [(number, run) for run in {*runs}])
+            self._base.execute(
+                "insert into invitation values (?, ?, ?, ?, ?)", (number, digest, uses, time.time() + seconds, name)
+            )
         return number, secret
 
     def invitations(self) -> list[tuple[int, float, str | None]]:
@@ -175,11 +177,16 @@ class HubState:
         A name that is known with this key renews its certificate and needs no invitation. So a member that repeats its request
         after a lost response uses its invitation only once.
         """
+        with self._together():
+            return self._admitted(name, key, invitation, secret)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context whose changes are on the disk together or not at all, and without those of another process in between."""
         self._base.execute("begin immediate")
         try:
-            made = self._admitted(name, key, invitation, secret)
+            yield
             self._base.execute("commit")
-            return made
         except BaseException:
             if self._base.in_transaction:  # SQLite itself has rolled back if the disk is full
                 self._base.execute("rollback")
