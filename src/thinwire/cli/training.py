@@ -21,6 +21,7 @@ from thinwire.records.participation import explained_steps
 from thinwire.records.printable import quoted, reason
 from thinwire.records.run_record import RunRecord, text_of_privacy
 from thinwire.report.progress import Progress, final_table
+from thinwire.report.terminal import reading
 
 
 def train(
@@ -67,7 +68,8 @@ def finish(
 ) -> int:
     """The summary as a table, a file and a page; returns the exit code. `verb` and `options` resume a run that was stopped."""
     try:
-        record = RunRecord.load(folder)
+        with reading(console, [folder]):
+            record = RunRecord.load(folder)
     except DataError:
         if stop.is_set():  # before training began
             raise KeyboardInterrupt(stop.number) from None
@@ -82,7 +84,8 @@ def finish(
     if told := text_of_privacy(record.privacy):
         say(f"{told} (predicted)")
     try:
-        drawn = f"report: {write_report([record], folder / 'report.html')}"
+        with reading(console, [folder]):
+            drawn = f"report: {write_report([record], folder / 'report.html')}"
     except DataError as error:  # the run is complete without it
         drawn = f"no report: {reason(error)}"
     say(drawn)
