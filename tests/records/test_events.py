@@ -236,3 +236,15 @@ def test_a_file_has_one_writer(tmp_path: Path) -> None:
     assert not being_written(path)
     EventLog(path).close()
     assert [event["message"] for event in read_events(path)] == ["still writing"]
+
+
+def test_what_a_file_holds_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    tail = Tail(path)
+    tail.pass_over()  # there is no file yet
+    with EventLog(path) as log:
+        log.emit("stop", 1, reason="before")
+        tail.pass_over()
+        assert tail.read() == []
+        log.emit("stop", 2, reason="after")
+    assert [event["reason"] for event in tail.read()] == ["after"]
