@@ -228,9 +228,11 @@ def test_the_indices_of_values_above_a_threshold(data, threshold):
         x[::9], x[1::9] = float("nan"), float("inf")
         for room in (0, n // 3, n):
             index, due = torch.zeros(room, dtype=torch.int64), (x.abs() > threshold).nonzero().view(-1)
-            found = cpu_sparse._select_above(cpu_sparse._bits(x), cpu_sparse._threshold(threshold), index.numpy())[0]
+            bits, some = cpu_sparse._bits(x), torch.zeros(room, dtype=torch.int32)
+            found = cpu_sparse._select_above(bits, cpu_sparse._threshold(threshold), index.numpy(), some.numpy())[0]
             assert found == len(due)
             assert torch.equal(index[:found], due[:room])
+            assert torch.equal(some[:found].view(torch.float32), x[due[:room]])
 
 
 @pytest.mark.parametrize(
