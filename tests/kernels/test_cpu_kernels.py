@@ -344,13 +344,14 @@ def test_a_warmed_up_codec_compiles_nothing_when_used(codec, fresh_kernels):
     assert [len(function.signatures) for function in fresh_kernels] == before
 
 
-def test_a_replica_compiles_nothing_while_it_trains(fresh_kernels):
+@pytest.mark.parametrize("strategy", [tw.diloco(every=1, codec=tw.codecs.E2M1()), tw.streaming_sign(every=2)])
+def test_a_replica_compiles_nothing_while_it_trains(strategy, fresh_kernels):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (group,) = tw.ThreadGroup.create(1)
-    with tw.Replica(tw.diloco(every=1, codec=tw.codecs.E2M1()), model, optimizer, group):
+    with tw.Replica(strategy, model, optimizer, group):
         before = [len(function.signatures) for function in fresh_kernels]
-        for _ in range(2):
+        for _ in range(5):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
         assert [len(function.signatures) for function in fresh_kernels] == before and sum(before) > 0

@@ -112,6 +112,9 @@ class Kernels(Protocol):
         is finite. An output may be its own input.
         """
 
+    def carry(self, x: Tensor, before: Tensor, change: Tensor, after: Tensor) -> None:
+        """x ← x + (after − (before − change)), every difference and the sum rounded to fp32."""
+
 
 def of(*tensors: Tensor) -> Kernels:
     """The kernels for `tensors`: those of their device if all are contiguous, otherwise the reference.

@@ -291,5 +291,9 @@ def nesterov(
     return _finite(moved)
 
 
+def carry(x: Tensor, before: Tensor, change: Tensor, after: Tensor) -> None:
+    x.add_(after - (before - change))
+
+
 def _finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
