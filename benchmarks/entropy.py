@@ -29,8 +29,8 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.codecs import E3M0, Cast, ChunkedTopK, Codebook, Codec, Entropy, Int, Sign
-from thinwire.codecs.base import Symbols
 from thinwire.codecs.bits import unpack
+from thinwire.codecs.layout import Symbols
 from thinwire.lm.run import Run
 from thinwire.rng import Key
 

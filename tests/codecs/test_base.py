@@ -11,7 +11,8 @@ from pieces import CODECS
 
 import thinwire as tw
 from thinwire.codecs import warm_up
-from thinwire.codecs.base import Codec, Places, Symbols, chance, check_fit, check_inner, nested, rebuilt
+from thinwire.codecs.base import Codec, chance, check_fit, check_inner, nested, rebuilt
+from thinwire.codecs.layout import Places, Symbols
 from thinwire.errors import ConfigurationError
 
 UNBIASED = tw.codecs.E3M0(rounding="stochastic")

@@ -13,8 +13,8 @@ import zstandard
 import thinwire as tw
 from thinwire.catalogue.parsing import parse
 from thinwire.codecs import E3M0, TopK, nested
-from thinwire.codecs.base import Places
 from thinwire.codecs.bits import pack
+from thinwire.codecs.layout import Places
 from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_decoded
 from thinwire.exchange.chunks import cut
 from thinwire.kernels import rice

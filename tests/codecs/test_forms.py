@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from thinwire.codecs import E2M1, E3M0, E4M3, E5M2, Cast, Codebook, Identity, Int, Levels, OverSenders, Sign, TopK
-from thinwire.codecs.base import Symbols
 from thinwire.codecs.cast import Dense
+from thinwire.codecs.layout import Symbols
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.rng import Key
 from thinwire.testing.values import encoded, roundtrip

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.codecs.base import Symbols
+from thinwire.codecs.layout import Symbols
 from thinwire.errors import ConfigurationError, PacketError
 from thinwire.rng import Key
 from thinwire.testing.values import encoded, roundtrip

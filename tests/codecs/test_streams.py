@@ -9,8 +9,8 @@ import pytest
 import torch
 import zstandard
 
-from thinwire.codecs.base import Places
 from thinwire.codecs.bits import pack
+from thinwire.codecs.layout import Places
 from thinwire.codecs.streams import PayloadReader, places_coded, places_decoded, symbols_coded, symbols_decoded
 from thinwire.errors import PacketError
 

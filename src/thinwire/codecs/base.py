@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.codecs.bits import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack, unpack_ascending
+from thinwire.codecs.layout import Part, Symbols
 from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.kernels import Kernels
 from thinwire.packet import HEADER_NBYTES
@@ -19,55 +19,6 @@ from thinwire.rng import Key
 
 Shapes = tuple[tuple[int, ...], ...]
 Said = tuple[Tensor, Key, float]  # a packet's payload, its key, and its weight
-
-
-@dataclass(frozen=True)
-class Symbols:
-    """`nbytes` bytes of a payload that hold numbers of `stride` bytes each (1: codes of 8 bits or fewer)."""
-
-    nbytes: int
-    stride: int = 1
-
-
-@dataclass(frozen=True)
-class Places:
-    """Ascending indices within a chunk: `count` in each `chunk` neighbours of `numel`, and in a shorter last chunk its share, rounded up.
-
-    An index has `width` bits. Those of one chunk may be coded `together` instead (`pack_ascending`).
-    """
-
-    numel: int
-    chunk: int
-    count: int
-    together: bool = False
-
-    @property
-    def kept(self) -> int:
-        """The number of indices."""
-        whole, rest = divmod(self.numel, self.chunk)
-        return whole * self.count - (-self.count * rest // self.chunk)
-
-    @property
-    def width(self) -> int:
-        """Bits of an index in a chunk, at least 1."""
-        return max(1, (self.chunk - 1).bit_length())
-
-    @property
-    def nbytes(self) -> int:
-        return ascending_nbytes(self.kept, self.numel) if self.together else packed_nbytes(self.kept, self.width)
-
-    def pack(self, index: Tensor) -> Tensor:
-        """The bytes of these indices."""
-        return pack_ascending(index, self.numel) if self.together else pack(index, self.width)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """The indices in `packed`, which comes from a peer; only those that are coded together are checked. Raises `PacketError`."""
-        if self.together:
-            return unpack_ascending(packed, self.kept, self.numel)
-        return unpack(packed, self.kept, self.width)
-
-
-Part = Symbols | Places
 
 
 @runtime_checkable
@@ -180,6 +131,16 @@ class Codec(Protocol):
     def denser(self, density: float) -> Codec:
         """For a `sparse` codec: this codec, sending at least the share `density` of the values."""
         return self
+
+    def few(self, numel: int) -> int | None:
+        """For a `sparse` codec: the number of values in a payload for `numel` elements, if `sent` writes them and their indices. Then a caller
+        decodes a packet once, and goes through all elements in pieces. None: it decodes all elements at once, with `decode_add`."""
+        return None
+
+    def sent(self, payload: Tensor, numel: int, index: Tensor, values: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Write to flat fp32 `values` what `decode_add` adds, and to int64 `index` the ascending indices below `numel` at which it does.
+        The bytes may be arbitrary, as there. Raises `PacketError` if they cannot be decoded."""
+        raise unwritten(self, "few", "sent")
 
     def forms(self) -> tuple[Codec, ...]:
         """Finer and coarser forms of this codec, from which a policy chooses; empty if none are known."""

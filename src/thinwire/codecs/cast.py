@@ -7,7 +7,8 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Part, Symbols, kernels_for, not_finite
+from thinwire.codecs.base import Codec, kernels_for, not_finite
+from thinwire.codecs.layout import Part, Symbols
 from thinwire.errors import ConfigurationError
 from thinwire.rng import Key
 

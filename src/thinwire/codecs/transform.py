@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Part, Said, Shapes, chance, check_finite, check_fit, check_inner
+from thinwire.codecs.base import Codec, Said, Shapes, chance, check_finite, check_fit, check_inner
 from thinwire.codecs.exact import cosines, product, saturated
+from thinwire.codecs.layout import Part
 from thinwire.codecs.shapes import as_tuples, split
 from thinwire.codecs.whole import check_whole
 from thinwire.errors import ConfigurationError

@@ -40,8 +40,8 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     _unpack(packed.numpy(), numbers.numpy(), u64(width))
 
 
-def add_at(index: Tensor, values: Tensor, out: Tensor) -> None:
-    _add_at(index.numpy(), values.numpy(), out.detach().numpy())
+def add_at(index: Tensor, values: Tensor, out: Tensor, first: int = 0) -> None:
+    _add_at(index.numpy(), values.numpy(), out.detach().numpy(), u64(first))
 
 
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
@@ -144,9 +144,9 @@ def _unpack(packed: Any, numbers: Any, width: Any) -> None:
 
 
 @compiled
-def _add_at(index: Any, values: Any, out: Any) -> None:
+def _add_at(index: Any, values: Any, out: Any, first: Any) -> None:
     for j in range(u64(index.size)):
-        out[u64(index[j])] += values[j]
+        out[u64(index[j]) - first] += values[j]
 
 
 @inlined

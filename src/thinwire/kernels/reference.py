@@ -226,8 +226,8 @@ def select_drawn(stream: int, numel: int, index: Tensor) -> None:
     index.copy_(draw(stream, 0, numel).topk(len(index), largest=False).indices.sort().values)
 
 
-def add_at(index: Tensor, values: Tensor, out: Tensor) -> None:
-    out.index_add_(0, index, values)
+def add_at(index: Tensor, values: Tensor, out: Tensor, first: int = 0) -> None:
+    out.index_add_(0, index - first, values)
 
 
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
