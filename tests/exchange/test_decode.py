@@ -13,9 +13,9 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.codecs import Codec, Identity, TopK
 from thinwire.codecs.base import Said
-from thinwire.exchange import Round, SendContext
+from thinwire.exchange import Round, SendContext, decode
 from thinwire.exchange.chunks import cut
-from thinwire.exchange.decode import PIECE, Decoder
+from thinwire.exchange.decode import Decoder
 from thinwire.exchange.round import Outgoing
 from thinwire.packet import REFUSED, empty_packet, payload
 from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
@@ -131,6 +131,7 @@ class AtOnce(TopK):
         return None
 
 
+PIECE = 4096
 WHOLE = 2 * PIECE + 5  # three pieces, the last one short
 
 
@@ -159,7 +160,8 @@ def settled(aggregate: Aggregate, codec: Codec, refused: int) -> list[tuple[int,
 
 @pytest.mark.parametrize("refused", [None, 0, 1])
 @pytest.mark.parametrize("aggregate", [Mean(), Median(), MeanOverSenders()])
-def test_few_values_are_decoded_once_and_aggregated_in_pieces(aggregate, refused):
+def test_few_values_are_decoded_once_and_aggregated_in_pieces(aggregate, refused, monkeypatch):
+    monkeypatch.setattr(decode, "PIECE", PIECE)
     if refused is not None and not aggregate.tolerates(3):
         return
     Apart.decoded.clear()

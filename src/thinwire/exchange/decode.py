@@ -1,7 +1,7 @@
 """Decodes packets and aggregates their values.
 
 A range of a codec with a grain fits into the cache. A sparse codec sends a fragment as one range: its packets are decoded to indices and
-values once, and the range is then aggregated in pieces (`Decoder.pieces`), so that what follows a piece finds it in the cache.
+values once, and the range is then aggregated in pieces (`Decoder.pieces`), which need no dense buffers of a fragment's size.
 
 For an aggregate that `needs_products`, `measure` first adds up inner products range by range, and `choose` passes the products of the
 whole fragment to the aggregate; then `mean` is called. A replica that refused counts as one that sent NaN, if the aggregate tolerates it.
@@ -26,7 +26,7 @@ from thinwire.pieces.aggregate import Values
 from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
-PIECE = 1 << 18  # values of a sparse range that are aggregated at a time
+PIECE = 1 << 20  # values of a sparse range that are aggregated at a time: few calls, and little memory
 
 
 class Decoder:
