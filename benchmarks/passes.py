@@ -4,9 +4,10 @@
     python benchmarks/passes.py --before OLD.json   # with the figures of an earlier version beside
 
 The default, `streaming_sign`, two replicas as threads, one fragment of four million parameters in one tensor. Every operation of torch
-is counted by a dispatch mode in the thread that runs it, with all its inputs and outputs; a kernel of numba by its arguments. Bytes are
-counted whether they come from the cache or from memory. A new buffer is a tensor of at least half the fragment that an operation
-allocates. Four rounds count, after the first ones, so the pool of buffers is full. Counts are exact, and the same on every machine.
+is counted by a dispatch mode in the thread that runs it, with all its inputs and outputs; a kernel of numba by its arguments, and of a
+tensor to which it adds at some places, these. Bytes are counted whether they come from the cache or from memory. A new buffer is a tensor
+of at least half the fragment that an operation allocates.
+Four rounds count, after the first ones, so the pool of buffers is full. Counts are exact, and the same on every machine.
 In a second run without counters the stages of the main thread are timed: the seconds that the thread had a core, median of the rounds.
 """
 
@@ -21,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import thinwire as tw
-from thinwire.codecs import sign
 from thinwire.exchange.send_queue import SendQueue
+from thinwire.kernels import cpu_block
 from thinwire.pieces.partition import Whole
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.pipeline import RoundPipeline
@@ -43,6 +43,17 @@ from thinwire.runtime.pipeline import RoundPipeline
 NUMEL, EVERY, FIRST, ROUNDS = 1 << 22, 4, 3, 4
 STAGES = ("departure, main thread", "encode, beside training", "decode, beside training", "landing, main thread")
 OVERWRITES = ("copy_", "zero_", "fill_")
+
+
+# bytes that the default's kernels read and write, by their arguments
+KERNELS: dict[str, Callable[..., tuple[int, int]]] = {
+    "encode_signs": lambda x, payload, *_: (x.nbytes, payload.nbytes),
+    "add_signs": lambda payload, out, *_: (payload.nbytes + out.nbytes, out.nbytes),
+    "select_largest": lambda x, chunk, count, index: (x.nbytes, index.nbytes),
+    "pack_ascending": lambda index, packed, low: (index.nbytes, packed.nbytes),
+    "unpack_ascending": lambda packed, index, *_: (packed.nbytes, index.nbytes),
+    "add_at": lambda index, values, *_: (index.nbytes + 2 * values.nbytes, values.nbytes),
+}
 
 
 class Counts:
@@ -113,22 +124,16 @@ current = threading.local()
 @contextmanager
 def counting(counts: Counts) -> Iterator[None]:
     """A context in which replica 0 counts."""
-    whole = sign.kernels_for
 
-    def kernels(codec: Any, values: Tensor, payload: Tensor) -> Any:
-        of, stage = whole(codec, values, payload), getattr(current, "stage", "")
+    def kernel(name: str) -> Callable[..., Any]:
+        function = getattr(cpu_block, name)
 
-        def encode_signs(*args: Any) -> Any:
-            if stage:
-                current.counts.add(stage, values.nbytes, payload.nbytes)
-            return of.encode_signs(*args)
+        def wrapped(*args: Any) -> Any:
+            if stage := getattr(current, "stage", ""):
+                current.counts.add(stage, *KERNELS[name](*args))
+            return function(*args)
 
-        def add_signs(*args: Any) -> Any:
-            if stage:
-                current.counts.add(stage, values.nbytes + payload.nbytes, values.nbytes)
-            return of.add_signs(*args)
-
-        return SimpleNamespace(encode_signs=encode_signs, add_signs=add_signs)
+        return wrapped
 
     def of_group(owner: Any) -> Counts | None:
         return counts if owner.rank == 0 else None
@@ -144,7 +149,7 @@ def counting(counts: Counts) -> Iterator[None]:
         return of_group(driver._group)
 
     with (
-        patch.object(sign, "kernels_for", kernels),
+        patch.dict(vars(cpu_block), {name: kernel(name) for name in KERNELS}),
         patch.object(SendQueue, "put", with_counter),
         patch.object(
             RoundPipeline, "_arrive", counted(RoundPipeline._arrive, STAGES[2], lambda p: of_group(p.context.group))

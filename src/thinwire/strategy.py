@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from thinwire import kernels
 from thinwire.codecs import Codec, Identity, Shapes, check_kept, in_full, warm_up
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import Direct, Exchange
@@ -282,6 +283,8 @@ class Strategy:
             warm_up(codec)
         few = torch.zeros(1)
         self.outer.step(few, few, self.outer.init(few))
+        if self.merge.keeps_flight:
+            kernels.of(few).carry(few, few, few, few)
 
     def nbytes_per_period(self, fragments: Sequence[int | Shapes], size: int, number: int = LONG_RUN) -> int:
         """Bytes one replica of `size` sends in one period of `every` inner steps, for fragments of so many elements, or of tensors of such shapes

@@ -41,6 +41,7 @@ def test_codecs_keep_the_claims_of_their_rows(row, data, n):
 def test_decoding_adds_the_weighted_values(row, data):
     laws.decoding_adds(row.piece, data)
     laws.decoding_weighs(row.piece, data)
+    laws.knows_values_apart(row.piece, data)
 
 
 @codecs
@@ -195,7 +196,8 @@ def test_invalid_indices_are_refused(codec):
     sound, places = torch.empty(codec.nbytes(n), dtype=torch.uint8), codec.layout(n)[-1]
     codec.encode(gaussian(n), sound, Key())
     begin = codec.values.nbytes(11)
-    index = places.unpack(sound[begin:])
+    index = torch.empty(places.kept, dtype=torch.int64)
+    places.unpack(sound[begin:], index)
     repeated, too_large = index.clone(), index.clone()
     repeated[1] = int(index[0])
     too_large[-1] = n if isinstance(codec, tw.codecs.TopK) else 61

@@ -72,10 +72,13 @@ def test_a_payload_is_the_values_and_then_their_indices(codec, values, due):
     assert payload.numpy().tobytes() == torch.tensor(sent).numpy().tobytes() + packed
     symbols, places = codec.layout(len(x))
     assert (symbols.nbytes, symbols.stride, places.nbytes) == (4 * len(sent), 4, len(packed))
-    index, decoded = codec.sent(payload, len(x), Key())
-    assert decoded.tolist() == sent == x[index].tolist() and codec.sent(payload, len(x), Key(), 2.0)[1].tolist() == [
-        2 * value for value in sent
-    ]
+    count = codec.few(len(x))
+    assert count == len(sent)
+    index, decoded = torch.empty(count, dtype=torch.int64), torch.empty(count)
+    codec.sent(payload, len(x), index, decoded, Key())
+    assert decoded.tolist() == sent == x[index].tolist()
+    codec.sent(payload, len(x), index, decoded, Key(), 2.0)
+    assert decoded.tolist() == [2 * value for value in sent]
     out = torch.ones(len(x))
     codec.decode_add(payload, out, Key())
     codec.decode_add(payload, out, Key(), -0.5)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.codecs import Codec, Identity
+from thinwire.codecs import Codec, Identity, TopK
 from thinwire.codecs.base import Said
-from thinwire.exchange import Round, SendContext
+from thinwire.exchange import Round, SendContext, decode
 from thinwire.exchange.chunks import cut
 from thinwire.exchange.decode import Decoder
+from thinwire.exchange.round import Outgoing
 from thinwire.packet import REFUSED, empty_packet, payload
-from thinwire.pieces.aggregate import Aggregate
+from thinwire.pieces.aggregate import Aggregate, Mean, MeanOverSenders
 from thinwire.pieces.by_products import GeometricMedian
 from thinwire.pieces.products import inner_products
 from thinwire.pieces.robust import Median, TrimmedMean
@@ -32,7 +35,7 @@ def decoder(group: tw.ThreadGroup, aggregate: Aggregate, codec: Codec = Identity
     key = Key(sender=group.rank)
     round_ = Round(SendContext(group), codec, begin + NUMEL, key, lambda begin, end: torch.zeros(end - begin))
     round_.aggregate, round_.remembered = aggregate, {"kept": torch.arange(begin + NUMEL + 9.0)}
-    return Decoder(round_, codec, cut(codec, begin, begin + NUMEL))
+    return Decoder(round_, codec)
 
 
 def packet(values: Tensor) -> Tensor:
@@ -97,7 +100,6 @@ def test_an_aggregate_gets_the_values_and_state_of_its_range():
     def replica(group: tw.ThreadGroup) -> None:
         if group.rank == 2:
             room, (message,) = decoder(group, Noting(), begin=7), cut(Identity(), 7, 7 + NUMEL)
-            assert room._mean.numel() == NUMEL  # memory for one range
             packets = {rank: packet(values) for rank, values in enumerate(VALUES)}
             room.measure(message.ranges[0], 5, packets, Key(), (0, 0, 0))
             room.choose(room.products)
@@ -106,6 +108,70 @@ def test_an_aggregate_gets_the_values_and_state_of_its_range():
             assert same_bits(median, torch.stack(VALUES).median(0).values)
 
     tw.run_threads(3, replica)
+
+
+@dataclass(frozen=True)
+class Apart(TopK):
+    """Writes its values apart, and records how often."""
+
+    decoded: ClassVar[list[float]] = []
+
+    def sent(self, payload: Tensor, numel: int, index: Tensor, values: Tensor, key: Key, weight: float = 1.0) -> None:
+        self.decoded.append(weight)
+        super().sent(payload, numel, index, values, key, weight)
+
+
+class AtOnce(TopK):
+    """The same values, only all together."""
+
+    def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        TopK(self.density).decode_add(payload, out, key, weight)
+
+    def few(self, numel: int) -> Any:
+        return None
+
+
+PIECE = 4096
+WHOLE = 2 * PIECE + 5  # three pieces, the last one short
+
+
+def settled(aggregate: Aggregate, codec: Codec, refused: int) -> list[tuple[int, Tensor, Tensor]]:
+    """What replica 1 of three hands over: the first elements, the aggregates and the own values. `refused` refused, or nobody."""
+    packets, made = {}, list[tuple[int, Tensor, Tensor]]()
+    for rank in range(3):
+        packets[rank] = empty_packet(codec.nbytes(WHOLE))
+        if rank != refused:
+            values = torch.randn(WHOLE, generator=torch.Generator().manual_seed(rank))
+            codec.encode(values, payload(packets[rank]), Key(sender=rank))
+    (message,) = cut(codec, 0, WHOLE)
+
+    def replica(group: tw.ThreadGroup) -> None:
+        if group.rank == 1:
+            own, room = Outgoing(message, packets[1]), decoder(group, aggregate, codec)
+            own.flags = REFUSED * (refused == 1)
+            flags = [REFUSED * (rank == refused) for rank in range(3)]
+            for begin, mean, sent in room.pieces(message.ranges[0], packets, Key(sender=1), own, flags):
+                made.append((begin, mean.clone(), sent().clone()))
+            room.close()
+
+    tw.run_threads(3, replica)
+    return made
+
+
+@pytest.mark.parametrize("refused", [None, 0, 1])
+@pytest.mark.parametrize("aggregate", [Mean(), Median(), MeanOverSenders()])
+def test_few_values_are_decoded_once_and_aggregated_in_pieces(aggregate, refused, monkeypatch):
+    monkeypatch.setattr(decode, "PIECE", PIECE)
+    if refused is not None and not aggregate.tolerates(3):
+        return
+    Apart.decoded.clear()
+    pieces = settled(aggregate, Apart(0.1), refused)
+    assert [begin for begin, _, _ in pieces] == [0, PIECE, 2 * PIECE]
+    assert Apart.decoded == [1.0] * (3 - (refused is not None)), "the own packet is decoded once too"
+    ((begin, mean, own),) = settled(aggregate, AtOnce(0.1), refused)
+    assert begin == 0 and bool(own.isnan().all()) == (refused == 1)
+    assert same_bits(torch.cat([one for _, one, _ in pieces]), mean)
+    assert same_bits(torch.cat([one for _, _, one in pieces]), own)
 
 
 class Together(Identity):

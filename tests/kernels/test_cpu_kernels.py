@@ -228,9 +228,11 @@ def test_the_indices_of_values_above_a_threshold(data, threshold):
         x[::9], x[1::9] = float("nan"), float("inf")
         for room in (0, n // 3, n):
             index, due = torch.zeros(room, dtype=torch.int64), (x.abs() > threshold).nonzero().view(-1)
-            found = cpu_sparse._select_above(cpu_sparse._bits(x), cpu_sparse._threshold(threshold), index.numpy())[0]
+            bits, some = cpu_sparse._bits(x), torch.zeros(room, dtype=torch.int32)
+            found = cpu_sparse._select_above(bits, cpu_sparse._threshold(threshold), index.numpy(), some.numpy())[0]
             assert found == len(due)
             assert torch.equal(index[:found], due[:room])
+            assert torch.equal(some[:found].view(torch.float32), x[due[:room]])
 
 
 @pytest.mark.parametrize(
@@ -342,13 +344,14 @@ def test_a_warmed_up_codec_compiles_nothing_when_used(codec, fresh_kernels):
     assert [len(function.signatures) for function in fresh_kernels] == before
 
 
-def test_a_replica_compiles_nothing_while_it_trains(fresh_kernels):
+@pytest.mark.parametrize("strategy", [tw.diloco(every=1, codec=tw.codecs.E2M1()), tw.streaming_sign(every=2)])
+def test_a_replica_compiles_nothing_while_it_trains(strategy, fresh_kernels):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (group,) = tw.ThreadGroup.create(1)
-    with tw.Replica(tw.diloco(every=1, codec=tw.codecs.E2M1()), model, optimizer, group):
+    with tw.Replica(strategy, model, optimizer, group):
         before = [len(function.signatures) for function in fresh_kernels]
-        for _ in range(2):
+        for _ in range(5):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
         assert [len(function.signatures) for function in fresh_kernels] == before and sum(before) > 0

@@ -14,11 +14,12 @@ import thinwire as tw
 from thinwire.exchange import Buffers
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
-from thinwire.runtime.delta_driver import _PIECE, _move
+from thinwire.runtime import delta_driver
+from thinwire.runtime.delta_driver import _move
 from thinwire.runtime.fragment_state import FragmentState, first_state
 from thinwire.testing.toy import same_bits
 
-ROWS = 3 * _PIECE // 1024 + 1  # more than three pieces, the last one shorter
+ROWS = 97  # more than three pieces, the last one shorter
 
 
 def fragment_of(dtype: torch.dtype, turned: bool) -> tuple[nn.Module, FragmentState]:
@@ -32,8 +33,9 @@ def fragment_of(dtype: torch.dtype, turned: bool) -> tuple[nn.Module, FragmentSt
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, turned: bool) -> None:
+def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, turned: bool, monkeypatch: Any) -> None:
     """θ ← anchor' + (θ − (anchor − Δ)), where steps were taken in flight."""
+    monkeypatch.setattr(delta_driver, "_PIECE", ROWS * 1024 // 3 - 1)
     after: list[list[Tensor]] = []
     for way in ("equation", "landing"):
         model, held = fragment_of(dtype, turned)
@@ -65,12 +67,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_a_landing_makes_no_buffer_of_a_fragments_size() -> None:
-    _, held = fragment_of(torch.float32, turned=False)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0), (torch.bfloat16, 1000)])
+def test_a_landing_makes_no_buffer_of_a_fragments_size(dtype: torch.dtype, most: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(delta_driver, "_PIECE", 1000)
+    _, held = fragment_of(dtype, turned=False)
     delta, ahead = torch.randn_like(held.anchor), torch.randn_like(held.anchor)
     with Largest() as largest, torch.no_grad():
         _move(held, ahead, delta)
-    assert 0 < largest.numel <= _PIECE < held.anchor.numel()
+    assert largest.numel == most
 
 
 def test_feedback_has_the_same_bits_with_factors_of_one() -> None:

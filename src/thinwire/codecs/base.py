@@ -132,6 +132,16 @@ class Codec(Protocol):
         """For a `sparse` codec: this codec, sending at least the share `density` of the values."""
         return self
 
+    def few(self, numel: int) -> int | None:
+        """For a `sparse` codec: the number of values in a payload for `numel` elements, if `sent` writes them and their indices. Then a caller
+        decodes a packet once, and goes through all elements in pieces. None: it decodes all elements at once, with `decode_add`."""
+        return None
+
+    def sent(self, payload: Tensor, numel: int, index: Tensor, values: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Write to flat fp32 `values` what `decode_add` adds, and to int64 `index` the ascending indices below `numel` at which it does.
+        The bytes may be arbitrary, as there. Raises `PacketError` if they cannot be decoded."""
+        raise unwritten(self, "few", "sent")
+
     def forms(self) -> tuple[Codec, ...]:
         """Finer and coarser forms of this codec, from which a policy chooses; empty if none are known."""
         return ()

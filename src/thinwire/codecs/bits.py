@@ -52,12 +52,10 @@ def pack_ascending(index: Tensor, numel: int) -> Tensor:
     return packed
 
 
-def unpack_ascending(packed: Tensor, count: int, numel: int) -> Tensor:
-    """The `count` indices in `packed`, as int64. Raises `PacketError` if these bytes are no code of ascending indices below `numel`."""
-    index = torch.empty(count, dtype=torch.int64, device=packed.device)
-    if not kernels.of(packed, index).unpack_ascending(packed, index, low_bits(count, numel), numel):
+def unpack_ascending(packed: Tensor, index: Tensor, numel: int) -> None:
+    """Fill flat int64 `index` from `packed`. Raises `PacketError` if these bytes are no code of so many ascending indices below `numel`."""
+    if not kernels.of(packed, index).unpack_ascending(packed, index, low_bits(index.numel(), numel), numel):
         raise not_ascending(numel)
-    return index
 
 
 def check_ascending(index: Tensor, numel: int) -> None:

@@ -99,6 +99,12 @@ class Entropy(Codec):
         check_fit(self, out, payload, shorter=True)
         self.codec.decode_add(self._plain(payload, out.numel()), out, key, weight)
 
+    def few(self, numel: int) -> int | None:
+        return self.codec.few(numel)
+
+    def sent(self, payload: Tensor, numel: int, index: Tensor, values: Tensor, key: Key, weight: float = 1.0) -> None:
+        self.codec.sent(self._plain(payload, numel), numel, index, values, key, weight)
+
     def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
         plain = [(self._plain(payload, numel), key, weight) for payload, key, weight in packets]
         return self.codec.decode_joint(plain, numel)

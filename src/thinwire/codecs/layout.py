@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.codecs.bits import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack, unpack_ascending
+from thinwire import kernels
+from thinwire.codecs.bits import ascending_nbytes, pack, pack_ascending, packed_nbytes, unpack_ascending
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class Places:
         """The bytes of these indices."""
         return pack_ascending(index, self.numel) if self.together else pack(index, self.width)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """The indices in `packed`, which comes from a peer; only those that are coded together are checked. Raises `PacketError`."""
+    def unpack(self, packed: Tensor, index: Tensor) -> None:
+        """Fill int64 `index` from `packed`, which comes from a peer; only what is coded together is checked. Raises `PacketError`."""
         if self.together:
-            return unpack_ascending(packed, self.kept, self.numel)
-        return unpack(packed, self.kept, self.width)
+            unpack_ascending(packed, index, self.numel)
+        else:
+            kernels.of(packed, index).unpack(packed, index, self.width)
 
 
 Part = Symbols | Places

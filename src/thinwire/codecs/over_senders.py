@@ -12,7 +12,6 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.codecs.base import Codec, Said, check_fit, check_inner
 from thinwire.codecs.layout import Part
-from thinwire.codecs.sparse import LargestOfChunks
 from thinwire.rng import Key
 
 
@@ -70,8 +69,9 @@ class OverSenders(Codec):
         self.codec.decode_add(payload, out, key, weight)
 
     def decode_joint(self, packets: Sequence[Said], numel: int) -> Tensor:
-        if isinstance(self.codec, LargestOfChunks) and packets:
-            return self._mean_of_sent(self.codec, packets, torch.empty(numel))
+        count = self.codec.few(numel)
+        if count is not None and packets:
+            return self._mean_of_sent(packets, count, torch.empty(numel))
         return mean_over_senders(self._decoded(packets, numel), numel)
 
     def _decoded(self, packets: Sequence[Said], numel: int) -> Iterator[tuple[Tensor, float]]:
@@ -80,16 +80,14 @@ class OverSenders(Codec):
             self.codec.decode_add(payload, values, key)
             yield values, weight
 
-    @staticmethod
-    def _mean_of_sent(codec: LargestOfChunks, packets: Sequence[Said], mean: Tensor) -> Tensor:
+    def _mean_of_sent(self, packets: Sequence[Said], count: int, mean: Tensor) -> Tensor:
         """The same mean from indices and values, into `mean`. Apart from writing its zeros, the time depends on what was sent."""
-        sent = []
-        for payload, key, _ in packets:
-            check_fit(codec, mean, payload)
-            sent.append(codec.sent(payload, len(mean), key))
-        indices, values = (torch.cat(one) for one in zip(*sent))
+        index, values = torch.empty(len(packets), count, dtype=torch.int64), torch.empty(len(packets), count)
+        for (payload, key, _), places, some in zip(packets, index, values):
+            check_fit(self.codec, mean, payload)
+            self.codec.sent(payload, len(mean), places, some, key)
         shares = torch.tensor([weight for _, _, weight in packets])
-        kernels.of(indices, values, mean).mean_sent(indices, values, shares, mean)
+        kernels.of(index, values, mean).mean_sent(index.view(-1), values.view(-1), shares, mean)
         return mean
 
 

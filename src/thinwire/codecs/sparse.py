@@ -58,19 +58,20 @@ class LargestOfChunks(Codec, ABC):
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
-        index, values = self.sent(payload, out.numel(), key, weight)
-        kernels.of(index, values, out).add_at(index, values, out)
+        _add_sent(self, payload, out, key, weight)
 
-    def sent(self, payload: Tensor, numel: int, key: Key, weight: float = 1.0) -> tuple[Tensor, Tensor]:
-        """The ascending indices of the values in a payload for `numel` elements, and these values times `weight`."""
+    def few(self, numel: int) -> int:
+        return self._places(numel).kept
+
+    def sent(self, payload: Tensor, numel: int, index: Tensor, values: Tensor, key: Key, weight: float = 1.0) -> None:
         places = self._places(numel)
         begin = self.values.nbytes(places.kept)
-        index = places.unpack(payload[begin:])
+        places.unpack(payload[begin:], index)
         if not places.together:
             check_ascending(index[index >= places.chunk], places.chunk)  # empty if the chunk is a power of two
-            index = _index(index, places)
+            index.copy_(_index(index, places))
             check_ascending(index, numel)
-        return index, _decoded(self.values, payload[:begin], places.kept, key, weight)
+        self.values.decode_add(payload[:begin], values.zero_(), key, weight)
 
 
 @dataclass(frozen=True)
@@ -213,10 +214,16 @@ class RandomK(Codec):
 
     def decode_add(self, payload: Tensor, out: Tensor, key: Key, weight: float = 1.0) -> None:
         check_fit(self, out, payload)
-        index, most = self._drawn(out.numel(), key, out.device), torch.finfo(torch.float32).max
-        values = _decoded(self.values, payload, len(index), key).mul_(out.numel() / max(1, len(index)))
-        values = values.clamp_(-most, most).mul_(weight)
-        kernels.of(index, values, out).add_at(index, values, out)
+        _add_sent(self, payload, out, key, weight)
+
+    def few(self, numel: int) -> int:
+        return math.ceil(self.density * numel)
+
+    def sent(self, payload: Tensor, numel: int, index: Tensor, values: Tensor, key: Key, weight: float = 1.0) -> None:
+        most = torch.finfo(torch.float32).max
+        kernels.of(index).select_drawn(key.shared("coordinates"), numel, index)
+        self.values.decode_add(payload, values.zero_(), key)
+        values.mul_(numel / max(1, len(index))).clamp_(-most, most).mul_(weight)
 
     @property
     def claims(self) -> frozenset[str]:
@@ -273,7 +280,9 @@ def _index(within: Tensor, places: Places) -> Tensor:
     return within + starts.repeat_interleave(places.count)[: places.kept]
 
 
-def _decoded(values: Codec, payload: Tensor, count: int, key: Key, weight: float = 1.0) -> Tensor:
-    out = torch.zeros(count, device=payload.device)
-    values.decode_add(payload, out, key, weight)
-    return out
+def _add_sent(codec: Codec, payload: Tensor, out: Tensor, key: Key, weight: float) -> None:
+    count = codec.few(out.numel())
+    index = torch.empty(count or 0, dtype=torch.int64, device=out.device)
+    values = torch.empty(len(index), device=out.device)
+    codec.sent(payload, out.numel(), index, values, key, weight)
+    kernels.of(index, values, out).add_at(index, values, out)

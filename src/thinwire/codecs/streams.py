@@ -95,7 +95,8 @@ def places_coded(plain: Bytes, of: Places) -> Bytes:
     """
     from thinwire.kernels import rice  # slow to import: it compiles
 
-    places = of.unpack(torch.from_numpy(plain))
+    places = torch.empty(of.kept, dtype=torch.int64)
+    of.unpack(torch.from_numpy(plain), places)
     k, gaps = rice.parameter(places, of.count), rice.gaps(places, of.count)
     # 5: most high parts are below 255
     found = min((_gaps_framed(gaps, shift) for shift in {0, max(0, k - 5)}), key=len)

@@ -42,6 +42,10 @@ class Buffers:
         """A buffer of `count` fp32 values; only CPU buffers are reused, because torch has a pool for each other device."""
         return self.bytes(4 * count).view(torch.float32) if device.type == "cpu" else torch.empty(count, device=device)
 
+    def longs(self, count: int) -> Tensor:
+        """A buffer of `count` int64 values."""
+        return self.bytes(8 * count).view(torch.int64)
+
     def like(self, tensor: Tensor) -> Tensor:
         """A flat buffer with the number of values, the type and the device of `tensor`; see `floats`."""
         return self.bytes(tensor.nbytes).view(tensor.dtype) if tensor.device.type == "cpu" else torch.empty_like(tensor)

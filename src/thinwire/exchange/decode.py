@@ -1,34 +1,40 @@
 """Decodes packets and aggregates their values.
 
+A range of a codec with a grain fits into the cache. A sparse codec sends a fragment as one range: its packets are decoded to indices and
+values once, and the range is then aggregated in pieces (`Decoder.pieces`), which need no dense buffers of a fragment's size.
+
 For an aggregate that `needs_products`, `measure` first adds up inner products range by range, and `choose` passes the products of the
 whole fragment to the aggregate; then `mean` is called. A replica that refused counts as one that sent NaN, if the aggregate tolerates it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs import Codec
-from thinwire.exchange.buffers import CPU
-from thinwire.exchange.chunks import CodedRange, Message
+from thinwire.exchange.buffers import CPU, Buffers
+from thinwire.exchange.chunks import CodedRange
 from thinwire.exchange.round import Outgoing, Round
 from thinwire.packet import REFUSED, payload
 from thinwire.pieces.aggregate import Values
 from thinwire.pieces.products import inner_products
 from thinwire.rng import Key
 
+PIECE = 1 << 20  # values of a sparse range that are aggregated at a time: few calls, and little memory
+
 
 class Decoder:
     """Decodes a round's packets on `device`, one range at a time. A returned tensor is valid until the next call."""
 
-    def __init__(self, round_: Round, codec: Codec, messages: Iterable[Message], device: torch.device = CPU) -> None:
-        numel = max((coded.end - coded.begin for message in messages for coded in message.ranges), default=0)
+    def __init__(self, round_: Round, codec: Codec, device: torch.device = CPU) -> None:
         self._codec, self._joins, self._buffers = codec, codec.joint, round_.context.buffers
-        self._mean, self._sent = self._buffers.floats(numel, device), self._buffers.floats(numel, device)
+        self._rooms: dict[str, Tensor] = {}  # buffers, by what they hold
         self._round, self._aggregate, self._device = round_, round_.aggregate, device
         self.needs_products = self._aggregate.needs_products and not self._joins
         self.products = torch.zeros(round_.size, round_.size, dtype=torch.float64)  # what `measure` has added up
@@ -63,7 +69,7 @@ class Decoder:
         flags: Sequence[int] = (),
     ) -> Tensor:
         """The aggregate of the range `coded` of all `packets`, in rank order. `weights` add up to 1, `flags` are those of the senders."""
-        mean = self._mean[: coded.end - coded.begin].zero_()
+        mean = self._room("mean", coded.end - coded.begin)
         values = self._values(coded, packets, key, flags)
         shares = [weights[sender] for sender in sorted(packets)] if weights else None
         if self._joins:
@@ -77,9 +83,28 @@ class Decoder:
         """The aggregate of the range `coded` that its `owner` sent."""
         if self._joins:
             return self.mean(coded, {owner: packet}, key)
-        mean = self._mean[: coded.end - coded.begin].zero_()
+        mean = self._room("mean", coded.end - coded.begin)
         self._codec.decode_add(self._payload(coded, packet), mean, key)
         return mean
+
+    def pieces(
+        self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, own: Outgoing, flags: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor, Callable[[], Tensor]]]:
+        """The arguments of `Settle` for the range `coded` of all `packets`: in pieces if the codec sends `few` values, otherwise at once."""
+        whole = coded.end - coded.begin
+        count = None if self._joins or self._device.type != "cpu" else self._codec.few(whole)
+        if count is None:
+            yield coded.begin, self.mean(coded, packets, key, flags=flags), partial(self.own, coded, own, key)
+            return
+        values = [_Few(one, count, self._buffers) for one in self._values(coded, packets, key, flags)]
+        for begin in range(0, max(1, whole), PIECE):
+            numel = min(PIECE, whole - begin)
+            mean = self._room("mean", numel)
+            self._aggregate.into(mean, [one.piece(begin, numel) for one in values])
+            mine = replace(values[self._round.rank].piece(begin, numel), refused=bool(own.flags & REFUSED))
+            yield coded.begin + begin, mean, partial(self._own_piece, mine)
+        for one in values:
+            one.close()
 
     def _values(self, coded: CodedRange, packets: Mapping[int, Tensor], key: Key, flags: Sequence[int]) -> list[Values]:
         numel = coded.end - coded.begin
@@ -94,17 +119,70 @@ class Decoder:
     def own(self, coded: CodedRange, outgoing: Outgoing, key: Key) -> Tensor:
         """The values of the range `coded` in this replica's own packet; NaN if it refused."""
         if outgoing.flags & REFUSED:
-            return self._sent[: coded.end - coded.begin].fill_(torch.nan)
+            return self._room("sent", coded.end - coded.begin).fill_(torch.nan)
         return self.sent(coded, outgoing.packet, key)
 
     def sent(self, coded: CodedRange, packet: Tensor, key: Key) -> Tensor:
         """The values of the range `coded` in one replica's `packet`, its own or that of the sender of `key`."""
-        out = self._sent[: coded.end - coded.begin].zero_()
+        out = self._room("sent", coded.end - coded.begin)
         self._codec.decode_add(self._payload(coded, packet), out, key)
         return out
 
     def _payload(self, coded: CodedRange, packet: Tensor) -> Tensor:
         return payload(packet)[coded.first : coded.last].to(self._device)
 
+    def _own_piece(self, piece: Values) -> Tensor:
+        out = self._room("sent", piece.numel)
+        if piece.refused:
+            return out.fill_(torch.nan)
+        piece.add_to(out)
+        return out
+
+    def _room(self, name: str, numel: int) -> Tensor:
+        """`numel` zeros in a buffer of this decoder."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() < numel:
+            self._buffers.give(room)
+            room = self._rooms[name] = self._buffers.floats(numel, self._device)
+        return room[:numel].zero_()
+
     def close(self) -> None:
-        self._buffers.give(self._mean, self._sent)
+        self._buffers.give(*self._rooms.values())
+
+
+class _Few:
+    """The few values in one packet, decoded once for each weight."""
+
+    def __init__(self, of: Values, count: int, buffers: Buffers) -> None:
+        self._of, self._count, self._buffers = of, count, buffers
+        self._decoded: dict[float, tuple[Tensor, Tensor]] = {}
+
+    def piece(self, begin: int, numel: int) -> _Piece:
+        """The values of `numel` elements from `begin` on."""
+        of = self._of
+        return _Piece(of.codec, of.payload, of.key, numel, of.refused, begin=begin, whole=self)
+
+    def add_to(self, out: Tensor, begin: int, weight: float) -> None:
+        """out ← out + weight · values, of the elements from `begin` on."""
+        if weight not in self._decoded:
+            of, index, values = self._of, self._buffers.longs(self._count), self._buffers.floats(self._count)
+            of.codec.sent(of.payload, of.numel, index, values, of.key, weight)
+            self._decoded[weight] = index, values
+        index, values = self._decoded[weight]
+        first, last = torch.searchsorted(index, torch.tensor((begin, begin + out.numel()))).tolist()
+        kernels.of(index, values, out).add_at(index[first:last], values[first:last], out, begin)
+
+    def close(self) -> None:
+        for index, values in self._decoded.values():
+            self._buffers.give(index, values)
+
+
+@dataclass(frozen=True)
+class _Piece(Values):
+    """The elements from `begin` on of what `whole` has."""
+
+    begin: int = field(kw_only=True)
+    whole: _Few = field(kw_only=True)
+
+    def add_to(self, out: Tensor, weight: float = 1.0) -> None:
+        self.whole.add_to(out, self.begin, weight)

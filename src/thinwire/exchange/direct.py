@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -64,7 +63,7 @@ class Direct(Exchange):
         round_, stage, own = departure.round, departure.stage, departure.own
         flags = [0] * round_.size
         there = whole_anywhere(round_.codec) and isinstance(round_.aggregate, Mean)
-        room = Decoder(round_, round_.codec, departure.messages, round_.device if there else CPU)
+        room = Decoder(round_, round_.codec, round_.device if there else CPU)
         for index, message in enumerate(departure.messages):
             heard = stage.receive(index)
             own[index].wait()
@@ -90,10 +89,10 @@ class Direct(Exchange):
         }
 
     def _settle(self, departure: _Departure, index: int, room: Decoder, flags: list[int], settle: Settle) -> None:
-        key = departure.round.key
+        packets, key = self._packets(departure, index), departure.round.key
         for coded in departure.messages[index].ranges:
-            mean = room.mean(coded, self._packets(departure, index), key, flags=flags)
-            settle(coded.begin, mean, partial(room.own, coded, departure.own[index], key))
+            for begin, mean, own in room.pieces(coded, packets, key, departure.own[index], flags):
+                settle(begin, mean, own)
 
     def nbytes_sent(self, codec: Codec, numel: int, size: int, rank: int | None = None) -> int:
         return (size - 1) * packets_nbytes(cut(codec, 0, numel))

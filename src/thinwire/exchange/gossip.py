@@ -280,7 +280,7 @@ def _arrive_each(departure: _Departure, sources: Sequence[int], settle: Settle) 
     """
     round_, flags, begin = departure.round, [0] * departure.round.size, 0
     for one in _vectors(departure.steps[0]):
-        room, numel = Decoder(round_, one.codec, one.messages), one.messages[-1].end
+        room, numel = Decoder(round_, one.codec), one.messages[-1].end
         for index, message in enumerate(one.messages):
             heard = one.stage.receive(index)
             for rank, said in heard.items():
@@ -325,7 +325,7 @@ def _arrived(round_: Round, step: _Step, flags: list[int], settle: Settle) -> li
             flags = [a | b for a, b in zip(flags, one.mean.arrive(partial(_settled, settle, one.begin)).flags)]
             _check_sound(flags, round_.key)
             continue
-        room = Decoder(round_, one.codec, one.messages)
+        room = Decoder(round_, one.codec)
         for index, message in enumerate(one.messages):
             heard = one.stage.receive(index)
             own = one.own[index].wait()

@@ -180,7 +180,7 @@ class _TwoHops:
 
     def arrive(self, settle: Settle) -> Arrival:
         round_ = self.round
-        room = Decoder(round_, round_.codec, (message for of in self._shards for message in of))
+        room = Decoder(round_, round_.codec)
         own = [self._average(index, room) for index in range(len(self._mine))]
         for index, message in enumerate(self._mine):
             self._across.receive(index)

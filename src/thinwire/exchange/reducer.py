@@ -152,7 +152,7 @@ class Reducer:
         held = declared.feedback.init(declared.numel) if declared.feedback else {}
         center = self._open(declared, messages, number, held)
         while True:
-            room, void = Decoder(center.round, declared.codec, messages), False
+            room, void = Decoder(center.round, declared.codec), False
             for index in range(len(messages)):
                 void |= bool(center.average(index, room).flags & REFUSED)
             room.close()

@@ -113,7 +113,7 @@ class Star(Exchange):
         round_, at_center = departure.round, departure.center
         center, key = self._rank(round_.size), mean_key(round_)
         flags, void = [0] * round_.size, False
-        room = Decoder(round_, round_.codec, departure.messages)
+        room = Decoder(round_, round_.codec)
         for index, message in enumerate(departure.messages):
             own = departure.own[index]
             own.wait()

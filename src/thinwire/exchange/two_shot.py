@@ -158,7 +158,7 @@ class Reduction:
 
     def arrive(self, settle: Settle) -> Arrival:
         """Average the own shard, then receive all means."""
-        room = Decoder(self.round, self.codec, (message for of in self.messages.values() for message in of))
+        room = Decoder(self.round, self.codec)
         rank = self.round.rank
         owner = Owner(self._gather, self._gathered(rank), self.messages[rank], self._feedback, self._state)
         count = len(self.messages[rank])

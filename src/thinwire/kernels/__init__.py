@@ -82,8 +82,8 @@ class Kernels(Protocol):
         int64 `index`.
         """
 
-    def add_at(self, index: Tensor, values: Tensor, out: Tensor) -> None:
-        """`out`[index] += values, for int64 `index` without repetition and inside `out`."""
+    def add_at(self, index: Tensor, values: Tensor, out: Tensor, first: int = 0) -> None:
+        """`out`[index − first] += values, for int64 `index` without repetition and, less `first`, inside `out`."""
 
     def add_sent(self, values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
         """For each value that is not zero: `total` += value·weight and `counted` += weight, each product and sum rounded to fp32. Sets all
@@ -111,6 +111,9 @@ class Kernels(Protocol):
         """v ← μ·v + Δ; anchor ← anchor − η·(Δ + μ·v), every product and sum rounded to fp32. Returns whether the new anchor
         is finite. An output may be its own input.
         """
+
+    def carry(self, x: Tensor, before: Tensor, change: Tensor, after: Tensor) -> None:
+        """x ← x + (after − (before − change)), every difference and the sum rounded to fp32."""
 
 
 def of(*tensors: Tensor) -> Kernels:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.kernels.cpu_bits import pack_ascending, unpack_ascending
-from thinwire.kernels.cpu_dense import add_floats, add_signs, encode_floats, encode_signs, nesterov
+from thinwire.kernels.cpu_dense import add_floats, add_signs, carry, encode_floats, encode_signs, nesterov
 from thinwire.kernels.cpu_levels import add_levels, encode_levels
 from thinwire.kernels.cpu_sparse import (
     add_at,
@@ -54,6 +54,7 @@ __all__ = [
     "add_levels",
     "add_sent",
     "add_signs",
+    "carry",
     "divide_sent",
     "encode_blocks",
     "encode_floats",

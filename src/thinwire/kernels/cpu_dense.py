@@ -1,4 +1,4 @@
-"""`Kernels` in numba: floats, signs and the outer step."""
+"""`Kernels` in numba: floats, signs, the outer step and the landing."""
 
 from __future__ import annotations
 
@@ -56,6 +56,10 @@ def nesterov(
     inputs = [tensor.detach().numpy() for tensor in (anchor, delta, momentum)]
     outputs = [tensor.numpy() for tensor in (out_anchor, out_momentum)]
     return bool(_nesterov(f32(lr), f32(mu), *inputs, *outputs))
+
+
+def carry(x: Tensor, before: Tensor, change: Tensor, after: Tensor) -> None:
+    _carry(*(tensor.detach().numpy() for tensor in (x, before, change, after)))
 
 
 # ---- floats
@@ -272,3 +276,9 @@ def _nesterov(lr: Any, mu: Any, anchor: Any, delta: Any, momentum: Any, out_anch
             out_anchor[i] = moved
         at = stop
     return worst < INFINITE
+
+
+@compiled
+def _carry(x: Any, before: Any, change: Any, after: Any) -> None:
+    for i in range(u64(x.size)):
+        x[i] += after[i] - (before[i] - change[i])

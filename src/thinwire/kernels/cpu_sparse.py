@@ -19,6 +19,7 @@ from thinwire.kernels.numba_support import (
     ZERO,
     compiled,
     drawn,
+    f64,
     i32,
     inlined,
     magnitude,
@@ -39,8 +40,8 @@ def unpack(packed: Tensor, numbers: Tensor, width: int) -> None:
     _unpack(packed.numpy(), numbers.numpy(), u64(width))
 
 
-def add_at(index: Tensor, values: Tensor, out: Tensor) -> None:
-    _add_at(index.numpy(), values.numpy(), out.detach().numpy())
+def add_at(index: Tensor, values: Tensor, out: Tensor, first: int = 0) -> None:
+    _add_at(index.numpy(), values.numpy(), out.detach().numpy(), u64(first))
 
 
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
@@ -66,14 +67,17 @@ def select_largest(x: Tensor, chunk: int, count: int, index: Tensor) -> bool:
     """
     bits = _bits(x)
     if chunk < x.numel() or x.numel() < _MANY or not 0 < count <= x.numel() // 4:
-        return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy()))
-    some = np.empty(2 * count, np.int64)
-    found, worst = _select_above(bits, _threshold(suggested(x, count)), some)
-    if not count <= found <= len(some):
-        return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy()))
-    some = some[:found]
-    _select_largest(bits[some], u64(found), u64(count), index.numpy())
-    index.copy_(torch.from_numpy(some).index_select(0, index))
+        return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy(), i32(0)))
+    places, some, threshold = (
+        np.empty(2 * count, np.int64),
+        np.empty(2 * count, np.int32),
+        _threshold(suggested(x, count)),
+    )
+    found, worst = _select_above(bits, threshold, places, some)
+    if not count <= found <= len(places):
+        return bool(_select_largest(bits, u64(chunk), u64(count), index.numpy(), i32(0)))
+    _select_largest(some[:found], u64(found), u64(count), index.numpy(), max(threshold, i32(0)))
+    index.copy_(torch.from_numpy(places).index_select(0, index))
     return bool(worst < INFINITE)
 
 
@@ -140,9 +144,9 @@ def _unpack(packed: Any, numbers: Any, width: Any) -> None:
 
 
 @compiled
-def _add_at(index: Any, values: Any, out: Any) -> None:
+def _add_at(index: Any, values: Any, out: Any, first: Any) -> None:
     for j in range(u64(index.size)):
-        out[u64(index[j])] += values[j]
+        out[u64(index[j]) - first] += values[j]
 
 
 @inlined
@@ -234,9 +238,9 @@ def _masks(flags: Any, size: Any, masks: Any) -> Any:
 
 
 @compiled
-def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
-    """Count the magnitudes above `threshold`, of which NaN is none, and write their indices, as many as fit. Returns the count, and the largest
-    magnitude."""
+def _select_above(bits: Any, threshold: Any, index: Any, some: Any) -> Any:
+    """Count the magnitudes above `threshold`, of which NaN is none, and write their indices and bits, as many as fit. Returns the count, and the
+    largest magnitude."""
     n, room, count, worst = u64(bits.size), u64(index.size), ZERO, i32(0)
     flags, masks = np.empty(STRIPE, np.uint8), np.empty(STRIPE >> u64(3), np.uint8)
     words = masks.view(np.uint64)
@@ -249,7 +253,8 @@ def _select_above(bits: Any, threshold: Any, index: Any) -> Any:
             word = words[j]
             while word != ZERO:
                 if count < room:
-                    index[count] = np.int64(at + (u64(j) << u64(6)) + u64(zeros_below(word)))
+                    place = at + (u64(j) << u64(6)) + u64(zeros_below(word))
+                    index[count], some[count] = np.int64(place), bits[place]
                 count += ONE
                 word &= word - ONE
         at = stop
@@ -297,17 +302,21 @@ def _count(bits: Any, begin: Any, end: Any, least: Any) -> Any:
 @inlined
 def _least_kept(bits: Any, begin: Any, end: Any, count: Any, least: Any) -> Any:
     """The bits of the `count`-th largest magnitude, by bisection, because counting is fast; all magnitudes are at least `least`. Also how
-    many of this magnitude are among the `count`, and the largest.
+    many of this magnitude are among the `count`, and the largest. Two of three cuts suppose that many magnitudes are spread evenly.
     """
     most = i32(0)
     for i in range(begin, end):
         most = max(most, magnitude(bits[i]))
-    above, larger = np.int64(most) + 1, ZERO  # `larger` counts those of at least `above`
+    above, larger, atleast = np.int64(most) + 1, ZERO, end - begin  # how many are of at least `above`, and `least`
+    cut, many = 0, atleast > STRIPE
     while above - least > 1:
-        middle = i32((above + least) >> 1)
+        middle, cut = i32((above + least) >> 1), cut + 1
+        if many and cut % 3 > 0:
+            share = f64(atleast - count) / f64(atleast - larger)
+            middle = i32(min(max(least + np.int64(share * f64(above - least)), least + 1), above - 1))
         found = _count(bits, begin, end, middle)
         if found >= count:
-            least = middle
+            least, atleast = middle, found
             if found == count:  # all of them are kept
                 return i32(least - 1), ZERO, most
         else:
@@ -340,9 +349,9 @@ def _octaves(bits: Any, begin: Any, end: Any) -> Any:
 
 
 @compiled
-def _select_largest(bits: Any, chunk: Any, count: Any, index: Any) -> Any:
-    """In chunks of a stripe or less, the search is among the magnitudes of at least about 7/8 of the least kept in the chunk before, times
-    the ratio of the chunks' geometric means. If these are fewer than are kept, it is among all.
+def _select_largest(bits: Any, chunk: Any, count: Any, index: Any, floor: Any) -> Any:
+    """All magnitudes are at least `floor`. In chunks of a stripe or less, the search is among those of at least about 7/8 of the least kept in
+    the chunk before, times the ratio of the chunks' geometric means. If these are fewer than are kept, it is among all.
     """
     n, worst, k, room = u64(bits.size), i32(0), ZERO, u64(index.size)
     flags, masks = np.empty(STRIPE, np.uint8), np.empty(STRIPE >> u64(3), np.uint8)
@@ -368,7 +377,7 @@ def _select_largest(bits: Any, chunk: Any, count: Any, index: Any) -> Any:
                     equal -= u64(even)
                 begin = end
                 continue
-        least, equal, most = _least_kept(bits, begin, end, kept, i32(0))
+        least, equal, most = _least_kept(bits, begin, end, kept, floor)
         worst = max(worst, most)
         at = begin
         while at < end:

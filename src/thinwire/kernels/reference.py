@@ -226,8 +226,8 @@ def select_drawn(stream: int, numel: int, index: Tensor) -> None:
     index.copy_(draw(stream, 0, numel).topk(len(index), largest=False).indices.sort().values)
 
 
-def add_at(index: Tensor, values: Tensor, out: Tensor) -> None:
-    out.index_add_(0, index, values)
+def add_at(index: Tensor, values: Tensor, out: Tensor, first: int = 0) -> None:
+    out.index_add_(0, index - first, values)
 
 
 def add_sent(values: Tensor, total: Tensor, counted: Tensor, weight: float) -> None:
@@ -289,6 +289,10 @@ def nesterov(
     out_momentum.copy_(velocity)
     out_anchor.copy_(moved)
     return _finite(moved)
+
+
+def carry(x: Tensor, before: Tensor, change: Tensor, after: Tensor) -> None:
+    x.add_(after - (before - change))
 
 
 def _finite(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.pieces.outer import Average, Outer
@@ -25,8 +26,7 @@ from thinwire.runtime.recovery import start_again
 from thinwire.runtime.token_weights import check_saved, check_unchanged, tokens_of_step
 from thinwire.runtime.window import Window
 
-_PIECE = 1 << 15  # values that a landing moves at a time, so that they stay in the cache
-_FAR_PIECE = 1 << 22  # the same for parameters on another device: few copies, and little memory
+_PIECE = 1 << 22  # values that a landing moves at a time: few calls and copies, and little memory
 
 
 class DeltaDriver(Driver):
@@ -190,15 +190,14 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     """θ ← θ + (anchor − (base − delta)): `FragmentState.carry_over` to the next `anchor` before it is committed, with the same bits. It needs
     no buffers of the fragment's size.
     """
-    on_host = all(part.is_cpu for part in fragment.parts())
-    size = _PIECE if on_host else _FAR_PIECE
-    room = torch.empty(min(size, anchor.numel()), device=anchor.device)
     moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor))
     for (part, base), (_, change), (_, ahead) in moved:
         if not part.is_contiguous() or part.dtype == torch.float64:
             part.copy_(part.to(base) + (ahead - (base - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
-        for own, before, by, after in zip(*(torch.split(tensor, size) for tensor in flat)):
-            piece = torch.sub(before, by, out=room[: own.numel()])
-            own.add_(torch.sub(after, piece, out=piece).to(own.device))
+        for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
+            if own.device == before.device and own.dtype == torch.float32:
+                kernels.of(own, before, by, after).carry(own, before, by, after)
+            else:
+                own.add_((after - (before - by)).to(own.device))

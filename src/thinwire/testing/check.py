@@ -149,7 +149,7 @@ def _of_a_codec(codec: Codec, given: frozenset[str] | None) -> Iterator[Law]:
     every = [*NORMAL, *EXTREME]
     yield _each(codecs.size_is_known, [(fitted, n) for n in SIZES])
     yield _each(codecs.keeps_claims, [(fitted, claims, data, n) for data in every for n in (0, 1, 129)])
-    for one in (codecs.decoding_adds, codecs.decoding_weighs, codecs.cuts_at_the_grain):
+    for one in (codecs.decoding_adds, codecs.decoding_weighs, codecs.knows_values_apart, codecs.cuts_at_the_grain):
         yield _each(one, [(fitted, data) for data in every])
     if "local" in claims:
         yield _named(codecs.blocks_are_local, fitted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -108,6 +109,29 @@ def decoding_weighs(codec: Codec, data: str) -> None:
     law(torch.allclose(weighed, once * 0.3, rtol=3e-7, atol=2.0**-140), "decode_add does not multiply by its weight")
 
 
+def knows_values_apart(codec: Codec, data: str) -> None:
+    """With `few` values: those that `sent` writes have the bits that `decode_add` decodes, with any weight, and others are 0."""
+    x, n = draw(data, 1000) / 4, 1000
+    payload = torch.empty(codec.nbytes(n), dtype=torch.uint8)
+    codec.encode(x, payload, Key(3))
+    for weight in (1.0, 0.3):
+        apart, whole = _sent(codec, payload, n, Key(3), weight), torch.zeros(n)
+        codec.decode_add(payload, whole, Key(3), weight)
+        law(apart is None or same_bits(apart, whole), "sent gives other values than decode_add")
+
+
+def _sent(codec: Codec, payload: Tensor, n: int, key: Key, weight: float) -> Tensor | None:
+    """The `n` values of which a codec sends `few`."""
+    count = codec.few(n)
+    if count is None:
+        return None
+    index, values = torch.full((count,), -1), torch.full((count,), torch.nan)
+    codec.sent(payload, n, index, values, key, weight)
+    inside = all(0 <= int(i) < n for i in (*index[:1], *index[-1:]))
+    law(inside and bool((index[1:] > index[:-1]).all()), f"sent: {count} ascending indices below {n} are due")
+    return torch.zeros(n).index_add_(0, index, values)
+
+
 def cuts_at_the_grain(codec: Codec, data: str) -> None:
     """With a `grain`: parts that are cut there and coded one by one have the same values, in as many bytes."""
     if codec.grain is None:
@@ -191,6 +215,8 @@ def survives_any_bytes(codec: Codec, n: int = 257) -> None:
                 law(torch.equal(out, torch.ones(n)), "a PacketError has changed what was to be added to")
             outs.append(out)
         law(same_bits(*outs), "the same bytes decode to other values")
+        with suppress(PacketError):
+            _sent(codec, payload, n, Key(), 1.0)
 
 
 def adds_on_the_way(codec: Codec) -> None:
