@@ -95,7 +95,7 @@ def test_waiting_members_learn_of_a_failed_transfer() -> None:
 
     def give() -> None:
         with pytest.raises(tw.LinkError):
-            state_transfer.give(donor, [1], {"x": torch.zeros(3)}, {}, others=[2])
+            state_transfer.give_parts(donor, [1], [{"x": torch.zeros(3)}], {}, others=[2])
 
     thread = threading.Thread(target=give)
     thread.start()

@@ -101,7 +101,8 @@ def test_samples_in_only_some_anchors_are_lost_if_their_reader_leaves() -> None:
 def test_samples_missing_from_a_claim_are_named_as_lost() -> None:
     ledger = ledger_of("a")
     ledger, named = ledger.commit(0, {"a": Claim(0, 0, ((0, 2), (5, 7)))}, at(ledger, a=7))
-    assert named.lost == (("a", (2, 5)),) and (ledger.trained, ledger.lost) == (4, 3)
+    assert named.trained == (("a", (0, 2)), ("a", (5, 7))) and named.lost == (("a", (2, 5)),)
+    assert (ledger.trained, ledger.lost) == (4, 3)
     assert not ledger.admits("a", 0, Claim(0, 0, ((6, 8),))), "counted twice"
 
 
@@ -177,7 +178,7 @@ class RandomCommits:
             self.samples, 1, len(names), self.fragments, 4 * self.step, chance.randint(0, 3)
         ).begin(names)
         self.anchors = [Counter[int]() for _ in range(self.fragments)]
-        self.lost, self.returned, self.number = Counter[int](), 0, 0
+        self.trained, self.lost, self.returned, self.number = Counter[int](), Counter[int](), 0, 0
         self.members = {name: self.member(name) for name in names}
         self.dead: dict[str, Member] = {}
 
@@ -270,8 +271,9 @@ class RandomCommits:
         self.ledger, named = self.ledger.commit(
             fragment, claims, {name: reading for name, (reading, _) in statuses.items()}
         )
-        for _, (begin, end) in named.lost:
-            self.lost.update(range(begin, end))
+        for settled, ranges in ((self.trained, named.trained), (self.lost, named.lost)):
+            for _, (begin, end) in ranges:
+                settled.update(range(begin, end))
         self.returned += total(r for _, r in named.returned)
         for name, member in here.items():
             lease, (reading, brought) = self.ledger.lease(name), statuses[name]
@@ -291,7 +293,7 @@ class RandomCommits:
         """Compares the ledger with the samples that were really added to the anchors."""
         ledger = self.ledger
         assert all(number == 1 for anchor in self.anchors for number in anchor.values()), "trained twice"
-        assert all(number == 1 for number in self.lost.values()), "named twice"
+        assert all(number == 1 for number in (self.trained + self.lost).values()), "named twice"
         kept = Counter[int]()
         end = ledger.tail_from + 3 * ledger._block
         for lease in ledger.leases:
@@ -303,6 +305,7 @@ class RandomCommits:
         assert all(number == 1 for number in kept.values()), "two have it"
         settled = set(everywhere) - set(kept)
         assert not settled & set(self.lost) and ledger.trained == len(settled), "called lost, and is in all anchors"
+        assert settled == set(self.trained), "named as trained, and is not in all anchors"
         assert ledger.lost == len(self.lost) and not set(self.lost) & set(kept)
         missing = set(range(end)) - settled - set(self.lost) - set(kept)
         assert not missing, f"{len(missing)} samples are nobody's"

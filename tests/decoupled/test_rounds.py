@@ -13,10 +13,10 @@ def held_at(rounds, *arrivals):
     for now, rank in [*arrivals, (math.inf, None)]:
         deadline = rounds.deadline()
         if deadline is not None and deadline < now:
-            told += [(deadline, one.members) for one in rounds.due(deadline)]
+            told += [(deadline, tuple(dict(one.waited))) for one in rounds.due(deadline)]
         if rank is not None:
             rounds.arrived(now, rank, 0)
-            told += [(now, one.members) for one in rounds.due(now)]
+            told += [(now, tuple(dict(one.waited))) for one in rounds.due(now)]
     return told
 
 

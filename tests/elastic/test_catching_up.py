@@ -79,7 +79,7 @@ def met(ahead: GlobalState, behind: GlobalState, cut: int | None = None) -> int:
 
 def alike(one: GlobalState, other: GlobalState) -> bool:
     """Also as a checkpoint would hold them."""
-    mine, theirs = one.tensors(), other.tensors()
+    mine, theirs = ({name: value for part in each.parts() for name, value in part.items()} for each in (one, other))
     facts = json.dumps(one.facts()) == json.dumps(other.facts())
     return facts and mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 

@@ -43,7 +43,7 @@ def test_a_rejoined_peer_stays_when_its_old_leave_arrives_late():
 
 
 def test_silent_peers_are_no_candidates_but_the_peer_itself_is():
-    view = PeerView.of(range(4), active=10).with_entry(2, PeerEntry(60, 1, joined=True))
+    view = PeerView({peer: PeerEntry(60 if peer == 2 else 10, 1, joined=True) for peer in range(4)})
     assert set(view.order(60, 50)) == {0, 1, 2, 3}
     assert set(view.order(61, 50)) == {2} and set(view.order(61, 50, own=3)) == {2, 3}
     heard = view.heard(1, 11)

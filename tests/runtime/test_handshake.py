@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from itertools import pairwise
 
 import pytest
 import torch
 
 import thinwire as tw
+from thinwire.comm import Link, LinkedGroup
 from thinwire.runtime import handshake
 from thinwire.runtime.handshake import (
     Finished,
@@ -127,5 +129,22 @@ def test_a_replica_that_finishes_says_that_it_waits_for_all():
                 tw.LinkError, match=r"replica 1 closed .* has finished after 5 inner steps and waits for all"
             ):
                 Finished(group).agree(5)
+
+    tw.run_threads(2, replica)
+
+
+def test_a_replica_that_closes_its_group_at_the_end_has_sent_its_number():
+    """What is still on the uplink then would never arrive."""
+    told = threading.Event()
+
+    def replica(group: tw.ThreadGroup) -> None:
+        linked = LinkedGroup(group, Link(1e9, delay_seconds=0.0 if group.rank else 0.3))
+        finished = Finished(linked)
+        if group.rank == 0:
+            told.wait()
+        finished.tell(5)
+        told.set()
+        finished.agree(5)
+        linked.close()
 
     tw.run_threads(2, replica)

@@ -53,19 +53,9 @@ _FACTS_NBYTES = 1 << 25  # 1,024 rounds that counted 128 replicas with the longe
 _ENDED, _GOES_ON, _FAILED = range(3)
 
 
-def give(
-    group: Group,
-    peers: Sequence[int],
-    tensors: Mapping[str, Tensor],
-    facts: Mapping[str, Any],
-    others: Sequence[int] = (),
-) -> int:
-    """Send `tensors` and `facts` (JSON) to each of `peers`, which call `take`, while `others` call `stand_by`. Returns the bytes sent.
-
-    Raises `LinkError`, after it has told the others of the failure, if they can be reached.
-    """
-    with _told(group, others):
-        return _give(group, peers, tensors, facts, others)
+def give(group: Group, peers: Sequence[int], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
+    """Send `tensors` and `facts` (JSON) to each of `peers`, which call `take`. Returns the bytes sent. Raises `LinkError`."""
+    return _give(group, peers, tensors, facts, ())
 
 
 def give_parts(
@@ -75,7 +65,9 @@ def give_parts(
     facts: Mapping[str, Any],
     others: Sequence[int] = (),
 ) -> int:
-    """Send `facts` to each of `peers`, which call `take_facts` and `take_parts`, then the parts that each asks for. Like `give` in all else."""
+    """Send `facts` to each of `peers`, which call `take_facts` and `take_parts`, then the parts that each asks for, while `others` call
+    `stand_by`. Returns the bytes sent. Raises `LinkError`, after it has told the others of the failure, if they can be reached.
+    """
     with _told(group, others):
         nbytes = _give(group, peers, {}, facts, others)
         asked = {peer: _receive(group, peer, len(parts)) for peer in peers}

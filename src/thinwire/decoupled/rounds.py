@@ -49,11 +49,6 @@ class HeldRound:
     at: float
     waited: tuple[tuple[int, float], ...]
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The replicas whose deltas it has."""
-        return tuple(rank for rank, _ in self.waited)
-
 
 @dataclass
 class Quorum:

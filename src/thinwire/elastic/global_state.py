@@ -42,9 +42,6 @@ class GlobalState:
         belong to the main thread."""
         return FragmentState(Fragment("", ()), index, self.anchors[index], self.states[index], feedback, codec)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for part in self.parts() for name, tensor in part.items()}
-
     def parts(self) -> list[dict[str, Tensor]]:
         """Anchor and outer state of each fragment, by name."""
         return [

@@ -23,7 +23,6 @@ def once(
     delta: Tensor,
     key: Key,
     state: State,
-    flags: int = 0,
     aggregate: Aggregate = Mean(),
 ) -> tuple[Tensor | None, Arrival]:
     """Exchange flat fp32 `delta` with all replicas of `context`, outside of any training.
@@ -35,7 +34,6 @@ def once(
         delta: flat fp32.
         key: of this replica's packet.
         state: of the exchange, as its `init` made it.
-        flags: number that goes with the packet; bits of `thinwire.packet`.
         aggregate: makes one estimate of what all sent; one without a state.
 
     Returns:
@@ -59,7 +57,7 @@ def once(
     def signal(begin: int, end: int) -> Tensor:
         return delta[begin:end]
 
-    round_ = Round(context, codec, delta.numel(), key, signal, flags, (key.round,), aggregate=aggregate)
+    round_ = Round(context, codec, delta.numel(), key, signal, 0, (key.round,), aggregate=aggregate)
     arrival = exchange.arrive(exchange.depart(round_, state), settle)
     refused = arrival.void or sum(bool(said & REFUSED) for said in arrival.flags) > aggregate.tolerates(round_.size)
     return None if refused else estimate, arrival

@@ -92,11 +92,6 @@ def hugging_face(
     """
     transformers = _transformers(source)
     config, stored = _configuration(transformers, source, vocabulary, options)
-    if vocabulary is not None and config.vocab_size < vocabulary:
-        raise ConfigurationError(
-            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary}: every token needs a row of the embedding. "
-            "Take the model's own tokenizer, or a model with a larger vocabulary."
-        )
     kind, fp32 = transformers.AutoModelForCausalLM, _in_fp32(config)
     try:
         if stored:
@@ -122,11 +117,6 @@ def outline(
     """
     transformers = _transformers(source)
     config, _ = _configuration(transformers, source, vocabulary, {})
-    if vocabulary is not None and config.vocab_size < vocabulary:
-        raise ConfigurationError(
-            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary}: every token needs a row of the embedding. "
-            "Take the model's own tokenizer, or a model with a larger vocabulary."
-        )
     _in_fp32(config)
     try:
         with device or torch.device("meta"):
@@ -258,7 +248,7 @@ def _transformers(source: object, what: str = "model") -> Any:
 def _configuration(
     transformers: Any, source: str | Path | PretrainedConfig, vocabulary: int | None, options: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """The configuration of `source`, and whether weights are stored with it."""
+    """The configuration of `source`, which must have room for `vocabulary`, and whether weights are stored with it."""
     given = isinstance(source, transformers.PretrainedConfig)
     folder = Path() if given else Path(str(source))
     fresh_kind = not given and not folder.is_dir() and "/" not in str(source)
@@ -267,19 +257,24 @@ def _configuration(
             f"options {sorted(options)} for {source}: only a kind of model such as 'llama' takes options. "
             "Change its configuration instead."
         )
-    if given:
-        return source, False
+    config: Any = source
+    known = {} if vocabulary is None else {"vocab_size": vocabulary}
     try:
         if fresh_kind:
-            known = {} if vocabulary is None else {"vocab_size": vocabulary}
-            return transformers.AutoConfig.for_model(str(source), **(known | options)), False
-        config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=folder.is_dir())
+            config = transformers.AutoConfig.for_model(str(source), **(known | options))
+        elif not given:
+            config = transformers.AutoConfig.from_pretrained(str(source), local_files_only=folder.is_dir())
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"model {str(source)!r}: {_why(source, error)}; a folder with config.json, a hub name or a kind of model such as 'llama' is "
             "needed. Check the name."
         ) from error
-    return config, has_weights(str(source))
+    if vocabulary is not None and config.vocab_size < vocabulary:
+        raise ConfigurationError(
+            f"a model of {config.vocab_size} tokens and a tokenizer of {vocabulary}: every token needs a row of the embedding. "
+            "Take the model's own tokenizer, or a model with a larger vocabulary."
+        )
+    return config, not given and not fresh_kind and has_weights(str(source))
 
 
 def _why(source: object, error: Exception) -> str:

@@ -33,11 +33,11 @@ def open_job(run: Run, folder: Path | None = None, replica: int = 0) -> Job:
     return TextJob(run, folder, replica)
 
 
-def check(run: Run, folder: Path | None = None) -> nn.Module:
+def check(run: Run) -> nn.Module:
     """Find errors that would stop every replica, before any is started: in data, model, loss and fragments. Raises the error. Returns the
-    model (the largest, if replicas have different ones), whose values do not matter. `folder` is the run's, if it resumes.
+    model (the largest, if replicas have different ones), whose values do not matter.
     """
-    return check_and_weigh(run, folder)[0]
+    return check_and_weigh(run)[0]
 
 
 def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False) -> tuple[nn.Module, Run, str]:

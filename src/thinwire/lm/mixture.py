@@ -89,16 +89,16 @@ def scores_of(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor
     return of_targets_BT.double().cpu()
 
 
-def cached_prior(mixture: Mixture, batches: Iterable[tuple[Tensor, Tensor]], decay: float = DECAY) -> list[float]:
-    """P(j) as an exponential moving average over sequences: P ← decay · P + (1 − decay) · P(j | sequence), starting from the uniform prior.
+def cached_prior(mixture: Mixture, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """P(j) as an exponential moving average over sequences: P ← d · P + (1 − d) · P(j | sequence), starting from the uniform prior; d is `DECAY`.
 
     Each posterior is taken under the uniform prior. *Differs*: the reference code takes it under the average so far, and multiplies it
-    by decay^(i+1) at sequence i, so that only the last sequence counts. No share becomes 0. `decay` is a share, [0, 1).
+    by decay^(i+1) at sequence i, so that only the last sequence counts. No share becomes 0.
     """
     count = len(mixture.experts)
     uniform = Mixture(list(mixture.experts))
     prior_K = torch.full((count,), 1 / count, dtype=torch.float64)
     for tokens, targets in batches:
         for after_K in uniform.posterior(uniform.scores(tokens, targets))[..., -1].exp().T:
-            prior_K = decay * prior_K + (1 - decay) * after_K
+            prior_K = DECAY * prior_K + (1 - DECAY) * after_K
     return [float(share) for share in prior_K / prior_K.sum()]

@@ -52,9 +52,9 @@ class PeerView:
     entries: Mapping[int, PeerEntry]
 
     @classmethod
-    def of(cls, peers: Iterable[int], active: int = 0) -> PeerView:
-        """The view in which all `peers` joined before the first round and were active in the round `active`."""
-        return cls({peer: PeerEntry(active, 1, joined=True) for peer in peers})
+    def of(cls, peers: Iterable[int]) -> PeerView:
+        """The view in which all `peers` joined before the first round."""
+        return cls({peer: PeerEntry(0, 1, joined=True) for peer in peers})
 
     def merged(self, other: PeerView) -> PeerView:
         """The view that has the newest entries of both."""

@@ -229,7 +229,7 @@ class Calendar:
     """
 
     def __init__(self, schedule: Schedule | Adaptive, fragments: int, rates: Rates) -> None:
-        self.schedule, self.fragments, self._rates = schedule, fragments, rates
+        self.fragments, self._rates = fragments, rates
         # asked once: `isinstance` compares all attributes of a protocol
         self._adaptive = schedule if isinstance(schedule, Adaptive) else None
         self._fixed = None if isinstance(schedule, Adaptive) else schedule

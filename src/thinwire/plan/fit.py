@@ -130,8 +130,8 @@ class Fitted:
         return text + (f" + {self.constant:.4g}" if self.constant else "")
 
 
-def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str = "loss") -> Fitted:
-    """Fit the law of the column `of` in `variables`. The mixed form takes two: the size, and the variable that changes its exponent.
+def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power") -> Fitted:
+    """Fit the law of the loss in `variables`. The mixed form takes two: the size, and the variable that changes its exponent.
 
     >>> n = np.array([1e6, 1e7, 1e8, 1e9])
     >>> str(fit(Ladder({"parameters": n, "loss": 18.0 * n**-0.095}), ["parameters"]))
@@ -149,7 +149,7 @@ def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power", of: str 
         raise DataError(f"{len(ladder)} runs: at least {needed} are needed for {form} in {', '.join(variables)}.")
     if form == "mixed" and len(variables) != 2:
         raise DataError(f"mixed in {', '.join(variables)}: two variables are needed, such as parameters and replicas.")
-    values, features = ladder.columns[of], _features(form, tuple(variables), ladder.columns)
+    values, features = ladder.columns["loss"], _features(form, tuple(variables), ladder.columns)
     if np.linalg.matrix_rank(np.column_stack([np.ones(len(values)), features])) < features.shape[1] + 1:
         raise DataError(
             f"{', '.join(variables)} vary only together: their exponents cannot be distinguished. Leave one out."

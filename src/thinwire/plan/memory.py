@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -40,8 +40,6 @@ class Memory:
 
     kept: Mapping[tuple[Place, str], int]
     phases: Mapping[str, Mapping[Place, int]]
-
-    word: ClassVar[str] = "predicted"
 
     def peak(self, *places: Place) -> int:
         """Most bytes at one moment on these places together (default: on all, as when the device is the CPU)."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from thinwire.errors import ConfigurationError
 
@@ -102,8 +102,6 @@ class Prediction:
     value: float
     law: str
     warnings: tuple[Outside, ...] = ()
-
-    word: ClassVar[str] = "predicted"
 
 
 def predict(quantity: Quantity, parameters: float, replicas: int | None, fit: Fit = "independent") -> Prediction:

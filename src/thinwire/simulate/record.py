@@ -44,9 +44,8 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, scenario: Scenario, about: Mapping[str, Any], tokens: int) -> None:
-        self.scenario, self.tokens = scenario, tokens
         count = min(scenario.replicas, REPLICAS)
-        self.now = 0.0
+        self.now, self.tokens = 0.0, tokens
         self.sent = [0] * count
         self.logs = [EventLog(folder / "events" / f"replica-{r}.jsonl", lambda: self.now) for r in range(count)]
         for rank in range(count):

@@ -312,7 +312,7 @@ class InFlight:
                 self._in_flight[peer] += len(data)
         if message.sent:
             self._leaving.append(message)
-        return Chunk(offset, receivers, data, small)
+        return Chunk(offset, receivers, data)
 
 
 class Teller(Protocol):

@@ -32,7 +32,6 @@ class Chunk(NamedTuple):
     offset: int
     receivers: list[tuple[int, int]]
     data: memoryview
-    small: bool  # whether the message is sent on the control stream
 
 
 @dataclass(eq=False)

@@ -75,7 +75,6 @@ class KnownRun:
 
     name: str
     begun_by: str
-    used: float
     present: str  # "": no members; otherwise JSON, which begins with the names by their incarnations
 
     @property
@@ -254,8 +253,8 @@ class HubState:
 
     def runs(self) -> list[KnownRun]:
         """The kept runs, by their last beginning."""
-        rows = self._base.execute("select name, begun_by, used, present from run order by used")
-        return [KnownRun(name, begun_by, used, present) for name, begun_by, used, present in rows]
+        rows = self._base.execute("select name, begun_by, present from run order by used")
+        return [KnownRun(*row) for row in rows]
 
     def use_run(self, name: str, member: str, busy: Collection[str]) -> None:
         """Record that `member` begins the run `name`, or begins it again. If the member has too many runs, forget the one that was
