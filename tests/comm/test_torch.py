@@ -100,8 +100,11 @@ def shards(rank, size):
     site.post(2, {1 - site.rank: mine}, {1 - site.rank: neighbour}).wait()
     with pytest.raises(ConfigurationError, match="a divisor of the world"):
         TorchGroup.from_world(4)
+    if site.rank == 0:  # the other one leaves
+        with pytest.raises(LinkError, match=f"^could not receive from replica {group.rank}'s shard 1 "):
+            receive(site, 1)
     group.close()
-    with pytest.raises(LinkError, match="closed"):
+    with pytest.raises(LinkError, match=f"^the group of replica {group.rank}'s shard {site.rank} is closed"):
         site.post(3, {}, {})
     return {"twins": {peer: int(buffer) for peer, buffer in twins.items()}, "neighbour": int(neighbour)}
 

@@ -218,7 +218,7 @@ def test_a_replica_that_took_no_messages_hears_that_the_others_continued_without
 
 @pytest.mark.parametrize("method", [replace(PLAIN, every=5), replace(halos(every=5), patience=600.0)])
 def test_a_replica_that_the_hub_has_given_up_is_not_told_that_a_server_is_lost(method):
-    words = "the hub has ended the connection: b has died, or its link is cut, and the others continued without it"
+    words = "the hub has ended the connection: the others were told that b has died; they have stopped, or continue without it"
 
     class GivenUp(WrappedGroup):
         def post(self, tag, send, recv, purpose="packet", sized=None):

@@ -59,7 +59,7 @@ class _TorchTransfer:
         while self._messages:
             verb, peer, _ = self._messages[0]
             if error := self._failure():
-                what = f"{verb} replica {peer} ({self._purpose}, tag {self._tag})"
+                what = f"{verb} {self._group.member} {peer} ({self._purpose}, tag {self._tag})"
                 raise self._group._explained(what, error, peer) from error
             if verb == _RECEIVE:
                 self.arrivals[peer] = time.monotonic()
@@ -107,6 +107,8 @@ class TorchGroup:
     >>> group.close()
     >>> dist.destroy_process_group()
     """
+
+    member = "replica"  # what a rank of this group is, in messages
 
     def __init__(
         self, process_group: dist.ProcessGroup, timeout: float, shard: int = 0, shards: int = 1,
@@ -167,6 +169,8 @@ class TorchGroup:
             ) from error
         shut_new(heard_before, connections() - before, replicas - 1 + (shards - 1))
         site = cls(sites[replica], timeout) if shards > 1 else None
+        if site is not None:
+            site.member = f"replica {replica}'s shard"
         return cls(twins[shard], timeout, shard, shards, site)
 
     def post(
@@ -228,7 +232,7 @@ class TorchGroup:
         return f"could not {what}: it has left or crashed ({_first_line(error)}). {_LEFT_ADVICE}"
 
     def _closed_error(self) -> LinkError:
-        return LinkError(f"the group of replica {self.rank} is closed. Post and wait before closing it.")
+        return LinkError(f"the group of {self.member} {self.rank} is closed. Post and wait before closing it.")
 
 
 _CONNECT_TIMEOUTS = 5  # gloo waits for this number of its timeouts until a peer connects (measured)

@@ -70,6 +70,8 @@ class SiteReplica(Unequal):
     def _lost(self) -> str:
         if self.server == 0:
             return "the global server on replica 0 is lost, so all sites end"
+        if self.server == self.group.rank:
+            return "this site ends"
         return f"the server of this site on replica {self.server} is lost, so the site ends"
 
     # ---- the end

@@ -61,8 +61,8 @@ def note_end(
     there: Collection[str] | None, known: bool,
 ) -> tuple[set[str], bool]:  # fmt: skip
     """Note the final state of the run, for members that did not hear the result of the vote on it. Returns the members for which this
-    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that are `out`; and whether all
-    members will hear of the end before they train further.
+    replica keeps the final state, of those that it `met` or whose deltas were counted, without those that are `out` or were
+    revoked; and whether all members will hear of the end before they train further.
 
     These are the members that were not `there` at the vote, if this replica `keeps` the state. If the note cannot be written, they are all:
     the hub or lighthouse has gone, perhaps before others had the result. None, if late members need not be told (`known` is false), or
@@ -75,7 +75,7 @@ def note_end(
         _note(membership, *_ends(agreed))
         return set(), True
     others = met.union(*(who for _, who, _ in agreed.counted.values())).difference(out, [membership.name])
-    late = others.difference(there) if keeps else set[str]()
+    late = {name for name in others.difference(there) if not _revoked(membership, name)} if keeps else set[str]()
     closed = [(agreed.run, CLOSED)] if keeps and not late else []
     return (late, True) if _note(membership, *_ends(agreed), *closed) else (others, not others)
 
@@ -93,6 +93,12 @@ def _note(membership: Membership, *ends: tuple[str, ...]) -> bool:
     except LinkError:
         return False
     return True
+
+
+def _revoked(membership: Membership, name: str) -> bool:
+    with suppress(LinkError):
+        return membership.revoked(name)
+    return False
 
 
 def end_is_noted(membership: Membership, agreed: GlobalState) -> bool:

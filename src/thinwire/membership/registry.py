@@ -150,6 +150,10 @@ class MemberRegistry:
             self._replicas = {incarnation: _Replica(name, now, False, True) for incarnation, name in there.items()}
             self._previous = set(previous)
 
+    def revoke(self, names: Collection[str]) -> None:
+        """Tell members that ask that these are revoked, so that none waits for them."""
+        self._keys.revoked = names
+
     def hear(self, requester: Requester) -> _Replica:
         """Record that `requester` is alive. Raises `PacketError` if its incarnation belongs to another name, or there are too many replicas."""
         if requester.incarnation not in self._replicas and len(self._replicas) >= MOST_MEMBERS:

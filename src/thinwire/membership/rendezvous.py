@@ -30,7 +30,7 @@ from thinwire.diagnosis import Rules
 from thinwire.errors import ConfigurationError, DisagreementError, EndedError, LinkError, PacketError, PeerError
 from thinwire.membership.channel import mac
 from thinwire.membership.commit import VoteStore
-from thinwire.membership.shared_keys import NOTE
+from thinwire.membership.shared_keys import NOTE, REVOKED
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import (
     SPEAKS,
@@ -99,8 +99,7 @@ class _Past(NamedTuple):
 
 
 class Membership:
-    """One replica's membership of an elastic run: it agrees with the others on views. For one thread; `close` and `use_timeouts` may be called
-    from any.
+    """One replica's membership of an elastic run: it agrees with the others on views. For one thread, except `close` and `use_timeouts`.
 
     With a `secret` only replicas that hold it are heard. The facts and the name of another replica never end a replica that was a member
     once: replicas with other facts are left out.
@@ -147,14 +146,12 @@ class Membership:
         if not isinstance(secret, bytes):
             named = f"secret of type {type(secret).__name__}: bytes are needed"
             raise ConfigurationError(f"{named}, as thinwire.membership.channel.secret_in reads them from the file.")
-        self.name, self.least, self.timeouts, self.evict = name, least, timeouts or Timeouts(), evict
-        self.most_steps = most_steps
-        self.clock, self.sleep = rendezvous.clock, rendezvous.sleep
+        self.name, self.least, self.evict, self.most_steps = name, least, evict, most_steps
+        self.clock, self.sleep, self.timeouts = rendezvous.clock, rendezvous.sleep, timeouts or Timeouts()
         self.facts = {SPEAKS: str(PROTOCOLS), **(facts or {})}
-        self._run = run
         self._rendezvous, self._wrap, self._observe, self._secret = rendezvous, wrap, observe, secret
-        self._incarnation = secrets.token_hex(8)
-        self._calls, self._views, self._holds = 0, 0, ""
+        self._run, self._incarnation = run, secrets.token_hex(8)
+        self._calls, self._views, self._holds, self._left = 0, 0, "", False
         self._group: Group | None = None
         self._members: tuple[Presence, ...] = ()  # of the group
         self._suspects: tuple[Presence, ...] = ()  # may be out of reach
@@ -162,7 +159,6 @@ class Membership:
         self._past: list[_Past] = []
         self._refused: set[str] = set()  # names whose statuses could not be read
         self._vote_store: VoteStore | None = None  # of the last call
-        self._left = False
         Presence(name, self._incarnation, 0, facts=self.facts).to_json()  # a name or facts that cannot work fail here
         rendezvous.arrive(name, self._incarnation, secret, self.timeouts, observe)
 
@@ -248,6 +244,10 @@ class Membership:
     def ended(self, *what: str) -> bool:
         """Whether the note `what` exists. Raises `LinkError`."""
         return self._vote_store is not None and self._vote_store.all([self._end_of(*what)])
+
+    def revoked(self, name: str) -> bool:
+        """Whether the member with this name was revoked, so that it cannot come back. Raises `LinkError`."""
+        return self._vote_store is not None and self._vote_store.all([f"{REVOKED}{name}"])
 
     def _end_of(self, *what: str) -> str:
         said = json.dumps([sorted(settings(self.facts).items()), what]).encode()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from thinwire.errors import PacketError
 from thinwire.membership.channel import MOST_MEMBERS
 from thinwire.membership.commit import NO, YES, ballot_of, keys_of, view_id
 
+REVOKED = "revoked/"  # prefix of a key that nobody writes: it is there if the member with the name behind it is revoked
 NOTE, GROUP = "end/", "group/"  # prefixes of keys that are not votes: notes on ends of runs, and addresses of a group
 _NOTED = re.compile(f"{NOTE}[0-9a-f]{{32}}")
 _MOST_KEY, _MOST_VALUE = 256, 1 << 16  # bytes
@@ -44,6 +45,7 @@ class SharedKeys:
         self._voters: dict[str, tuple[str, set[str]]] = {}  # by name: the incarnation that voted last, and its ballots
         self._addresses: defaultdict[str, set[str]] = defaultdict(set)  # by name: keys of its groups
         self._writers: dict[str, None] = {}  # names that wrote ballots or addresses; the last one wrote last
+        self.revoked: Collection[str] = ()  # the names of revoked members
 
     def note(self, key: str) -> None:
         """Add the note of an ended run, which was written before a restart."""
@@ -51,8 +53,13 @@ class SharedKeys:
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """The values of `keys`; None if not all are written."""
-        found = [self._values[key][0] for key in keys if key in self._values]
+        found = [value for key in keys if (value := self._value(key)) is not None]
         return found if len(found) == len(keys) else None
+
+    def _value(self, key: str) -> str | None:
+        if key.startswith(REVOKED):
+            return "1" if key.removeprefix(REVOKED) in self.revoked else None
+        return self._values[key][0] if key in self._values else None
 
     def put(self, writer: Writer, key: str, value: str, members: object) -> None:
         """Write a key, or a ballot of a view with these `members`. An address of a group replaces those of the writer's earlier groups, and a

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from group_laws import TIMEOUT
+from raw_member import RawMember, admitted, welcomed
 
 from thinwire.comm.secure import Hub, join
 from thinwire.comm.secure.invitations import opened_state
@@ -35,3 +37,24 @@ def test_members_that_close_their_groups_after_a_revoked_one_are_not_blamed(tmp_
             second = waits_for(rome, 1)
     assert str(first) == str(second) and str(first).startswith("replica 0 (bergen) was revoked at the hub. ")
     assert (first.peer, second.peer) == (0, 1)
+
+
+def test_a_member_that_comes_back_too_late_is_told_what_the_others_were_told(tmp_path):
+    """It was frozen, for example. The others of a fixed group have not continued without it, but stopped."""
+    gone = threading.Event()
+
+    def say(line: str) -> None:
+        if line.startswith("gone oslo: has died"):
+            gone.set()
+
+    with Hub(tmp_path / "hub", patience=0.1, say=say) as hub:
+        oslo, rome = (admitted(hub.invite(), name, tmp_path) for name in ("oslo", "rome"))
+        with RawMember(hub.invite(), rome) as there:
+            stream = there.hello(2)
+            with RawMember(hub.invite(), oslo) as first:
+                welcomed(first.hello(2)), welcomed(stream)
+            assert gone.wait(TIMEOUT)
+            with RawMember(hub.invite(), oslo) as again:
+                again.process = first.process
+                told = "the others were told that oslo has died, or its link is cut; they have stopped, or continue without it"
+                assert told in again.hello(2).refusal()[1]

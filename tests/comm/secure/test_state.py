@@ -77,6 +77,9 @@ def test_a_registry_that_cannot_write_ticks_again_and_says_so_once(tmp_path):
         def remember(self, kept: object) -> None:
             pass
 
+        def revoke(self, names: object) -> None:
+            pass
+
         def nobody_comes(self, waiting: object) -> bool:
             return False
 

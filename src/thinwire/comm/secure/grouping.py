@@ -128,7 +128,7 @@ class HubGroups:
         """
         name, process = connection.name, connection.process
         if reason := self._state.why_gone(label, name, process):
-            raise LinkError(f"{name} {reason}, and the others continued without it")
+            raise LinkError(f"the others were told that {name} {reason}; they have stopped, or continue without it")
         for relay in list(self._relays.values()):
             for rank, (other, there) in enumerate(relay.group.members):
                 if other != name or relay.group.label != label or rank in relay.gone:

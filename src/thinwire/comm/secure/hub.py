@@ -375,6 +375,8 @@ class Hub:
                 if connection.name in revoked:
                     connection.refusal = f"{connection.name} is revoked"
                     connection.end.set()
+            if self._runs:
+                self._runs.revoke(revoked)
             if self._publishers:
                 self._publishers.forbid(revoked)
             self._look_at_authorities()

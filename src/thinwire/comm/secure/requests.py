@@ -49,6 +49,9 @@ class RequestHandler(Protocol):
     def remember(self, kept: KeptRun) -> None:
         """Load the hub's state, and write changes to it."""
 
+    def revoke(self, names: Collection[str]) -> None:
+        """Called with the names of all revoked members."""
+
     def tick(self) -> None:
         """Called regularly."""
 

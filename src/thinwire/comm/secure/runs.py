@@ -36,6 +36,7 @@ class HubRuns:
         self._make, self._state, self._audit, self._lost = make, state, audit, lost
         self._registries: dict[str, RequestHandler] = {}
         self._streams: dict[str, int] = {}  # number of streams that use each registry
+        self._revoked: Collection[str] = ()
         for run in state.runs():
             if run.present:
                 self._open(run.name)
@@ -57,6 +58,12 @@ class HubRuns:
         finally:
             self._streams[run] -= 1
 
+    def revoke(self, names: Collection[str]) -> None:
+        """Tell all runs the names of revoked members."""
+        self._revoked = names
+        for registry in self._registries.values():
+            registry.revoke(names)
+
     async def ticking(self, groups: HubGroups) -> None:
         """Call `tick` of each registry regularly, drop those of runs without members, and end vain waits for a group."""
         while True:
@@ -74,6 +81,7 @@ class HubRuns:
         self._registries[run] = registry = self._make()
         self._streams[run] = 0
         registry.lost = self._lost
+        registry.revoke(self._revoked)
         registry.remember(self._state.kept_run(run))
 
     def _drop_empty(self) -> None:
