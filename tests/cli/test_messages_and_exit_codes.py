@@ -182,6 +182,18 @@ def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
     assert run.with_strategy("diloco(every=5)") == Run.of(strategy="diloco(every=5)", steps=7)
 
 
+def test_compare_refuses_a_folder_that_cannot_be_made_once_and_before_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (tmp_path / "file").write_text("All that glisters is not gold. " * 4000)
+    text, out = ["--text", str(tmp_path / "file")], tmp_path / "file"
+    assert main(["compare", "--strategies", "diloco", "--model", "nano", *text, "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"thinwire compare: {out}: File exists. Check the path, its permissions and the free space.\n"
+    assert "failed" not in said.out
+
+
 def test_resuming_a_finished_run_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

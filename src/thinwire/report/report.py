@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -252,20 +253,23 @@ def _run_title(record: RunRecord, several: bool) -> str:
 def _fragments(record: RunRecord, several: bool) -> str:
     sizes = record.fragments
     largest = max((numel for _, numel in sizes), default=1) or 1
-    rows = []
+    flown, stalled, rows = defaultdict[int, list[float]](list), defaultdict[int | None, float](float), []
+    for replica in record.replicas:
+        for flight in replica.flights:
+            flown[flight.fragment].append(flight.end - flight.begin)
+        for stall in replica.stalls:
+            stalled[stall.fragment] += stall.end - stall.begin
     for index, (name, numel) in enumerate(sizes):
-        flights = [f for replica in record.replicas for f in replica.flights if f.fragment == index]
         departed = max(replica.departed.get(index, 0) for replica in record.replicas)
         sent = float(np.mean([replica.sent.get(index, 0) for replica in record.replicas]))
         refused = max(replica.refused.get(index, 0) for replica in record.replicas)
         landed = max(replica.landed.get(index, 0) for replica in record.replicas)
-        stall = sum(s.end - s.begin for replica in record.replicas for s in replica.stalls if s.fragment == index)
         bar = f'<span class="bar" style="width:{110 * numel / largest:.0f}px;background:{colour(index)}"></span>'
-        air = float(np.median([f.end - f.begin for f in flights])) if flights else None
+        air = float(np.median(flown[index])) if index in flown else None
         values = (
             *(text_of_count(numel), str(departed), str(landed), str(refused)),
             *(text_of_nbytes(sent / departed if departed else None), text_of_seconds(air)),
-            text_of_seconds(stall / len(record.replicas)),
+            text_of_seconds(stalled[index] / len(record.replicas)),
         )
         cells = "".join(f'<td class="n">{value}</td>' for value in values)
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
