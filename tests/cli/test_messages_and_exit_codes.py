@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from trained_runs import trained_run
 
 import thinwire
 from thinwire.cli import VERBS, main, report
@@ -180,6 +181,41 @@ def test_compare_gives_each_strategy_the_settings_it_takes() -> None:
     assert run.with_strategy("diloco") == Run.of(strategy="diloco", every=20, steps=7)
     assert run.with_strategy("streaming_diloco") == run
     assert run.with_strategy("diloco(every=5)") == Run.of(strategy="diloco(every=5)", steps=7)
+
+
+def test_compare_refuses_a_folder_that_cannot_be_made_once_and_before_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.lm.data.default_cache", lambda: tmp_path / "cache")
+    (tmp_path / "file").write_text("All that glisters is not gold. " * 4000)
+    text, out = ["--text", str(tmp_path / "file")], tmp_path / "file"
+    assert main(["compare", "--strategies", "diloco", "--model", "nano", *text, "--out", str(out)]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"thinwire compare: {out}: File exists. Check the path, its permissions and the free space.\n"
+    assert "failed" not in said.out
+
+
+def test_checkpoints_that_cannot_be_deleted_are_not_told_as_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another folder has the name that a checkpoint gets while it is deleted. In a folder without write permission it is the same."""
+    text = "".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000))
+    run = trained_run(tmp_path, tmp_path / "cache", text, "--steps", "2", "--checkpoint-every", "1")
+    (run / "checkpoints/replica-1/.step-00000001.dropped/x").mkdir(parents=True)
+    assert main(["checkpoints", str(run), "--prune", "1"]) == 1
+    said = capsys.readouterr()
+    left = run / "checkpoints/replica-1/step-00000001"
+    assert f"1 of 2 checkpoints cannot be deleted, such as {left}" in said.err and left.exists()
+    assert "deleted" not in said.out and not (run / "checkpoints/replica-0/step-00000001").exists()
+
+
+def test_probe_looks_at_out_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.records.files.os.access", lambda place, mode: False)
+    monkeypatch.setattr("thinwire.cli.probe.probe_machine", lambda *_: pytest.fail("it measures"))
+    assert main(["probe", "--what", "machine", "--out", str(tmp_path)]) == 1
+    assert f"thinwire probe: {tmp_path}: Permission denied" in capsys.readouterr().err
 
 
 def test_resuming_a_finished_run_trains_nothing(

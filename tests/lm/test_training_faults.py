@@ -306,6 +306,12 @@ def test_a_run_that_was_refused_before_its_first_step_may_begin_again_in_its_fol
         run_threads(2, train)
 
 
+def test_a_run_whose_folder_cannot_be_written_is_not_resumed_elsewhere(whole: Path, text: str) -> None:
+    (whole / ".run.toml").mkdir()  # of that name the run file of a resume is written first
+    with pytest.raises(ConfigurationError, match=r"cannot be written \(Is a directory.*; check its permissions"):
+        run_folder.new_folder(small_run(text), whole, resume=True)
+
+
 def test_a_run_folder_is_never_overwritten(whole: Path, tmp_path: Path, text: str) -> None:
     with pytest.raises(
         ConfigurationError, match="holds a run already; choose another --out, or continue it with --resume"

@@ -75,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
             settings[strategy], chosen = choose_defaults(run, model, Run.load(begun) if begun else None)
             for line in chosen:
                 say(f"{strategy}: {line}")
+    out.mkdir(parents=True, exist_ok=True)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}
     stop = launch.Stop()
     with launch.stopping(stop):
@@ -109,7 +110,6 @@ def _told(
     failures = [{"strategy": strategy, "failed": why} for strategy, why in failed.items()]
     first = [records[0] for records in begun.values() if records]
     page = write_report(first, out / "report.html") if first else None
-    out.mkdir(parents=True, exist_ok=True)
     (out / COMPARISON).write_text(json.dumps(for_json(rows + failures), indent=1) + "\n")
     console.print(_table(rows, failed))
     if told := without_result([record for records in begun.values() for record in records]):

@@ -27,6 +27,7 @@ from thinwire.plan.links import store
 from thinwire.plan.machine import Machine
 from thinwire.plan.probe import Probe, probe_links
 from thinwire.plan.search import codecs
+from thinwire.records.files import check_place
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds
 
 MOST_THREADS = 128  # replicas of an emulated link
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
             "a link needs two replicas: start one process on each machine with torchrun (thinwire docs plan), or give --link 50mbit,30ms "
             "to measure an emulated link."
         )
+    check_place(asked.out / "machine.toml")  # before minutes of measuring
     asked.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if place is not None:

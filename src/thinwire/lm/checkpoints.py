@@ -92,7 +92,8 @@ def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
     """Delete old checkpoints, and return them. Every file is hashed first.
 
     The newest `keep` whole sets stay, and everything newer. If `each` replica resumes from its own checkpoint, as in an elastic run, the
-    newest `keep` whole checkpoints of each stay. Raises `ConfigurationError`, and deletes nothing, if there is no whole set.
+    newest `keep` whole checkpoints of each stay. Raises `ConfigurationError`, and deletes nothing, if there is no whole set;
+    `CheckpointError` if some cannot be deleted.
     """
     if keep < 1:
         raise ConfigurationError(
@@ -116,4 +117,8 @@ def prune_checkpoints(folder: Path, keep: int, each: bool) -> list[Saved]:
     ]
     for saved in gone:
         drop(saved.path)
+    if left := [saved.path for saved in gone if saved.path.exists()]:
+        raise CheckpointError(
+            f"{len(left)} of {len(gone)} checkpoints cannot be deleted, such as {left[0]}; check the permissions of its folder."
+        )
     return gone

@@ -14,6 +14,7 @@ from thinwire.lm.resuming import check_ranks
 from thinwire.lm.run import Run
 from thinwire.records.events import LONGEST_LINE, being_written, recent_events
 from thinwire.records.files import contents
+from thinwire.records.printable import reason
 
 _DRAFT = ".run.toml"  # the run file of a run that is about to resume
 
@@ -116,7 +117,8 @@ def new_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None
             log.unlink()
         run.save(folder / (_DRAFT if resume else "run.toml"))
     except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written ({error}); choose another --out.") from None
+        todo = "check its permissions and the free space" if resume else "choose another --out"
+        raise ConfigurationError(f"{folder} cannot be written ({reason(error)}); {todo}.") from None
 
 
 def run_in(folder: Path) -> Run:

@@ -107,7 +107,9 @@ class Progress:
         """Skip the events of earlier sessions, which have been shown."""
         for tail, steps in zip(self._tails, self._steps):
             for event in tail.events():
-                if event["event"] == "start" and event["carrier"] != CARRIER:  # nobody asks for its steps, and there may be millions
+                if (
+                    event["event"] == "start" and event["carrier"] != CARRIER
+                ):  # nobody asks for its steps, and there may be millions
                     tail.pass_over()
                     break
                 steps.take(event)

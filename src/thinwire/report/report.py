@@ -252,21 +252,23 @@ def _run_title(record: RunRecord, several: bool) -> str:
 def _fragments(record: RunRecord, several: bool) -> str:
     sizes = record.fragments
     largest = max((numel for _, numel in sizes), default=1) or 1
+    flights, stalls = [r.flights for r in record.replicas], [r.stalls for r in record.replicas]
+    flown, fragments = np.concatenate([f.end - f.begin for f in flights]), np.concatenate([f.fragment for f in flights])
+    stalled, waited_for = np.concatenate([s.seconds for s in stalls]), np.concatenate([s.fragment for s in stalls])
     rows = []
     for index, (name, numel) in enumerate(sizes):
-        flights = [r.flights for r in record.replicas]
-        seconds = np.concatenate([(f.end - f.begin)[f.fragment == index] for f in flights])
+        seconds = flown[fragments == index]
         departed = max(replica.departed.get(index, 0) for replica in record.replicas)
         sent = float(np.mean([replica.sent.get(index, 0) for replica in record.replicas]))
         refused = max(replica.refused.get(index, 0) for replica in record.replicas)
         landed = max(replica.landed.get(index, 0) for replica in record.replicas)
-        stall = sum(float(r.stalls.seconds[r.stalls.fragment == index].sum()) for r in record.replicas)
+        stall = float(stalled[waited_for == index].sum())
         bar = f'<span class="bar" style="width:{110 * numel / largest:.0f}px;background:{colour(index)}"></span>'
         air = float(np.median(seconds)) if len(seconds) else None
         values = (
             *(text_of_count(numel), str(departed), str(landed), str(refused)),
             *(text_of_nbytes(sent / departed if departed else None), text_of_seconds(air)),
-            text_of_seconds(stall / len(record.replicas)),
+            text_of_seconds(stalled[index] / len(record.replicas)),
         )
         cells = "".join(f'<td class="n">{value}</td>' for value in values)
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
