@@ -161,8 +161,12 @@ def test_all_steps_of_a_delta_that_was_taken_back_are_still_to_be_sent() -> None
     delta = elastic._bring(0, 9)
     elastic._take_over(Outcome(0, 0, torch.ones(4), counted=delta), torch.ones(4), step=9)
     assert elastic.facts()["travelled"] == [9.0]
-    elastic._take_over(Outcome(0, 0, torch.ones(4), returned=delta), torch.zeros(4), step=9)
+    elastic._trained = 18.0
+    later = elastic._bring(0, 18)
+    elastic._take_over(Outcome(0, 0, torch.ones(4), returned=delta), torch.zeros(4), step=18)
     assert elastic.facts()["travelled"] == [0.0]
+    elastic._take_over(Outcome(0, 1, torch.ones(4), counted=later), torch.ones(4), step=18)
+    assert elastic.facts()["travelled"] == [9.0], "those of the first are still to be sent"
 
 
 def test_a_frozen_replica_takes_part_again_after_it_thaws() -> None:

@@ -31,7 +31,7 @@ from thinwire.comm.group import Group
 from thinwire.data_ledger import DataLedger
 from thinwire.elastic.data import tell_reader
 from thinwire.elastic.global_state import GlobalState
-from thinwire.elastic.messages import Outcome, Point, Ready
+from thinwire.elastic.messages import NOTHING, Outcome, Point, Ready
 from thinwire.elastic.plan import MOST_WEIGHT
 from thinwire.elastic.round_thread import RoundThread
 from thinwire.elastic.states import State
@@ -283,12 +283,22 @@ class ElasticDriver(Driver):
             elif self._reader:
                 self._reader.adopt(outcome.after.ledger)
 
+    @torch.no_grad()
     def _forget_own(self) -> None:
-        """The parameters are at the anchors again: tokens and samples since then are in no delta."""
-        for index in range(len(self._fragments)):
-            self._in_anchors[index] = self._trained
+        """The parameters are at the anchors again: tokens and samples since then are in no delta. Deltas that wait still count, so the
+        parameters hold what they hold.
+        """
+        for index, fragment in enumerate(self._fragments):
+            ready = self._waiting.get(index, NOTHING)
+            sound = ready.renewals == self._renewals[index] and bool(torch.isfinite(ready.delta).all())
+            kept = ready if sound else NOTHING
+            self._in_anchors[index] = self._trained - kept.behind
+            if kept is not NOTHING:
+                fragment.load_into_parameters(fragment.anchor - kept.delta)
             if self._reader:
                 self._reader.dropped(index)
+            if self._reader and kept.claim:
+                self._reader.returned(index, kept.claim)
 
     @torch.no_grad()
     def _take_over(self, outcome: Outcome, anchor: Tensor, step: int) -> None:
@@ -297,7 +307,7 @@ class ElasticDriver(Driver):
         fragment.rounds += 1
         if counted is not None:
             fragment.feedback = outcome.feedback
-            self._in_anchors[outcome.fragment] = max(counted.trained, self._in_anchors[outcome.fragment])
+            self._in_anchors[outcome.fragment] += counted.behind
             self._renewals[outcome.fragment] += outcome.recalled
         if self._reader:
             tell_reader(self._reader, outcome)

@@ -14,19 +14,22 @@ UNKNOWN: Literal["unknown"] = "unknown"  # some delta, and not known which
 
 
 class Doubt(NamedTuple):
-    """A delta of a round whose decision this replica does not know, and its `feedback` if it was counted."""
+    """A delta of a round whose decision this replica does not know, or others may not know, and its `feedback` if it was counted. `mark` is
+    that of the round (`GlobalState.counted`), if it is known.
+    """
 
     round: int
     ready: Ready
     feedback: State
+    mark: str = ""
 
 
 class PastDeltas:
     """By fragment, the rounds that may have counted what this replica still holds as its own progress:
 
     - those since its checkpoint, if it resumed from one, until a delta of its present life counts;
-    - those whose decision it never learned, and which were not in the history of those whom it met then. Their deltas are kept until a
-      later delta of the fragment counts, which holds them: 4 bytes a value.
+    - those whose decision it never learned, or which it had committed, and which were not in the history of those whom it met then.
+      Their deltas are kept until a later delta of the fragment counts, which holds them: 4 bytes a value.
 
     >>> past = PastDeltas([0, 1], since=7)
     >>> past.counted_in(GlobalState([], [], round=9, counted={8: (0, ("oslo",), "")}), {}, "oslo", 0)
@@ -38,9 +41,11 @@ class PastDeltas:
         self._doubted: dict[int, list[Doubt]] = {}
         self._dropped = set[int]()  # fragments whose doubted deltas are perhaps no longer held
 
-    def doubted(self, doubt: Doubt) -> None:
-        """Its round is not in the history that was met, so its delta is sent again, in the next one."""
+    def doubted(self, doubt: Doubt, whole: bool = True) -> None:
+        """Its round is not in the history that was met, so its delta is sent again, in the next one; not `whole`: without an earlier one."""
         self._doubted.setdefault(doubt.ready.fragment, []).append(doubt)
+        if not whole:
+            self._dropped.add(doubt.ready.fragment)
 
     def forget(self, fragment: int) -> None:
         """A delta of `fragment` has counted, or this replica's progress in it was dropped."""

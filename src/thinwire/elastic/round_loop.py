@@ -74,7 +74,7 @@ class RoundLoop:
         self._late = set[str]()  # names of those for which it keeps the final state
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: Doubt | None = None
-        self._unconfirmed: tuple[int, Ready, str] | None = None  # a commit that counted its delta, not yet confirmed
+        self._unconfirmed: Doubt | None = None  # a commit that counted its delta, not yet confirmed
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
@@ -275,7 +275,8 @@ class RoundLoop:
 
     def _drop(self) -> None:
         """Drop this replica's own progress, because others train its samples: it continues from the anchors, with its present lease."""
-        self._void, self._past = self._generation, PastDeltas()
+        self._void = self._generation
+        self._past.start_again()  # a history that comes later may still have counted what feedback held back
         self._give_back()
         self._give_final(dropped=True)
 
@@ -284,7 +285,7 @@ class RoundLoop:
         donor = level(view, plan, statuses, self.agreed, self._observe, self.membership.clock)
         self._on(*((Event.CAUGHT_UP, donor) if donor else (Event.LEVEL,)))
         if self._unconfirmed is not None:  # all have this round now
-            self._past.forget(self._unconfirmed[1].fragment)
+            self._past.forget(self._unconfirmed.ready.fragment)
         self.agreed.round, self._unconfirmed = plan.round, None
         self.agreed.run = statuses[plan.sound[0]].run or view.id
         self.agreed.begin_data(member.name for member in view.members)
@@ -293,14 +294,12 @@ class RoundLoop:
         self._publish()
 
     def _take_over(self, donor: str, anew: bool = False) -> None:
-        name, agreed, returned = self.membership.name, self.agreed, None
-        own = list[int]()
-        if self._unconfirmed is not None:  # the lighthouse died before the others learned of this commit
-            number, ready, mark = self._unconfirmed
-            returned = None if agreed.counts(number, name, ready.fragment, mark) else ready
-            own += [] if returned else [number]
+        name, agreed, last = self.membership.name, self.agreed, self._unconfirmed
+        known = last is not None and agreed.counts(last.round, name, last.ready.fragment, last.mark)
+        undone = None if known else last  # the lighthouse died before the others learned of this commit
+        own = [last.round] if last and known else []
         for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
-            back = returned if returned and returned.fragment == index else None
+            back = undone.ready if undone and undone.ready.fragment == index else None
             past = None if anew else self._past.counted_in(agreed, self._known, name, index, own)
             new = anew or past == UNKNOWN
             if new or past:
@@ -310,6 +309,8 @@ class RoundLoop:
             self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new, spent=spent))
             if isinstance(past, Doubt):  # later deltas hold it, too, and were not counted
                 self._put(Outcome(index, past.round, anchor, state, past.ready, True, past.feedback))
+            if undone and back and not new:
+                self._past.doubted(undone, whole=not past)  # others that have this commit may come back
         self._unconfirmed = None
         self._observe("caught_up", round=agreed.round, donor=donor)
 
@@ -318,7 +319,7 @@ class RoundLoop:
 
     def _look_up_doubt(self, donor: str) -> None:
         assert self._doubt is not None
-        number, ready, feedback = self._doubt
+        number, ready, feedback, _ = self._doubt
         if not self.agreed.counts(number, self.membership.name, ready.fragment):
             self._drop_doubt()
             return
@@ -378,8 +379,8 @@ class RoundLoop:
         if self.agreed.round == plan.round and (plan.fragment >= 0 or granted):
             self.agreed.round += 1
         if moved is not None:
-            self._unconfirmed = None if own is None else (plan.round, own, self.agreed.mark)
             feedback = moved.feedback if own else {}
+            self._unconfirmed = Doubt(plan.round, own, feedback, self.agreed.mark) if own else None
             self._put(Outcome(plan.fragment, plan.round, moved.anchor, moved.outer, own, False, feedback, own))
         if moved is None or own is None:
             self._put(Outcome(ready.fragment, plan.round, ready=ready))

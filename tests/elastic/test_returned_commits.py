@@ -1,0 +1,90 @@
+"""A commit that others undid comes back with a member that was away: its deltas count once."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from elastic_toy import SIZES, RecordedRun, Toy, one_thread
+from torch import Tensor
+
+from thinwire.elastic.messages import Outcome
+from thinwire.membership.testing.cluster import SimulatedCluster
+
+__all__ = ["one_thread"]  # a fixture
+STEP, STEPS = (
+    {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1000.0, "e": 10000.0},
+    40,
+)  # unlike, so that no two rounds have the same anchor
+
+
+class Split:
+    """Two halves train apart, because `least` is not a majority. a and b hold the round of step 4 alone, then c and d hold more rounds; a meets
+    these, and gets its delta back. Then b and the newcomer e overtake them, and all meet.
+    """
+
+    def __init__(self) -> None:
+        self.cluster, self.record, self.phase = SimulatedCluster(), RecordedRun(), 0
+        self.toys: dict[str, Toy] = {}
+        self.told: list[tuple[str, Outcome]] = []
+        self._lock = threading.Lock()
+
+    def rounds(self, name: str) -> int:
+        return self.toys[name].elastic.rounds.loop.agreed.round
+
+    def learn(self, toy: Toy, fragment: int) -> Tensor:
+        """One inner step; the splits happen before it."""
+        if fragment == 0:
+            with self._lock:
+                self.go_on(toy.name, toy.step)
+        return torch.full((SIZES[fragment],), STEP[toy.name])
+
+    def go_on(self, name: str, step: int) -> None:
+        back = any(outcome.returned is not None for who, outcome in self.told if who == "a")
+        if self.phase == 0 and name == "a" and step == 3:
+            self.now("cd", "")
+        elif self.phase == 1 and name == "a" and step == 5:
+            self.now("ab", "cd")
+        elif self.phase == 2 and name == "c" and self.rounds("c") > self.rounds("a"):
+            self.now("", "a")
+        elif self.phase == 3 and name == "a" and back:
+            self.now("acd", "b")
+        elif self.phase == 4 and name == "b" and self.rounds("b") > 1 + max(map(self.rounds, "acd")):
+            self.now("", "acd")
+
+    def now(self, freeze: str, thaw: str) -> None:
+        self.phase += 1
+        for name in freeze:
+            self.cluster.freeze(name)
+        for name in thaw:
+            self.cluster.thaw(name)
+
+    def run(self, name: str) -> Toy:
+        if name == "e":
+            with self.cluster.time:
+                self.cluster.wait(name, lambda: self.phase >= 4, None)
+        self.toys[name] = toy = Toy(self.cluster, name, self.record, inner=self.learn, least=2, keep=100.0)
+        take_over = toy.elastic._take_over
+
+        def taken_over(outcome: Outcome, anchor: Tensor, step: int) -> None:
+            self.told.append((name, outcome))
+            take_over(outcome, anchor, step)
+
+        toy.elastic._take_over = taken_over  # type: ignore[method-assign]
+        return toy.train(STEPS)
+
+
+def test_a_delta_that_was_given_back_counts_once_if_its_commit_comes_back() -> None:
+    split = Split()
+    results = split.cluster.play({name: split.run for name in "abcde"})
+    assert split.phase == 5 and all(isinstance(toy, Toy) for toy in results.values()), results
+    digest = results["a"].elastic.rounds.loop.agreed.state_digest
+    assert all(toy.elastic.rounds.loop.agreed.state_digest == digest for toy in results.values())
+    first = split.record.history(digest)[0]
+    assert (first.fragment, first.names) == (0, ["a", "b"]), "what b held came back"
+    for name, toy in results.items():
+        for fragment in range(2):
+            rounds = [one for one in split.record.history(digest) if one.fragment == fragment and name in one.names]
+            counted = -sum(float(one.deltas[one.names.index(name)][0]) for one in rounds)
+            trained = float(toy.trained[fragment][0])
+            assert counted < 1.001 * trained, f"{name}, fragment {fragment}: {counted} of {trained}"
