@@ -268,7 +268,7 @@ def _fragments(record: RunRecord, several: bool) -> str:
         values = (
             *(text_of_count(numel), str(departed), str(landed), str(refused)),
             *(text_of_nbytes(sent / departed if departed else None), text_of_seconds(air)),
-            text_of_seconds(stalled[index] / len(record.replicas)),
+            text_of_seconds(stall / len(record.replicas)),
         )
         cells = "".join(f'<td class="n">{value}</td>' for value in values)
         rows.append(f"<tr><td>{index}</td><th>{escape(name)}</th><td>{bar}</td>{cells}</tr>")
