@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import thinwire as tw
@@ -47,6 +50,27 @@ def test_a_replica_that_was_closed_in_flight_keeps_its_claim():
             attach(group)
 
     tw.run_threads(2, replica)
+
+
+def test_the_group_of_a_replica_that_was_dropped_takes_no_other():
+    """Its end would have waited for messages that the first had asked for, until the time-out."""
+
+    group, other = tw.ThreadGroup.create(2)
+    with ThreadPoolExecutor() as pool:
+        attaching = pool.submit(attach, other)
+        first = attach(group)
+        second = attaching.result()
+    with pytest.warns(RuntimeWarning, match="neither finished nor closed"):
+        del first, second, attaching
+        gc.collect()
+    for each in (group, CountedGroup(other, Ledger())):
+        with pytest.raises(tw.ConfigurationError, match=r"neither finished nor closed, .* Make another group on all"):
+            attach(each)
+    (alone,) = tw.ThreadGroup.create(1)
+    with pytest.warns(RuntimeWarning, match="neither finished nor closed"):
+        attach(alone)
+        gc.collect()
+    attach(alone)[2].close()
 
 
 class Carrier:

@@ -142,7 +142,8 @@ def _train_elastic(asked: Options, run: Run, folder: Path, console: Console, sto
 
 
 def _joined(asked: Options, run: Run, console: Console) -> SecureGroup:
-    more = " and the hub's reducer" if run.needs_hub else ""
+    reducing = f"--reduce {run.placement.replicas}{f' --group {asked.group}' * bool(asked.group)}"
+    more = f" and the reducer of a hub with {reducing}" if run.needs_hub else ""
     console.print(f"waiting until all {run.placement.replicas} replicas{more} have joined", highlight=False)
     seconds = A_DAY if asked.timeout is None else asked.timeout
 

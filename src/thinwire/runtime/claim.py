@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
+from contextlib import suppress
+from weakref import WeakValueDictionary, finalize, ref
 
 from thinwire.comm.group import Group, WrappedGroup
 from thinwire.errors import ConfigurationError
@@ -11,6 +12,9 @@ from thinwire.membership.rendezvous import Membership
 _claims: WeakValueDictionary[int, GroupClaim] = (
     WeakValueDictionary()
 )  # by the id of the carrier, which its claim keeps alive
+
+# By its id: a carrier whose Replica was dropped. What that one still waits for would take the messages to the next one.
+_dropped: WeakValueDictionary[int, Group] = WeakValueDictionary()
 
 
 class GroupClaim:
@@ -24,6 +28,12 @@ class GroupClaim:
         while isinstance(group, WrappedGroup):
             group = group.group
         self._carrier, self._held = group, False
+        self._drop: finalize[..., GroupClaim] | None = None
+        if _dropped.get(id(group)) is group:
+            raise ConfigurationError(
+                "this group has had a Replica or a GradientHook that was neither finished nor closed, and some of its messages are still open. "
+                "Make another group on all replicas; next time call finish() or close() before you drop one."
+            )
         before = _claims.get(id(group))
         if before and before._held:
             raise ConfigurationError(
@@ -35,7 +45,14 @@ class GroupClaim:
         """Called when the Replica is complete: one that failed has no claim."""
         self._held = True
         _claims[id(self._carrier)] = self
+        if isinstance(self._carrier, Group) and self._carrier.size > 1:
+            with suppress(TypeError):  # a carrier of which there are no weak references
+                ref(self._carrier)
+                self._drop = finalize(self, _dropped.__setitem__, id(self._carrier), self._carrier)
+                self._drop.atexit = False
 
     def release(self, over: bool) -> None:
         """Called at the end; the claim stays if rounds are not `over`, because their packets may still arrive."""
         self._held &= not over
+        if self._drop:
+            self._drop.detach()

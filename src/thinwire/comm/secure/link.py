@@ -119,7 +119,7 @@ class HubLink:
             return self._placed.result(seconds)
         except TimeoutError:
             raise LinkError(
-                f"{self.enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size} replicas, "
+                f"{self.enrolment.name} {self.state}; not all have joined within {seconds:g} s. Start all {self._size}, "
                 "with the same run and number of replicas."
             ) from None
 
