@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.comm import Link, quantities
+from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
 from thinwire.lm.model import SIZES
 from thinwire.lm.run import Run
@@ -157,23 +157,6 @@ def test_measured_step_times_are_used_and_scaled_for_other_batches() -> None:
 def test_errors_in_a_machine_file_are_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Machine.load(written(tmp_path, text))
-
-
-def test_quantities_with_units_are_parsed() -> None:
-    assert (quantities.nbytes("1.5GB"), quantities.nbytes("2 GiB"), quantities.nbytes(7)) == (1_500_000_000, 1 << 31, 7)
-    assert (quantities.seconds("3d"), quantities.seconds("90min"), quantities.count("20B")) == (
-        259_200,
-        5_400,
-        20 * 10**9,
-    )
-    assert [quantities.seconds(text) for text in ("250us", "1.5ms", "0s", "3 min", "1H", "7d")] == pytest.approx(
-        [250e-6, 1.5e-3, 0, 180, 3600, 604800]
-    )
-    for wrong in ("", "12", "s", "3 fortnights", "-1h", "nan", "nan s", "1e300s"):
-        with pytest.raises(ConfigurationError, match="a time"):
-            quantities.seconds(wrong)
-    with pytest.raises(ConfigurationError, match="of at least 1 is needed"):
-        quantities.count("0.5")
 
 
 def test_probe_machine_measures_steps_and_codecs(tmp_path: Path) -> None:

@@ -51,6 +51,34 @@ def test_a_step_inside_a_step_is_one_inner_step(strategy: tw.Strategy) -> None:
     replica.close()
 
 
+class Going(torch.optim.SGD):
+    """A method of its own takes the step."""
+
+    def go(self) -> None:
+        self.step()
+
+
+class Around(torch.optim.SGD):
+    """Its step is one of another optimizer."""
+
+    def __init__(self, other: Going) -> None:
+        super().__init__(other.param_groups, lr=0.1)
+        self.other = other
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.other.go()
+
+
+def test_a_step_inside_that_of_another_optimizer_is_an_inner_step() -> None:
+    model, (group,) = toy(), tw.ThreadGroup.create(1)
+    optimizer = Going([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    around = Around(optimizer)
+    with tw.Replica(tw.local_sgd(every=1), model, optimizer, group) as replica:
+        for step in range(1, 4):
+            inner_step(model, around, *batch(0, 0, step))
+            assert replica.step == step
+
+
 def test_a_step_that_a_scaler_skips_is_not_tracked() -> None:
     """The gradient of the step after it is."""
     model, (group,) = toy(), tw.ThreadGroup.create(1)

@@ -77,6 +77,8 @@ def mutant(path: Path, text: str, key: str, line: int) -> Mutant | None:
         return None
     if changed is None or not compiled(changed, path):
         return None
+    if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)):  # 1e30 + 1 is 1e30
+        return None
     differ = list(difflib.ndiff(text.splitlines(), changed.splitlines()))
     was, now = (" ".join(one[2:].strip() for one in differ if one[0] == sign and one[2:].strip()) for sign in "-+")
     return Mutant(key, line, was, now, changed)
