@@ -52,6 +52,7 @@ KERNELS: dict[str, Callable[..., tuple[int, int]]] = {
     "select_largest": lambda x, chunk, count, index: (x.nbytes, index.nbytes),
     "pack_ascending": lambda index, packed, low: (index.nbytes, packed.nbytes),
     "unpack_ascending": lambda packed, index, *_: (packed.nbytes, index.nbytes),
+    "carry": lambda x, *_: (4 * x.nbytes, x.nbytes),
     "add_at": lambda index, values, *_: (index.nbytes + 2 * values.nbytes, values.nbytes),
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,7 +170,7 @@ class _Few:
             of.codec.sent(of.payload, of.numel, index, values, of.key, weight)
             self._decoded[weight] = index, values
         index, values = self._decoded[weight]
-        first, last = torch.searchsorted(index, torch.tensor((begin, begin + out.numel()))).tolist()
+        first, last = np.searchsorted(index.numpy(), (begin, begin + out.numel())).tolist()
         kernels.of(index, values, out).add_at(index[first:last], values[first:last], out, begin)
 
     def close(self) -> None:
