@@ -123,3 +123,27 @@ def test_a_restarted_registry_reads_what_it_kept(monkeypatch):
     now[0] += 5.0
     registry.tick()
     assert registry.empty and disk.written[-1] == ""
+
+
+def test_calls_are_answered_while_the_disk_is_full():
+    """The next tick says so, and writes when there is room."""
+    registry, disk = MemberRegistry(5.0), Disk()
+    registry.remember(disk)
+
+    def fails(present: str) -> None:
+        raise OSError("no space left")
+
+    async def play() -> None:
+        disk.keep = fails
+        both = Requester("a"), Requester("b")
+        for one in both:
+            registry.hear(one)
+        told = await asyncio.wait_for(asyncio.gather(*calls(registry, *both)), 600.0)
+        assert [names(one) for one in told] == [list("ab")] * 2
+        with pytest.raises(OSError, match="no space left"):
+            registry.tick()
+        del disk.keep
+        registry.tick()
+        assert disk.written == ['[{"a-1": "a", "b-1": "b"}, ["a-1", "b-1"]]']
+
+    asyncio.run(play())

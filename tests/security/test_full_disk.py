@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from raw_member import RawMember, admitted, welcomed
 
 from thinwire.cli import main
-from thinwire.comm.secure import admit, frames
+from thinwire.comm.secure import Hub, admit, frames
+from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
+from thinwire.membership import Membership
+from thinwire.membership.hub import HubRendezvous
+from thinwire.membership.registry import MemberRegistry
 
 
 def test_a_member_revoked_while_the_disk_is_full_is_out_and_the_others_hear_of_it_later(hub, audit, tmp_path):
@@ -44,6 +52,42 @@ def test_a_machine_that_comes_while_the_disk_is_full_hears_that_and_is_admitted_
     audit.wait("cannot admit 127.0.0.1:", "make room on its disk")
     hub._state._base.execute("pragma query_only = 0")
     admit(token, "oslo", tmp_path / "keys")
+
+
+def test_members_of_an_elastic_run_hear_of_the_full_disk_and_meet_again_when_there_is_room(tmp_path, audit):
+    """One of three leaves, so the others need another group, which the hub keeps on its disk. They were told that the hub had gone."""
+    said, names = type(audit)(), ("lima", "oslo", "rome")
+    full = threading.Event()
+
+    with Hub(tmp_path / "hub", registry=lambda: MemberRegistry(600.0), say=audit) as hub:
+        token = hub.invite(uses=3)
+
+        def run(name: str) -> list[str]:
+            def observe(kind: str, fields: Mapping[str, Any]) -> None:
+                if kind in ("view", "retry"):
+                    said(str(fields.get("reason")))
+
+            rendezvous = HubRendezvous(Enrolment(token, name, tmp_path / "keys"))
+            membership = Membership(rendezvous, name, observe=observe)
+            assert len(membership.next_view({}, 600.0).members) == 3
+            assert full.wait(600.0)
+            found = [member.name for member in membership.next_view({}, 600.0).members] if name != "lima" else []
+            membership.close()
+            return found
+
+        with ThreadPoolExecutor(3) as threads:
+            ends = [threads.submit(run, name) for name in names]
+            said.wait("None", nth=3)  # the view of each
+            hub._thread.run(_writes(hub, False))
+            full.set()
+            said.wait("the hub cannot write its state (attempt to write a readonly database); make room on its disk")
+            hub._thread.run(_writes(hub, True))
+            assert [end.result(600.0) for end in ends] == [[], ["oslo", "rome"], ["oslo", "rome"]]
+
+
+async def _writes(hub: Hub, can: bool) -> None:
+    """Runs in the thread of the hub."""
+    hub._state._base.execute(f"pragma query_only = {int(not can)}")
 
 
 def test_the_reason_of_a_failed_admission_is_the_full_disk(tmp_path):

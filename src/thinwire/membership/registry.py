@@ -194,7 +194,16 @@ class MemberRegistry:
                 del self._replicas[incarnation]
 
     def tick(self) -> None:
-        """Drop replicas that are silent, and answer the calls that make a view. Call it every `TICK_SECONDS`."""
+        """Drop replicas that are silent, answer the calls that make a view, and keep who is alive. Call it every `TICK_SECONDS`."""
+        self._look()
+        if self._kept:
+            there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
+            present = json.dumps([there, sorted(self._previous)]) if there else ""
+            if present != self._present:
+                self._kept.keep(present)  # may raise: then the next tick tries again
+                self._present = present
+
+    def _look(self) -> None:
         now = time.monotonic()
         for incarnation, replica in list(self._replicas.items()):
             if now - replica.heard >= self.heartbeat_timeout:
@@ -202,12 +211,6 @@ class MemberRegistry:
         self._end_vain_waits()
         self._end_vain_votes()
         self._call_together(now)
-        if self._kept:
-            there = {incarnation: each.name for incarnation, each in self._replicas.items() if not each.silent}
-            present = json.dumps([there, sorted(self._previous)]) if there else ""
-            if present != self._present:
-                self._kept.keep(present)  # may raise: then the next tick tries again
-                self._present = present
 
     def _begun(self, requester: Requester) -> bool:
         """Whether others of the last view are alive."""
@@ -318,7 +321,7 @@ class MemberRegistry:
             }
         replica, came = self.hear(requester), asyncio.get_running_loop().create_future()
         replica.calls, replica.answer = (time.monotonic(), text), came
-        self.tick()
+        self._look()
         try:
             if await requester.came(came, min(max(0.0, seconds), _DAY)):
                 return {"present": came.result()}

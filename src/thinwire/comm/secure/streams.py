@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no typ
 
 
 class Refusing:
-    """A context in which a `PacketError` or `LinkError` is written to the audit log, and ends the call with its text."""
+    """A context in which a `PacketError`, `LinkError`, or error of the hub's disk is written to the audit log, and ends the call with its text."""
 
     def __init__(self, audit: AuditLog, context: Any, proxy: TcpProxy) -> None:
         self._audit, self._context, self._proxy = audit, context, proxy
@@ -53,6 +54,10 @@ class Refusing:
         if isinstance(error, LinkError):
             self._audit.stranger("refused", self._who(), error)
             await self._context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        if isinstance(error, sqlite3.Error):  # no refusal: it is served when there is room
+            self._audit.stranger("cannot serve", self._who(), f"{error}; make room on its disk")
+            told = f"the hub cannot write its state ({error}); make room on its disk"
+            await self._context.abort(grpc.StatusCode.ABORTED, told)
         return isinstance(error, asyncio.TimeoutError)
 
     def _name(self) -> str:
