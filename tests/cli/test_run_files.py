@@ -163,7 +163,8 @@ def test_an_unknown_flag_is_answered_with_the_nearest_one(capsys: Any) -> None:
 def test_the_learning_rate_follows_the_width_of_a_size(given: dict[str, Any], lr: float, origin: str) -> None:
     run = Run.of(**given)
     assert (run.lr, run.lr_origin) == (lr, origin)
-    assert Run.of(**given, steps=100, warmup=10).shared()["lr"] == lr
+    if not run.model.model.endswith(".safetensors"):  # the size of its model is in the file
+        assert Run.of(**given, steps=100, warmup=10).shared()["lr"] == lr
     assert learning_rate(run.changed(steps=100, warmup=10), 10) == pytest.approx(lr)
 
 

@@ -17,10 +17,8 @@ QUICK = SampleRules(patience=20.0)
 
 
 def node(own=0, peers=6, **rules):
-    made = SampledPeer(
-        own, SampleRules(**{"sample": 3} | rules), PeerView.of(range(peers), active=1), lambda m: sum(m) / len(m)
-    )
-    return made
+    view = PeerView({peer: PeerEntry(1, 1, joined=True) for peer in range(peers)})
+    return SampledPeer(own, SampleRules(**{"sample": 3} | rules), view, lambda m: sum(m) / len(m))
 
 
 def sent(made, kind):

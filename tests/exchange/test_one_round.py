@@ -15,10 +15,9 @@ def test_once_gives_the_mean_or_none_where_one_refuses():
     def replica(group):
         context, rank, own = SendContext(group), group.rank, torch.tensor([1.0, 3.0]) * group.rank
         estimate, arrival = once(tw.exchange.Direct(), context, tw.codecs.Identity(), own, Key(sender=rank), {})
-        refused, other = once(
-            tw.exchange.Direct(), context, tw.codecs.Identity(), own, Key(0, 0, 1, rank), {}, rank * REFUSED
-        )
+        sick = own / rank if rank == 0 else own  # NaN
+        refused, other = once(tw.exchange.Direct(), context, tw.codecs.Identity(), sick, Key(0, 0, 1, rank), {})
         context.close()
         return estimate.tolist(), arrival.flags, refused, other.flags
 
-    assert tw.run_threads(2, replica) == [([0.5, 1.5], (0, 0), None, (0, REFUSED))] * 2
+    assert tw.run_threads(2, replica) == [([0.5, 1.5], (0, 0), None, (REFUSED, 0))] * 2

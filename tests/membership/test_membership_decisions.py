@@ -123,17 +123,17 @@ def test_a_namesake_that_calls_again_is_alive_and_one_that_does_not_may_have_die
 
 
 def test_keys_of_past_views_are_deleted_once_all_their_members_have_called_again():
-    membership, here, away = alone(), Notes(), Notes()
+    membership, here, old = alone(), Notes(), Notes()
 
     def past(name: str, store: Notes, **calls: int) -> Any:
         view = SimpleNamespace(vote_store=store, written=lambda: [name])
         return module._Past(view, {f"{who}-1": count for who, count in calls.items()})
 
-    membership._past = [past("of a restarted server", away, a=1), past("read", here, a=2, b=1)]
+    membership._past = [past("of an ended connection", old, a=1), past("read", here, a=2, b=1)]
     membership._past += [past("a may read it", here, a=3, b=1), past("c may read it", here, a=1, c=0)]
     view = SimpleNamespace(vote_store=here)
     membership._sweep(view, {"a-1": 3, "b-1": 2})
-    assert here.forgotten == ["read"] and not away.forgotten
+    assert here.forgotten == ["of an ended connection", "read"] and not old.forgotten
     assert [one.view.written()[0] for one in membership._past[:-1]] == ["a may read it", "c may read it"]
     assert membership._past[-1] == (view, {"a-1": 3, "b-1": 2})
     membership._past = [past(str(number), here, c=1) for number in range(9)]

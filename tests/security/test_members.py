@@ -199,7 +199,8 @@ def test_a_dead_member_is_reported_after_patience(tmp_path, audit):
             again.process = second.process
             code, why = again.hello(2).refusal()
             assert (
-                code is grpc.StatusCode.PERMISSION_DENIED and "oslo has died, or its link is cut, and the others" in why
+                code is grpc.StatusCode.PERMISSION_DENIED
+                and "told that oslo has died, or its link is cut; they have stopped" in why
             )
 
 
