@@ -32,7 +32,7 @@ from thinwire import Replica, ThreadGroup, streaming_diloco
 from thinwire.lm.model import SIZES, Transformer
 
 SEED = 0
-NEVER = 1 << 30  # steps between two exchanges: nothing is ever in the air
+NEVER = 1_000_000  # steps between two exchanges, more than are taken: nothing is ever in the air
 
 
 def language_model() -> tuple[nn.Module, Callable[[], torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,8 @@ NAMES = ("amber", "birch", "cedar")
 class Closed:
     """What a voter uses of a view and of a membership: names, rules, and whether it was closed."""
 
+    clock = staticmethod(time.monotonic)
+
     def __init__(self, name: str = "amber", evict: Rules | None = None) -> None:
         self.name, self.evict, self.least, self.closed = name, evict, 2, False
         self.members = [SimpleNamespace(name=one) for one in NAMES]
@@ -32,7 +35,8 @@ def votes(finishing: bool = False) -> list[MemberStatus]:
 
 def voter(name: str, evict: Rules | None) -> tuple[EvictionVoter, Closed, list[tuple[str, dict[str, object]]]]:
     membership, events = Closed(name, evict), []
-    return EvictionVoter(membership, lambda event, **fields: events.append((event, fields))), membership, events
+    told = EvictionVoter(membership, lambda event, **fields: events.append((event, fields)), time.monotonic)
+    return told, membership, events
 
 
 def test_a_majority_evicts_and_the_others_are_told_why():

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from run_folders import read_events
 
+import thinwire as tw
 from thinwire.cli import main
 from thinwire.diagnosis.records import Flow, Record
 from thinwire.records.clocks import Bounds, Pair, common_bounds, offsets_of, solve, timed_records
@@ -97,3 +101,32 @@ def test_a_run_on_several_machines_is_drawn_on_one_clock(tmp_path: Path, capsys:
     told = capsys.readouterr()
     assert json.loads(told.out)["clocks"]["replica-1"]["seconds"] == pytest.approx(5.0, abs=0.1)
     assert "Clocks compared with that of replica-0" in told.err
+
+
+def test_the_times_of_messages_are_by_the_clock_of_the_log() -> None:
+    """They were those since the start of the machine, so the clocks of two machines seemed to be as far apart as their starts."""
+
+    def replica(group: tw.comm.Group) -> None:
+        ahead = 1e6 * (group.rank + 1)
+        told = list[tuple[str, float, dict[str, Any]]]()
+        model = torch.nn.Linear(3, 1)
+        strategy = tw.diloco(every=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def clock() -> float:
+            return time.monotonic() + ahead
+
+        def observe(event: str, step: int, **fields: Any) -> None:
+            told.append((event, clock(), fields))
+
+        begun = clock()
+        with tw.Replica(strategy, model, optimizer, group, observer=observe, clock=clock):
+            for _ in range(4):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+        records = [(seconds, Record.of(fields)) for event, seconds, fields in told if event == "wire"]
+        assert records
+        for seconds, record in records:
+            assert all(begun - 1e-4 <= flow.begin <= seconds for flow in record.sent + record.received)
+
+    tw.run_threads(2, replica)

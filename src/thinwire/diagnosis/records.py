@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import PacketError
@@ -113,6 +113,14 @@ class Record:
     def group(self) -> set[str]:
         """The replicas that took part, as far as this replica's messages show."""
         return {self.name} | {flow.peer for flow in self.sent + self.received}
+
+    def shifted(self, seconds: float) -> Record:
+        """The record by a clock that is `seconds` ahead of its own."""
+        sent, received = (
+            tuple(replace(f, begin=f.begin + seconds, at={i: at + seconds for i, at in f.at.items()}) for f in flows)
+            for flows in (self.sent, self.received)
+        )
+        return replace(self, sent=sent, received=received)
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""

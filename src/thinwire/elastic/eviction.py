@@ -41,8 +41,8 @@ def outvoted(suspects: Mapping[str, str], least: int) -> str | None:
 class EvictionVoter:
     """One member's records and votes. No member is evicted unless the membership has rules (`Membership(evict=Rules())`)."""
 
-    def __init__(self, membership: Membership, observe: Callable[..., None]) -> None:
-        self._membership, self._observe = membership, observe
+    def __init__(self, membership: Membership, observe: Callable[..., None], clock: Callable[[], float]) -> None:
+        self._membership, self._observe, self._clock = membership, observe, clock
         self._watch = Watch(membership.evict)
         self._own_seconds, self._step_timer = 0.0, StepTimer()
         self._record = ""
@@ -77,7 +77,8 @@ class EvictionVoter:
                 text = json.dumps(record.facts(), separators=(",", ":"))
                 self._record = text if len(text) <= MOST_RECORD else ""
             if recorded(record.round) or not over:
-                self._observe("wire", **record.facts())
+                of_log = record.shifted(self._clock() - self._membership.clock())  # by the clock of all events
+                self._observe("wire", **of_log.facts())
 
     def says(self) -> dict[str, str]:
         """Fields of the next status."""

@@ -78,7 +78,7 @@ class RoundLoop:
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
-        self._voter = EvictionVoter(membership, self._observe)
+        self._voter = EvictionVoter(membership, self._observe, clock)
         self._actions: dict[Action, Callable[..., object]] = {
             Action.HOLD_DUE: self._hold_due, Action.HOLD_ONE: self._hold_one, Action.ADOPT: self._adopt,
             Action.GIVE_FINAL: self._give_final, Action.GIVE_BACK: self._give_back, Action.REMEMBER: self._remember,

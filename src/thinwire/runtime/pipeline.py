@@ -247,7 +247,8 @@ class RoundPipeline:
             if recorded(update.number) or not over:
                 names = [str(rank) for rank in range(round_.size)]
                 record = replace(round_.record(names, own_seconds, over), scheduled=scheduled)
-                self._observe("wire", update.departed, **record.facts())
+                of_log = record.shifted(self.clock() - self.context.clock())  # by the clock of all events
+                self._observe("wire", update.departed, **of_log.facts())
         tolerated = self._aggregate.tolerates(round_.size)
         void = arrival.void or sum(bool(f & REFUSED) for f in arrival.flags) > tolerated
         verdict = 0 if not void and update.finish() else REFUSED
