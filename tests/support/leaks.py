@@ -111,10 +111,15 @@ def _command(pid: int) -> str:
 
 
 def namespaces() -> set[str]:
-    """Returns the network namespaces of this process and of ended ones; their names contain the process number."""
+    """Returns the names of all network namespaces."""
     folder = Path("/run/netns")
-    names = os.listdir(folder) if folder.exists() else []  # noqa: PTH208
-    return {name for name in names if (made := re.search(r"\d+", name)) and _ours(int(made[0]))}
+    return set(os.listdir(folder)) if folder.exists() else set()  # noqa: PTH208
+
+
+def new_namespaces(before: Snapshot, now: Snapshot) -> set[str]:
+    """Returns the new ones of this process and of ended ones; their names contain the process number."""
+    new = now.namespaces - before.namespaces
+    return {name for name in new if (made := re.search(r"\d+", name)) and _ours(int(made[0]))}
 
 
 def _ours(pid: int) -> bool:
@@ -150,7 +155,7 @@ def left_behind(before: Snapshot) -> list[str]:
     if more := now.files - before.files - EXCUSED.files:
         kept = kept_files()
         words += [f"{count} of {target} is still open" for target, count in more.items() if target not in kept]
-    words += [f"the network namespace {name} is still there" for name in now.namespaces - before.namespaces]
+    words += [f"the network namespace {name} is still there" for name in new_namespaces(before, now)]
     return words
 
 
