@@ -271,7 +271,7 @@ def _spans(rows: Columns, begin: Floats, end: Floats, chosen: NDArray[np.bool_])
 
 
 def _flights(rows: Columns, departs: Columns, nbytes: Integers, offsets: Floats) -> RecordedFlights:
-    """RecordedFlights with the step and the bytes of their departures."""
+    """The flights, with the step and the bytes of their departures."""
     at, known = places_in(round_keys(departs), round_keys(rows))
     step, sent = rows.whole("step"), np.zeros(len(rows), dtype=np.int64)
     step[known], sent[known] = departs.whole("step")[at[known]], nbytes[at[known]]

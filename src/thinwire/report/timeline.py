@@ -167,9 +167,8 @@ def joined(bars: Bars, window: tuple[float, float], most: int) -> list[Bar]:
     inside = (bars.end[order] >= window[0]) & (bars.begin[order] <= window[1])
     shown, outside = order[inside], order[~inside]
     row, begin, reach = bars.row[outside], bars.begin[outside], _reach(bars.row[outside], bars.end[outside])
-    apart = (row[1:] != row[:-1]) | (
-        (reach[:-1] < window[0]) & (window[0] <= begin[1:])
-    )  # the window lies between them
+    split = (reach[:-1] < window[0]) & (window[0] <= begin[1:])  # the window lies between them
+    apart = (row[1:] != row[:-1]) | split
     first, gap, room = np.arange(len(outside)), 1e-3, max(most - len(shown), most // 4)
     while len(first) > room:
         first = np.flatnonzero(np.concatenate([[True], apart | (begin[1:] - reach[:-1] > gap)]))
