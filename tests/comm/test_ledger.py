@@ -6,8 +6,10 @@ import time
 
 import pytest
 import torch
+from secure_groups import run_secure
 
 from thinwire.comm import CountedGroup, Ledger, Link, LinkedGroup, ThreadGroup
+from thinwire.comm.secure import Hub
 from thinwire.errors import LinkError
 
 
@@ -122,3 +124,24 @@ def test_a_ledger_continues_from_saved_counts():
     assert later.as_dict()["sent"]["packet"]["1"] == {
         "nbytes": 200, "messages": 2, "queued_seconds": 1.0, "transfer_seconds": 0.5,
     }  # fmt: skip
+
+
+def test_the_bytes_that_a_carrier_counted_are_in_the_ledger(tmp_path):
+    """A hub passes on to both receivers what it gets once."""
+    nbytes = 500_000
+
+    def replica(group):
+        ledger, before = Ledger(), group.uploaded
+        counted, same = CountedGroup(group, ledger), zeros(nbytes)
+        others = [rank for rank in range(3) if rank != group.rank]
+        counted.post(1, dict.fromkeys(others, same), {rank: zeros(nbytes) for rank in others}).wait()
+        counted.close()
+        return ledger, group.uploaded - before
+
+    with Hub(tmp_path / "hub") as hub:
+        for ledger, uploaded in run_secure(hub, 3, replica, tmp_path / "keys"):
+            assert ledger.sent() == 2 * nbytes and ledger.uploaded() == uploaded >= nbytes
+            later = Ledger()
+            later.add(ledger.as_dict())
+            later.add(ledger.as_dict())
+            assert later.uploaded() == 2 * uploaded

@@ -26,6 +26,7 @@ from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.lm.secure import run_of_hub
 from thinwire.records.run_record import RunRecord
+from thinwire.records.units import text_of_nbytes
 
 SMALL = dict(steps=12, every=4, delay=2, batch=2, sequence=32, eval_batches=2, checkpoint_every=5, model="nano")
 
@@ -82,6 +83,9 @@ def test_a_secure_run_on_one_machine_stops_and_resumes(tmp_path, capsys):
     assert main(arguments(carrier="secure", out=tmp_path / "secure")) == 0
     model = (tmp_path / "threads/model.safetensors").read_bytes()
     assert (tmp_path / "secure/model.safetensors").read_bytes() == model
+    threads, secure = (RunRecord.load(tmp_path / name).summary for name in ("threads", "secure"))
+    assert threads.uploaded is None and secure.uploaded is not None and secure.uploaded >= secure.wire_bytes_sent
+    assert capsys.readouterr().out.count("uploaded per replica") == 1
     for folder in ("hub", "hub/keys/replica-0"):
         assert all(
             not file.stat().st_mode & 0o077 for file in (tmp_path / "secure" / folder).iterdir() if file.is_file()
@@ -272,6 +276,9 @@ def test_an_elastic_run_starts_its_own_hub(tmp_path, capsys):
     assert main([*arguments(carrier="secure", replicas=3, least=3, steps=60, out=tmp_path / "run"), "--elastic"]) == 0
     ends = [read_events(path)[-1]["summary"]["weights"] for path in (tmp_path / "run").glob("events/*.jsonl")]
     assert len(ends) == 3 and len(set(ends)) == 1
+    summary = RunRecord.load(tmp_path / "run").summary
+    assert summary.uploaded is not None and summary.wire_bytes_sent / 2 <= summary.uploaded
+    assert ("uploaded per replica", text_of_nbytes(summary.uploaded)) in summary.figures()
     assert (tmp_path / "run/hub/audit.txt").stat().st_size > 0
 
 

@@ -42,6 +42,8 @@ class Ledger:
     found the message. That can be measured on every carrier. It contains the whole way, and the peer's lateness too, so bytes over
     seconds is at most the rate of the path from that peer. `waited` is the total time of threads in `wait`.
 
+    `uploaded` is what a carrier itself counted on the way out, if it does: a hub passes on to all what it gets once, so it can be less than `sent`.
+
     >>> ledger = Ledger()
     >>> ledger.add_sent("packet", peer=1, nbytes=100)
     >>> ledger.add_sent("vote", peer=1, nbytes=8)
@@ -54,6 +56,7 @@ class Ledger:
         self._sent: _Counts = {}
         self._received: _Counts = {}
         self._waited: dict[str, float] = {}
+        self._uploaded = 0
 
     def add_sent(self, purpose: str, peer: int, nbytes: int) -> None:
         """Count one message of `nbytes` that was handed to the carrier."""
@@ -72,6 +75,11 @@ class Ledger:
         with self._lock:
             self._waited[purpose] = self._waited.get(purpose, 0.0) + seconds
 
+    def add_uploaded(self, nbytes: int) -> None:
+        """Add bytes that the carrier counted when they left this replica, with its own headers."""
+        with self._lock:
+            self._uploaded += nbytes
+
     def add(self, counted: Mapping[str, Any]) -> None:
         """Add the counts of an earlier session: its `as_dict`, or {} if there was none."""
         for counts, way in ((self._sent, "sent"), (self._received, "received")):
@@ -80,6 +88,7 @@ class Ledger:
                     self._add(counts, purpose, int(peer), Count(**count))
         for purpose, seconds in counted.get("waited_seconds", {}).items():
             self.add_waited(purpose, seconds)
+        self.add_uploaded(counted.get("uploaded", 0))
 
     def sent(self, purpose: str | None = None, peer: int | None = None) -> int:
         """Bytes sent for `purpose` (None: all purposes) to `peer` (None: all peers)."""
@@ -94,13 +103,21 @@ class Ledger:
         with self._lock:
             return sum(seconds for name, seconds in self._waited.items() if purpose in (None, name))
 
+    def uploaded(self) -> int:
+        """Bytes that left this replica, by the carrier's count; 0 if it does not count."""
+        with self._lock:
+            return self._uploaded
+
     def as_dict(self) -> dict[str, Any]:
-        """The counts for JSON: `sent` and `received`, each {purpose: {peer: the fields of `Count`}}; `waited_seconds` {purpose: s}."""
+        """The counts for JSON: `sent` and `received`, each {purpose: {peer: the fields of `Count`}}; `waited_seconds` {purpose: s};
+        `uploaded`.
+        """
         with self._lock:
             return {
                 "sent": _nested(self._sent),
                 "received": _nested(self._received),
                 "waited_seconds": dict(sorted(self._waited.items())),
+                "uploaded": self._uploaded,
             }
 
     def _add(self, counts: _Counts, purpose: str, peer: int, more: Count) -> None:
@@ -140,6 +157,7 @@ class CountedGroup(WrappedGroup):
     def __init__(self, group: Group, ledger: Ledger) -> None:
         super().__init__(group)
         self.ledger = ledger
+        self._lock, self._uploaded = threading.Lock(), _uploaded(group)
 
     def post(
         self, tag: int, send: Messages, recv: Messages, purpose: str = "packet", sized: Sized | None = None
@@ -150,14 +168,24 @@ class CountedGroup(WrappedGroup):
         for peer, message in travelling(self, tag, send).items():
             self.ledger.add_sent(purpose, peer, message.numel())
         due = travelling(self, tag, recv)
-        return _CountedTransfer(transfer, self.ledger, purpose, due, sized or Tensor.numel, posted)
+        return _CountedTransfer(transfer, self, purpose, due, sized or Tensor.numel, posted)
+
+    def close(self) -> None:
+        super().close()
+        self.count_uploaded()
+
+    def count_uploaded(self) -> None:
+        """Count what the carrier has sent since the last call, if it counts."""
+        with self._lock:
+            before, self._uploaded = self._uploaded, _uploaded(self.group)
+            self.ledger.add_uploaded(self._uploaded - before)
 
 
 class _CountedTransfer:
     def __init__(
-        self, transfer: Transfer, ledger: Ledger, purpose: str, due: dict[int, Tensor], sized: Sized, posted: float
+        self, transfer: Transfer, group: CountedGroup, purpose: str, due: dict[int, Tensor], sized: Sized, posted: float
     ) -> None:
-        self._transfer, self._ledger, self._purpose = transfer, ledger, purpose
+        self._transfer, self._group, self._ledger, self._purpose = transfer, group, group.ledger, purpose
         self._due, self._sized, self._posted = due, sized, posted
 
     @property
@@ -178,10 +206,18 @@ class _CountedTransfer:
             self._transfer.wait()
         finally:
             self._ledger.add_waited(self._purpose, time.monotonic() - begin)
+            self._group.count_uploaded()
         due, self._due = self._due, {}  # a second wait counts nothing
         arrivals = self._transfer.arrivals
         for peer, buffer in due.items():
             self._ledger.add_received(self._purpose, peer, self._sized(buffer), arrivals[peer] - self._posted)
+
+
+def _uploaded(group: Group) -> int:
+    """Bytes that the carrier has sent to its hub and straight to others; 0 if it does not count."""
+    while isinstance(group, WrappedGroup):
+        group = group.group
+    return sum(getattr(group, name, 0) for name in ("uploaded", "sent_straight"))
 
 
 def _nested(counts: _Counts) -> dict[str, dict[str, dict[str, float]]]:

@@ -376,6 +376,7 @@ class Trainer(ABC):
             "compute_utilization": totals.compute_seconds / max(totals.loop_seconds, 1e-9),
             "wall_seconds": totals.loop_seconds,
             "stall_seconds": totals.stall_seconds,
+            "uploaded": self.ledger.uploaded() or None,
             "ledger": totals.ledger,
             "samples": self.reader.facts(),
             "privacy": privacy

@@ -56,6 +56,9 @@ class Summary:
     wall_seconds: float
     stall_seconds: float
     provenance: str
+    uploaded: float | None = (
+        None  # bytes that the carrier counted, if it does; a hub passes on to all what it gets once
+    )
     wire_bytes_foreseen: int = 0
     deltas_clipped: int = 0
     living: float | None = None
@@ -82,6 +85,8 @@ class Summary:
         ]
         if len(self.losses) > 1:
             figures[:1] = [(f"evaluation: {name}", text_of_loss(one)) for name, one in self.losses.items()]
+        if self.uploaded is not None:
+            figures.insert(len(figures) - 4, ("uploaded per replica", text_of_nbytes(self.uploaded)))
         if self.wire_bytes_sent < self.wire_bytes_foreseen:  # sizes depend on the values
             figures.insert(len(figures) - 4, ("foreseen at most", text_of_nbytes(self.wire_bytes_foreseen)))
         if self.deltas_clipped:
