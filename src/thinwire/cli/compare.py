@@ -29,7 +29,8 @@ from thinwire.lm import launch
 from thinwire.lm.job import check_and_weigh
 from thinwire.lm.run import Run
 from thinwire.records.losses import NO_RESULT, for_json
-from thinwire.records.run_record import RunRecord, Summary
+from thinwire.records.run_record import RunRecord
+from thinwire.records.summary import Summary
 from thinwire.records.units import text_of_bits, text_of_loss, text_of_nbytes, text_of_seconds, text_of_share
 from thinwire.report.terminal import waiting
 
