@@ -186,7 +186,7 @@ class Replica:
     def averaged_buffers(self) -> AbstractContextManager[None]:
         """A context with the buffers that all replicas will end with; afterwards its own again, bit for bit. Collective in a fixed group with
         buffers="mean": all enter it after the same inner step. Otherwise it changes nothing."""
-        return self._buffers.averaged()
+        return self._buffers.averaged(self._driver.together())
 
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""

@@ -67,7 +67,7 @@ def test_a_round_number_beyond_its_bound_is_refused_by_name(monkeypatch: pytest.
         toy = Toy(cluster, name, record, least=2)
         agreed = toy.elastic.rounds.loop.agreed
         agreed.round = 1 << 32
-        toy.elastic.rounds.load(agreed)
+        toy.elastic.rounds.load(agreed, {})
         toy.elastic.join()
         toy.elastic._trained = 4.0
         toy.elastic.rounds.depart(toy.elastic._bring(0, 4), own_steps=4)

@@ -192,7 +192,7 @@ class Subject:
             self.somebody_late()
             return
         {
-            Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(GlobalState([torch.ones(4)], [{}])),
+            Event.JOIN: lambda: self.rounds.join(0), Event.LOAD: lambda: self.rounds.load(GlobalState([torch.ones(4)], [{}]), {}),
             Event.DEPART: self.depart, Event.FINISH: lambda: self.rounds.finish(0.0), Event.MEET: self.rounds.meet,
             Event.CLOSE: self.rounds.close, Event.ALONE: self.alone, Event.RUN_ENDED: self.run_ended, Event.LEVEL: self.level,
             Event.CAUGHT_UP: self.catch_up, Event.DECIDED: self.decide,

@@ -9,6 +9,7 @@ from elastic_toy import RecordedRun, Toy
 from thinwire.elastic.global_state import GlobalState
 from thinwire.elastic.messages import Ready
 from thinwire.elastic.past_deltas import UNKNOWN, Doubt, PastDeltas
+from thinwire.elastic.states import Event, State
 from thinwire.membership.testing.cluster import SimulatedCluster
 
 COUNTED = {number: (0, ("oslo",), "") for number in (0, 1)}
@@ -39,8 +40,8 @@ def test_two_doubted_rounds_or_one_that_may_be_dropped_are_not_known() -> None:
 
 
 def test_a_round_since_the_checkpoint_counts_until_it_is_forgotten() -> None:
-    past, agreed = PastDeltas([0], since=1), GlobalState([], [], round=9, counted=COUNTED)
-    assert past.counted_in(agreed, {}, "oslo", 0) and not past.counted_in(agreed, {}, "oslo", 0, own=[1])
+    past, agreed = PastDeltas({0: 1}), GlobalState([], [], round=9, counted=COUNTED)
+    assert past.counted_in(agreed, {}, "oslo", 0) and not past.counted_in(agreed, COUNTED, "oslo", 0)
     past.forget(0)
     past.forget(0)
     assert not past.counted_in(agreed, {}, "oslo", 0)
@@ -59,8 +60,43 @@ def test_what_feedback_held_back_is_dropped_if_a_history_counted_it_after_others
     loop, outcomes = toy.elastic.rounds.loop, toy.elastic.rounds._mail.outcomes
     loop._past.doubted(doubt(0))
     loop._drop()
-    assert [(outcome.anew, outcome.spent) for outcome in outcomes] == [(True, False)] * 2
+    assert [(outcome.anew, outcome.spent) for outcome in outcomes[0]] == [(True, False)] * 2
     outcomes.clear()
     loop.agreed.round, loop.agreed.counted, loop._known = 1, {0: COUNTED[0]}, {}
     loop._take_over("rome")
-    assert [(outcome.anew, outcome.spent) for outcome in outcomes] == [(True, True), (False, False)]
+    assert [(outcome.anew, outcome.spent) for outcome in outcomes[0]] == [(True, True), (False, False)]
+
+
+def test_a_delta_in_doubt_whose_progress_was_dropped_is_not_taken_out_of_the_parameters() -> None:
+    """While its round is not decided, others get its samples, so it goes back to the anchors. Then a member comes whose history counted it."""
+    toy = Toy(SimulatedCluster(), "oslo", RecordedRun())
+    elastic, loop = toy.elastic, toy.elastic.rounds.loop
+    elastic._trained = 4.0
+    toy.parameters[0].data += 4.0
+    ready = elastic._bring(0, 4)
+    loop._state = State.IN_DOUBT
+    loop._remember(0, ready, {})
+    loop._drop()
+    loop.agreed.anchors[0] = loop.agreed.anchors[0] + 2.0
+    loop.agreed.round, loop.agreed.counted, loop._known = 1, {0: COUNTED[0]}, {}
+    loop._on(Event.CAUGHT_UP, "rome")
+    elastic._pick_up(9)
+    assert torch.equal(toy.parameters[0], loop.agreed.anchors[0]) and elastic.facts()["travelled"] == [4.0, 4.0]
+    assert not elastic._waiting and not loop._past.held_since(None)
+
+
+def test_what_a_checkpoint_says_of_sent_deltas_is_in_the_next_one_too() -> None:
+    elastic = Toy(SimulatedCluster(), "oslo", RecordedRun()).elastic
+    facts = elastic.facts() | {"round": 9, "held_since": {"0": 3}}
+    elastic.load(facts)
+    assert elastic.facts()["held_since"] == {"0": 3, "1": 9}
+    del facts["held_since"]  # written by an earlier version
+    elastic.load(facts)
+    assert elastic.facts()["held_since"] == {"0": 9, "1": 9}
+
+
+def test_a_doubt_is_held_from_its_round_on() -> None:
+    past = PastDeltas({0: 4, 1: 4})
+    past.doubted(doubt(1))
+    past.doubted(doubt(2))
+    assert past.held_since(None) == {0: 1, 1: 4} and past.held_since(doubt(0)) == {0: 0, 1: 4}

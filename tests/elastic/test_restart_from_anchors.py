@@ -35,12 +35,12 @@ def test_a_delta_that_waits_at_a_restart_is_sent_once(counted: bool) -> None:
     parameters[0].data.fill_(6.0)
     parameters[1].data.fill_(torch.nan)
     outcomes = elastic.rounds._mail.outcomes
-    outcomes.append(Outcome(1, 0, broken=True))
+    outcomes.append([Outcome(1, 0, broken=True)])
     elastic._pick_up(6)
     assert parameters[0].tolist() == [4.0] * 3 and parameters[1].tolist() == [0.0] * 3
     assert elastic.facts()["travelled"] == [2.0, 6.0]
     landed = Outcome(0, 1, torch.full((3,), 2.0), ready=delta)
-    outcomes.append(replace(landed, counted=delta) if counted else landed)
+    outcomes.append([replace(landed, counted=delta) if counted else landed])
     elastic._pick_up(7)
     left = elastic._bring(0, 7)
     assert (left.delta.tolist(), left.behind) == (([0.0] * 3, 0.0) if counted else ([-4.0] * 3, 4.0))
@@ -59,10 +59,10 @@ def test_no_delta_that_is_not_counted_any_more_is_kept_at_a_restart() -> None:
         parameter.data.fill_(spoilt)
         ready = elastic._bring(0, 4)
         if spoilt == 4.0:
-            outcomes.append(Outcome(0, 1, torch.ones(3), anew=True))
+            outcomes.append([Outcome(0, 1, torch.ones(3), anew=True)])
             elastic._pick_up(5)
         parameter.data.fill_(torch.nan)
-        outcomes.append(Outcome(0, 1, broken=True))
-        outcomes.append(Outcome(0, 1, ready=ready))
+        outcomes.append([Outcome(0, 1, broken=True)])
+        outcomes.append([Outcome(0, 1, ready=ready)])
         elastic._pick_up(6)
         assert torch.equal(parameter.data, piece.anchor) and elastic.facts()["travelled"] == [elastic._trained]

@@ -38,7 +38,11 @@ class SavesOnce(Returner):
         pick_up, elastic = self.elastic._pick_up, self.elastic
 
         def picked_up(step: int) -> None:
-            if self.overlaps and self.restored and any(outcome.anew for outcome in elastic.rounds._mail.outcomes):
+            if (
+                self.overlaps
+                and self.restored
+                and any(outcome.anew for entry in elastic.rounds._mail.outcomes for outcome in entry)
+            ):
                 late = [elastic._bring(index, step) for index in range(len(SIZES)) if index not in elastic._waiting]
                 elastic.rounds.depart(*late, own_steps=step)
             pick_up(step)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from elastic_toy import SIZES, RecordedRun, Toy, one_thread
 from torch import Tensor
 
 from thinwire.elastic.messages import Outcome
-from thinwire.membership.testing.cluster import SimulatedCluster
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture
 STEP, STEPS = (
@@ -20,11 +21,13 @@ STEP, STEPS = (
 
 class Split:
     """Two halves train apart, because `least` is not a majority. a and b hold the round of step 4 alone, then c and d hold more rounds; a meets
-    these, and gets its delta back. Then b and the newcomer e overtake them, and all meet.
+    these, and gets its delta back. If it `dies` then, it resumes from a checkpoint with that delta. b and the newcomer e overtake the others,
+    and all meet.
     """
 
-    def __init__(self) -> None:
-        self.cluster, self.record, self.phase = SimulatedCluster(), RecordedRun(), 0
+    def __init__(self, dies: bool) -> None:
+        self.cluster, self.record, self.phase, self.dies = SimulatedCluster(), RecordedRun(), 0, dies
+        self.before = [torch.zeros(size) for size in SIZES]  # what a had trained in its checkpoint
         self.toys: dict[str, Toy] = {}
         self.told: list[tuple[str, Outcome]] = []
         self._lock = threading.Lock()
@@ -48,7 +51,11 @@ class Split:
         elif self.phase == 2 and name == "c" and self.rounds("c") > self.rounds("a"):
             self.now("", "a")
         elif self.phase == 3 and name == "a" and back:
-            self.now("acd", "b")
+            if self.dies:
+                self.toys["a"].save()
+                self.before = [trained.clone() for trained in self.toys["a"].trained]
+                self.cluster.kill("a")
+            self.now("cd" if self.dies else "acd", "b")
         elif self.phase == 4 and name == "b" and self.rounds("b") > 1 + max(map(self.rounds, "acd")):
             self.now("", "acd")
 
@@ -61,8 +68,19 @@ class Split:
 
     def run(self, name: str) -> Toy:
         if name == "e":
-            with self.cluster.time:
-                self.cluster.wait(name, lambda: self.phase >= 4, None)
+            self.sleep(name, until=4)
+        while True:
+            try:
+                return self.begin(name).train(STEPS)
+            except Killed:
+                self.cluster.revive(name)
+                self.sleep(name, until=5)
+
+    def sleep(self, name: str, until: int) -> None:
+        with self.cluster.time:
+            self.cluster.wait(name, lambda: self.phase >= until, None)
+
+    def begin(self, name: str) -> Toy:
         self.toys[name] = toy = Toy(self.cluster, name, self.record, inner=self.learn, least=2, keep=100.0)
         take_over = toy.elastic._take_over
 
@@ -71,11 +89,12 @@ class Split:
             take_over(outcome, anchor, step)
 
         toy.elastic._take_over = taken_over  # type: ignore[method-assign]
-        return toy.train(STEPS)
+        return toy
 
 
-def test_a_delta_that_was_given_back_counts_once_if_its_commit_comes_back() -> None:
-    split = Split()
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_delta_that_was_given_back_counts_once_if_its_commit_comes_back(dies: bool) -> None:
+    split = Split(dies)
     results = split.cluster.play({name: split.run for name in "abcde"})
     assert split.phase == 5 and all(isinstance(toy, Toy) for toy in results.values()), results
     digest = results["a"].elastic.rounds.loop.agreed.state_digest
@@ -86,5 +105,5 @@ def test_a_delta_that_was_given_back_counts_once_if_its_commit_comes_back() -> N
         for fragment in range(2):
             rounds = [one for one in split.record.history(digest) if one.fragment == fragment and name in one.names]
             counted = -sum(float(one.deltas[one.names.index(name)][0]) for one in rounds)
-            trained = float(toy.trained[fragment][0])
+            trained = float(toy.trained[fragment][0] + (split.before[fragment][0] if name == "a" else 0))
             assert counted < 1.001 * trained, f"{name}, fragment {fragment}: {counted} of {trained}"

@@ -46,8 +46,8 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
     ]
 
 
-LATE = """\
-import os, time
+JOB = """\
+import os, threading, time
 from pathlib import Path
 import torch
 
@@ -59,8 +59,12 @@ def batches(share):
         yield torch.randn(4, 8)
 
 def loss(model, batch):
+    if threading.current_thread().name.startswith("replica-"):
+        Path("began").touch()
     return model(batch).square().mean()
-
+"""
+LATE = f"""\
+{JOB}
 def evaluate(model):
     if os.environ.get("RANK") == "1":
         while not Path("run/model.safetensors").exists():
@@ -256,28 +260,9 @@ def test_ctrl_c_stops_cleanly_and_the_run_resumes_exactly(
     assert model_of(folder) == model_of(tmp_path / "whole")
 
 
-ENDLESS = """\
-import threading
-from pathlib import Path
-import torch
-
-def model():
-    return torch.nn.Linear(8, 1)
-
-def batches(share):
-    while True:
-        yield torch.randn(4, 8)
-
-def loss(model, batch):
-    if threading.current_thread().name.startswith("replica-"):
-        Path("began").touch()
-    return model(batch).square().mean()
-"""
-
-
 def test_a_second_ctrl_c_ends_threads_within_a_step(tmp_path: Path) -> None:
     """The step has a billion micro-batches. Threads that were left running would abort the process."""
-    (tmp_path / "endless.py").write_text(ENDLESS)
+    (tmp_path / "endless.py").write_text(JOB)
     given = ["--job", "endless.py", "--carrier", "threads", "--accumulate", "1000000000", "--out", "run"]
     command = [sys.executable, "-m", "thinwire", "train", *given]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path)

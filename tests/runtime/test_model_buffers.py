@@ -206,3 +206,28 @@ def test_an_unknown_buffer_policy_is_refused() -> None:
     model = Net()
     with pytest.raises(tw.ConfigurationError, match=r"buffers='median': 'mean' or 'local'"):
         tw.Replica(tw.diloco(), model, torch.optim.SGD(model.parameters(), lr=0.1), group, buffers="median")
+
+
+@pytest.mark.parametrize("strategy", [tw.diloco(every=10), tw.recipes.d_psgd(every=10)])
+def test_averaged_buffers_do_not_wait_for_a_replica_that_has_finished(strategy: tw.Strategy) -> None:
+    """Both would wait for each other until the time-out."""
+
+    def replica(group: tw.Group) -> str:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        attached = tw.Replica(strategy, model, optimizer, group)
+        for _ in range(1 + group.rank):
+            model(torch.ones(8, 4)).square().mean().backward()
+            optimizer.step()
+        with pytest.raises(tw.DisagreementError) as caught:
+            if group.rank:
+                with attached.averaged_buffers():
+                    pass
+            else:
+                attached.finish()
+        attached.close()
+        return str(caught.value)
+
+    first, second = tw.run_threads(2, replica, timeout=60.0)
+    assert "replica 1 has counted 2 inner steps, this replica has counted 1" in first
+    assert "replica 0 has finished after 1 inner steps, this replica has counted 2" in second

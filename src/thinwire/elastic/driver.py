@@ -220,6 +220,7 @@ class ElasticDriver(Driver):
             "trained": self._trained,
             "travelled": self._in_anchors,
             "reader": self._reader.state() if self._reader else {},
+            "held_since": {str(index): number for index, number in at.held_since.items()},
         }
 
     def load(self, facts: Mapping[str, Any]) -> None:
@@ -228,12 +229,14 @@ class ElasticDriver(Driver):
         states = [one.state for one in self._fragments]
         agreed = GlobalState([one.anchor for one in self._fragments], states, ledger=self._template())
         agreed.load(facts)
-        self._at = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
+        number, before = agreed.round, facts.get("held_since", {})  # earlier versions saved none
+        held_since = {index: min(number, before.get(str(index), number)) for index in range(len(self._fragments))}
+        self._at = Point(number, agreed.state_digest, dict(agreed.counted), agreed.ledger, held_since)
         self._trained, self._in_anchors = facts["trained"], list(facts["travelled"])
         if self._reader and not self._reader.load(facts["reader"], agreed.ledger, self.rounds.report.ledger):
             self.training.load_anchors()  # other replicas train the samples that were in the parameters
             self._in_anchors = [self._trained] * len(self._fragments)
-        self.rounds.load(agreed)
+        self.rounds.load(agreed, held_since)
         if self._reader:  # its status says from now on where it reads
             self.rounds.trained(self.training.step, self._reader.generation, self._reader.read_count)
         if self.rounds.over:  # the state that it took over at the join is final; no checkpoint is newer

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from thinwire.errors import CheckpointError, DataError
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import State
+
+Record = Mapping[int, tuple[int, tuple[str, ...], str]]  # `GlobalState.counted`
 
 # The last rounds, for which the counted replicas are kept. With fewer, replicas that are away for more rounds lose deltas; none is counted
 # twice, because a forgotten round counts as one that counted the delta.
@@ -94,19 +97,17 @@ class GlobalState:
         index, who, there = self.counted[number]
         return index == fragment and name in who and mark in ("", there)
 
-    def counted_unlike(
-        self, known: Mapping[int, tuple[int, tuple[str, ...], str]], number: int, name: str, fragment: int
-    ) -> bool:
+    def counted_unlike(self, known: Record, number: int, name: str, fragment: int) -> bool:
         """Whether round `number` counted a delta of `name` of this fragment, and is not the round of that number in the record `known`."""
         index, who, _ = there = self.counted.get(number, (-1, (), ""))
         return index == fragment and name in who and there != known.get(number)
 
-    def counted_since(self, number: int, name: str, fragment: int, but: Collection[int] = ()) -> bool:
-        """Whether round `number` or a later one, `but` those, counted a delta of `name` of this fragment; also true if such rounds are
-        forgotten.
+    def counted_since(self, number: int, name: str, fragment: int, known: Record = MappingProxyType({})) -> bool:
+        """Whether round `number` or a later one counted a delta of `name` of this fragment, and is not in the record `known`; also true if such
+        rounds are forgotten.
         """
-        rounds = ((index, who) for at, (index, who, _) in self.counted.items() if at >= number and at not in but)
-        return number < self.round - REMEMBERED or any(index == fragment and name in who for index, who in rounds)
+        since = [at for at in self.counted if at >= number]
+        return number < self.round - REMEMBERED or any(self.counted_unlike(known, at, name, fragment) for at in since)
 
     def commit(self, fragment: int, anchor: Tensor, state: State, who: tuple[str, ...]) -> None:
         """Store the anchor and outer state of `fragment` after a round that counted `who`."""

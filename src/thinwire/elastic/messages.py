@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.data_ledger import Claim, DataLedger, ReadCount
-from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.global_state import GlobalState, Record
 from thinwire.elastic.states import Event, State
 from thinwire.types import State as Tensors
 
@@ -53,10 +53,11 @@ class Join:
 
 @dataclass(frozen=True)
 class Load:
-    """Resume from `agreed`, which a checkpoint held. The loop owns it from now on."""
+    """Resume from `agreed`, which a checkpoint held. The loop owns it from now on. For `held_since` see `Point`."""
 
     event: ClassVar[Event] = Event.LOAD
     agreed: GlobalState
+    held_since: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,15 @@ Command = Join | Load | Depart | Finish | Meet | Close
 
 @dataclass(frozen=True)
 class Point:
-    """A point in the history of the agreed state: round, digest, counted replicas (`GlobalState.counted`), and ledger."""
+    """A point in the history of the agreed state: round, digest, counted replicas (`GlobalState.counted`), and ledger; and by fragment the
+    first round that may have counted what this replica holds as its own progress (`PastDeltas`).
+    """
 
     round: int = 0
     state_digest: str = ""
-    counted: Mapping[int, tuple[int, tuple[str, ...], str]] = field(default_factory=dict)
+    counted: Record = field(default_factory=dict)
     ledger: DataLedger | None = None
+    held_since: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class Mailbox:
     steps      new inner steps, from the main thread
     reads      the reader's newest generation, and how far it has read, from the main thread
     closing    set by the main thread: only `Close` is executed from now on
-    outcomes   outcomes from the loop, in order
+    outcomes   outcomes from the loop, in order; those that the main thread must take over together are one entry
     """
 
     report: Report  # the newest report; the loop publishes the first one when it is made
@@ -181,7 +185,7 @@ class Mailbox:
         self.steps: deque[int] = deque(maxlen=1)
         self.reads: tuple[int, ReadCount] = 0, ReadCount()
         self.closing = threading.Event()
-        self.outcomes: deque[Outcome] = deque()
+        self.outcomes: deque[Sequence[Outcome]] = deque()
         self._changed = threading.Condition()
 
     def publish(self, report: Report) -> None:

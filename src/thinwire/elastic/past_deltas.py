@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from thinwire.elastic.global_state import GlobalState
+from thinwire.elastic.global_state import GlobalState, Record
 from thinwire.elastic.messages import Ready
 from thinwire.types import State
 
-Record = Mapping[int, tuple[int, tuple[str, ...], str]]  # `GlobalState.counted`
 UNKNOWN: Literal["unknown"] = "unknown"  # some delta, and not known which
 
 
@@ -27,22 +28,33 @@ class Doubt(NamedTuple):
 class PastDeltas:
     """By fragment, the rounds that may have counted what this replica still holds as its own progress:
 
-    - those since its checkpoint, if it resumed from one, until a delta of its present life counts;
+    - those `since` its checkpoint, if it resumed from one, until a delta of its present life counts;
     - those whose decision it never learned, or which it had committed, and which were not in the history of those whom it met then.
       Their deltas are kept until a later delta of the fragment counts, which holds them: 4 bytes a value.
 
-    >>> past = PastDeltas([0, 1], since=7)
+    >>> past = PastDeltas({0: 7, 1: 7})
     >>> past.counted_in(GlobalState([], [], round=9, counted={8: (0, ("oslo",), "")}), {}, "oslo", 0)
     'unknown'
     """
 
-    def __init__(self, fragments: Iterable[int] = (), since: int = 0) -> None:
-        self._since = dict.fromkeys(fragments, since)
+    def __init__(self, since: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._since = dict(since)
         self._doubted: dict[int, list[Doubt]] = {}
         self._dropped = set[int]()  # fragments whose doubted deltas are perhaps no longer held
 
+    def held_since(self, doubt: Doubt | None) -> dict[int, int]:
+        """By fragment, the first round that may have counted what this replica holds, that of `doubt` among them: `since` of a process that
+        resumes from a checkpoint of now, which does not hold the deltas.
+        """
+        first = dict(self._since)
+        for number, ready, *_ in chain(*self._doubted.values(), [doubt] if doubt else []):
+            first[ready.fragment] = min(number, first.get(ready.fragment, number))
+        return first
+
     def doubted(self, doubt: Doubt, whole: bool = True) -> None:
-        """Its round is not in the history that was met, so its delta is sent again, in the next one; not `whole`: without an earlier one."""
+        """Its round is not in the history that was met, so its delta is sent again, in the next one; not `whole`: without an earlier one,
+        or not at all.
+        """
         self._doubted.setdefault(doubt.ready.fragment, []).append(doubt)
         if not whole:
             self._dropped.add(doubt.ready.fragment)
@@ -58,10 +70,10 @@ class PastDeltas:
         self._dropped.update(self._doubted)
 
     def counted_in(
-        self, agreed: GlobalState, known: Record, name: str, fragment: int, own: Collection[int] = ()
+        self, agreed: GlobalState, known: Record, name: str, fragment: int
     ) -> Doubt | Literal["unknown"] | None:
         """The delta of `name` that the history `agreed` counted, and that this replica still holds as its own progress. `known` is the
-        record before it, and `own` has rounds that counted deltas of the present life.
+        record before it.
         """
         since = self._since.get(fragment)
         doubts = [
@@ -69,7 +81,7 @@ class PastDeltas:
             for doubt in self._doubted.get(fragment, ())
             if agreed.counted_unlike(known, doubt.round, name, fragment)
         ]
-        if since is not None and agreed.counted_since(since, name, fragment, own):
+        if since is not None and agreed.counted_since(since, name, fragment, known):
             return UNKNOWN
         if doubts and (len(doubts) > 1 or fragment in self._dropped):
             return UNKNOWN

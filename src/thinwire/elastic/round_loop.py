@@ -21,6 +21,7 @@ import torch
 
 from thinwire.codecs import Codec
 from thinwire.comm.group import Group
+from thinwire.elastic.catching_up import caught_up
 from thinwire.elastic.data import admit, commit, grants, is_void, most_counts, status_fields
 from thinwire.elastic.ending import check_final, end_is_noted, keep, level, note_end
 from thinwire.elastic.eviction import EvictionVoter
@@ -41,7 +42,7 @@ from thinwire.elastic.messages import (
     Ready,
     Report,
 )
-from thinwire.elastic.past_deltas import UNKNOWN, Doubt, PastDeltas
+from thinwire.elastic.past_deltas import Doubt, PastDeltas
 from thinwire.elastic.plan import MemberStatus, RoundPlan, check_status, first_in_turn, reconcile
 from thinwire.elastic.states import Action, Event, State, transition
 from thinwire.errors import CheckpointError, EndedError, LinkError, NonFiniteError, PacketError, UndecidedError
@@ -75,6 +76,7 @@ class RoundLoop:
         self._waiting: dict[int, Ready] = {}  # deltas that wait for their rounds, by fragment
         self._doubt: Doubt | None = None
         self._unconfirmed: Doubt | None = None  # a commit that counted its delta, not yet confirmed
+        self._looked_up: list[Outcome] = []  # what became of a doubt, until the rest is taken over
         self._renewals = [0] * len(codecs)  # outcomes after which older deltas must not be counted, by fragment
         self._generation, self._void = 0, -1  # the reader's, in its last status; the newest that does not count
         self._context: SendContext | None = None
@@ -127,22 +129,24 @@ class RoundLoop:
     def _observe(self, event: str, **fields: Any) -> None:
         self._observer(event, self._now(), **fields)
 
-    def _put(self, outcome: Outcome) -> None:
-        agreed = self.agreed
-        after = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger)
-        self._renewals[outcome.fragment] += outcome.recalled or outcome.anew
-        self._mail.outcomes.append(replace(outcome, after=after))
+    def _put(self, *outcomes: Outcome) -> None:
+        """Give the main thread outcomes that it takes over together: with some of them alone it would hold no agreed state."""
+        agreed, held_since = self.agreed, self._past.held_since(self._doubt)
+        after = Point(agreed.round, agreed.state_digest, dict(agreed.counted), agreed.ledger, held_since)
+        for outcome in outcomes:
+            self._renewals[outcome.fragment] += outcome.recalled or outcome.anew
+        self._mail.outcomes.append([replace(outcome, after=after) for outcome in outcomes])
 
     def _adopt(self, load: Load) -> None:
         if self.agreed.run:  # it has joined
             load.agreed.keep(self.agreed)
-        self.agreed, self._past = load.agreed, PastDeltas(self.order, load.agreed.round)
+        self.agreed, self._past = load.agreed, PastDeltas(load.held_since)
         self.membership.enter(load.agreed.run)
 
     def _give_final(self, _: Load | None = None, dropped: bool = False) -> None:
-        last = len(self.agreed.anchors) - 1
-        for index, (anchor, state) in enumerate(zip(self.agreed.anchors, self.agreed.states)):
-            self._put(Outcome(index, self.agreed.round, anchor, state, anew=True, dropped=dropped and index == last))
+        agreed, last = self.agreed, len(self.agreed.anchors) - 1
+        held = enumerate(zip(agreed.anchors, agreed.states))
+        self._put(*(Outcome(i, agreed.round, *one, anew=True, dropped=dropped and i == last) for i, one in held))
 
     def _hold_due(self, depart: Depart) -> None:
         if depart.brought:
@@ -294,25 +298,10 @@ class RoundLoop:
         self._publish()
 
     def _take_over(self, donor: str, anew: bool = False) -> None:
-        name, agreed, last = self.membership.name, self.agreed, self._unconfirmed
-        known = last is not None and agreed.counts(last.round, name, last.ready.fragment, last.mark)
-        undone = None if known else last  # the lighthouse died before the others learned of this commit
-        own = [last.round] if last and known else []
-        for index, (anchor, state) in enumerate(zip(agreed.anchors, agreed.states)):
-            back = undone.ready if undone and undone.ready.fragment == index else None
-            past = None if anew else self._past.counted_in(agreed, self._known, name, index, own)
-            new = anew or past == UNKNOWN
-            if new or past:
-                self._past.forget(index)
-            stale = self._waiting.pop(index, None) if past or (new and agreed.ledger is None) else None
-            spent = past == UNKNOWN
-            self._put(Outcome(index, agreed.round, anchor, state, ready=stale, returned=back, anew=new, spent=spent))
-            if isinstance(past, Doubt):  # later deltas hold it, too, and were not counted
-                self._put(Outcome(index, past.round, anchor, state, past.ready, True, past.feedback))
-            if undone and back and not new:
-                self._past.doubted(undone, whole=not past)  # others that have this commit may come back
-        self._unconfirmed = None
-        self._observe("caught_up", round=agreed.round, donor=donor)
+        name, last, found = self.membership.name, self._unconfirmed, self._looked_up
+        self._unconfirmed, self._looked_up = None, []
+        self._put(*found, *caught_up(self.agreed, self._known, name, self._past, last, self._waiting, anew))
+        self._observe("caught_up", round=self.agreed.round, donor=donor)
 
     def _remember(self, number: int, ready: Ready, feedback: Tensors) -> None:
         self._doubt = Doubt(number, ready, feedback)
@@ -320,19 +309,25 @@ class RoundLoop:
     def _look_up_doubt(self, donor: str) -> None:
         assert self._doubt is not None
         number, ready, feedback, _ = self._doubt
-        if not self.agreed.counts(number, self.membership.name, ready.fragment):
-            self._drop_doubt()
+        held = ready.renewals == self._renewals[ready.fragment]  # else its progress was dropped since
+        if not (held and self.agreed.counts(number, self.membership.name, ready.fragment)):
+            self._looked_up = [self._not_counted()]
             return
         self._doubt = None
         self._past.forget(ready.fragment)
         anchor, state = self.agreed.anchors[ready.fragment], self.agreed.states[ready.fragment]
-        self._put(Outcome(ready.fragment, number, anchor, state, ready, False, feedback, ready))
+        self._looked_up = [Outcome(ready.fragment, number, anchor, state, ready, False, feedback, ready)]
 
     def _drop_doubt(self) -> None:
+        self._put(self._not_counted())
+
+    def _not_counted(self) -> Outcome:
+        """What the main thread learns of a doubt that is dropped."""
         assert self._doubt is not None
         doubt, self._doubt = self._doubt, None
-        self._past.doubted(doubt)
-        self._put(Outcome(doubt.ready.fragment, doubt.round, ready=doubt.ready))
+        fragment, ready = doubt.ready.fragment, doubt.ready
+        self._past.doubted(doubt, whole=ready.renewals == self._renewals[fragment])
+        return Outcome(fragment, doubt.round, ready=ready)
 
     def _fly(self, view: View, plan: RoundPlan, ready: Ready) -> RoundUpdate:
         fragment, own = plan.fragment, view.group.rank in plan.counted

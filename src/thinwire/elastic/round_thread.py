@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from thinwire.codecs import Codec
@@ -68,9 +68,9 @@ class RoundThread:
         """Hold one round without a delta, to get what it agrees on."""
         self._tell(Join(step))
 
-    def load(self, agreed: GlobalState) -> None:
-        """Resume from the `agreed` state of a checkpoint. Waits for a round that is in progress."""
-        self._tell(Load(agreed))
+    def load(self, agreed: GlobalState, held_since: Mapping[int, int]) -> None:
+        """Resume from the `agreed` state of a checkpoint; see `Load`. Waits for a round that is in progress."""
+        self._tell(Load(agreed, held_since))
         self.wait(lambda: self.idle)
 
     def trained(self, step: int, generation: int = 0, reads: ReadCount | None = None) -> None:
@@ -111,12 +111,11 @@ class RoundThread:
         """The outcomes that have arrived, in order, up to the first that is not due at `step`. Raises the error that ended the rounds."""
         if self.report.failure is not None:
             raise self.report.failure
-        outcomes = self._mail.outcomes
-        while outcomes:
-            counted = outcomes[0].counted
-            if counted is not None and counted.step + self._delay > step:
+        entries = self._mail.outcomes
+        while entries:
+            if any(one.counted is not None and one.counted.step + self._delay > step for one in entries[0]):
                 return
-            yield outcomes.popleft()
+            yield from entries.popleft()
 
     @property
     def report(self) -> Report:

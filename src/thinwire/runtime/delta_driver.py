@@ -7,6 +7,7 @@ steps before land (the next anchor, then the merge). `runtime/pipeline.py` carri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -99,6 +100,9 @@ class DeltaDriver(Driver):
             if self._by_tokens:
                 update.trained = facts["tokens"][2][str(index)]
             self._flights.depart_again(update)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._flights.together()
 
     def request_stop(self) -> None:
         self._flights.request_stop()

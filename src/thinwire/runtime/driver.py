@@ -9,7 +9,7 @@ Methods with their own loop (`methods`, `decoupled`) have no driver: they are `A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -220,6 +220,12 @@ class Driver(Protocol):
             copies.append(fragment.anchor.clone())
             fragment.release()
         return copies
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context for work of all replicas outside of rounds, after the same inner step. If another replica has left before that step, this one
+        leaves too, and raises why, in place of waiting until the time-out.
+        """
+        return nullcontext()
 
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the agreed weights, if these may differ."""

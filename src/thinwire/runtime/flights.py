@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,10 @@ class Flights:
     def _landed(self, fields: dict[str, int], began: float, stall: float) -> None:
         training, spent = self.training, self.training.clock() - began - stall
         training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Driver.together`."""
+        return self.pipeline.together(self.training.step)
 
     def request_stop(self) -> None:
         """Ask all replicas to stop, with the next round that departs."""

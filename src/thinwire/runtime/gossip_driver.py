@@ -8,6 +8,7 @@ and at the end all replicas take the mean of their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -209,6 +210,9 @@ class GossipDriver(Driver):
         """Does nothing before `finish`, because the model holds this replica's own weights."""
         if self._met:
             self.training.load_anchors()
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._flights.together()
 
     def request_stop(self) -> None:
         self._flights.request_stop()

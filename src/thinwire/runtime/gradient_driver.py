@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -106,6 +107,9 @@ class GradientDriver(Driver):
 
     def load_anchors(self) -> None:
         """Does nothing, because the model holds the anchors."""
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._flights.together()
 
     def request_stop(self) -> None:
         self._flights.request_stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -114,10 +114,14 @@ class SharedBuffers:
             average(self._model, self._among)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """A context with the buffers as after `average`; afterwards this replica's own again, bit for bit. Collective on entry."""
+    def averaged(self, together: AbstractContextManager[None]) -> Iterator[None]:
+        """A context with the buffers as after `average`; afterwards this replica's own again, bit for bit. Collective on entry, within `together`,
+        unless the policy is `local`.
+        """
         kept = [] if self.local else [one.clone() for one in floating(self._model)]
-        self.average()
+        if not self.local:
+            with together:
+                self.average()
         try:
             yield
         finally:

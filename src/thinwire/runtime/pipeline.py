@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -153,10 +155,36 @@ class RoundPipeline:
         step = update.departed + self._ahead
         while not futures.wait([update.arrival], _LOOK).done:
             if self.finished.gone(step):
-                self.finished.tell(step, finished=False)
-                self.context.group.close()
+                self._leave(step)
                 break
         update.wait()
+
+    @contextmanager
+    def together(self, step: int) -> Iterator[None]:
+        """See `Driver.together`; this replica has taken `step` inner steps."""
+        over = threading.Event()
+
+        def look() -> None:
+            with suppress(LinkError):  # the work inside fails with it, too
+                while not over.wait(_LOOK):
+                    if self.finished.gone(step):
+                        self._leave(step)
+                        return
+
+        thread = threading.Thread(target=look, name="thinwire-together", daemon=True)
+        thread.start()
+        try:
+            yield
+        except LinkError as error:
+            raise self.finished.explained(error, step) from error
+        finally:
+            over.set()
+            thread.join()
+
+    def _leave(self, step: int) -> None:
+        """Close the group, so that no replica waits for this one."""
+        self.finished.tell(step, finished=False)
+        self.context.group.close()
 
     def landed(self, update: RoundUpdate, began: float) -> None:
         """Record that `update` has landed, for which training waited from `began` on."""
