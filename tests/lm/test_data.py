@@ -168,7 +168,7 @@ def test_text_is_held_out_if_all_files_of_a_part_are_skipped(
 
 
 def test_a_file_that_cannot_be_read_is_named(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "find", lambda paths: [Source(tmp_path / "gone.txt", "gone.txt", 9, 0)])
+    monkeypatch.setattr(data, "find", lambda *_, **__: [Source(tmp_path / "gone.txt", "gone.txt", 9, 0)])
     with pytest.raises(DataError, match=r"gone\.txt: No such file or directory; a file that can be read is needed"):
         Corpus.open([text], cache=tmp_path / "cache")
 

@@ -67,14 +67,12 @@ def main(arguments: Sequence[str]) -> int:
     settings = {strategy: base.with_strategy(strategy).absolute() for strategy in asked.strategies}
     with waiting(console, "reading the text"):
         for strategy, run in settings.items():  # all, before any trains
-            model, run, weights = check_and_weigh(run)
+            model, run, lines = check_and_weigh(run)
             settings[strategy] = run
             check_capacity(run, model, run.placement.replicas, out, console)
-            if weights:
-                say(f"{strategy}: {weights}")
             begun = next(iter(sorted(out.glob(f"{_folder_of(strategy)}-seed-*/run.toml"))), None)
             settings[strategy], chosen = choose_defaults(run, model, Run.load(begun) if begun else None)
-            for line in chosen:
+            for line in [*lines, *chosen]:
                 say(f"{strategy}: {line}")
     out.mkdir(parents=True, exist_ok=True)
     folders: dict[str, list[Path]] = {strategy: [] for strategy in settings}

@@ -100,11 +100,11 @@ def main(arguments: Sequence[str]) -> int:
     if asked.resume:
         check_resume(run, folder)
     with waiting(console, "looking at data and model"):
-        model, run, weights = check_and_weigh(run, folder if asked.resume else None, asked.resume)
+        model, run, lines = check_and_weigh(run, folder if asked.resume else None, asked.resume)
         check_capacity(run, model, 1, folder, console)
         del model
-    if weights:
-        console.print(weights, soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
     with run_folder.claimed(folder, asked.resume):
         run_folder.check_folder(run, folder, asked.resume, asked.name if told.elastic else "*")
         console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)

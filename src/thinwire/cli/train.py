@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     here = 0 if sharded else 1 if place or asked.joining else run.placement.replicas
     chosen: list[str] = []
     with waiting(console, "looking at data and model"):
-        model, run, weights = check_and_weigh(run, asked.out if asked.resume else None, not asked.from_start)
+        model, run, lines = check_and_weigh(run, asked.out if asked.resume else None, not asked.from_start)
         check_capacity(run, model, here, folder, Console(quiet=True) if place and place[0] else console)
         # one process decides, and writes the file that all replicas read
         if not (asked.resume or asked.joining or place):
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
         del model
         run_folder.new_folder(run, folder, asked.resume, asked.name or "*")
         say(f"run folder: {folder}")
-        for line in [*chosen, *([weights] if weights else [])]:
+        for line in [*chosen, *lines]:
             say(line)
         say(f"learning rate: {run.rates}")
         if asked.from_start:

@@ -222,6 +222,7 @@ class Corpus:
     tokenizer: Tokenizer
     manifest: Manifest
     tokens: NDArray[np.unsignedinteger[Any]]
+    passed_over: tuple[Path, ...] = ()  # run folders in the text, which are not read
 
     @classmethod
     def open(
@@ -241,7 +242,8 @@ class Corpus:
         held_out_share   share of the text for evaluation: whole files, chosen by the hash of their names; if there are too few
                          files for this share, the end of the text (`describe` shows which)
 
-        Sources are identified by path, size and time of change. Files that are not UTF-8 are skipped and counted.
+        Sources are identified by path, size and time of change. Files that are not UTF-8 are skipped and counted. Run folders in a folder
+        are passed over.
         Errors: DataError for a missing path, no text, a wrong column, a broken line.
         """
         if not 0.0 < held_out_share <= 0.5:
@@ -250,21 +252,22 @@ class Corpus:
             )
         tokenizer = tokenizer or Bytes()
         name = ", ".join(map(str, paths)) or f"Python {sys.version_info[0]}.{sys.version_info[1]} standard library"
-        by_path: dict[str, Source] = {}
-        for source in find(paths) if paths else standard_library():
+        by_path, passed_over = dict[str, Source](), list[Path]()
+        for source in find(paths, passed_over=passed_over) if paths else standard_library():
             by_path.setdefault(os.path.realpath(source.path), source)  # a folder and a file in it: read it once
         sources = list(by_path.values())
         if not sum(source.nbytes for source in sources):
             raise DataError(
-                f"{name}: no text (files found: {len(sources)}); files that are not empty are needed, in {', '.join(SUFFIXES)}."
+                f"{name}: no text (files found: {len(sources)}, run folders passed over: {len(passed_over)}); files that are not empty are needed, "
+                f"in {', '.join(SUFFIXES)}."
             )
         recipe = (FORMAT, tokenizer.fingerprint, column, held_out_share, *map(dataclasses.astuple, sources))
         key = hashlib.blake2b(repr(recipe).encode(), digest_size=12).hexdigest()
         folder = Path(cache or default_cache()) / f"tokens-{key}"
-        if (sound := _load(folder, tokenizer)) is not None:
-            return sound
-        with _alone(folder):
-            return _load(folder, tokenizer) or _prepare(folder, name, sources, tokenizer, column, held_out_share)
+        if (corpus := _load(folder, tokenizer)) is None:
+            with _alone(folder):
+                corpus = _load(folder, tokenizer) or _prepare(folder, name, sources, tokenizer, column, held_out_share)
+        return dataclasses.replace(corpus, passed_over=tuple(sorted(passed_over)))
 
     @property
     def vocabulary(self) -> int:

@@ -40,9 +40,9 @@ def check(run: Run) -> nn.Module:
     return check_and_weigh(run)[0]
 
 
-def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False) -> tuple[nn.Module, Run, str]:
+def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False) -> tuple[nn.Module, Run, list[str]]:
     """Like `check`; if the run in `folder` `goes_on`, its data are compared, too. Also returns `run` with deltas weighed by their tokens, if
-    replicas have unequal micro-batches or the job packs documents, and no other weights are set, and a line about that, or "".
+    replicas have unequal micro-batches or the job packs documents, and no other weights are set; and lines about that and the text.
     """
     if run.placement.carrier in ("secure", "secure-elastic"):
         from thinwire.comm.secure import Hub
@@ -63,9 +63,16 @@ def check_and_weigh(run: Run, folder: Path | None = None, goes_on: bool = False)
         _check_data(folder, jobs[0])
     largest = max(models, key=lambda model: sum(p.numel() for p in model.parameters()))
     packs = any(isinstance(job, OwnJob) and job.packs for job in jobs)
-    if run.data.batches:
-        return largest, *_weighed(run, "micro-batches differ")
-    return largest, *(_weighed(run, "the job packs documents") if packs else (run, ""))
+    why = "micro-batches differ" if run.data.batches else "the job packs documents" if packs else ""
+    run, weighed = _weighed(run, why) if why else (run, "")
+    return largest, run, [line for line in (weighed, _passed_over(jobs[0])) if line]
+
+
+def _passed_over(job: Job) -> str:
+    """A line about run folders in the text, or ""."""
+    folders = job.corpus.passed_over if isinstance(job, TextJob) else ()
+    more = f" and {len(folders) - 3} more" if len(folders) > 3 else ""
+    return f"run folders are not read as text: {', '.join(map(str, folders[:3]))}{more}" if folders else ""
 
 
 def _check_data(folder: Path, job: Job) -> None:

@@ -28,6 +28,7 @@ MOST_VOCABULARY = 1 << 24
 END = "<|end|>"  # the separator of two documents
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")  # read in folders; a file given by name may have any
 CHUNK_CHARACTERS = 1 << 18  # characters tokenised at a time
+_OF_A_RUN = frozenset({"events", "logs"})  # folders in a run folder before any other text is
 LARGEST_DOCUMENT = 32 << 20  # bytes of a line of .jsonl, characters of a row of .parquet
 # A .parquet row group may hold EXPANDED bytes of text, or RATIO times its size in the file.
 EXPANDED, RATIO = 256 << 20, 100
@@ -54,9 +55,11 @@ def standard_library() -> Iterator[Source]:
             yield source
 
 
-def find(paths: Sequence[str | Path], without: Collection[str] = ()) -> Iterator[Source]:
-    """Every file of text at `paths`. Folders are searched to the bottom in sorted order; hidden files and folders,
-    and folders named in `without`, are left out."""
+def find(
+    paths: Sequence[str | Path], without: Collection[str] = (), passed_over: list[Path] | None = None
+) -> Iterator[Source]:
+    """Every file of text at `paths`. Folders are searched to the bottom in sorted order; hidden files and folders, folders named in `without`,
+    and run folders, which are added to `passed_over`, are left out."""
     if "" in paths:
         raise DataError("text '': a file or folder is needed; an empty name would be the current folder.")
     for given in map(Path, paths):
@@ -66,6 +69,11 @@ def find(paths: Sequence[str | Path], without: Collection[str] = ()) -> Iterator
             raise DataError(f"{given}: a file or folder that exists is needed. Check the path.")
         names = []
         for folder, below, files in os.walk(given):
+            if "run.toml" in files and not _OF_A_RUN.isdisjoint(below):
+                if passed_over is not None:
+                    passed_over.append(Path(folder))
+                below[:] = [name for name in below if Path(folder) == given and name not in _OF_A_RUN]
+                files[:] = [name for name in files if Path(folder) == given]  # text may be beside a run
             below[:] = [name for name in below if not name.startswith(".") and name not in without]
             names += [Path(folder, name).relative_to(given).as_posix() for name in files if name[0] != "."]
         for name in sorted(names):
