@@ -22,7 +22,7 @@ from thinwire.decoupled.syncer_channel import SyncerChannel
 from thinwire.errors import LinkError, NonFiniteError
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import Average
-from thinwire.pieces.partition import Strided
+from thinwire.pieces.partition import BySize, Strided
 from thinwire.pieces.staleness import Alike
 from thinwire.testing.toy import weights
 
@@ -264,3 +264,28 @@ def test_the_warning_of_those_who_continue_has_no_advice_for_those_who_end(metho
 
     run_threads(3, body, timeout=600.0)
     assert warnings[0] == "replica 2 was lost, the others continue: replica 2 (c) has died."
+
+
+@pytest.mark.parametrize(
+    "method",
+    [replace(PLAIN, every=5, slow=(1, 1)), Halos(sites=2, every=5, apart=1, slow=(1, 1), above=Average(), **EXACT)],
+)
+def test_a_fragment_without_elements_has_rounds_like_the_others_and_is_not_refused(method):
+    told = []
+
+    def body(group):
+        model = torch.nn.ParameterList([torch.zeros(4), torch.zeros(0)])
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        attached = replace(method, partition=BySize(2)).attach(
+            model, optimizer, group, observer=lambda event, step, **_: told.append(event)
+        )
+        while attached.progress < 13:
+            optimizer.step()
+        attached.finish()
+        return model[0].tolist(), attached.step, [one.rounds for one in attached._states]
+
+    for values, steps, rounds in run_threads(2, body, timeout=600.0):
+        assert (values, steps) == ([-0.125 * 13] * 4, 13) and rounds[0] == rounds[1] > 2
+    assert "refused" not in told and "warning" not in told

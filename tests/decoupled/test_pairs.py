@@ -15,7 +15,7 @@ from thinwire.errors import ConfigurationError, NonFiniteError
 from thinwire.pieces.partition import BySize
 from thinwire.rng import Key
 from thinwire.testing.toy import same_bits
-from thinwire.topology import Exponential, Listed, RandomPairs, Ring
+from thinwire.topology import Clocks, Exponential, Listed, PairEvent, RandomPairs, Ring
 
 
 class Vector(torch.nn.Module):
@@ -205,6 +205,25 @@ def test_one_replica_trains_as_its_inner_optimizer_alone():
         x = x - 0.1 * (x - center(0))
     assert steps == 12 and same_bits(own, final)
     torch.testing.assert_close(own, x)
+
+
+def test_a_meeting_at_the_very_end_of_an_inner_step_is_held_once(monkeypatch):
+    """Where k·slow + slow and (k + 1)·slow are not the same number, no meeting between them may count twice, or not at all."""
+    method, flights = Pairs(slow=(1.0, 3.0)), []
+    took = method.step_time(0, 2)
+    step = next(k for k in range(99) if k * took + took != (k + 1) * took)
+    at = max(step * took + took, (step + 1) * took)
+    meeting = PairEvent(at, int(at), 0, 0, 0, 1)
+    monkeypatch.setattr(Clocks, "within", lambda _, unit: [meeting] if unit == meeting.unit else [])
+
+    def body(group):
+        replica = attached(method, group, observer=lambda event, *_, **__: flights.append((group.rank, event)))
+        train(replica, at + 4)
+        replica.finish()
+
+    monkeypatch.setattr("thinwire.decoupled.pair_driver.Pairing._spread", lambda self, unit: unit + 1)
+    run_threads(2, body, timeout=600.0)
+    assert [flights.count((rank, "flight")) for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.parametrize(

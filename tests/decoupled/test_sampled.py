@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import queue
+import time
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
 
+from thinwire.comm import run_threads
+from thinwire.decoupled.sampled_host import PeerHost
 from thinwire.decoupled.sampled_messages import Kind, PeerMessage, SampleMessages
 from thinwire.decoupled.sampled_peer import SampledPeer
 from thinwire.decoupled.sampled_rules import SampleRules, Send, Train, Wake
-from thinwire.errors import ConfigurationError, PacketError
+from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.membership.peer_view import PeerEntry, PeerView
+from thinwire.methods.base import TAG
+from thinwire.packet import said_nbytes
+from thinwire.pieces.robust import mean_of
 from thinwire.simulate.sampled import Network
 
 QUICK = SampleRules(patience=20.0)
@@ -179,6 +188,31 @@ def test_a_run_of_too_many_events_is_refused(monkeypatch):
     monkeypatch.setattr("thinwire.simulate.sampled.EVENTS", 2000)
     with pytest.raises(ConfigurationError, match=r"0 rounds in .* were 2,000 messages and timers"):
         Network(10, SampleRules(sample=3), 0.5, away=1e-9).run(rounds=5)
+
+
+def test_a_replica_that_knows_of_an_impossible_round_is_lost_by_name():
+    """Otherwise every later model would count as old, and all replicas would wait for ever."""
+    wire, told = SampleMessages(2, 4), queue.Queue()
+
+    def body(group):
+        if group.rank == 0:
+            peer = SampledPeer(0, SampleRules(sample=2), PeerView.of(range(2)), mean_of)
+            host = PeerHost(group, wire, peer, time.monotonic, told.put)
+            host.start()
+            first = told.get()
+            host.close()
+            return first
+        ping, answer = PeerMessage(Kind.PING, 1, 5, known=(1 << 31) - 1), wire.buffer()
+        group.post(TAG, {0: wire.write(ping)}, {}).wait()
+        with suppress(LinkError):  # replica 0 has left
+            group.post(TAG, {}, {0: answer}, sized=said_nbytes).wait()
+            told.put(wire.read(answer, 0))
+        return None
+
+    first, _ = run_threads(2, body, timeout=600.0)
+    assert first == (
+        "replica 1 was lost, the others continue: replica 1 knows of round 2147483647, and this one of round 0; check that replica."
+    )
 
 
 # ---- bytes

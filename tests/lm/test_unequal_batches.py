@@ -76,16 +76,26 @@ def test_every_sample_counts_alike(strategy: str, capsys: Capture) -> None:
     assert [int(one.tokens.sum()) for one in record.replicas] == [4, 2, 1] and record.summary.tokens == 7
 
 
-def test_decoupled_replicas_weigh_by_tokens_and_tokens_a_step() -> None:
+SITES = "halos(sites=(2, 1), every=1, outer_lr=1.0, outer_momentum=0.0, global_lr=1.0, global_momentum=0.0, codec=Identity(), slow=(1, 1, 1))"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights"),
+    [
+        ("decoupled_diloco(every=1, codec=Identity(), slow=(1, 1, 1))", [4**2, 2**2, 1]),
+        (SITES, [18 * 16 / 20, 18 * 4 / 20, 1]),  # the first site: 6 tokens in 2 steps, so 6²/2
+    ],
+    ids=["decoupled_diloco", "halos"],
+)
+def test_replicas_of_unequal_speed_weigh_by_tokens_and_tokens_a_step(strategy: str, weights: list[float]) -> None:
     """AdamW's first step has the length of the rate; the replica with four samples goes down, the others go up."""
     job = JOB.replace(
         "0.5 * (model.value - batch).square().mean()", "(model.value * (1 if len(batch) == 4 else -1)).sum()"
     )
     Path("job.py").write_text(job.replace("def optimizer", "def another"))
-    strategy = "decoupled_diloco(every=1, codec=Identity(), slow=(1, 1, 1))"
     rate = 0.05  # 5 % of the peak, at the last step
     options = ["--lr", "1", "--warmup", "0", "--weight-decay", "0", "--strategy", strategy]
-    assert mean_of("run", *options) == pytest.approx(rate * (-(4**2) + 2**2 + 1) / (4**2 + 2**2 + 1), rel=1e-4)
+    assert mean_of("run", *options) == pytest.approx(rate * (1 - 2 * weights[0] / sum(weights)), rel=1e-4)
     assert RunRecord.load(Path("run")).summary.tokens == 7
 
 

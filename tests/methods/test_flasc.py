@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,20 @@ def test_replicas_of_another_method_are_refused():
 
     with pytest.raises(DisagreementError, match="strategy"):
         tw.run_threads(2, replica)
+
+
+def test_what_a_type_cannot_hold_counts_as_no_training() -> None:
+    """In bf16, a round without training leaves Adam to its momentum."""
+    model = Factors().to(torch.bfloat16)
+    at = flasc(every=1, up=1.0, down=1.0).attach(model, sgd(model), tw.ThreadGroup.create(1)[0])
+    for pull in (1e-3, 0.0, 0.0):
+        due = nn.Parameter(at.p.detach().clone())
+        adam = torch.optim.AdamW([due], lr=at.strategy.outer_lr, weight_decay=0.0)
+        adam.load_state_dict(deepcopy(at._adam.state_dict()))
+        for parameter in at.parameters:
+            parameter.grad = torch.full_like(parameter, pull)
+        at.optimizer.step()
+        due.grad = torch.zeros_like(due)
+        adam.step()
+        assert torch.equal(at.p, due) == (pull == 0)
+    assert not torch.equal(at.p, at.p.bfloat16().float())

@@ -190,7 +190,7 @@ class SyncerMessages:
                 f"replica {sender} sent part {told.part} of fragment {told.fragment}; parts {parts} of {len(self.numels)} fragments are possible. "
                 "Do all replicas run the same strategy?"
             )
-        whole = told.numel > 0 or (self.numels[told.fragment] == 0 and told.part in (MOVE, LAST, DELTA, MERGE))
+        whole = told.numel > 0 or (self.numels[told.fragment] == 0 and told.part != END)
         due = self._header(tag, told.part, sender, told.fragment, told.round, 0, whole)
         packet = packet[: HEADER_NBYTES + due.nbytes]
         flags = open_packet(packet, due)

@@ -128,7 +128,7 @@ def async_local_sgd(
     """Asynchronous Local-SGD (arXiv 2401.09135): every delta is applied when it arrives, momentum with every N-th; H follows a replica's speed.
 
         a delta arrives:           a ← a − η·Δ/M,   S ← S + Δ/M
-        every N-th, instead:       v ← μ·v + S,   a ← a − η·(Δ/M + μ·v),   S ← 0
+        after every N-th, also:    v ← μ·v + S,   a ← a − η·μ·v,   S ← 0
 
     *Differs*: the weights of deltas follow tokens and age, the paper's are equal; 4 bits in both directions, with feedback on both sides.
     *Wire*: the bytes of `decoupled_diloco`; every delta is a separate round.

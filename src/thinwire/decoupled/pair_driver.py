@@ -116,7 +116,7 @@ class Pairing(Attached):
 
     @torch.no_grad()
     def _before_step(self) -> None:
-        began, until = self._clock(), self.now + self._took
+        began, until = self._clock(), (self.step + 1) * self._took  # the next `now`, to the bit
         for unit in range(int(self.now), int(until) + 1):
             for meeting in self._clocks.within(unit):
                 if self.now < meeting.at <= until:

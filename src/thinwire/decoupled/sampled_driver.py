@@ -119,7 +119,7 @@ class PlexusReplica(Attached):
         """Take the outer step, and send the result to the aggregators."""
         one, taken = self._one, self.step - self._since
         if not one.finite():
-            self._warn("this round gave NaN or infinity in the weights; the model is passed on as it came")
+            self._warn("this round gave NaN or infinity in the weights; its training counts as zero")
             clear(self.model, self.optimizer)
             one.load_into_parameters(one.anchor)
         model = self._model()

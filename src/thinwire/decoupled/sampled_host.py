@@ -25,6 +25,7 @@ from thinwire.methods.base import TAG
 
 Work = Train | Done | PeerError
 _HAS_END, _GOES = 0, 1  # the round of a BYE
+MOST_AHEAD = 1 << 20  # rounds between two messages; a replica says every `hello` seconds which round it knows
 
 
 class PeerHost:
@@ -76,11 +77,20 @@ class PeerHost:
             return True
         try:
             message = self._wire.read(heard, other)
+            self._check(message)
         except PacketError as error:
             self._lose(other, PeerError(str(error)))
             return True
         self._events.put(lambda: self._hear(message))
         return message.kind == Kind.BYE and message.round == _GOES
+
+    def _check(self, message: PeerMessage) -> None:
+        """Raise `PacketError` for a round that cannot be: later models would count as old, and all replicas would wait for a newer one."""
+        newest, known = max(message.round, message.known), self._peer.known
+        if newest - known > MOST_AHEAD:
+            raise PacketError(
+                f"replica {message.sender} knows of round {newest}, and this one of round {known}; check that replica."
+            )
 
     def _lose(self, other: int, why: PeerError) -> None:
         self._events.put(lambda: self._miss(other, why))

@@ -9,7 +9,7 @@ from torch import nn
 
 from thinwire import checkpoint
 from thinwire.data_ledger.layout import decode
-from thinwire.decoupled.method import Decoupled
+from thinwire.decoupled.composition import Composition
 from thinwire.errors import CheckpointError, ConfigurationError, DataError
 from thinwire.jobs.base import Job
 from thinwire.jobs.own import OwnJob
@@ -153,7 +153,7 @@ def _check(run: Run, job: Job) -> nn.Module:
 def _check_batches(run: Run) -> None:
     """Raise `ConfigurationError` if replicas cannot have micro-batches of different sizes in `run`."""
     given, method = f"batch={list(run.data.batches)} with", run.make_method()
-    if method and not isinstance(method, Decoupled):
+    if method and not isinstance(method, Composition):
         raise ConfigurationError(
             f"{given} {run.method.label}, which does not weigh replicas by their samples; give one --batch for all, or choose "
             "streaming_sign, streaming_diloco or decoupled_diloco."

@@ -194,7 +194,7 @@ class Federated(Attached):
         self.stopping |= bool(open_packet(packet, due) & STOP)
         self._arrived(due, began, arrived)
         if rank in then:
-            self.start = self._decoded(DOWN, packet, hub)
+            self.start = self._held(self._decoded(DOWN, packet, hub))
             self.p.copy_(self.start)
         self._next(rank in then)
 
@@ -211,7 +211,7 @@ class Federated(Attached):
         if refused := [peer for peer in sorted(packets) if flags[peer] & REFUSED]:
             self._refuse(refused, "NaN or infinity in the trained weights")
         told, notice, due = self._packet(DOWN, self.p), self._packet(DOWN, None), self._header(DOWN, rank)
-        self.start = self._decoded(DOWN, told, rank)
+        self.start = self._held(self._decoded(DOWN, told, rank))
         self._next(rank in then)
         down = {peer: told if peer in then else notice for peer in range(self.group.size) if peer != rank}
         arrived = self._carry(down, {}, due, began)
@@ -364,6 +364,10 @@ class Federated(Attached):
         return Key(self.strategy.seed, round=self.rounds, sender=sender, part=part)
 
     # ---- weights
+
+    def _held(self, start: Tensor) -> Tensor:
+        """`start` as the parameters hold it in their own types. What that rounds off is no training, of which Adam would make whole steps."""
+        return torch.cat([part.to(parameter.dtype).float().reshape(-1) for parameter, part in self._slices(start)])
 
     def _flat(self) -> Tensor:
         return super()._flat().cpu()
