@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -65,9 +66,9 @@ def test_a_hub_whose_port_was_taken_prints_its_token_at_another(tmp_path: Path) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["hub", "--out", str(tmp_path / "hub"), "--listen", at]) == 1
-    hub = HubProcess(tmp_path / "hub")
+    hub = HubProcess(tmp_path / "hub", "--address", "hub.example")
     try:
-        assert hub.process.stdout
+        assert hub.process.stdout and ", which replicas dial at hub.example (--address); machines that join" in hub.said
         told = next(line for line in hub.process.stdout if "join token" in line or "admitted members" in line)
     finally:
         hub.close()
@@ -90,9 +91,14 @@ def test_a_hub_takes_the_run_file_of_its_own_folder_and_says_in_one_line_that_it
 
 
 def test_a_hub_replaces_its_own_copy_of_a_run_file_and_says_so_but_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that a person wrote or changed there was lost without a word."""
+    """One that a person wrote or changed there was lost without a word, and its own one when the disk was full."""
+
+    def full(path: Path, data: bytes) -> None:
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
     kept, file = tmp_path / "hub/run.toml", tmp_path / "other.toml"
     Run.of(model="nano").save(file)
     first = file.read_text()
@@ -110,6 +116,12 @@ def test_a_hub_replaces_its_own_copy_of_a_run_file_and_says_so_but_no_other(
             told = " ".join(capsys.readouterr().err.split())
             assert f"{kept} is no copy that this hub has made, and {file} would replace it; leave --run-file" in told
         kept.unlink()
+        assert main(command) == 1 and kept.read_text() == file.read_text()
+        before = kept.read_text()
+        Run.of(model="nano", steps=9).save(file)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", full)
+            assert main(command) == 1 and kept.read_text() == before
         assert main(command) == 1 and kept.read_text() == file.read_text()
 
 
@@ -340,6 +352,7 @@ def test_a_replica_that_resumes_in_the_folder_of_another_is_refused_and_changes_
             assert main(["join", token, "--name", "bergen", *given]) == 2
             other.result()
     said = capsys.readouterr()
+    assert f"dialling the hub at 127.0.0.1:{hub.port}\nthe hub has admitted bergen\n" in said.out
     assert "bergen waits for 1 of 2 members; here: bergen\n" in said.out
     told = " ".join(said.err.split())
     assert "oslo is the folder of replica-1, and bergen is replica-0 of bergen, oslo; give the --out" in told

@@ -10,15 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from thinwire.cli import main
-from thinwire.errors import PacketError
+from thinwire.errors import DataError, PacketError
 from thinwire.lm.follow import WeightsFollower
 from thinwire.lm.publish import Publisher
 from thinwire.lm.run import Run
 from thinwire.pieces.partition import Fragment
-from thinwire.records.published import PublishedFolder
+from thinwire.records.published import (
+    NOTHING,
+    Change,
+    FragmentVersion,
+    Layout,
+    Publication,
+    PublishedFolder,
+    Resource,
+    Store,
+)
 
 SMALL = ["--model", "nano", "--batch", "1", "--sequence", "16", "--eval-batches", "1", "--carrier", "threads"]
 ROUNDS = ["--strategy", "streaming_diloco", "--every", "4", "--fragments", "2", "--delay", "1", "--codec", "E3M0(32)"]
@@ -178,3 +187,14 @@ def test_a_follower_rejects_wrong_digests_and_resumes_after_a_cut(tmp_path: Path
         torch.cat([here["weight"].flatten(), here["bias"]]).view(torch.int16), flat.bfloat16().view(torch.int16)
     )
     assert not failed
+
+
+def test_a_size_that_is_only_announced_makes_a_follower_allocate_nothing(tmp_path: Path) -> None:
+    """The full copy of a fragment is fetched first, because its size bounds that of the fragment."""
+    store = Store(tmp_path / "run/published/oslo")
+    layout = store.put(Layout((), store.put(save({})), {}, {}).written())
+    full = Change(NOTHING, "a" * 64, Resource("b" * 64, 1 << 40))
+    fragment = FragmentVersion("a" * 64, 1 << 47, full, ())
+    (store.folder / "list.json").write_bytes(Publication(1, 1, False, layout, (fragment,)).written())
+    with pytest.raises(DataError, match=r"object bbbbbbbbbbbb of .* is gone"):
+        WeightsFollower(PublishedFolder(tmp_path / "run"), tmp_path / "live").update()

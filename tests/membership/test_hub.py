@@ -25,7 +25,7 @@ from thinwire.comm.secure.requests import HubRequester
 from thinwire.comm.secure.star_or_mesh import Measured
 from thinwire.comm.secure.state import RUNS, HubState
 from thinwire.comm.secure.token import Token
-from thinwire.elastic.ending import note_end
+from thinwire.elastic.ending import keep, note_end
 from thinwire.elastic.global_state import GlobalState
 from thinwire.errors import DisagreementError, EndedError, LinkError, PeerError, ThinwireError
 from thinwire.membership import Membership, Timeouts
@@ -162,8 +162,16 @@ def test_who_builds_a_group_does_not_wait_for_a_hub_that_is_gone(tmp_path: Path)
 
 
 def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, tmp_path: Path) -> None:
-    """The others continue without it, and at the end none of them keeps the final state for it; it may keep it for one that died."""
+    """The others continue without it, and at the end none of them keeps the final state for it. It may keep it for one that died, until that
+    one is revoked.
+    """
     there = threading.Event()
+    admit(str(hub.invite()), "rome", tmp_path / "keys")
+
+    def revoke(name: str) -> None:
+        state = HubState(tmp_path / "hub")  # as `thinwire hub` does, from another process
+        state.revoke(name)
+        state.close()
 
     def body(name: str) -> Any:
         with closing(member(hub, name, tmp_path, least=1)) as membership:
@@ -174,17 +182,19 @@ def test_a_revoked_member_leaves_with_the_reason_and_the_others_go_on(hub: Hub, 
                 there.set()
             else:
                 assert there.wait(600.0)
-                state = HubState(tmp_path / "hub")  # as `thinwire hub` does, from another process
-                state.revoke("oslo")
-                state.close()
+                revoke("oslo")
             with pytest.raises(LinkError, match=r"\(oslo\) was revoked at the hub|oslo is revoked"):
                 view.group.post(5, {}, {1 - view.group.rank: torch.zeros(9, dtype=torch.uint8)}).wait()
             view.close()
             members = [one.name for one in membership.next_view({"round": 0}).members]
-            return members, note_end(membership, GlobalState([], []), True, {"oslo", "rome"}, (), members, True)
+            agreed = GlobalState([], [])
+            late, noted = note_end(membership, agreed, True, {"oslo", "rome"}, (), members, True)
+            kept = set(late)
+            keep(membership.next_view, membership, agreed, 0, [0], late, 600.0, lambda *_, **__: revoke("rome"))
+            return members, kept, late, noted
 
     results = together(["bergen", "oslo"], body)
-    assert results["bergen"] == (["bergen"], ({"rome"}, True))
+    assert results["bergen"] == (["bergen"], {"rome"}, set(), True)
     assert isinstance(results["oslo"], DisagreementError) and "oslo is revoked" in str(results["oslo"])
 
 

@@ -16,7 +16,7 @@ from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import Presence
 
-ENROLMENT: Any = SimpleNamespace(name="oslo", token=SimpleNamespace(host="hub.example", port=29500))
+ENROLMENT: Any = SimpleNamespace(name="oslo", token=SimpleNamespace(where="the hub at hub.example:29500"))
 TIMES = Timeouts(heartbeat_interval=1.5, heartbeat_timeout=7.0, connect=11.0, transfer=13.0)
 MEMBERS = [Presence(name, f"{place:016x}", 1) for place, name in enumerate(("lima", "oslo"))]
 

@@ -12,7 +12,7 @@ import pytest
 from raw_member import RawMember, admitted, welcomed
 
 from thinwire.cli import main
-from thinwire.comm.secure import Hub, admit, frames
+from thinwire.comm.secure import Hub, admit, frames, join
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.state import HubState
 from thinwire.errors import LinkError
@@ -83,6 +83,22 @@ def test_members_of_an_elastic_run_hear_of_the_full_disk_and_meet_again_when_the
             said.wait("the hub cannot write its state (attempt to write a readonly database); make room on its disk")
             hub._thread.run(_writes(hub, True))
             assert [end.result(600.0) for end in ends] == [[], ["oslo", "rome"], ["oslo", "rome"]]
+
+
+def test_members_of_a_fixed_group_hear_of_the_full_disk_and_meet_when_there_is_room(hub, audit, tmp_path):
+    """They waited without a word, and only the last one heard of it and came again each second."""
+    said, lima = type(audit)(), admitted(hub.invite(), "lima", tmp_path)
+    with RawMember(hub.invite(), lima, frames.group_label(2, "")) as last, ThreadPoolExecutor() as pool:
+        oslo = pool.submit(join, str(hub.invite()), "oslo", 2, tmp_path / "keys", timeout=600.0, say=said)
+        said.wait("waits for 1 of 2 members; here: oslo")
+        hub._thread.run(_writes(hub, False))
+        stream = last.hello(2)
+        said.wait(full := "waits for the hub, whose disk has no room for the group; here: lima, oslo")
+        audit.wait("cannot write the state of the hub")
+        hub._thread.run(_writes(hub, True))
+        assert welcomed(stream).names == ("lima", "oslo")
+        oslo.result().close()
+    assert said.said.count(full) == sum(line.startswith("cannot write") for line in audit.said) == 1
 
 
 async def _writes(hub: Hub, can: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import select
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +14,7 @@ from datetime import timedelta
 import grpc
 import pytest
 from group_laws import TIMEOUT, Exchange, free_port
-from raw_member import RawMember, admitted, signed
+from raw_member import RawMember, admitted, signed, welcomed
 from secure_groups import run_secure
 
 from thinwire.comm import gather
@@ -176,3 +178,30 @@ def test_a_member_cannot_be_the_hub_or_another_member(hub, tmp_path):
         listens = {0: ("127.0.0.1:0", f"127.0.0.1:{impostor.port}")}  # who is at this address claims to be the first
         run_secure(token, 2, replica, folder, listens=listens)
         assert impostor.heard == [STRAIGHT]
+
+
+def test_a_member_that_floods_another_gets_one_answer_and_is_dialled_at_one_address(hub, tmp_path):
+    """Rank 0 announces each pair's first report to all; it announced all reports. Each address was dialled anew."""
+    token, first, second = (
+        str(hub.invite()),
+        socket.create_server(("127.0.0.1", 0)),
+        socket.create_server(("127.0.0.1", 0)),
+    )
+    oslo = RawMember(hub.invite(), admitted(hub.invite(), "oslo", tmp_path), frames.group_label(2, ""))
+    with first, second, oslo, ThreadPoolExecutor() as pool:
+        bergen = pool.submit(join, token, "bergen", 2, tmp_path / "keys", "", TIMEOUT)
+        stream = oslo.hello(2)
+        ((rank, connection),) = welcomed(stream).present
+        stream.put(frames.SYNC, rank, frames.packed(frames.SYNC, connection, 0))
+        for number in range(1, 1000):
+            stream.put(frames.MEASURED, rank, frames.packed(frames.MEASURED, 0, *4 * (number,)))
+        for server in (first, second):
+            port = server.getsockname()[1]
+            stream.put(frames.LISTENS, rank, frames.packed(frames.LISTENS, port, b"127.0.0.1"))
+        stream.put(frames.PING, rank, frames.packed(frames.PING, 7))
+        heard = list[int]()
+        while (frame := stream.frame()).kind != frames.PONG:
+            heard.append(frame.kind)
+        dialled, _, _ = select.select([first, second], [], [], TIMEOUT)
+        bergen.result().close()
+    assert heard.count(frames.CHOSEN) == 1 and dialled == [first]

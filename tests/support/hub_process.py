@@ -30,6 +30,7 @@ class HubProcess:
         assert self.process.stdout
         for line in self.process.stdout:
             if "hub at" in line:
+                self.said = line
                 return True
         self.close()
         return False

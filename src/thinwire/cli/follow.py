@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     say = options.teller(options.console(asked.json))
     if not 0 <= asked.every < math.inf:
         raise ConfigurationError(f"--every {asked.every}: seconds between two looks are needed, 0 or more.")
-    with _origin(asked) as (origin, final):
+    with _origin(asked, say) as (origin, final):
         newest, total, versions = _follow(asked, WeightsFollower(origin, asked.out), final, say)
     if newest is None:
         raise ConfigurationError("nothing is published there; train with --publish, or follow without --once.")
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
+def _origin(asked: Options, say: Callable[[str], object]) -> Iterator[tuple[Origin, type[Exception]]]:
     """The source of versions, and the errors that it raises."""
     if takes_token(asked.run) or Token.is_one(asked.run):
         if asked.name is None:
@@ -71,7 +71,9 @@ def _origin(asked: Options) -> Iterator[tuple[Origin, type[Exception]]]:
         from thinwire.comm.secure import PublishedAtHub
         from thinwire.comm.secure.calls import Refused
 
-        with PublishedAtHub(token_of(asked.run), asked.name, asked.keys) as at_hub:
+        word = token_of(asked.run)
+        with PublishedAtHub(word, asked.name, asked.keys) as at_hub:
+            say(f"dialling {Token.read(word).where}")
             yield at_hub, Refused
         return
     folder = Path(asked.run)

@@ -25,6 +25,7 @@ from thinwire.cli.tls import accept_only_tls13
 from thinwire.comm.secure.token import HUB_PORT, MOST_USES
 from thinwire.errors import ConfigurationError
 from thinwire.membership.registry import HEARTBEAT_TIMEOUT, MemberRegistry
+from thinwire.records.files import write_whole
 from thinwire.records.printable import printable, quoted
 from thinwire.records.published import PublishedFolder
 
@@ -183,7 +184,9 @@ def _run(asked: Options, console: Console) -> int:
             folder, host, port, reached_at, registry=registry, published=published, publishers=publishers, say=say
         ) as hub,
     ):
-        say(f"hub at {hub.host}:{hub.port}; machines that join need port {hub.join_port}, too")
+        say(
+            f"hub at {hub.host}:{hub.port}{_reach(hub.host, hub.dialled)}; machines that join need port {hub.join_port}, too"
+        )
         say(f"its keys and its state are in {folder}; its refusals are in {folder / 'audit.txt'}")
         if fresh:
             _told_or_kept(asked, console, str(hub.invite(asked.uses, 3600 * asked.hours, asked.name, asked.group)))
@@ -193,6 +196,14 @@ def _run(asked: Options, console: Console) -> int:
             while not ended:
                 time.sleep(0.2)
     return 0
+
+
+def _reach(host: str, dialled: str | None) -> str:
+    """The machines that reach a hub at `host`, whose tokens hold the host `dialled`, for messages."""
+    if host != dialled:
+        return f", which replicas dial at {dialled} (--address)"
+    own = host in ("localhost", "::1") or host.startswith("127.")
+    return ", which this machine alone can reach (--listen, --address)" if own else ""
 
 
 def _keep_run_file(given: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -208,8 +219,8 @@ def _keep_run_file(given: Path, folder: Path, say: Callable[[str], None]) -> Non
             raise ConfigurationError(
                 f"{kept} is no copy that this hub has made, and {given} would replace it; leave --run-file out to use it, or rename it."
             )
+        write_whole(kept, new)
         state.keep("run file", sha256(new).hexdigest())
-    kept.write_bytes(new)
     if before != new:
         say(f"{given} replaces the run file for machines that join without one")
 

@@ -14,7 +14,7 @@ from thinwire.cli import options
 from thinwire.cli.capacity import check_capacity
 from thinwire.cli.token import token_of
 from thinwire.cli.training import finish, train
-from thinwire.comm.secure import SecureGroup, admit
+from thinwire.comm.secure import SecureGroup, Token, admit
 from thinwire.comm.secure.keys import check_name, private_folder, write_private
 from thinwire.comm.secure.link import CONNECTED
 from thinwire.errors import ConfigurationError
@@ -85,6 +85,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--address {asked.address} without --listen: nothing would listen there; give --listen HOST:PORT, too, or leave it out."
         )
     asked = dataclasses.replace(asked, token=token_of(asked.token))
+    console.print(f"dialling {Token.read(asked.token).where}", soft_wrap=True, highlight=False)
     told = admit(asked.token, asked.name, asked.keys)
     if told.elastic and asked.group:
         check_name(asked.group)

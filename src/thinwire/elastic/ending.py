@@ -122,7 +122,7 @@ def keep(
     order: Sequence[int], late: set[str], seconds: float, observe: Callable[..., None], noted: Callable[[], object] | None = None,
 ) -> str:  # fmt: skip
     """Give the final state to the members `late`, and to others that come, for `seconds` at most; then leave, and return "". Members that
-    have got it are removed from `late`.
+    have got it, or are revoked, are removed from `late`.
 
     If the end is not noted yet, `noted` is called as soon as it is. If others went on before that, this replica takes over their state,
     stays a member, and returns the name of the one that gave it; if they ended with another state, `EndedError` is raised.
@@ -154,6 +154,7 @@ def keep(
             if noted is not None and _note_unless_other(membership, agreed):
                 noted()
                 noted = None
+        late -= {name for name in late if _revoked(membership, name)}
         membership.sleep(PAUSE_SECONDS)
     _note(membership, *_ends(agreed), (agreed.run, CLOSED))  # the first note may be lost with a lighthouse
     membership.close()

@@ -97,14 +97,12 @@ class WeightsFollower:
         """A fragment's newest values, and whether a full copy was needed. Raises `PacketError`."""
         way = fragment.way_from(held[0] if held else None)
         copied = bool(way) and way[0].base == NOTHING
-        if copied:
-            values = np.zeros(fragment.nbytes // 2, np.uint16)
-        else:
-            values = held[1] if held else np.empty(0, np.uint16)
+        values = held[1] if held else np.empty(0, np.uint16)
+        for change in way:
+            patch = self._fetch(change.patch)  # first, because its size bounds that of a full copy
+            values = apply_patch(np.zeros(fragment.nbytes // 2, np.uint16) if change.base == NOTHING else values, patch)
         if 2 * len(values) != fragment.nbytes:
             raise PacketError(f"a fragment has {2 * len(values)} bytes, {fragment.nbytes} were announced.")
-        for change in way:
-            values = apply_patch(values, self._fetch(change.patch))
         if way and state_of(values) != fragment.state:
             raise PacketError(f"changes did not lead to the state {fragment.state[:12]} that was announced.")
         return values, copied

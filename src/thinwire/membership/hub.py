@@ -43,8 +43,7 @@ class HubRendezvous(RemoteRendezvous):
         self, enrolment: Enrolment, run: str = "", bits_per_second: float | None = None, listen: Listen | None = None
     ) -> None:
         super().__init__()
-        token = enrolment.token
-        self.where = f"the hub at {token.host}:{token.port}"
+        self.where = enrolment.token.where
         self._enrolment, self._rate, self._listen = enrolment, bits_per_second, listen
         self._run = check_name(run) if run else ""
         self._thread: LoopThread | None = LoopThread.shared()

@@ -132,9 +132,11 @@ class RemoteRendezvous(ABC):
                 channel = self._channel()
                 break
             except LinkError as error:
+                told = str(error).rstrip(".")
+                told = told if self.where in told else f"{self.where} does not serve this replica ({told})"
                 if self._left.is_set() or self.clock() + pause > until:
-                    raise LinkError(f"{error} Waited {seconds:.0f} s. {self.advice}".rstrip()) from None
-                self._retry(str(error), pause)
+                    raise LinkError(f"{told}. Waited {seconds:.0f} s. {self.advice}".rstrip()) from None
+                self._retry(told, pause)
             self.sleep(pause)
             pause = min(2 * pause, self._timeouts.heartbeat_interval)  # so that all are back at about the same time
         self._vote_store = ChannelVoteStore(channel, self._unused_keys)

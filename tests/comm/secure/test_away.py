@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import closing
 
 import pytest
 from tcp_proxy import Proxy
 
 from thinwire.cli.join import outages
-from thinwire.comm.secure import Hub, join
+from thinwire.comm.secure import Hub, Token, admit, enrol, join
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import LinkError
+from thinwire.membership import Membership
+from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
 
 
@@ -29,7 +33,9 @@ def test_a_replica_of_a_fixed_group_says_that_its_hub_is_away_and_back(tmp_path)
             proxy.mend()
             while len(said) == 1:
                 look()
-    assert said[0].startswith("oslo is not connected to the hub (") and said[0].endswith("); it dials again")
+    assert said[0].startswith(f"oslo is not connected to {proxy.token.where} (") and said[0].endswith(
+        "); it dials again"
+    )
     assert said[1:] == ["oslo is connected to the hub again"]
 
 
@@ -42,3 +48,19 @@ def test_a_hub_that_is_away_is_named_without_the_words_of_grpc(tmp_path):
         HubChannel(member, "o" * 16, "", thread, 600.0)
     assert str(told.value) == "the hub does not answer: Connection refused"
     thread.release()
+    with closing(Membership(HubRendezvous(member), "oslo")) as oslo, pytest.raises(LinkError) as told:
+        oslo.next_view({}, 0.01)
+    address = f"the hub at 127.0.0.1:{hub.port} does not serve this replica (the hub does not answer: Connection refused). Waited"
+    assert address in str(told.value)
+
+
+def test_a_machine_that_gets_no_answer_at_all_is_told_where_and_for_how_long(tmp_path, monkeypatch):
+    """As behind a firewall, which drops what is sent to a port."""
+    monkeypatch.setattr(enrol, "ANSWER_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        token = Token("127.0.0.1", port - 1, port, bytes(32), bytes(8), bytes(16))
+        with pytest.raises(
+            LinkError, match=rf"127\.0\.0\.1:{port} does not answer \(nothing within 0\.01 s\)\. Check that"
+        ):
+            admit(str(token), "oslo", tmp_path)

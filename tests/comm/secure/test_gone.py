@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import torch
 from group_laws import TIMEOUT
 from raw_member import RawMember, admitted, welcomed
 
-from thinwire.comm.secure import Hub, join
+from thinwire.comm.secure import Hub, admit, join
 from thinwire.comm.secure.invitations import opened_state
 from thinwire.errors import LinkError
 
@@ -58,3 +59,24 @@ def test_a_member_that_comes_back_too_late_is_told_what_the_others_were_told(tmp
                 again.process = first.process
                 told = "the others were told that oslo has died, or its link is cut; they have stopped, or continue without it"
                 assert told in again.hello(2).refusal()[1]
+
+
+def test_a_hub_that_was_restored_from_a_copy_without_the_group_says_so(tmp_path):
+    """Its members wait for it, and end when it is back."""
+    host = "127.0.0.94"  # where no other process takes the port of a hub that has ended
+    with Hub(tmp_path / "hub", host) as hub, ThreadPoolExecutor(2) as pool:
+        token, keys = str(hub.invite(2)), tmp_path / "keys"
+        for name in ("bergen", "oslo"):
+            admit(token, name, keys)
+        shutil.copytree(tmp_path / "hub", tmp_path / "older")
+        for last in (False, True):
+            groups = [pool.submit(join, token, name, 2, keys, "", TIMEOUT) for name in ("bergen", "oslo")]
+            bergen, oslo = (group.result() for group in groups)
+            if last:
+                hub.close()
+                with Hub(tmp_path / "older", host):
+                    told = [str(waits_for(group, 1 - group.rank)) for group in (bergen, oslo)]
+            for group in groups:
+                group.result().close()
+    due = "the hub does not know this group: it was started from an older copy of its folder; start all replicas again with --resume"
+    assert told == [due] * 2

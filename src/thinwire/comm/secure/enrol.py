@@ -235,8 +235,12 @@ async def _shown(host: str, port: int) -> bytes:
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
-    except (OSError, TimeoutError) as error:
-        raise LinkError(f"the hub at {host}:{port} does not answer ({error}); check that it runs.") from None
+    except OSError as error:
+        why = str(error) or f"nothing within {ANSWER_SECONDS:g} s"
+        raise LinkError(
+            f"the hub at {host}:{port} does not answer ({why}). Check that it runs, and that this machine can reach that port. If it has another "
+            "address here, its owner starts it with --address, and makes a new token."
+        ) from None
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     finally:

@@ -100,7 +100,7 @@ class SecureGroup:
     @property
     def run(self) -> str:
         """The hub's run file for its members; "" if it has none."""
-        return self._link.run
+        return self._link.enrolment.run
 
     @property
     def uploaded(self) -> int:
@@ -227,9 +227,9 @@ def join(
         ConfigurationError: the token, the name or an address is not valid, or the port to listen at is taken.
         LinkError: the hub refuses, or not all joined in time.
     """
-    if not 1 <= size <= MEMBERS or not timeout > 0:
+    if not 1 <= size <= MEMBERS or not 0 < timeout <= threading.TIMEOUT_MAX:
         raise ConfigurationError(
-            f"size={size}, timeout={timeout}: 1 to {MEMBERS} replicas and a positive time are needed."
+            f"size={size}, timeout={timeout}: 1 to {MEMBERS} replicas and a positive, finite time are needed."
         )
     at = Listen.parse(listen, address) if listen else None
     enrolment = Enrolment(Token.read(token), name, Path(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -40,10 +41,11 @@ class HubGroups:
         state: keeps the groups.
         audit: gets a line for each change.
         patience: seconds after which a member that is not connected counts as gone.
+        stays: whether members whose group the full disk has no room for stay until it has; if not, the last one is refused.
     """
 
-    def __init__(self, state: HubState, audit: AuditLog, patience: float) -> None:
-        self._state, self._audit, self._patience = state, audit, patience
+    def __init__(self, state: HubState, audit: AuditLog, patience: float, stays: bool = True) -> None:
+        self._state, self._audit, self._patience, self._stays = state, audit, patience, stays
         self._relays: dict[int, Relay] = {}
         self._waiting: dict[bytes, Waiting] = {}  # by label
         for group in state.groups():
@@ -73,16 +75,30 @@ class HubGroups:
             former.end.set()
         waiting[name] = connection, request
         self._audit("waits", name, f"{len(waiting)} of {request.size} have joined")
-        if len(waiting) < request.size:
+        try:
+            self._form(request.label)
+        except sqlite3.Error:
+            if not self._stays:
+                raise
+        if connection.relay is None:
             _tell(waiting)
-        else:
-            names = _in_order(waiting)
-            group = self._state.form(request.label, tuple((each, waiting[each][0].process) for each in names))
-            del self._waiting[request.label]
-            relay = self._add_relay(group)
-            self._audit("formed", f"group {group.number}", " ".join(names))
-            for rank, each in enumerate(names):
-                relay.connect(rank, waiting[each][0])
+
+    def form(self) -> None:
+        """Form the groups whose members have all come, and which the disk had no room for. Raises `sqlite3.Error` while it has none."""
+        for label in list(self._waiting):
+            self._form(label)
+
+    def _form(self, label: bytes) -> None:
+        waiting = self._waiting[label]
+        if any(len(waiting) < request.size or connection.end.is_set() for connection, request in waiting.values()):
+            return
+        names = _in_order(waiting)
+        group = self._state.form(label, tuple((each, waiting[each][0].process) for each in names))
+        del self._waiting[label]
+        relay = self._add_relay(group)
+        self._audit("formed", f"group {group.number}", " ".join(names))
+        for rank, each in enumerate(names):
+            relay.connect(rank, waiting[each][0])
 
     def leave(self, connection: Connection, label: bytes) -> None:
         """Called when the streams of this connection have ended."""

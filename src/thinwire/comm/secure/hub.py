@@ -110,7 +110,8 @@ class Hub:
         self._admission = Admission(folder, self._state, self._authorities, self._audit, lifetime, registry is not None)
         self._callers = Callers(self._state, self._authorities)
         self._uploads = Uploads(publishers, self._audit)
-        self._groups = HubGroups(self._state, self._audit, patience or (ELASTIC_PATIENCE if registry else PATIENCE))
+        patience = patience or (ELASTIC_PATIENCE if registry else PATIENCE)
+        self._groups = HubGroups(self._state, self._audit, patience, stays=registry is None)
         self._connections: dict[int, Connection] = {}
         self._closed = False
         self._servers: list[Any] = []
@@ -131,6 +132,7 @@ class Hub:
             self._state.keep("host", reached_at or (socket.gethostname() if everywhere else host))
         self._state.keep("listen", self.host)
         self._state.keep("ports", f"{self.port} {self.join_port}")
+        self.dialled = self._state.meta("host")  # the host in tokens
 
     def close(self) -> None:
         """Stop listening. Connected members wait until the hub is back. Idempotent."""
@@ -382,4 +384,5 @@ class Hub:
             self._look_at_authorities()
             self._groups.revoke(revoked)
         self._groups.remove_absent(time.monotonic())
+        self._groups.form()
         return version

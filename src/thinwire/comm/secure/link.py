@@ -37,11 +37,10 @@ CHANNELS = 2  # for bulk
 SILENT_SECONDS = 20.0  # see `HubLink`; the default
 PAYLOAD = 0.93  # share of the rate for chunks; the rest is for headers (TCP, TLS, HTTP/2), ACKs and control
 LATE_SECONDS = 10.0  # after this wait, a packet is sent to the receivers that have requested it, without the others
+ANSWERS = 4096  # control frames that wait to be sent, with which a peer that floods this member gets no more answers
 CONNECTED = "is connected to the hub"  # the state of a link
 _REVOKED = "Another replica takes its place (thinwire docs secure); then start all again with --resume."
-_REDUCER_GONE = (
-    "Its log is reducer.txt in the hub's folder; start the hub again if it says that the reducer's process has ended."
-)
+_REDUCER_GONE = "Its log is reducer.txt in the hub's folder; start the hub again if the reducer's process has ended."
 _PAUSES = (0.0, 0.1, 0.2, 0.5, 1.0)  # seconds before the next attempt; a restarted hub waits for `ELASTIC_PATIENCE`
 
 
@@ -104,11 +103,6 @@ class HubLink:
         """Whether the hub reports `peer` as connected."""
         return peer in self._connections
 
-    @property
-    def run(self) -> str:
-        """The run file of the hub."""
-        return self.enrolment.run
-
     async def begin(self) -> None:
         """Connect, and stay connected until `leave`."""
         self._task = asyncio.create_task(self._serve())
@@ -138,7 +132,7 @@ class HubLink:
                 if self._place is None and not self._insists:
                     self._lose(error)
                     return
-                self._now(f"is not connected to the hub ({error})")
+                self._now(f"is not connected to {self.enrolment.token.where} ({error})")
             finally:
                 self._disconnected()
             if self._leaving:
@@ -195,7 +189,8 @@ class HubLink:
 
     def say_to(self, kind: int, peer: int, *fields: int | bytes) -> None:
         """Send a control frame, if the peer is connected (otherwise it is sent when the peer is back) and the hub knows its kind."""
-        if peer in self._connections and kind in frames.passed_on(self._version):
+        flooded = kind in (frames.PONG, frames.REFUSE) and len(self._control) >= ANSWERS
+        if peer in self._connections and kind in frames.passed_on(self._version) and not flooded:
             self._say(kind, peer, *fields)
 
     def _say(self, kind: int, peer: int, *fields: int | bytes) -> None:
@@ -231,7 +226,9 @@ class HubLink:
                 await channel.close(None)
 
     def _hear_who_waits(self, here: tuple[str, ...]) -> None:
-        self._now(f"waits for {self._size - len(here)} of {self._size} members; here: {', '.join(here)}")
+        missing = self._size - len(here)
+        what = f"{missing} of {self._size} members" if missing else "the hub, whose disk has no room for the group"
+        self._now(f"waits for {what}; here: {', '.join(here)}")
 
     def _now(self, state: str) -> None:
         if self._place is None and state != self.state:
@@ -247,7 +244,8 @@ class HubLink:
                 f"the hub has a group of {len(welcome.names)} members; {self._size} were expected; give all the same number of replicas"
             )
         if self._place is not None and (welcome.group, welcome.rank) != (self._place.group, self._place.rank):
-            raise Refused("the hub has given this member's rank to another; start all replicas again")
+            again = "; start all replicas again with --resume" * self._insists
+            raise Refused(f"the hub does not know this group: it was started from an older copy of its folder{again}")
         self._place, self.state = welcome, CONNECTED
         for rank, connection in welcome.present:
             self._there(rank, connection)

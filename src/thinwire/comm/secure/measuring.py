@@ -109,9 +109,10 @@ class Measuring:
         """A MEASURED or a CHOSEN. Raises `PacketError`."""
         first, *fields = (frame.number(place) for place in range(5))
         found = parse_measured(fields)
-        if frame.kind == frames.MEASURED and self._link.rank == 0 and first < frames.MEMBERS:
-            self._reported[frame.rank, first] = found
-            self._announce(None)
+        if frame.kind == frames.MEASURED and self._link.rank == 0 and first in self._link.messages.peers:
+            if (frame.rank, first) not in self._reported:  # a pair measures once, and may report it again
+                self._reported[frame.rank, first] = found
+                self._announce(None)
         elif frame.kind == frames.CHOSEN and frame.rank == 0:
             self._chosen(found, first)
 

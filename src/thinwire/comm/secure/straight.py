@@ -211,9 +211,8 @@ class Straight:
         host = padded.rstrip(b"\0").decode("ascii", "replace")
         if not dialable(host, port):
             raise PacketError("it sent an address that cannot be dialled; give it a public host with --address")
-        if task := self._dials.pop(peer, None):
-            task.cancel()
-        if self._link.present(peer):
+        known = self._dials.get(peer)  # a member keeps its address while it is connected
+        if self._link.present(peer) and (known is None or known.done()):
             self._dials[peer] = asyncio.create_task(self._dial(peer, host, port))
 
     async def _dial(self, peer: int, host: str, port: int) -> None:

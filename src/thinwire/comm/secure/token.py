@@ -46,6 +46,11 @@ class Token:
     def __repr__(self) -> str:
         return f"Token({self.host}:{self.port})"  # the secret belongs in no log
 
+    @property
+    def where(self) -> str:
+        """The hub, with the address that members dial, for messages."""
+        return f"the hub at {self.host}:{self.port}"
+
     @classmethod
     def is_one(cls, text: str) -> bool:
         """Whether `text` looks like a token."""
