@@ -20,7 +20,7 @@ from thinwire.errors import EndedError
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.testing.lighthouse import SimulatedVoteStore
 from thinwire.membership.view import View
-from thinwire.runtime.fragment_state import first_state
+from thinwire.runtime.first_state import first_state
 
 __all__ = ["one_thread"]  # a fixture
 

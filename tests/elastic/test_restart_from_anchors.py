@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome
 from thinwire.membership.testing.cluster import SimulatedCluster
-from thinwire.runtime.fragment_state import first_state
+from thinwire.runtime.first_state import first_state
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -17,7 +17,7 @@ from thinwire.elastic.driver import ElasticDriver
 from thinwire.membership.testing.cluster import SimulatedCluster
 from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, _same_bits
-from thinwire.runtime.fragment_state import first_state
+from thinwire.runtime.first_state import first_state
 from thinwire.runtime.gradient_driver import GradientDriver
 from thinwire.testing.toy import adamw, batch, inner_step, same_bits, toy, weights
 

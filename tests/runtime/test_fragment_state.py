@@ -19,7 +19,8 @@ from thinwire.pieces.guard import Guard, Judged
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.partition import Whole
 from thinwire.pieces.transforms import Filter
-from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, first_state
+from thinwire.runtime.first_state import first_state
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.types import State
 
 VALUES = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]  # a weight of 3 × 2, and two biases

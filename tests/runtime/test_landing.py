@@ -16,7 +16,8 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
 from thinwire.runtime import delta_driver
 from thinwire.runtime.delta_driver import _move
-from thinwire.runtime.fragment_state import FragmentState, first_state
+from thinwire.runtime.first_state import first_state
+from thinwire.runtime.fragment_state import FragmentState
 from thinwire.testing.toy import same_bits
 
 ROWS = 97  # more than three pieces, the last one shorter
@@ -44,7 +45,7 @@ def test_a_landing_moves_parameters_as_the_equation_says(dtype: torch.dtype, tur
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape).to(dtype))
             if way == "equation":
-                departed = held.anchor - delta
+                departed = held.base - delta
                 held.anchor = ahead
                 held.carry_over(departed)
             else:

@@ -13,7 +13,7 @@ import thinwire as tw
 from thinwire import recipes
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.partition import Whole
-from thinwire.runtime.fragment_state import first_state
+from thinwire.runtime.first_state import first_state
 from thinwire.runtime.saved_state import passing, restore, tensors_to_save
 from thinwire.testing.strategies import Saved, fingerprint, frozen, save
 from thinwire.testing.toy import batch, inner_step, own, same_bits, toy, validation, weights

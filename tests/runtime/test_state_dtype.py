@@ -16,7 +16,8 @@ from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import HeavyBall, Nesterov, Outer
 from thinwire.pieces.partition import Whole
 from thinwire.rng import Key
-from thinwire.runtime.fragment_state import FragmentState, first_state
+from thinwire.runtime.first_state import first_state
+from thinwire.runtime.fragment_state import FragmentState
 from thinwire.testing.values import roundtrip
 
 NUMEL, ROUNDS, PIECE = 512, 30, 128

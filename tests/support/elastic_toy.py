@@ -30,7 +30,8 @@ from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
 from thinwire.pieces.schedule import Calendar
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import FragmentState, first_state
+from thinwire.runtime.first_state import first_state
+from thinwire.runtime.fragment_state import FragmentState
 from thinwire.types import Observer
 
 SIZES = (5, 3)

@@ -234,7 +234,7 @@ class Unequal(Attached):
         self._say("warning", message="this replica's weights were not finite; it restarts from the anchors")
         for one in self._states:
             flight = self._flying.get(one.index)
-            one.load_into_parameters(one.anchor - flight.delta if flight else one.anchor)
+            one.load_into_parameters(one.base - flight.delta if flight else one.anchor)
         clear(self.model, self.optimizer)
 
     # ---- down
@@ -273,7 +273,7 @@ class Unequal(Attached):
             key = Key(self._method.seed, one.index, down.version, HOST, down.kind)
             known.step(outer, decode_body(self._messages.down[one.index], down.body, one.anchor.numel(), key))
             counted = flight is not None and report.outcome == COUNTED
-            departed = one.anchor - flight.delta if flight and counted else one.anchor
+            departed = one.base - flight.delta if flight and counted else one.base
             fresh = not counted or flight is None or flight.step < self.step
             one.anchor, one.state, one.rounds = known.anchor, known.state, known.version
             if down.kind != LAST:  # at the end all replicas take the anchors

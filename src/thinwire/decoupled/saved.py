@@ -170,8 +170,8 @@ def _before(
     number, since, tokens = facts["flights"].get(str(one.index), (0, 0, 0.0))
     flight = tensors.get(f"{one.index}.delta")
     if flight is None:
-        return one.anchor, 0.0
+        return one.base, 0.0
     if number < due:
-        return one.anchor - flight, 0.0
+        return one.base - flight, 0.0
     one.since, one.feedback = since, under(f"{one.index}.before.", tensors)
-    return one.anchor, tokens
+    return one.base, tokens

@@ -40,7 +40,7 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import Fragment
 from thinwire.pieces.schedule import Schedule
 from thinwire.runtime.driver import Driver, Training
-from thinwire.runtime.fragment_state import first_state
+from thinwire.runtime.first_state import first_state
 from thinwire.runtime.handshake import check_start, digest, introduction
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.recovery import start_again
@@ -297,7 +297,7 @@ class ElasticDriver(Driver):
             kept = ready if sound else NOTHING
             self._in_anchors[index] = self._trained - kept.behind
             if kept is not NOTHING:
-                fragment.load_into_parameters(fragment.anchor - kept.delta)
+                fragment.load_into_parameters(fragment.base - kept.delta)
             if self._reader:
                 self._reader.dropped(index)
             if self._reader and kept.claim:
@@ -317,12 +317,12 @@ class ElasticDriver(Driver):
         if counted is not None:
             flight, delay = step - counted.step, self.strategy.schedule.delay
             if flight and merge.keeps_flight:
-                fragment.carry_over(before - counted.delta)
+                fragment.carry_over(fragment.held(before) - counted.delta)
             elif flight == delay:
                 fragment.mix_anchor(merge)
             else:  # as `Mix(alpha)` for the planned part of the flight; later training is kept whole
                 kept = 1 - (1 - merge.alpha) * delay / flight
-                fragment.carry_over(before - counted.delta, merge.alpha, kept)
+                fragment.carry_over(fragment.held(before) - counted.delta, merge.alpha, kept)
             return
         if outcome.anew:
             self._renewals[outcome.fragment] += 1
@@ -331,7 +331,7 @@ class ElasticDriver(Driver):
             fragment.load_into_parameters(anchor)
             self._in_anchors[outcome.fragment] = self._trained
             return
-        moved = anchor - before
+        moved = fragment.held(anchor) - fragment.held(before)
         if outcome.returned is not None:
             moved -= outcome.returned.delta
             fragment.feedback = outcome.returned.feedback

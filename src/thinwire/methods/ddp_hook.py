@@ -22,7 +22,8 @@ from thinwire.errors import CheckpointError, ConfigurationError, ModelError
 from thinwire.pieces.own_files import digests
 from thinwire.pieces.partition import Fragment, Whole, trainable
 from thinwire.runtime.claim import GroupClaim
-from thinwire.runtime.fragment_state import FragmentState, RoundUpdate, first_state
+from thinwire.runtime.first_state import first_state
+from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.gradient_driver import Stepped
 from thinwire.runtime.handshake import compare_settings
 from thinwire.runtime.pipeline import RoundPipeline

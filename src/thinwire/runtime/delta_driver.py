@@ -20,7 +20,7 @@ from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.flights import Flights
-from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate
+from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate, held_by
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.runtime.recovery import start_again
@@ -171,7 +171,7 @@ class DeltaDriver(Driver):
         for fragment in training.fragments:
             flight = fragment.flight
             if flight and flight is not left_out and bool(torch.isfinite(flight.delta).all()):
-                fragment.load_into_parameters(fragment.anchor - flight.delta)
+                fragment.load_into_parameters(fragment.base - flight.delta)
 
     def _land_last(self, fragment: FragmentState) -> None:
         assert fragment.flight is not None
@@ -197,11 +197,11 @@ def _move(fragment: FragmentState, anchor: Tensor, delta: Tensor) -> None:
     moved = zip(fragment.slices(fragment.anchor), fragment.slices(delta), fragment.slices(anchor))
     for (part, base), (_, change), (_, ahead) in moved:
         if not part.is_contiguous() or part.dtype == torch.float64:
-            part.copy_(part.to(base) + (ahead - (base - change)))
+            part.copy_(part.to(base) + (held_by(part, ahead) - (held_by(part, base) - change)))
             continue
         flat = (part.view(-1), base.reshape(-1), change.reshape(-1), ahead.reshape(-1))
         for own, before, by, after in zip(*(torch.split(tensor, _PIECE) for tensor in flat)):
             if own.device == before.device and own.dtype == torch.float32:
                 kernels.of(own, before, by, after).carry(own, before, by, after)
             else:
-                own.add_((after - (before - by)).to(own.device))
+                own.add_((held_by(own, after) - (held_by(own, before) - by)).to(own.device))

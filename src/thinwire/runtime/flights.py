@@ -12,7 +12,8 @@ from torch import Tensor
 from thinwire.comm.group import Group
 from thinwire.pieces.partition import Fragment
 from thinwire.runtime.driver import Training
-from thinwire.runtime.fragment_state import RoundUpdate, first_state
+from thinwire.runtime.first_state import first_state
+from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
 from thinwire.runtime.model_buffers import frozen
 from thinwire.runtime.pipeline import RoundPipeline

@@ -26,7 +26,7 @@ from thinwire.pieces.policy import Policy
 from thinwire.pieces.transforms import Filter, said, settled
 from thinwire.runtime.disk import DiskTensors
 from thinwire.runtime.on_device import stream_of
-from thinwire.runtime.state_dtype import in_fp32, in_state_dtype, part_in_fp32, store
+from thinwire.runtime.state_dtype import in_fp32, part_in_fp32, store
 from thinwire.strategy import Strategy
 from thinwire.types import State
 
@@ -62,7 +62,17 @@ class FragmentState:
     @property
     def base(self) -> Tensor:
         """The values at which the fragment's inner steps started."""
+        return self.held(self._ahead)
+
+    @property
+    def _ahead(self) -> Tensor:
         return self.anchor if self.deviation is None else self.anchor + self.deviation
+
+    def held(self, flat: Tensor) -> Tensor:
+        """`flat` as the parameters hold it; see `held_by`."""
+        if all(held_by(part, values) is values for part, values in self.slices(flat)):
+            return flat
+        return torch.cat([held_by(part, values).reshape(-1) for part, values in self.slices(flat)])
 
     def due(self, policy: Policy, number: int) -> Codec:
         """The codec of round `number`, which departs now."""
@@ -88,7 +98,8 @@ class FragmentState:
 
     def delta(self, into: Tensor) -> Tensor:
         """Compute base − parameters, in one pass."""
-        for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self.base)):
+        for (part, slice_), (_, base) in zip(self.slices(into), self.slices(self._ahead)):
+            base = held_by(part, base)
             if part.device != base.device and part.dtype != torch.float64:
                 part = slice_.copy_(part)  # without another tensor in between
             torch.sub(base, part.to(base.device), out=slice_)
@@ -139,7 +150,7 @@ class FragmentState:
 
     def carry_over(self, departed: Tensor, alpha: float = 0.0, kept: float = 1.0) -> None:
         """θ ← anchor + alpha·(departed − anchor) + kept·(θ − departed); `departed` are the parameters at the departure of a round."""
-        rest = torch.lerp(self.anchor, departed, alpha) - kept * departed
+        rest = torch.lerp(self.held(self.anchor), departed, alpha) - kept * departed
         for part, values in self.slices(rest):
             part.copy_(kept * part.to(values) + values)
 
@@ -182,26 +193,9 @@ class FragmentState:
         self.deviation, self.deviation_state, self.own = moved, after, delta
 
 
-def first_state(strategy: Strategy, fragment: Fragment, index: int, rank: int, size: int) -> FragmentState:
-    """A replica's first state of `fragment`."""
-    parts = [local(p.detach()) for _, p in fragment.parameters]
-    device = parts[0].device if strategy.anchors == "device" else CPU
-    anchor = torch.cat([part.reshape(-1).to(device, torch.float32) for part in parts])
-    feedback = in_state_dtype(strategy.feedback.init(anchor.numel()), strategy, anchor) if strategy.feedback else {}
-    codec = strategy.codec.fitted(fragment.shapes)
-    strategy.aggregate.check(size)
-    memory = strategy.exchange.init(codec, anchor.numel(), rank, size)
-    aggregated = strategy.aggregate.init(strategy.exchange.owns(codec, anchor.numel(), rank, size), size)
-    filters = tuple(one.fitted(codec, anchor.numel(), size) for one in strategy.filters)
-    filtered = tuple(one.init(anchor.numel()) for one in filters)
-    policy, state = strategy.policy.init(codec), in_state_dtype(strategy.outer.init(anchor), strategy, anchor)
-    guard = strategy.guard.init() if strategy.guard and strategy.guards else {}
-    held = FragmentState(
-        fragment, index, anchor, state, feedback, codec, memory, aggregated, policy, filters, filtered, guard
-    )
-    if strategy.anchors == "disk":
-        held.move_to_disk()
-    return held
+def held_by(part: Tensor, values: Tensor) -> Tensor:
+    """`values` as `part` holds them: what bf16 rounds off is no training, so it is in no delta, and stays in the anchor."""
+    return values.to(part.dtype).to(values.dtype) if part.dtype.itemsize < values.dtype.itemsize else values
 
 
 class RoundUpdate:
