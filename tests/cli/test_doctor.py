@@ -7,16 +7,18 @@ import os
 import shutil
 import socket
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from namespaces import Namespaces, missing
+from rich.console import Console
 
 from thinwire import streaming_diloco
 from thinwire.cli import checks as machine
 from thinwire.cli import doctor
-from thinwire.cli.capacity import choose_defaults
+from thinwire.cli.capacity import check_capacity, choose_defaults
 from thinwire.codecs import E3M0
 from thinwire.comm import Link
 from thinwire.errors import ConfigurationError
@@ -200,6 +202,27 @@ def test_anchors_go_to_a_gpu_that_has_room(monkeypatch, free, settings, where):
     got, lines = choose_defaults(run, model)
     assert got.method.anchors == where and len(lines) == (where == "device")
     assert choose_defaults(run, model, got) == (got, [])  # a run that has begun keeps its choice
+
+
+def test_a_replica_that_its_gpu_cannot_hold_is_refused_whatever_the_host_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "memory", lambda: (10**12, 10**12))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run = Run.of(model="mini")
+    model, strategy = outline_model(run.model, 128, 0, 256), run.make_strategy()
+    numels = [fragment.numel for fragment in strategy.partition.fragments(model)]
+    for free, level in ((50_000_000, "problem"), (80 * 10**9, "ok")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 10**9))  # noqa: B023  # called at once
+        (found,) = doctor.room(run, model, strategy, numels)
+        assert found.level == level and ("on its GPU (predicted), and 50.0 MB are free" in found.says) == (
+            level == "problem"
+        )
+        refused = (
+            pytest.raises(ConfigurationError, match=r"a replica needs .* on its GPU")
+            if level == "problem"
+            else nullcontext()
+        )
+        with refused:
+            check_capacity(run, model, 2, tmp_path, Console(quiet=True))
 
 
 def test_replicas_share_the_gpus_of_a_machine(monkeypatch):

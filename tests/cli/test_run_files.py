@@ -89,12 +89,20 @@ def test_a_run_file_has_a_table_for_each_part() -> None:
         ("every = 3\n[method]\nevery = 4", "every is given twice"),
         ("[method]\nevery = 'x'", "every='x': a whole number is needed"),
         ("[method.inner]\nevery = 3", "inner is no setting"),
+        ("# no settings yet\n[method]\n", "wrong.toml holds no settings; a run file has one at least"),
     ],
 )
 def test_misplaced_and_unknown_settings_are_refused_by_name(text: str, says: str) -> None:
     Path("wrong.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=says):
         Run.load(Path("wrong.toml"))
+
+
+def test_an_empty_run_file_is_refused(capsys: Any) -> None:
+    Path("empty.toml").touch()
+    for verb in (("train",), ("doctor",), SIMULATE, ("plan", "50mbit", "machine.toml", "--run")):
+        assert main([*verb, "empty.toml"]) in (1, 2) and "empty.toml holds no settings" in "".join(capsys.readouterr())
+    assert [path.name for path in Path().iterdir()] == ["empty.toml"]
 
 
 @pytest.mark.parametrize(

@@ -188,3 +188,12 @@ def test_busiest_is_the_schedule_with_the_shortest_rounds():
     assert busiest(tw.pieces.schedule.Quadratic(4, 0.1, delay=2)) == tw.pieces.schedule.Every(4, 2) and busiest(
         tw.pieces.schedule.Staggered(9)
     ) == tw.pieces.schedule.Staggered(9)
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 30])
+@pytest.mark.parametrize("fragments", [1, 2, 3, 8, 31, 100])
+def test_staggered_departures_are_those_of_the_equation(every, fragments):
+    schedule, first = tw.pieces.schedule.Staggered(every), [p * every // fragments for p in range(fragments)]
+    for step in range(4 * every):
+        due = [p for p in range(fragments) if (step - first[p]) % every == 0 and step - first[p] >= every]
+        assert list(schedule.departs(step, fragments)) == due

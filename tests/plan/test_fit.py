@@ -159,6 +159,12 @@ def test_the_verb_prints_laws_intervals_and_densities(tmp_path: Path, capsys: py
         ("a.json", "[1]", "cannot be read as a ladder of runs (its rows have unlike columns)"),
         ("a.csv", f"parameters,loss\n{'1' * 140_000},2\n", "field larger than field limit"),
         ("a.csv", "parameters,loss\n1e6,2\n1e7,0\n", "finite numbers above 0"),
+        ("a.csv", "parameters,loss\n1e6,2\n1e7,inf\n", "column 'loss' holds [inf]: finite numbers above 0"),
+        (  # a fit, and no intervals
+            "a.csv",
+            "parameters,replicas,every,tokens,loss\n1,2,1,1,3\n2,1,1,1,4\n1,1,2,1,5\n1,1,1,2,6\n2,2,2,2,7\n",
+            "5 runs are too few to draw from",
+        ),
         ("a.csv", "parameters,loss\n1e6,2\n1e7,low\n", "no numbers in loss"),
         ("a.json", '[{"parameters": 1e6}]', "no numbers in loss"),
         ("a.json", "{", "cannot be read"),

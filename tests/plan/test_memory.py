@@ -16,7 +16,7 @@ import torch
 
 from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco, streaming_sign
 from thinwire.cli import main
-from thinwire.codecs import E3M0
+from thinwire.codecs import E3M0, Sign, TopK
 from thinwire.comm import quantities
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import TwoShot
@@ -30,6 +30,7 @@ from thinwire.plan.machine import Machine
 from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
 from thinwire.recipes import eager_diloco, sparse_loco
 from thinwire.replica import Replica
+from thinwire.strategy import Strategy
 
 SHAPES = [
     (Architecture(layers=1, width=64, heads=2, context=32), 3),
@@ -129,6 +130,38 @@ def test_the_peak_is_in_the_backward_pass_or_in_the_evaluation_of_a_small_batch(
     assert needed(64)[1] - needed(32)[1] == activation_nbytes(shape, 64 * 128) - activation_nbytes(shape, 32 * 128)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        diloco(every=2, codec=E3M0()),
+        sparse_loco(every=2),
+        sparse_loco(every=2, codec=TopK(0.1, Sign(block=1024))),
+        sparse_loco(every=2, codec=Sign()),
+        sparse_loco(every=2, codec=Sign(block=64)),
+    ],
+    ids=lambda strategy: str(strategy.codec),
+)
+def test_predicted_flights_are_the_buffers_of_rounds(strategy: Strategy) -> None:
+    """Buffers are up to an eighth larger than what they hold."""
+
+    def held(group: Group) -> int:
+        model = torch.nn.Linear(1447, 1447)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = Replica(strategy, model, optimizer, group)
+        for _ in range(3 * strategy.schedule.every):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        free = replica._driver._flights.buffers._free  # type: ignore[attr-defined]
+        nbytes = sum(size * len(buffers) for size, buffers in free.items())
+        replica.finish()
+        return nbytes
+
+    shape = Architecture(layers=1, width=64, heads=2)
+    needed = replica_memory(shape, strategy, [1447 * 1448], 2, batch=1, sequence=1)
+    assert 0.98 <= run_threads(2, held)[0] / needed.phases["update"]["host"] <= 1.13
+
+
 def test_the_buffers_of_gradients_are_kept_for_the_next_step() -> None:
     shape, strategy = SIZES["mini"], data_parallel()
     needed = replica_memory(shape, strategy, [shape.parameters()], 2, batch=8, sequence=128)
@@ -142,6 +175,13 @@ def test_methods_keep_their_documented_bytes_per_parameter() -> None:
         for strategy in (data_parallel(), diloco(), sparse_loco(), eager_diloco())
     }
     assert list(kept.values()) == [16_000, 20_000, 20_000, 32_000]
+
+
+def test_the_state_of_many_equal_fragments_is_sized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, sized = diloco(), list[int]()
+    monkeypatch.setattr(type(strategy.aggregate), "init", lambda own, numel, size: sized.append(numel) or {})
+    kept_nbytes(6685, strategy, [10] * 668 + [5], 2)
+    assert sorted(sized) == [5, 10]
 
 
 def test_anchors_on_the_host_save_device_memory() -> None:

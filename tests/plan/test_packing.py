@@ -122,10 +122,12 @@ def test_sequences_that_do_not_fit_and_invalid_settings_are_refused(
 
 
 def test_the_verb_writes_a_better_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "lengths.txt", tmp_path / "packing.json"
+    file, out = tmp_path / "lengths.txt", tmp_path / "new/packing.json"
     file.write_text("\n".join(map(str, [9000, 20, 800, 4000, 4000, 30, 1000, 7000])))
     assert main(["plan", "pack", str(file), "--ranks", "2", "--out", str(out), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    said = json.loads(printed.out)
+    assert f"written: {out}" in printed.err
     assert said["after"]["imbalance"] < said["before"]["imbalance"]
     packed = json.loads(out.read_text())
     assert len(packed) == 2 and max(map(len, packed)) == said["after"]["micro_batches"]

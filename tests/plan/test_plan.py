@@ -150,6 +150,13 @@ def test_a_replica_with_thin_links_is_left_out() -> None:
     assert any(text.startswith("left-out: home") for text in explain.warnings(named, best))
 
 
+def test_a_site_with_too_little_memory_is_left_out_for_that_reason() -> None:
+    small = replace(task(), machines=(GPU, GPU, replace(GPU, name="small", memory_nbytes=10**9), GPU))
+    best = settings(small)[0]
+    assert best.places == (0, 1, 3)
+    assert "left-out: replica-2: too little memory for this setting" in explain.warnings(small, best)
+
+
 def test_unequal_machines_and_directions_are_warnings() -> None:
     links = Links.uniform(Link(1e9, 0.01), 2)
     uneven = Links(links.names, {(0, 1): Link(1e9, 0.01), (1, 0): Link(1e10, 0.01)})

@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from thinwire.cli import main
+from thinwire.cli.checks import memory_of_each
 from thinwire.comm import Link
 from thinwire.lm.run import Run
 from thinwire.plan.links import Links
@@ -37,6 +39,22 @@ def test_probe_on_an_emulated_link_writes_files_that_can_be_read(
     assert Machine.load(tmp_path / "new/machine.toml").model == "nano" and said["machines"] == [
         str(tmp_path / "new/machine.toml")
     ]
+
+
+def test_the_memory_of_a_machine_with_gpus_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two GPUs that are only said to be there; nothing runs on them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 80))
+    seen: list[int] = []
+
+    def measured(run: Run, name: str, memory_nbytes: int, *rest: object) -> Machine:
+        seen.append(memory_nbytes)
+        return Machine(name, memory_nbytes, 1e11, device="cuda")
+
+    monkeypatch.setattr("thinwire.cli.probe.probe_machine", measured)
+    assert main(["probe", "--what", "machine", "--out", str(tmp_path)]) == 0 and seen == [60]
+    assert [memory_of_each(sharing) for sharing in (1, 2, 3, 4, 5)] == [60, 60, 30, 30, 20]
 
 
 def test_a_run_that_no_plan_can_have_is_measured_without_codecs(

@@ -114,7 +114,7 @@ def test_the_command_leaves_out_a_slow_machine_with_the_best_link(
     assert main(["plan", "links.toml", "slow.toml", "fast1.toml", "fast2.toml", *model]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["settings"][0]["names"] == ["fast1", "fast2"] and said["settings"][0]["useful_tokens_per_second"] > 6000
-    assert "left-out: slow would hold the others up more than help" in said["warnings"]
+    assert "left-out: slow: would hold the others up more than help" in said["warnings"]
     assert Run.load(Path("plan.toml")).placement.replicas == 2
 
 

@@ -174,7 +174,7 @@ def test_the_table_labels_simulated_and_predicted_figures(capsys, tmp_path):
         ("--nbytes 0", "'0' was given; a size of at least 1"),
         ("--draws 0", "draws=0: between 1 and 100"),
         ("--leaves 100 --hosts 100", "at most 30,000 parts of flows"),
-        ("--plot f.pdf", "plot=f.pdf"),
+        ("--plot f.pdf", "f.pdf: a name that ends with"),
     ],
 )
 def test_invalid_arguments_are_an_error_of_one_line(arguments, says, capsys):

@@ -126,7 +126,7 @@ def test_the_command_prints_a_table_and_draws_a_figure(capsys, tmp_path):
         ("--link 1gbit --nbytes 1MB --send-seconds 1", "both give the time of a ring step"),
         ("--link 0gbit --nbytes 1MB", "a positive rate is needed"),
         ("--ranks 0 --link 1gbit --nbytes 1MB", "ranks=0"),
-        ("--plot o", "plot=o: a name that ends with"),
+        ("--plot o", "o: a name that ends with"),
     ],
 )
 def test_invalid_arguments_are_an_error_of_one_line(arguments, says, capsys):

@@ -265,7 +265,7 @@ def test_the_figure_is_written_as_svg_and_as_page(capsys, tmp_path: Path):
         (["utilization", "--fragment-layers", "25"], "fragment_layers=25 for 24 layers: between 1 and 24"),
         (["utilization", "--bits-per-parameter", "inf"], "bits_per_parameter=inf"),
         (["utilization", "--bits-per-parameter", "1e300"], "a number from 1e-09 to 1,000,000 is needed"),
-        (["utilization", "--plot", "figure.pdf"], "plot=figure.pdf: a name that ends with .svg, .html or .png"),
+        (["utilization", "--plot", "figure.pdf"], "figure.pdf: a name that ends with .svg, .html or .png"),
         (["utilization", "--plot", "/dev/null/figure.svg"], "/dev/null"),
     ],
 )

@@ -43,7 +43,12 @@ def check_capacity(run: Run, model: nn.Module, here: int, folder: Path, console:
     else:
         strategy = run.make_strategy()
         cut = strategy.partition.fragments(model)
-        total, parts = predicted_nbytes(run, model, strategy, [fragment.numel for fragment in cut], BASE_NBYTES)
+        numels = [fragment.numel for fragment in cut]
+        total, parts = predicted_nbytes(run, model, strategy, numels, BASE_NBYTES)
+        if here and (short := too_large_for_gpu(run, model, strategy, numels)):
+            raise ConfigurationError(
+                f"model={run.model.label!r}: a replica needs {short}; choose a smaller model or --batch, or shards (thinwire docs machines)."
+            )
         for warning in strategy.warnings([fragment.shapes for fragment in cut], run.placement.replicas):
             console.print(f"warning: {run.method.strategy}: {warning}.", soft_wrap=True, highlight=False)
     available = available_nbytes(strategy)
@@ -71,26 +76,40 @@ def _advice(run: Run, model: nn.Module, strategy: Strategy, available: int) -> s
     return f" With --anchors disk a replica takes {text_of_nbytes(total)}, which fits." if total <= available else ""
 
 
+def memory_of(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> Memory:
+    """The predicted memory of a replica of the run; without activations if the model is not Thinwire's."""
+    if isinstance(model, Transformer) and run.model.lora is None:
+        bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and torch.cuda.is_available())
+        return replica_memory(
+            model.architecture, strategy, numels, run.placement.replicas,
+            batch=run.data.largest_batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
+        )  # fmt: skip
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    needs = kept_nbytes(trained, strategy, numels, run.placement.replicas)
+    return Memory(
+        by_place(needs | {"parameters": 4 * parameters, "gradients": 4 * trained}, strategy, numels), {"": {}}
+    )
+
+
+def too_large_for_gpu(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) -> str:
+    """What a replica needs of its GPU, and what is free, if that is less; empty if it fits, or torch sees no GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    needed, free = memory_of(run, model, strategy, numels).peak("device"), torch.cuda.mem_get_info()[0]
+    return (
+        f"{text_of_nbytes(needed)} on its GPU (predicted), and {text_of_nbytes(free)} are free" if needed > free else ""
+    )
+
+
 def predicted_nbytes(
     run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int], libraries: int
 ) -> tuple[int, str]:
     """Most bytes of a replica's process, and their purposes in words. `libraries` are the bytes of a process without a model."""
-    gpu = torch.cuda.is_available()
-    base = 0 if gpu else libraries
-    if isinstance(model, Transformer) and run.model.lora is None:
-        bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and gpu)
-        needed = replica_memory(
-            model.architecture, strategy, numels, run.placement.replicas,
-            batch=run.data.largest_batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
-        )  # fmt: skip
-        kept = needed.in_memory()
-        total, aside = needed.peak() if gpu else needed.process_nbytes(base), ""
-    else:
-        parameters = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        needs = kept_nbytes(trained, strategy, numels, run.placement.replicas) | {"parameters": 4 * parameters}
-        kept = Memory(by_place(needs, strategy, numels), {}).in_memory() | {"gradients": 4 * trained}
-        total, aside = base + sum(kept.values()), ", without activations"
+    gpu, needed = torch.cuda.is_available(), memory_of(run, model, strategy, numels)
+    base, kept = 0 if gpu else libraries, needed.in_memory()
+    total = needed.peak() if gpu else needed.process_nbytes(base)
+    aside = "" if isinstance(model, Transformer) and run.model.lora is None else ", without activations"
     kept |= {"libraries": base} if base else {}
     parts = ", ".join(f"{name} {text_of_nbytes(nbytes)}" for name, nbytes in kept.items())
     rest = f", at its worst moment {text_of_nbytes(total - sum(kept.values()))} more" if not aside else ""

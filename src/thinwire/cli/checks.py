@@ -109,6 +109,13 @@ def memory() -> tuple[int, int]:
         return total, total
 
 
+def memory_of_each(sharing: int = 1) -> int:
+    """Bytes that each of `sharing` replicas on this machine can get: of the GPUs, if torch sees any, otherwise of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] // -(-sharing // torch.cuda.device_count())
+    return memory()[1] // sharing
+
+
 def interfaces() -> dict[str, list[str]]:
     """Addresses by interface."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}

@@ -15,7 +15,7 @@ from torch import nn
 
 from thinwire.cli import checks as machine
 from thinwire.cli import options
-from thinwire.cli.capacity import available_nbytes, measure_step, predicted_nbytes, threads_of
+from thinwire.cli.capacity import available_nbytes, measure_step, predicted_nbytes, threads_of, too_large_for_gpu
 from thinwire.cli.checks import CheckResult, warn_unless
 from thinwire.cli.firewall import rules
 from thinwire.codecs import Shapes
@@ -182,8 +182,9 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
     available = available_nbytes(strategy)
     says = f"{text_of_count(parameters)} parameters: {text_of_nbytes(total)} a replica (predicted{parts})"
     what = "memory of a replica"
-    if total > available:
-        says += f"; {text_of_nbytes(available)} are free"
+    short = too_large_for_gpu(run, model, strategy, numels)
+    if short or total > available:
+        says += f"; {short}" if short else f"; {text_of_nbytes(available)} are free"
         yield CheckResult(what, "problem", says, "a smaller model, or shards: thinwire docs machines")
     else:
         yield warn_unless(
@@ -192,7 +193,7 @@ def room(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[int]) 
             says,
             f"not all {run.placement.replicas} replicas fit here",
         )
-    return total <= available
+    return not short and total <= available
 
 
 def enough(

@@ -20,7 +20,7 @@ def check(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix not in ENDINGS:
-        raise ConfigurationError(f"plot={path}: a name that ends with .svg, .html or .png is needed.")
+        raise ConfigurationError(f"{path}: a name that ends with .svg, .html or .png is needed.")
     if path.suffix == ".png":
         _converter(path)
     check_place(path)
@@ -48,7 +48,7 @@ def _converter(path: Path):  # type: ignore[no-untyped-def]  # a module without 
     except (ImportError, OSError) as error:  # OSError: the package is there, the cairo library is not
         cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ConfigurationError(
-            f"plot={path}: a PNG is drawn by CairoSVG, and that failed ({cause}). pip install 'thinwire[png]', and libcairo2 where "
+            f"{path}: a PNG is drawn by CairoSVG, and that failed ({cause}). pip install 'thinwire[png]', and libcairo2 where "
             f"the system lacks it; or write {path.with_suffix('.svg')}, which needs neither."
         ) from None
     return cairosvg

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         probe = _emulated(emulated, asked) if emulated and asked.what != "machine" else None
         machines = (
-            [probe_machine(run, name, here.memory()[1], codecs(run), 2 * asked.seconds, asked.out)]
+            [probe_machine(run, name, here.memory_of_each(), codecs(run), 2 * asked.seconds, asked.out)]
             if asked.what != "links"
             else []
         )
@@ -133,7 +133,7 @@ def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | No
     if asked.what == "links":
         return probe, []
     names = [text.decode() for text in gather(group, name.encode()[:80], 80, "probe")]
-    share = here.memory()[1] // names.count(names[group.rank])  # ranks of one machine divide its memory
+    share = here.memory_of_each(names.count(names[group.rank]))  # ranks of one machine divide its memory
     unique = probe.links.names[group.rank] if probe else f"{name}-{group.rank}"
     own = probe_machine(run, unique, share, codecs(run), 2 * asked.seconds, asked.out)
     path = asked.out / f".machine-{group.rank}.toml"

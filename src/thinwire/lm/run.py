@@ -334,6 +334,10 @@ class Run:
             raise ConfigurationError(
                 f"{path} cannot be read as a run file ({error}); `thinwire train` writes one as run.toml."
             ) from None
+        if not settings:
+            raise ConfigurationError(
+                f"{path} holds no settings; a run file has one at least, such as steps = 500 in [optimizer]. Leave it out to take the defaults."
+            )
         unknown = [name for name in settings if name not in PART_OF]
         if unknown:
             near = nearest(unknown[0], PART_OF)

@@ -92,8 +92,10 @@ class Feedback:
         """z, the values to encode for `delta`. Here and in `settle`, delta and state may also be the same range of each."""
         if self.kappa:
             z = torch.sub(delta, state["reference"], out=out).mul_(self.alpha)
-        elif self.alpha == 1 == self.eta:  # the same bits in one pass
-            return torch.add(delta, state["residual"], out=out)
+        elif self.alpha == 1:  # the same bits in fewer passes, and without another tensor
+            if self.eta == 1:
+                return torch.add(delta, state["residual"], out=out)
+            return torch.mul(state["residual"], self.eta, out=out).add_(delta)
         else:
             z = torch.mul(delta, self.alpha, out=out)
         if self.eta:  # rounded as two operations, so alike on all devices

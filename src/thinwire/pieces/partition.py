@@ -269,13 +269,14 @@ def _layer_fragments(rest: Sequence[Named], layers: list[list[Named]], groups: l
 def _layers(model: nn.Module, path: str | None) -> tuple[list[Named], list[list[Named]]]:
     """The parameters outside the layers, and those of each layer; layers without trainable parameters are left out."""
     named = trainable(model)
-    prefixes = _layer_prefixes(model, path)
-    owner = {}
-    for name, _ in named:
-        inside = [i for i, prefix in enumerate(prefixes) if name.startswith(prefix)]
-        owner[name] = inside[-1] if inside else None
-    layers = [[(n, p) for n, p in named if owner[n] == i] for i in range(len(prefixes))]
-    return [(n, p) for n, p in named if owner[n] is None], [layer for layer in layers if layer]
+    place = {prefix: index for index, prefix in enumerate(_layer_prefixes(model, path))}
+    rest: list[Named] = []
+    layers: dict[int, list[Named]] = {}
+    for name, parameter in named:
+        around = (name[: dot.end()] for dot in re.finditer(r"\.", name))
+        inside = max((place[prefix] for prefix in around if prefix in place), default=None)
+        (rest if inside is None else layers.setdefault(inside, [])).append((name, parameter))
+    return rest, [layers[index] for index in sorted(layers)]
 
 
 def _layer_prefixes(model: nn.Module, path: str | None) -> list[str]:

@@ -143,8 +143,13 @@ class Staggered:
             raise ConfigurationError(
                 f"offsets={self.offsets} are for {len(self.offsets)} fragments, the partition makes {fragments}; give one offset a fragment."
             )
-        first = self.offsets or tuple(self.every + p * self.every // fragments for p in range(fragments))
-        return tuple(p for p in range(fragments) if step >= first[p] and (step - first[p]) % self.every == 0)
+        if self.offsets is not None:
+            return tuple(p for p, at in enumerate(self.offsets) if step >= at and (step - at) % self.every == 0)
+        if step < self.every:
+            return ()
+        # those with ⌊p·H/P⌋ = t mod H; there may be hundreds of fragments
+        first, end = (-(-rest * fragments // self.every) for rest in (step % self.every, step % self.every + 1))
+        return tuple(range(first, end))
 
 
 def short_first(every: int, fragments: int, delay: int = 0) -> tuple[int, ...]:

@@ -102,10 +102,11 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Fragment
     every, delay = strategy.schedule.every, strategy.schedule.delay
     eager = strategy.merge.whole_period
     clock = outbound = wire = inbound = busy = latest = 0.0
-    landing: dict[int, tuple[int, float]] = {}  # by fragment: step, time
+    traffic = [(one.encode_seconds, one.wire_seconds, one.way_seconds, one.decode_seconds) for one in fragments]
+    lands, arrives = [-1] * len(traffic), [0.0] * len(traffic)  # by fragment: step, time
     before = (0.0, 0.0, 0)  # clock, busy, step after the first half
     done = 0
-    for step, what, p in _events(busiest(strategy.schedule), len(fragments), eager):  # type: ignore[arg-type]  # frozen values hash
+    for step, what, p in _events(busiest(strategy.schedule), len(traffic), eager):  # type: ignore[arg-type]  # frozen values hash
         if step > _PERIODS * every:
             break
         if step > _PERIODS // 2 * every and not before[2]:
@@ -113,16 +114,16 @@ def follow(strategy: Strategy, step_seconds: float, fragments: Sequence[Fragment
             clock, done = clock + (half - done) * step_seconds, half
             before = (clock, busy, half)
         clock, done = clock + (step - done) * step_seconds, step
-        if what == 1:
-            traffic = fragments[p]
-            outbound = max(clock, outbound) + traffic.encode_seconds
-            wire = max(outbound, wire) + traffic.wire_seconds
-            busy += traffic.wire_seconds
-            inbound = max(wire + traffic.way_seconds, inbound) + traffic.decode_seconds
-            landing[p] = (step + delay, inbound)
-        elif p in landing and landing[p][0] == step:
-            _, arrives = landing.pop(p)
-            late = max(0.0, arrives - clock)
+        if what == 1:  # conditions in place of `max`, which takes half of the time of a plan with many fragments
+            encode, on_wire, way, decode = traffic[p]
+            outbound = (clock if clock > outbound else outbound) + encode
+            wire = (outbound if outbound > wire else wire) + on_wire
+            busy += on_wire
+            inbound = (wire + way if wire + way > inbound else inbound) + decode
+            lands[p], arrives[p] = step + delay, inbound
+        elif lands[p] == step:
+            lands[p] = -1
+            late = max(0.0, arrives[p] - clock)
             clock += late
             latest = max(latest, late) if before[2] else 0.0
     clock += (_PERIODS * every - done) * step_seconds

@@ -103,9 +103,12 @@ def warnings(task: Task, best: Setting) -> list[str]:
     )
     said += [f"method-refused: {method}: {why}" for method, why in ruled_out(task.base, task.methods).items()]
     said += _of_the_run(task, best)
-    out = [name for place, name in enumerate(links.names) if place not in chosen]
-    if out:
-        said.append(f"left-out: {few(out)} would hold the others up more than help")
+    left: dict[str, list[str]] = {}
+    for place in sorted(set(range(len(links))) - chosen):
+        small = task.limit_nbytes([task.machine(place)]) < best.memory_nbytes
+        why = "too little memory for this setting" if small else "would hold the others up more than help"
+        left.setdefault(why, []).append(links.names[place])
+    said += [f"left-out: {few(names)}: {why}" for why, names in left.items()]
     rates = [task.machine(place).flops_per_second for place in best.places]
     if max(rates) > 1.2 * min(rates):
         slow = task.machine(best.places[rates.index(min(rates))]).name

@@ -44,9 +44,9 @@ class Ladder:
 
     def __post_init__(self) -> None:
         for name, values in self.columns.items():
-            if not (np.isfinite(values).all() and (values > 0).all()):
+            if not (fits := np.isfinite(values) & (values > 0)).all():
                 raise DataError(
-                    f"column {name!r} holds {values[~(values > 0)][:3].tolist()}: finite numbers above 0 are needed."
+                    f"column {name!r} holds {values[~fits][:3].tolist()}: finite numbers above 0 are needed."
                 )
 
     def __len__(self) -> int:

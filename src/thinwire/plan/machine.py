@@ -142,12 +142,12 @@ class Machine:
         return (self.parameters, self.sequence) == (shape.parameters(), sequence)
 
     def _rate(self, tokens: int) -> float:
-        """Operations a second of the largest measured micro-batch of at most `tokens`."""
-        below = [step for step in self.steps if step.batch * self.sequence <= tokens] or list(self.steps[:1])
-        if not below:
+        """Operations a second of a micro-batch of so many tokens, interpolated between two measured sizes; outside of them, of the nearest."""
+        if not self.steps:
             return self.flops_per_second
-        step = max(below, key=lambda s: s.batch)
-        return step.batch * self.sequence * self.flops_per_token / step.seconds
+        sizes = [step.batch * self.sequence for step in self.steps]
+        near = min(max(tokens, sizes[0]), sizes[-1])
+        return near * self.flops_per_token / float(np.interp(near, sizes, [step.seconds for step in self.steps]))
 
     def save(self, path: Path, comment: str = "") -> None:
         """Write `machine.toml`, with `comment` at its top."""

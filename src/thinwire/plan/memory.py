@@ -10,6 +10,7 @@ for later use unless MALLOC_MMAP_THRESHOLD_=65536 is set before the start.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,9 @@ from typing import Literal
 import torch
 
 from thinwire.codecs import Codec
-from thinwire.exchange import Exchange
+from thinwire.exchange import Direct, Exchange
+from thinwire.exchange.chunks import PIECE_NUMEL
+from thinwire.exchange.decode import PIECE
 from thinwire.pieces.outer import Outer
 from thinwire.pieces.schedule import Schedule, busiest
 from thinwire.plan.outline import Outline, Shape
@@ -116,8 +119,12 @@ def replica_memory(
     here: Place = "device" if stays_on_device(strategy) else "host"
     logits = tokens * max(12 * shape.vocabulary, (22 if bf16 else 40) * shape.width)
     before = gradients if accumulate > 1 else 0
-    most = strategy.codec.nbytes(sum(own)) * replicas if not isinstance(strategy.signal, Gradients) else 0
-    finish = 4 * sum(own) + most + 16 * max(own, default=0) if most else 0
+    # at the end all fragments fly at once, and land one after the other
+    finish = (
+        0
+        if isinstance(strategy.signal, Gradients)
+        else _in_the_air(strategy, own, sum(own), max(own, default=0), replicas)
+    )
     phases: dict[str, dict[Place, int]] = {
         "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered},
         "update": {"device": gradients + gathered},
@@ -149,12 +156,12 @@ def kept_nbytes(parameters: int, strategy: Strategy, numels: Sequence[int], repl
         kept["feedback"] = _STATE_NBYTES[strategy.state_dtype] * exchanged * len(strategy.feedback.init(0))
     if strategy.filters:
         kept["filters"] = sum(4 * exchanged for one in strategy.filters for t in one.init(0).values() if not t.numel())
-    owned = 0
-    for numel in numels if replicas > 1 else ():
-        owned += _exchange_nbytes(strategy.exchange, strategy.codec, numel, replicas)  # type: ignore[arg-type]  # frozen values hash
+    owned = remembered = 0
+    for numel, count in Counter(numels if replicas > 1 else ()).items():  # there may be hundreds of equal fragments
+        owned += count * _exchange_nbytes(strategy.exchange, strategy.codec, numel, replicas)  # type: ignore[arg-type]  # frozen values hash
+        remembered += count * _aggregate_nbytes(strategy, numel, replicas)
     if owned:
         kept["exchange"] = owned
-    remembered = sum(_aggregate_nbytes(strategy, numel, replicas) for numel in numels) if replicas > 1 else 0
     if remembered:
         kept["aggregate"] = remembered
     return kept
@@ -215,10 +222,32 @@ def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
     if isinstance(strategy.signal, Gradients):
         return _gradient_exchange(strategy, numels, replicas)
     at_once = most_at_once(strategy, numels)
-    largest, each = max(numels, default=0), _STATE_NBYTES[strategy.state_dtype]
-    states = each * _states(strategy.outer) + (4 + each if strategy.feedback else 0)  # type: ignore[arg-type]  # frozen values hash
-    whole = 8 * largest if each < 4 and strategy.codec.grain is None else 0  # state in fp32 while it is computed
-    return (8 + states) * at_once + 4 * largest + whole + strategy.codec.nbytes(at_once) * replicas
+    return _in_the_air(strategy, numels, at_once, at_once, replicas)
+
+
+def _in_the_air(strategy: Strategy, numels: Sequence[int], at_once: int, landing: int, replicas: int) -> int:
+    """Bytes of deltas of `at_once` elements in flight, and of the results of `landing` elements."""
+    each = _STATE_NBYTES[strategy.state_dtype]
+    states = each * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
+    states += each * len(strategy.feedback.init(0)) if strategy.feedback else 0
+    coding = _coding(strategy, max(numels, default=0), at_once, replicas)
+    return 4 * at_once + (4 + states) * landing + coding + strategy.codec.nbytes(at_once) * replicas
+
+
+def _coding(strategy: Strategy, largest: int, at_once: int, replicas: int) -> int:
+    """Bytes in which flights are encoded and the one that arrives is decoded: signals with feedback, the mean, the own values, state in fp32.
+
+    A codec with a grain has these in ranges that fit the cache. One that sends few values decodes them once, and goes through all in pieces.
+    """
+    codec, filters, cut = strategy.codec, len(strategy.filters), strategy.codec.grain is not None
+    in_pieces = not cut and isinstance(strategy.exchange, Direct) and not stays_on_device(strategy)
+    few = codec.few(largest) if in_pieces else None
+    piece = min(largest, PIECE_NUMEL if cut else PIECE if few is not None else largest)
+    own = bool(strategy.feedback or filters)
+    copies = 2 * (strategy.state_dtype != "fp32")  # before and after
+    signals = 4 * (piece if cut else at_once) if strategy.feedback else 0
+    whole = filters + 2 if filters else int(not strategy.outer.elementwise)  # what these need of all values together
+    return signals + 4 * (1 + own + copies) * piece + 4 * whole * largest + 12 * (few or 0) * replicas
 
 
 def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
@@ -229,7 +258,7 @@ def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int)
 
 
 def _home(strategy: Strategy, purpose: str) -> Place:
-    if purpose in ("parameters", "AdamW"):
+    if purpose in ("parameters", "AdamW", "gradients"):
         return "device"
     if strategy.anchors == "disk":
         return "disk" if purpose in ("anchors", "outer momentum", "feedback") else "host"

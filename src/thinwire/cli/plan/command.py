@@ -34,6 +34,7 @@ from thinwire.records.files import check_place
 from thinwire.records.printable import printable, quoted
 from thinwire.records.units import text_of_count, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.report.charts import Chart
+from thinwire.report.terminal import waiting
 
 BESIDE = {
     "fit": "a ladder of your own runs -> exponents, joint laws, training density",
@@ -119,7 +120,8 @@ def main(arguments: Sequence[str]) -> int:
     console, task = options.console(asked.json), _task(asked)
     deadline = quantities.seconds(asked.deadline) if asked.deadline is not None else None
     targets = Targets(asked.utilization, deadline, asked.loss)
-    found = settings(task)
+    with waiting(console, "pricing settings"):
+        found = settings(task)
     met = meeting(found, targets, task)
     rows, best = _rows(met, asked.top), met[0]
     console.print(_table(rows, task))

@@ -33,7 +33,7 @@ class Options:
     reference: str | None = None
     """The name of the data-parallel runs in the file (such as data_parallel); gives the training density of all others. Default: no densities."""
     draws: int = 400
-    """Number of bootstrap draws."""
+    """Number of bootstrap draws; of laws with a constant, which are slower, an eighth, at least 10."""
     level: float = 0.9
     """Confidence level of the intervals."""
     json: bool = False
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     variables = asked.variables or telling(ladder)
     rows = [row for form in forms(variables) if (row := law(ladder, variables, form, asked)) is not None]
     if not rows:
-        fit(ladder, variables)  # raises the reason
+        intervals(ladder, variables, draws=asked.draws, level=asked.level)  # raises the reason
     console.print(_table(rows, asked, len(ladder)))
     for name in variables:
         low, high = ladder.columns[name].min(), ladder.columns[name].max()

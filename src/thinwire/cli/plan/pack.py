@@ -14,7 +14,9 @@ from thinwire.cli import options
 from thinwire.data_ledger.packs import attention_cost
 from thinwire.errors import ConfigurationError, DataError
 from thinwire.lm.model import SIZES
+from thinwire.plan.links import store
 from thinwire.plan.packing import Packing, in_order, pack
+from thinwire.records.files import check_place
 from thinwire.records.printable import reason
 from thinwire.records.units import text_of_count
 
@@ -42,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = options.read(Options, "plan pack", arguments, about)
     if asked.model not in SIZES:
         raise ConfigurationError(f"model={asked.model!r}: one of {', '.join(SIZES)} is needed.")
+    if asked.out:
+        check_place(asked.out)
     lengths, cost = _lengths(asked.file), attention_cost(SIZES[asked.model].width)
     before, after = (way(lengths, asked.ranks, asked.capacity, cost) for way in (in_order, pack))
     title = f"{len(lengths)} sequences, {text_of_count(sum(lengths))} tokens, on {asked.ranks} ranks of {asked.capacity} (predicted)"
@@ -52,9 +56,11 @@ def main(arguments: Sequence[str]) -> int:
         table.add_row(
             name, f"at most {_most(packing)}", f"{packing.imbalance:.3f}", f"{packing.makespan / after.makespan:.2f}"
         )
-    options.console(asked.json).print(table)
+    console = options.console(asked.json)
+    console.print(table)
     if asked.out:
-        asked.out.write_text(json.dumps(after.ranks) + "\n")
+        store(asked.out, json.dumps(after.ranks) + "\n")
+        console.print(f"written: {asked.out}", soft_wrap=True, highlight=False)
     facts = {"word": "predicted", "sequences": len(lengths), "before": _facts(before), "after": _facts(after)}
     return options.answer(asked.json, facts)
 

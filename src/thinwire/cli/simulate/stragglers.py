@@ -104,7 +104,7 @@ def _delays(asked: Options) -> tuple[Delays, str]:
     rounds = asked.probe + asked.steps
     if asked.pattern == "bursts":
         found = gilbert_elliott(rounds, asked.replicas, step, pause, asked.burst_every, asked.burst_steps, asked.seed)
-        said = f"{text_of_seconds(pause)} late for {asked.burst_steps:g} steps once in {asked.burst_every:g}"
+        said = f"{text_of_seconds(pause)} late for {asked.burst_steps:g} steps after every {asked.burst_every:g}"
     else:
         found = shifted_exponential(rounds, asked.replicas, step, pause, asked.seed)
         said = f"exponential delays of {text_of_seconds(pause)}"
