@@ -100,6 +100,9 @@ class DeltaDriver(Driver):
                 update.trained = facts["tokens"][2][str(index)]
             self._flights.depart_again(update)
 
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
+
     def request_stop(self) -> None:
         self._flights.request_stop()
 

@@ -225,6 +225,12 @@ class Driver(Protocol):
         """Overwrite the model's parameters with the agreed weights, if these may differ."""
         self.training.load_anchors()
 
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        """Return the `payload` of every replica of a fixed group in rank order; all call it after the same step. A member of an elastic run
+        hears itself alone. Raises `DisagreementError` if a replica has left before that step, `LinkError`.
+        """
+        return [payload]
+
     def request_stop(self) -> None:
         """Stop all replicas at the same step: `training.stopping` becomes true there."""
 

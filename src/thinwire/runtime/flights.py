@@ -97,6 +97,10 @@ class Flights:
         """Ask all replicas to stop, with the next round that departs."""
         self.pipeline.stop_requested = True
 
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        """See `Driver.gather`."""
+        return self.pipeline.gather(payload, limit, purpose, self.training.step)
+
     def finish(self) -> None:
         """Tell the others after how many steps this replica has finished. Does not wait."""
         self.pipeline.finished.tell(self.training.step)

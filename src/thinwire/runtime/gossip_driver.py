@@ -213,6 +213,9 @@ class GossipDriver(Driver):
     def request_stop(self) -> None:
         self._flights.request_stop()
 
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
+
     def close(self) -> None:
         self._flights.close()
 

@@ -107,6 +107,9 @@ class GradientDriver(Driver):
     def load_anchors(self) -> None:
         """Does nothing, because the model holds the anchors."""
 
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
+
     def request_stop(self) -> None:
         self._flights.request_stop()
 
