@@ -139,7 +139,8 @@ def other_steps(peer: int, does: str, own: int) -> str:
     return (
         f"replica {peer} {does} inner steps, this replica has counted {own}. Every replica must take the same number: give all as "
         "many batches, and let none skip `optimizer.step()`: with a GradScaler, which does, go on until `replica.step` is what it shall be; "
-        "else call it with gradients set to None where an update is to be left out."
+        "else call it with gradients set to None where an update is to be left out. To end earlier, call `replica.request_stop()`: "
+        "`replica.stopping` is then true on all after the same step."
     )
 
 

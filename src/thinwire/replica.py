@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,8 @@ from thinwire.runtime.module_state import export_state
 from thinwire.runtime.stateful import check_origin, owner, pack_state, unpack_state, with_origin
 from thinwire.strategy import Gradients, Strategy
 from thinwire.types import Observer
+
+_NUMBER = struct.Struct("<d")
 
 
 def choose(training: Training, fragments: list[Fragment], group: Group | Membership, site: Group | None) -> Driver:
@@ -171,8 +174,7 @@ class Replica:
         """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, summed in rank order).
 
         A hook runs it before the optimizer's step. Call it earlier to clip the mean, and step after each call: if a GradScaler or the loop
-        skips the step, the next call raises `ModelError`. If any gradient is not finite, all become None, and the step changes nothing.
-        """
+        skips the step, the next call raises `ModelError`. If any gradient is not finite, all become None, and the step changes nothing."""
         self._inner_steps.exchange_early()
 
     def anchors(self) -> list[Tensor]:
@@ -184,9 +186,13 @@ class Replica:
         return anchored(self._driver)
 
     def averaged_buffers(self) -> AbstractContextManager[None]:
-        """A context with the buffers that all replicas will end with; afterwards its own again, bit for bit. Collective in a fixed group with
-        buffers="mean": all enter it after the same inner step. Otherwise it changes nothing."""
-        return self._buffers.averaged(self._driver.together())
+        """A context with the buffers that all will end with, and afterwards its own again. Collective in a fixed group with buffers="mean"."""
+        return self._buffers.averaged(self._driver.gather)
+
+    def mean(self, value: float) -> float:
+        """The mean of `value`, such as a validation loss, over all replicas, with the same bits on each. Collective in a fixed group: all call it
+        after the same inner step, and send 16 bytes to each other. With a `Membership` it is `value`. Raises `DisagreementError`, `LinkError`."""
+        return _mean(self._driver.gather(_NUMBER.pack(value), _NUMBER.size, "metric"))
 
     def export(self) -> dict[str, Tensor]:
         """The model's state dict with the outer weights (whole tensors, on the CPU). With FSDP all ranks of a site must call it."""
@@ -212,16 +218,14 @@ class Replica:
 
     def finish(self, keep_seconds: float = 0.0) -> None:
         """Land the rounds in flight, exchange the training since then, and leave the outer weights in the model.
-
         With a `Membership`: if a member is missing at the end, the first of the others keeps the final state for it, for `keep_seconds`
-        or until `close`, on its own thread. Then it closes its membership.
-        """
+        or until `close`, on its own thread. Then it closes its membership."""
         if self._finished:
             return
         self._loop_warnings.finishes(self.step)
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()
-        self._buffers.average()
+        self._buffers.average(self._driver.gather)
         self._finished = True
         if over:
             self.close()
@@ -242,6 +246,12 @@ class Replica:
                 self.finish()
         finally:
             self.close()
+
+
+def _mean(told: Sequence[bytes]) -> float:
+    """The mean of packed numbers; equal ones do not change."""
+    numbers: list[float] = [_NUMBER.unpack(one)[0] for one in told]
+    return numbers[0] if len(set(numbers)) == 1 else sum(numbers) / len(numbers)
 
 
 def _begin(replica: Replica, observer: Observer, resume: Callable[[Replica], object] | None) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.integrations.attached import mean_over_replicas, too_short
+from thinwire.integrations.attached import too_short
 from thinwire.membership import Lighthouse
 from thinwire.runtime.handshake import agree_on_resume, compare_settings
 from thinwire.testing.toy import same_bits
@@ -165,13 +165,13 @@ def test_the_best_model_is_the_best_of_the_mean_over_all_replicas(tmp_path):
         agree_on_resume(group, 0, bytes(16))
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        with tw.Replica(AVERAGE, net, optimizer, group):
+        with tw.Replica(AVERAGE, net, optimizer, group) as replica:
             for step in range(1, 7):
                 net(**{name: one[None] for name, one in Tokens()[0].items()}).loss.backward()
                 optimizer.step()
                 if step in (2, 4):
-                    mean_over_replicas(group, 100.0 if step == 2 else 0.0)
-        mean_over_replicas(group, 100.0)
+                    replica.mean(100.0 if step == 2 else 0.0)
+        replica.mean(100.0)
 
     trained, _ = tw.run_threads(2, lambda group: (loop if group.rank else trainer)(group), timeout=LIMIT)
     own = losses(trained)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from strategies import METHODS
+from torch import nn
 
 import thinwire as tw
 from thinwire.pieces.schedule import Calendar
@@ -175,3 +179,36 @@ def test_a_finish_that_failed_does_not_succeed_the_second_time(strategy):
         attached.close()
 
     tw.run_threads(2, replica, timeout=600.0)
+
+
+@pytest.mark.parametrize("ends", [tw.Replica.finish, tw.Replica.close])
+@pytest.mark.parametrize(
+    "asks", [lambda replica: replica.mean(1.0), lambda replica: replica.averaged_buffers().__enter__()]
+)
+def test_a_replica_that_has_left_is_missed_in_an_evaluation(ends: Callable[[tw.Replica], None], asks: Any) -> None:
+    """Before a round of theirs is due. Neither waits for the other until the time-out."""
+
+    def train(group: tw.Group) -> str:
+        model = nn.BatchNorm1d(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = tw.Replica(tw.diloco(every=100), model, optimizer, group)
+        for _ in range(3 - group.rank):
+            optimizer.step()
+        with pytest.raises(tw.ThinwireError) as caught:
+            (ends if group.rank else asks)(replica)
+            raise tw.LinkError("has closed")
+        replica.close()
+        return str(caught.value)
+
+    zero, _ = tw.run_threads(2, train, timeout=600.0)
+    assert re.match(r"replica 1 (has finished after|closed its Replica after) 2 inner steps", zero)
+
+
+def test_a_mean_has_the_same_bits_on_all_replicas() -> None:
+    def train(group: tw.Group) -> tuple[float, float]:
+        model = nn.Linear(1, 1)
+        with tw.Replica(tw.diloco(), model, torch.optim.SGD(model.parameters(), lr=0.1), group) as replica:
+            model.weight.grad = None
+            return replica.mean(0.1), replica.mean(float(group.rank))
+
+    assert tw.run_threads(3, train, timeout=600.0) == [(0.1, 1.0)] * 3

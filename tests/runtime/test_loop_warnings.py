@@ -156,7 +156,7 @@ def test_an_optimizer_that_is_never_stepped_warns():
             inner_step(model, adamw(model), *batch(0, 0, 1))
 
     (said,) = heard_by(action)
-    assert "taken none; give the one that the loop steps" in said
+    assert "taken none; step it in the loop, or give the one that the loop steps" in said
 
 
 def test_a_restart_from_the_anchors_warns():

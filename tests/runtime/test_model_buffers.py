@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,9 +195,9 @@ def test_buffers_of_another_size_are_refused() -> None:
             for sent, limit in ((16, 16), (20, 24)):
                 gather(group, bytes(sent), limit, "buffers")
             return
-        average(nn.Linear(1, 1), group)  # has no buffers, and sends nothing
+        average(nn.Linear(1, 1), group, partial(gather, group))  # has no buffers, and sends nothing
         with pytest.raises(tw.DisagreementError) as caught:
-            average(nn.BatchNorm1d(3), group)
+            average(nn.BatchNorm1d(3), group, partial(gather, group))
         assert str(caught.value) == "replica 1 sent 20 bytes of buffers, 24 are needed; its model differs."
 
     tw.run_threads(2, replica, timeout=600.0)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from thinwire.comm import Group, ThreadGroup, TorchGroup
-from thinwire.comm.group import gather
 from thinwire.errors import ConfigurationError
 from thinwire.pieces.partition import trainable
 from thinwire.recipes import finetune
 from thinwire.replica import Replica
 from thinwire.strategy import Gradients, Strategy
-
-_NUMBER = struct.Struct("<d")
 
 
 def world(size: int, seconds: float) -> Group:
@@ -24,12 +20,6 @@ def world(size: int, seconds: float) -> Group:
     if size == 1:
         return ThreadGroup.create(1)[0]
     return TorchGroup.from_world(size, timeout=float(seconds))
-
-
-def mean_over_replicas(group: Group, value: float) -> float:
-    """The mean of `value` over all replicas, the same bits on each; equal values do not change. Collective: 16 bytes to each other replica."""
-    told = [_NUMBER.unpack(said)[0] for said in gather(group, _NUMBER.pack(value), _NUMBER.size, "metric")]
-    return float(value) if len(set(told)) == 1 else float(sum(told) / len(told))
 
 
 def too_short(strategy: Strategy, steps: int) -> str:

@@ -33,7 +33,7 @@ with needs("trainer"):
 from thinwire import checkpoint
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, ConfigurationError
-from thinwire.integrations.attached import TrainableState, count_skipped, mean_over_replicas, too_short
+from thinwire.integrations.attached import TrainableState, count_skipped, too_short
 from thinwire.integrations.huggingface_checks import (
     ProcessPlace,
     check,
@@ -105,7 +105,8 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._jumped = self._logged = 0  # skipped steps since the last logged loss, and the step of that loss
         self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
-        self._ended = self._evaluates = False
+        self._ended = self._evaluates = self._made = False
+        self._mean: float | None = None  # over all replicas, of the metric of this evaluation
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
         """For `train_dataset=`, with a `Membership`: the samples of `data` for this replica; all replicas together train each once per epoch."""
@@ -128,6 +129,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let accelerate see one process, except when it divides the data."""
+        self._made = True
         rank, size, local = found_place(PartialState())
         if isinstance(self._given, Group):
             rank, size = self._given.rank, self._given.size
@@ -149,6 +151,11 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         **given: Any,
     ) -> None:
         """Meet the other replicas. If the trainer resumes, resume from this replica's own state."""
+        if not self._made:
+            raise ConfigurationError(
+                "the callback was added after the Trainer was made, which has then found the other processes: it is needed before. Write "
+                "Trainer(..., callbacks=[callback])."
+            )
         check_hidden()
         if state.is_hyper_param_search:
             raise ConfigurationError(
@@ -238,6 +245,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Divide the sum of losses by the number of trained steps, without skipped ones."""
         logs = given["logs"]
+        self._average_metric(args, logs)  # before the on_evaluate of any callback, because one may stop the training
         if "loss" not in logs:
             return
         steps = state.global_step - self._logged
@@ -272,6 +280,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
                 f"the optimizer has taken {replica.step} steps, the trainer {state.global_step}: the two numbers must be equal. Let the trainer "
                 "alone step the optimizer."
             )
+        control.should_training_stop |= replica.stopping
         if state.global_step >= state.max_steps:
             self._end()
         self._show(control)
@@ -282,11 +291,19 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Let all replicas choose the same best model, and change their learning rates alike, whatever their evaluation data."""
-        metrics, name = given["metrics"], args.metric_for_best_model or ""
+        if self._average_metric(args, given["metrics"]):
+            self._evaluates, self._mean = False, None
+
+    def _average_metric(self, args: TrainingArguments, metrics: dict[str, float]) -> bool:
+        """Replace the metric of the best model by its mean over all replicas, exchanged once an evaluation. Returns whether it is there."""
+        name = args.metric_for_best_model or ""
         name = name if name.startswith("eval_") else f"eval_{name}"
-        if self._evaluates and name in metrics and isinstance(self._group, Group):
-            self._evaluates = False
-            metrics[name] = mean_over_replicas(self._group, metrics[name])
+        if not self._evaluates or name not in metrics:
+            return False
+        if self._mean is None:
+            self._mean = self._attached().mean(metrics[name])
+        metrics[name] = self._mean
+        return True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write this replica's state into the checkpoint that the trainer has just written."""

@@ -136,6 +136,10 @@ def check(args: TrainingArguments, size: int, own_data: bool, weights: str) -> N
             size > 1 and not own_data and args.train_sampling_strategy == "group_by_length",
             "choose 'random': each replica would have its own random groups, and shares would overlap",
         ),
+        "enable_jit_checkpoint": (
+            getattr(args, "enable_jit_checkpoint", False),
+            "leave it out and give save_steps: it saves and stops each process at its own step, without Thinwire's part of the checkpoint",
+        ),
         "load_best_model_at_end": (
             size > 1 and weights == "own" and args.load_best_model_at_end,
             "choose weights='anchors': the best of each replica's own weights would be another model on each",

@@ -41,6 +41,7 @@ from thinwire.integrations.lightning_checks import (
     check_share,
     validations,
 )
+from thinwire.integrations.lightning_metrics import all_monitored, average, come_first
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -110,6 +111,7 @@ class ThinwireCallback(Callback):
         self._buffers: dict[str, Tensor] = {}  # the replica's own, while the model has averaged ones
         self._shown = self._ended = self._epoch_over = False
         self._loaded: dict[str, Any] = {}
+        self._monitored: list[str] = []  # the metrics that all replicas average
         self._began = 0  # the trainer's steps before this replica's first
 
     def share(self, data: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
@@ -124,6 +126,7 @@ class ThinwireCallback(Callback):
         """Raise `ConfigurationError` for settings that cannot work, before Lightning wraps anything."""
         if stage == "fit":
             check(trainer, pl_module, self.replicas, self.weights)
+            come_first(self, trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Meet the other replicas."""
@@ -166,7 +169,9 @@ class ThinwireCallback(Callback):
         if not self.own_data:
             check_share(trainer, self.rank, self.replicas)
         facts = {"batches of an epoch": str(trainer.num_training_batches)}
-        if self.weights == "anchors" and floating(module):  # all average them at the same validations
+        self._monitored = all_monitored(trainer, self._group)
+        # all average them at the same validations
+        if self._monitored or (self.weights == "anchors" and floating(module)):
             facts |= validations(trainer)
         compare_settings(self._group, facts)
         agree_on_resume(self._group, trainer.global_step, bytes(16))
@@ -228,6 +233,7 @@ class ThinwireCallback(Callback):
                 f"the optimizer has taken {replica.step} steps, the trainer {due}: the two numbers must be equal. Let the trainer alone step it, and "
                 "choose an optimizer whose `step` calls its hooks; all of torch's do."
             )
+        trainer.should_stop |= replica.stopping
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate the anchors with the mean of all replicas' buffers. Collective in a fixed group."""
@@ -238,6 +244,12 @@ class ThinwireCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._hide()
+        self.on_train_epoch_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let all replicas stop, save and change their learning rates alike, whatever their data. Collective in a fixed group."""
+        if self.replica and not self._ended:
+            average(trainer, self.replica, self._monitored)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write the anchors as the checkpoint's weights, beside own buffers; the replica's own weights are in this callback's state."""

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 
 from thinwire.comm import Group
 from thinwire.comm.group import gather
 from thinwire.errors import ConfigurationError
+from thinwire.integrations.lightning_metrics import monitored
 from thinwire.integrations.members import MemberSampler, refuse
 from thinwire.integrations.traffic import gradient_nbytes
 from thinwire.membership.rendezvous import Membership
@@ -36,17 +37,14 @@ def check(trainer: Trainer, module: LightningModule, size: int, weights: str) ->
         )
     callbacks: list[Any] = list(getattr(trainer, "callbacks", []))
     anchors = weights == "anchors"
+    by_time = getattr(trainer, "_val_check_time_interval", None)
     bare = any(isinstance(one, ModelCheckpoint) and one.save_weights_only for one in callbacks)
     refused = {
         "automatic_optimization=False": (not module.automatic_optimization, "put a Replica into your own loop"),
         "ModelCheckpoint(save_weights_only=True)": (anchors and bare, "leave it out, or choose weights='own'"),
-        "EarlyStopping with weights='own'": (
-            size > 1 and not anchors and any(isinstance(one, EarlyStopping) for one in callbacks),
-            "choose weights='anchors', and the same validation data for all",
-        ),
-        "val_check_interval as a time, for a model with floating-point buffers": (
-            size > 1 and anchors and getattr(trainer, "_val_check_time_interval", None) and floating(module) != [],
-            "give it as a number of batches, or choose weights='own'",
+        "val_check_interval as a time, for a model with floating-point buffers, or a monitored metric": (
+            size > 1 and by_time and ((anchors and floating(module) != []) or monitored(trainer) != []),
+            "give it as a number of batches, or choose weights='own' and monitor nothing",
         ),
         **(_averaging(trainer) if size > 1 else {}),
         "max_time, or a Timer": (size > 1 and any(isinstance(one, Timer) for one in callbacks), "give max_steps"),

@@ -7,7 +7,6 @@ steps before land (the next anchor, then the merge). `runtime/pipeline.py` carri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -101,8 +100,8 @@ class DeltaDriver(Driver):
                 update.trained = facts["tokens"][2][str(index)]
             self._flights.depart_again(update)
 
-    def together(self) -> AbstractContextManager[None]:
-        return self._flights.together()
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
 
     def request_stop(self) -> None:
         self._flights.request_stop()

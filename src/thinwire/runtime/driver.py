@@ -9,7 +9,7 @@ Methods with their own loop (`methods`, `decoupled`) have no driver: they are `A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -221,15 +221,15 @@ class Driver(Protocol):
             fragment.release()
         return copies
 
-    def together(self) -> AbstractContextManager[None]:
-        """A context for work of all replicas outside of rounds, after the same inner step. If another replica has left before that step, this one
-        leaves too, and raises why, in place of waiting until the time-out.
-        """
-        return nullcontext()
-
     def load_anchors(self) -> None:
         """Overwrite the model's parameters with the agreed weights, if these may differ."""
         self.training.load_anchors()
+
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        """Return the `payload` of every replica of a fixed group in rank order; all call it after the same step. A member of an elastic run
+        hears itself alone. Raises `DisagreementError` if a replica has left before that step, `LinkError`.
+        """
+        return [payload]
 
     def request_stop(self) -> None:
         """Stop all replicas at the same step: `training.stopping` becomes true there."""

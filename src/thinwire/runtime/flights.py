@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -95,13 +94,13 @@ class Flights:
         training, spent = self.training, self.training.clock() - began - stall
         training.observe("land", training.step, **fields, begin=began, stall_seconds=stall, seconds_spent=spent)
 
-    def together(self) -> AbstractContextManager[None]:
-        """See `Driver.together`."""
-        return self.pipeline.together(self.training.step)
-
     def request_stop(self) -> None:
         """Ask all replicas to stop, with the next round that departs."""
         self.pipeline.stop_requested = True
+
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        """See `Driver.gather`."""
+        return self.pipeline.gather(payload, limit, purpose, self.training.step)
 
     def finish(self) -> None:
         """Tell the others after how many steps this replica has finished. Does not wait."""

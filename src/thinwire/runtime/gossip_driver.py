@@ -8,7 +8,6 @@ and at the end all replicas take the mean of their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -211,11 +210,11 @@ class GossipDriver(Driver):
         if self._met:
             self.training.load_anchors()
 
-    def together(self) -> AbstractContextManager[None]:
-        return self._flights.together()
-
     def request_stop(self) -> None:
         self._flights.request_stop()
+
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
 
     def close(self) -> None:
         self._flights.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -108,8 +107,8 @@ class GradientDriver(Driver):
     def load_anchors(self) -> None:
         """Does nothing, because the model holds the anchors."""
 
-    def together(self) -> AbstractContextManager[None]:
-        return self._flights.together()
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
 
     def request_stop(self) -> None:
         self._flights.request_stop()

@@ -20,9 +20,7 @@ _UNFINISHED = (
     "a Replica was neither finished nor closed: the training since the last round is not exchanged. "
     "Write `with Replica(...):` around the loop, or call finish() at its end"
 )
-_UNCOUNTED = (
-    "finished before the first inner step: the given optimizer has taken none; give the one that the loop steps"
-)
+_UNCOUNTED = "finished before the first inner step: the given optimizer has taken none; step it in the loop, or give the one that the loop steps"
 
 
 def silent(event: str, step: int, **fields: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import is_sharded, local
 from thinwire.runtime.handshake import agree_on_weights, digest
 from thinwire.types import Observer
+
+Gather = Callable[[bytes, int, str], list[bytes]]  # as `comm.group.gather`, without the group
 
 
 def floating(model: nn.Module) -> list[Tensor]:
@@ -53,18 +55,18 @@ def _held(parameter: Tensor) -> list[Tensor]:
     return [part for name in parameter.__tensor_flatten__()[0] for part in _held(getattr(parameter, name))]
 
 
-def average(model: nn.Module, group: Group) -> None:
+def average(model: nn.Module, group: Group, gathered: Gather) -> None:
     """Set each floating-point buffer to the mean of all replicas', in fp32 and in rank order, with the same bits on all. Collective.
 
     A mean of running means is that of all samples; a mean of averages of weights is the average of the mean weights. Buffers that are
     equal on all replicas, such as tables, do not change. On the wire: 24 bytes to each other replica, and if any differ 4 bytes a value.
     """
     buffers = floating(model)
-    if group.size == 1 or not buffers or len(set(gather(group, digest(buffers), 16, "buffers"))) == 1:
+    if group.size == 1 or not buffers or len(set(gathered(digest(buffers), 16, "buffers"))) == 1:
         return
     own = torch.cat([one.detach().float().cpu().reshape(-1) for one in buffers])
     mean, alike = torch.zeros_like(own), torch.ones_like(own, dtype=torch.bool)
-    for rank, said in enumerate(gather(group, own.numpy().tobytes(), own.nbytes, "buffers")):
+    for rank, said in enumerate(gathered(own.numpy().tobytes(), own.nbytes, "buffers")):
         if len(said) != own.nbytes:
             raise DisagreementError(
                 f"replica {rank} sent {len(said)} bytes of buffers, {own.nbytes} are needed; its model differs."
@@ -108,20 +110,16 @@ class SharedBuffers:
         if len(set(told)) > 1 and agree_on_weights(self._among, own, "buffers")[1]:
             observe("warning", 0, message="replicas began with different buffers; all start from replica 0's")
 
-    def average(self) -> None:
+    def average(self, gathered: Gather) -> None:
         """Set them to the mean, if that is the policy. Collective then."""
         if self._among:
-            average(self._model, self._among)
+            average(self._model, self._among, gathered)
 
     @contextmanager
-    def averaged(self, together: AbstractContextManager[None]) -> Iterator[None]:
-        """A context with the buffers as after `average`; afterwards this replica's own again, bit for bit. Collective on entry, within `together`,
-        unless the policy is `local`.
-        """
+    def averaged(self, gathered: Gather) -> Iterator[None]:
+        """A context with the buffers as after `average`; afterwards this replica's own again, bit for bit. Collective on entry."""
         kept = [] if self.local else [one.clone() for one in floating(self._model)]
-        if not self.local:
-            with together:
-                self.average()
+        self.average(gathered)
         try:
             yield
         finally:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from thinwire.codecs import Identity, packet_nbytes
 from thinwire.codecs.levelled import MOST_SKIPS
-from thinwire.comm.group import Group
+from thinwire.comm.group import Group, gather
 from thinwire.diagnosis.records import recorded
 from thinwire.errors import LinkError, PeerError
 from thinwire.exchange import Round, SendContext
@@ -152,39 +150,26 @@ class RoundPipeline:
         """Wait until `update` has arrived. If another replica has left before it departed, its packets never come: this one leaves, too, and
         closes the group, so that none waits. Raises the error of the exchange.
         """
-        step = update.departed + self._ahead
-        while not futures.wait([update.arrival], _LOOK).done:
-            if self.finished.gone(step):
-                self._leave(step)
-                break
+        self._watch(update.arrival, update.departed + self._ahead)
         update.wait()
 
-    @contextmanager
-    def together(self, step: int) -> Iterator[None]:
-        """See `Driver.together`; this replica has taken `step` inner steps."""
-        over = threading.Event()
-
-        def look() -> None:
-            with suppress(LinkError):  # the work inside fails with it, too
-                while not over.wait(_LOOK):
-                    if self.finished.gone(step):
-                        self._leave(step)
-                        return
-
-        thread = threading.Thread(target=look, name="thinwire-together", daemon=True)
-        thread.start()
+    def gather(self, payload: bytes, limit: int, purpose: str, step: int) -> list[bytes]:
+        """Gather like `comm.group.gather`, after `step` on all replicas. If one has left before that, this one leaves, too, as in `wait`."""
+        thread = ThreadPoolExecutor(1, "thinwire-gather")
+        told = thread.submit(gather, self.context.group, payload, limit, purpose)
+        thread.shutdown(wait=False)
+        self._watch(told, step)
         try:
-            yield
+            return told.result()
         except LinkError as error:
             raise self.finished.explained(error, step) from error
-        finally:
-            over.set()
-            thread.join()
 
-    def _leave(self, step: int) -> None:
-        """Close the group, so that no replica waits for this one."""
-        self.finished.tell(step, finished=False)
-        self.context.group.close()
+    def _watch(self, done: Future[Any], step: int) -> None:
+        while not futures.wait([done], _LOOK).done:
+            if self.finished.gone(step):
+                self.finished.tell(step, finished=False)
+                self.context.group.close()
+                break
 
     def landed(self, update: RoundUpdate, began: float) -> None:
         """Record that `update` has landed, for which training waited from `began` on."""
