@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,16 +177,22 @@ def _train(asked: Options, run: Run, folder: Path, group: SecureGroup, console: 
 
 
 def outages(group: SecureGroup, name: str, say: Callable[[str], object]) -> Callable[[], None]:
-    """A function that says when the hub has been away for ten of its calls in a row, and when it is back."""
-    away = 0
+    """A function that says which members have been without the hub for ten of its calls in a row, `name` first, and when they are back."""
+    away = Counter[str]()
 
     def look() -> None:
-        nonlocal away
         state = group.state
-        if state == CONNECTED and away >= 10:
-            say(f"{name} {state} again")
-        away = 0 if state == CONNECTED else away + 1
-        if away == 10:
-            say(f"{name} {state}; it dials again")
+        others = [one for one in group.names if one not in group.here and one not in group.gone]
+        if state == CONNECTED:
+            lost = dict.fromkeys(others, "is not connected to the hub; its packets are waited for")
+        else:  # then it does not know of the others
+            lost = {name: f"{state}; it dials again"}
+        for one, what in lost.items():
+            away[one] += 1
+            if away[one] == 10:
+                say(f"{one} {what}")
+        for one in [one for one in away if one not in lost and state == CONNECTED]:
+            if away.pop(one) >= 10 and one not in group.gone:
+                say(f"{one} {CONNECTED} again")
 
     return look

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -37,6 +38,30 @@ def test_a_replica_of_a_fixed_group_says_that_its_hub_is_away_and_back(tmp_path)
         "); it dials again"
     )
     assert said[1:] == ["oslo is connected to the hub again"]
+
+
+def test_a_replica_of_a_fixed_group_says_whose_packets_it_waits_for(tmp_path):
+    """Another member has lost the hub. One that closes its group is not waited for."""
+    said = []
+    with Hub(tmp_path / "hub") as hub, Proxy(hub.invite()) as proxy, ThreadPoolExecutor() as pool:
+        lima = pool.submit(join, str(proxy.token), "lima", 2, tmp_path / "keys")
+        with join(str(hub.invite()), "oslo", 2, tmp_path / "keys") as group:
+            look = outages(group, "oslo", said.append)
+            proxy.cut()
+            while not said:
+                look()
+            proxy.mend()
+            while len(said) == 1:
+                look()
+            lima.result().close()
+            while "lima" not in group.gone:
+                look()
+            for _ in range(20):
+                look()
+    assert said == [
+        "lima is not connected to the hub; its packets are waited for",
+        "lima is connected to the hub again",
+    ]
 
 
 def test_a_hub_that_is_away_is_named_without_the_words_of_grpc(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -74,9 +75,16 @@ def cause(details: str | None) -> str:
     'certificate has expired; compare the clocks of this machine and of the hub'
     >>> cause("DNS resolution failed: [A: Domain name not found]")
     'Domain name not found'
+    >>> cause("failed to connect to all addresses; last error: UNKNOWN: ipv4:192.0.2.7:29531: tcp handshaker shutdown")
+    'nothing came back'
+    >>> cause("Stream removed (recvmsg:Connection reset by peer (104))")
+    'Connection reset by peer'
     """
     text = str(details).removesuffix(": OK").rpartition(": ")[2]
     text = text if "[" in text else text.rstrip("]")  # the end of a list of errors
+    text = "nothing came back" if text == "tcp handshaker shutdown" else text  # within gRPC's own 20 s
+    if of_system := re.search(r"recvmsg:([^()]*[^() ])", text):
+        text = of_system[1]
     clocks = "; compare the clocks of this machine and of the hub" * (text in _NOT_NOW)
     return text + clocks
 

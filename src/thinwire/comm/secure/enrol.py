@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import ssl
 import time
 from contextlib import suppress
@@ -236,7 +237,8 @@ async def _shown(host: str, port: int) -> bytes:
         async with asyncio.timeout(ANSWER_SECONDS):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except OSError as error:
-        why = str(error) or f"nothing within {ANSWER_SECONDS:g} s"
+        number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror or f"nothing within {ANSWER_SECONDS:g} s"
         raise LinkError(
             f"the hub at {host}:{port} does not answer ({why}). Check that it runs, and that this machine can reach that port. If it has another "
             "address here, its owner starts it with --address, and makes a new token."

@@ -98,6 +98,16 @@ class SecureGroup:
         return self._link.state
 
     @property
+    def here(self) -> set[str]:
+        """The names of the members that are connected to the hub, as far as this one knows."""
+        return {name for peer, name in enumerate(self.names) if peer == self.rank or self._link.present(peer)}
+
+    @property
+    def gone(self) -> set[str]:
+        """The names of the members that will not come back."""
+        return {self.names[peer] for peer in list(self._link.messages.gone)}
+
+    @property
     def run(self) -> str:
         """The hub's run file for its members; "" if it has none."""
         return self._link.enrolment.run
