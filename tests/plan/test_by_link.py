@@ -11,10 +11,15 @@ import pytest
 
 from thinwire import streaming_sign
 from thinwire.cli import capacity, doctor, main
+from thinwire.comm import Link
 from thinwire.lm.run import Run
 from thinwire.plan.by_link import by_link, follows_link
 from thinwire.plan.compute import skeleton
 from thinwire.plan.expected import FORMS, cost_of_delay
+from thinwire.plan.links import Links
+from thinwire.plan.machine import Machine
+from thinwire.plan.search import settings
+from thinwire.plan.setting import Task
 
 Capture = pytest.CaptureFixture[str]
 DEFAULT, ALL_SIGNS = FORMS[:2]
@@ -22,6 +27,22 @@ DEFAULT, ALL_SIGNS = FORMS[:2]
 
 def test_the_first_form_is_the_recipe() -> None:
     assert (DEFAULT.every, DEFAULT.codec, DEFAULT.above) == (streaming_sign().schedule.every, None, 0.0)
+
+
+@pytest.mark.parametrize("steps", [1000, 3000])
+def test_a_plan_proposes_no_form_for_a_run_that_is_too_short_for_it(steps: int) -> None:
+    """As `by_link`. The sparse recipe was measured after 2,000 steps."""
+    run, cpu = Run.of(model="nano"), Machine("cpu", memory_nbytes=16 * 10**9, flops_per_second=1e11)
+    tokens = 2.0 * steps * run.data.tokens
+    methods = ("streaming_sign", "streaming_sparse")
+    found = settings(Task(run, Links.uniform(Link(1e5, 0.1), 2), (cpu,), tokens, methods=methods))
+    several = [one for one in found if one.replicas == 2]
+    signs = {one.run.method.every for one in several if one.method == "streaming_sign"}
+    assert signs == {form.every for form in FORMS if form.steps <= steps}
+    said = {str(warning) for one in several for warning in one.loss.warnings if warning.name == "short-run"}
+    assert said == (
+        {"short-run: 1,000 steps; measured after 2,000, a shorter run ends higher"} if steps < 2000 else set()
+    )
 
 
 def test_the_costs_of_delay_are_those_measured_and_rise() -> None:

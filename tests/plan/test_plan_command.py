@@ -41,6 +41,27 @@ def test_the_printed_command_for_one_machine_starts_all_ranks(
     assert f"to train: {command}\n" in capsys.readouterr().out
 
 
+def test_each_rank_of_a_replica_reads_equally_many_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`thinwire train` refuses another batch."""
+    monkeypatch.chdir(tmp_path)
+    CPU.save(Path("machine.toml"))
+    asked = [
+        "plan",
+        "1gbit,1ms",
+        "machine.toml",
+        "--model",
+        "nano",
+        "--tokens",
+        "1m",
+        "--batch-tokens",
+        str(2 * 19 * 128),
+    ]
+    for ranks, batch in ((1, 19), (8, 16)):
+        assert main([*asked, "--ranks", str(ranks), "--methods", "streaming_sign"]) == 0
+        data = Run.load(Path("plan.toml")).data
+        assert data.batch * data.accumulate == batch and data.batch % ranks == 0
+
+
 @pytest.mark.parametrize(
     ("carrier", "command"),
     [

@@ -181,8 +181,8 @@ def _write_links(probe: Probe, asked: Options, console: Console, word: str) -> d
         )
     console.print(table)
     latency, rate = (probe.round.latency_seconds, probe.round.bits_per_second) if probe.round else (None, None)
-    says = f"{text_of_seconds(latency)} and {text_of_rate(rate)} a replica"
-    console.print(f"a round, every replica to every other: {says}", highlight=False)
+    says = f"{text_of_seconds(latency)}, and for its bytes {text_of_rate(rate)} a replica ({word})"
+    console.print(f"a round, every replica to every other, takes {says}", highlight=False)
     console.print(f"written: {path}, {raw}", soft_wrap=True, highlight=False)
     rows = [
         {"from": links.names[a], "to": links.names[b], "bits_per_second": link.bits_per_second, "delay_seconds": link.delay_seconds,

@@ -49,8 +49,8 @@ FORMS = (
     Form(7, "Sign(block=512)", 0.014, ((1, 0.0), (2, 0.009), (3, 0.025), (5, 0.054))),
     Form(24, "TopK(0.05, values=Sign(block=512))", 0.062, ((1, 0.0), (5, 0.028), (10, 0.049)), steps=2000),
 )
-# the loss of streaming_sparse over the default's after 2,000 steps, less 1 (benchmarks/frontier.py); other H and delays were not measured
-_SPARSE = 0.019
+# the loss of streaming_sparse over the default's after so many steps, less 1 (benchmarks/frontier.py); other H and delays were not measured
+_SPARSE, _SPARSE_STEPS = 0.019, 2000
 
 
 def loss(method: str, parameters: float, replicas: int, every: int, delay: int, tokens: float) -> Prediction:
@@ -86,6 +86,17 @@ def density(method: str, parameters: float, replicas: int, every: int, delay: in
     tokens = TOKENS_PER_PARAMETER * parameters
     own = loss(method, parameters, replicas, every, delay, tokens).value
     return math.exp(math.log(own / predict("loss", parameters, None).value) / _OF_COMPUTE)
+
+
+def short_run(method: str, steps: float) -> tuple[Outside, ...]:
+    """A warning if `method` was measured after more than `steps` inner steps.
+
+    >>> [str(warning) for warning in short_run("streaming_sparse", 800)]
+    ['short-run: 800 steps; measured after 2,000, a shorter run ends higher']
+    """
+    if method != "streaming_sparse" or steps >= _SPARSE_STEPS:
+        return ()
+    return (Outside("short-run", f"{steps:,.0f} steps; measured after {_SPARSE_STEPS:,}, a shorter run ends higher"),)
 
 
 def _of_period(

@@ -107,7 +107,7 @@ def replica_memory(
 ) -> Memory:
     """Memory of one rank of a replica of `ranks` (FSDP2) that trains `shape` in micro-batches of `batch` sequences.
 
-    `numels` are the sizes of the whole fragments, not of a rank's part. Raises `ConfigurationError` if `ranks` does not divide the batch.
+    `numels` are the sizes of the whole fragments, not of a rank's part. Raises `ConfigurationError` for less than one rank.
     """
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence

@@ -32,6 +32,7 @@ from thinwire.plan.scaling import FITTED, Outside, Prediction
 from thinwire.plan.setting import SEARCHED, Candidate, Setting, Task
 from thinwire.plan.sites import Floats, Places, Sites
 from thinwire.recipes import RECIPES
+from thinwire.records.units import text_of_count
 from thinwire.runtime.on_device import stays_on_device
 from thinwire.strategy import Strategy
 
@@ -182,8 +183,12 @@ class _Search:
         return self._elsewhere[key]
 
     def candidates(self, replicas: int) -> list[Candidate]:
-        """The candidates that so many replicas can run; one replica alone has only its outer step."""
-        return [c for c in (self._of_many if replicas > 1 else self._of_one) if self._joins(c, replicas)]
+        """The candidates that so many replicas can run, and that are for runs of so few steps; one replica alone has only its outer step."""
+        there = [c for c in (self._of_many if replicas > 1 else self._of_one) if self._joins(c, replicas)]
+        return [c for c in there if self._steps(c, replicas) >= c.least_steps]
+
+    def _steps(self, candidate: Candidate, replicas: int) -> float:
+        return self.task.tokens / (replicas * self.batch(candidate, replicas)[0] * self.task.base.data.sequence)
 
     def _joins(self, candidate: Candidate, replicas: int) -> bool:
         """Whether the exchange fits this number of replicas: an exchange with sites determines its number."""
@@ -232,9 +237,12 @@ class _Search:
             wanted, warnings = law.value, law.warnings
         else:
             wanted = task.base.data.largest_batch * task.base.data.accumulate * task.base.data.sequence * replicas
-            says = f"the batch law is for language models of {FITTED[0]:.3g} to 1e+10 parameters; the run file's batch is kept"
+            fitted = f"{text_of_count(FITTED[0])} to {text_of_count(10e9)} parameters"
+            says = f"the batch law is for language models of {fitted}; the run file's batch is kept"
             warnings = (Outside("batch-outside-fit", says),)
-        return max(task.ranks, round(wanted / replicas / task.base.data.sequence)), warnings
+        # the ranks of a replica read equally many
+        each = round(wanted / replicas / task.base.data.sequence / task.ranks)
+        return task.ranks * max(1, each), warnings
 
     def learning_rate(self, candidate: Candidate, replicas: int) -> float:
         """The joint law's learning rate if the law was fitted or checked there; otherwise the base run's."""
@@ -254,11 +262,10 @@ class _Search:
         schedule = candidate.strategy.schedule
         given = candidate.run.method.strategy, float(self.shape.parameters()), replicas, schedule.every, schedule.delay
         loss, density = _expected(*given, self.task.tokens)
+        more = expected.short_run(candidate.run.method.strategy, self._steps(candidate, replicas))
         if self.task.base.model.job:
-            loss = replace(
-                loss, warnings=(*loss.warnings, Outside("not-a-language-model", "the laws of H and M are theirs"))
-            )
-        return loss, density
+            more += (Outside("not-a-language-model", "the laws of H and M are theirs"),)
+        return replace(loss, warnings=loss.warnings + more), density
 
     def sent(self, candidate: Candidate, replicas: int) -> float:
         """Bytes that a replica sends in a period, the mean over all of them."""

@@ -11,6 +11,7 @@ from thinwire.codecs import Codec, Shapes, nested
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan import cost
+from thinwire.plan.expected import FORMS
 from thinwire.plan.links import Links
 from thinwire.plan.machine import USABLE_MEMORY, Machine
 from thinwire.plan.memory import Memory
@@ -97,6 +98,13 @@ class Candidate:
         """For a period: inner steps, steps that a flight may take, flights one after the other, and bytes for one peer."""
         schedule, nbytes = self.strategy.schedule, sum(codec.nbytes(numel) for codec, numel in self.coded)
         return schedule.every, schedule.delay, len(self.numels) if schedule.delay else 1, nbytes
+
+    @cached_property
+    def least_steps(self) -> int:
+        """Inner steps of the shortest run for which it is proposed: see `expected.Form`."""
+        method = self.run.method
+        forms = FORMS if method.strategy == "streaming_sign" else ()
+        return next((form.steps for form in forms if (form.every, form.codec) == (method.every, method.codec)), 0)
 
     @cached_property
     def label(self) -> str:

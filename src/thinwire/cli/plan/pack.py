@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     before, after = (way(lengths, asked.ranks, asked.capacity, cost) for way in (in_order, pack))
     title = f"{len(lengths)} sequences, {text_of_count(sum(lengths))} tokens, on {asked.ranks} ranks of {asked.capacity} (predicted)"
     table = Table("", title=title)
-    for head in ("micro-batches of a rank", "busiest rank / mean", "time"):
+    for head in ("micro-batches of a rank", "busiest rank / mean", "time / packed"):
         table.add_column(head, justify="right")
     for name, packing in (("in order", before), ("packed", after)):
         table.add_row(

@@ -283,9 +283,10 @@ def _table(scenario: Scenario, outcome: SimulationResult, summary: dict[str, Any
     )  # fmt: skip
     shown = "" if len(order) <= SHOWN else f"the {SHOWN // 2} that wait most and the {SHOWN // 2} that wait least; "
     failed = f"{summary['failures']} failures; " if scenario.failures else ""
+    floor = summary["floor_bits_per_second"]  # 0: one replica alone
+    waits = f"\non an uplink below {text_of_rate(floor)} every schedule must wait (predicted)" if floor else ""
     table.caption = (
         f"{shown}{failed}{summary['tokens_per_second']:,.0f} {unit}/s, {summary['rounds']:,} rounds, "
-        f"{text_of_bits(summary['bits_per_parameter_per_step'])} bits a parameter and step, {summary['events']:,} events\n"
-        f"on an uplink below {text_of_rate(summary['floor_bits_per_second'])} every schedule must wait (predicted)"
+        f"{text_of_bits(summary['bits_per_parameter_per_step'])} bits a parameter and step, {summary['events']:,} events{waits}"
     )
     return table
