@@ -63,3 +63,4 @@ def test_a_round_may_be_held_between_two_steps_at_the_end_of_its_grace():
 def test_progress_counts_the_steps_that_end_before_the_next_one_can():
     assert [done((1.0, 2.0, 4.0), 0, step) for step in (0, 1, 2, 3, 4)] == [0, 1, 3, 4, 7]
     assert [done((1.0, 2.0, 4.0), 2, step) for step in (0, 1)] == [4, 11]
+    assert done((0.5, 2.0), 1, 1) == 1 + 7
