@@ -251,3 +251,6 @@ def test_the_log_reports_each_change_once() -> None:
     assert members.take("b", alone | {"step": 0}) == ["b waits for the others: no lighthouse"]
     assert members.take("a", {"event": "round", **told(1, 1.0, ["a", "b"])}) == ["a, b joined; 2 of 3 are there"]
     assert members.line(["a"], ["a"]) == "2 living, 2 taking part, 1 rounds"
+    why = "LinkError: replica 1 (oslo-2) has died, or its link is cut. Read the end of its log."
+    dropped = members.take("a", {"event": "round", **told(2, 2.0, ["a", "oslo-2"], False, why)})
+    assert dropped[-1] == "round 2 was dropped and changed nothing: LinkError: oslo-2 has died, or its link is cut"

@@ -184,7 +184,7 @@ def outages(group: SecureGroup, name: str, say: Callable[[str], object]) -> Call
         state = group.state
         others = [one for one in group.names if one not in group.here and one not in group.gone]
         if state == CONNECTED:
-            lost = dict.fromkeys(others, "is not connected to the hub; its packets are waited for")
+            lost = dict.fromkeys(others, "is not connected to the hub; after a minute it counts as lost")
         else:  # then it does not know of the others
             lost = {name: f"{state}; it dials again"}
         for one, what in lost.items():

@@ -133,7 +133,8 @@ def _by_name(reason: str, members: Sequence[str]) -> str:
         rank = int(found[1])
         return members[rank] if rank < len(members) else found[0]
 
-    return re.sub(r"\breplica (\d{1,4})\b", name, reason.split(". ")[0])
+    told = re.sub(r"\breplica (\d{1,4})\b", name, reason.split(". ")[0])
+    return re.sub(r"(?<![a-z0-9-])([a-z0-9-]+) \(\1\)", r"\1", told)  # a hub's group names it, too
 
 
 class Participation:
