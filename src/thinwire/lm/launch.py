@@ -128,15 +128,12 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
             done.set()
 
     thread = threading.Thread(target=body, name="thinwire-replicas")
-    with stopping(stop):
+    with stopping(
+        stop, raises=False
+    ):  # nothing can end a thread from outside, so the process must not go on without them
         thread.start()
-        # Not `join`: in Python 3.11 a thread whose `join` was interrupted counts as ended, and the process would exit without it.
-        while not done.is_set():
-            try:
-                done.wait(0.2)
-                tick()
-            except KeyboardInterrupt:
-                stop.at_once = True  # nothing can end a thread from outside: each ends before its next micro-batch
+        while not done.wait(0.2):
+            tick()
             if stop.is_set() and not said:
                 said = True
                 print(f"\n{STOPPING}", file=sys.stderr)
@@ -289,15 +286,19 @@ def _post_mortem(last: Mapping[int, str], codes: list[int], run: Run, folder: Pa
 
 
 @contextmanager
-def stopping(stop: Stop) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) sets `stop`. A second SIGINT or SIGTERM ends a process that was not launched.
-    Only the main thread can listen. A SIGHUP that nohup lets the process ignore stays ignored."""
+def stopping(stop: Stop, raises: bool = True) -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) sets `stop`. A second SIGINT or SIGTERM ends a process that was not launched, by
+    KeyboardInterrupt, or if it does not raise by `stop.at_once`. Only the main thread can listen. A SIGHUP that nohup lets the process ignore
+    stays ignored.
+    """
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
             if stop.launched or number == signal.SIGHUP:  # a shell may send a second SIGHUP at once
                 return
-            raise KeyboardInterrupt(number)
+            if raises:
+                raise KeyboardInterrupt(number)
+            stop.at_once = True
         stop.number = number
         stop.set()
 
