@@ -22,7 +22,7 @@ from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
 from thinwire.runtime.gossip_driver import GossipDriver
 from thinwire.runtime.gradient_driver import GradientDriver
-from thinwire.runtime.inner_steps import InnerSteps, as_one, optimizers_of
+from thinwire.runtime.inner_steps import InnerSteps, as_one, check_free, optimizers_of
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import export_state
@@ -83,7 +83,7 @@ class Replica:
 
     Raises:
         ModelError: the model has nothing to train, or the optimizer holds other parameters.
-        ConfigurationError: the strategy does not work with this group or this optimizer, or the group has another Replica at work.
+        ConfigurationError: the strategy does not work with this group or this optimizer, or the group or optimizer has another Replica at work.
         DisagreementError: replicas differ in code, strategy, model, frozen parameters, or number of steps (which may close the group).
         LinkError: a replica was lost, or a link was cut.
 
@@ -113,6 +113,7 @@ class Replica:
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
+        check_free(optimizers_of(optimizer))
         self._driver = choose(training, fragments, group, site)
         self._driver.join(lambda: _begin(self, observer, resume))
         self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)

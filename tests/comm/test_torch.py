@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +64,39 @@ def test_a_dead_replica_is_named_at_once(tmp_path):
         assert exited.startswith("could not receive from replica 1 (packet, tag 1): it has left or crashed")
         assert killed.startswith("could not receive from replica 2")
         assert refused.startswith("could not send to replica 1")
+
+
+def death_before_its_children(rank, size):
+    """Replica 0, which has the store, is killed; a fork of it and a program that it has started live on."""
+    group = TorchGroup.from_world(size, timeout=600.0)
+    told = torch.zeros(8, dtype=torch.int64)
+    if rank == 0:
+        fork = os.fork()
+        if not fork:
+            signal.pause()
+        program = subprocess.Popen(["sleep", "3600"], close_fds=False)
+        ports = [port for _, port in listening().values()]
+        told[: 2 + len(ports)] = torch.tensor([fork, program.pid, *ports])
+        group.post(1, {1: told.view(torch.uint8)}, {}).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.post(1, {}, {0: told.view(torch.uint8)}).wait()
+    fork, program, *ports = filter(None, told.tolist())
+    try:
+        with pytest.raises(LinkError) as caught:
+            receive(group, 0, 2)
+        for port in ports:
+            socket.create_server(("127.0.0.1", port)).close()
+    finally:
+        for child in (fork, program):
+            os.kill(child, signal.SIGKILL)  # raises if it has ended
+    return [str(caught.value), len(ports)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel lists no sockets")
+def test_a_death_is_noticed_and_its_ports_are_free_though_its_children_live(tmp_path):
+    """Children such as the workers of a data loader."""
+    said, ports = run_processes(death_before_its_children, 2, tmp_path)[1]
+    assert said.startswith("could not receive from replica 0 (packet, tag 2): it has left or crashed") and ports
 
 
 def silence(rank, size):

@@ -60,6 +60,31 @@ def test_one_replica_resumes_bit_for_bit(tmp_path):
         assert same == (asked == "own")
 
 
+@pytest.mark.parametrize("asked", ["anchors", "own"])
+def test_a_checkpoint_on_an_exception_has_the_replicas_own_state(tmp_path, asked):
+    """The callback leaves the group after the checkpoint is written. A resume continues with its rounds in the air."""
+
+    class Cut(Module):
+        def training_step(self, batch, index):
+            if self.trainer.global_step == EPOCH + 2:
+                raise OSError("the power is cut")
+            return super().training_step(batch, index)
+
+    callback, module = ThinwireCallback(STREAMING, weights=asked), Cut()
+    keep = ModelCheckpoint(tmp_path / "kept", filename="cut", save_on_exception=True, save_top_k=0)
+    with pytest.raises(OSError, match="the power is cut"):
+        fit(tmp_path, callback, module=module, keep=keep)
+    assert callback.replica is None
+    saved = torch.load(tmp_path / "kept" / "cut.ckpt", weights_only=True)
+    state, own = saved["callbacks"]["ThinwireCallback"], dict(module.named_parameters())
+    assert state["facts"]["step"] == saved["global_step"] == EPOCH + 2 and state["facts"]["flights"]
+    assert all(torch.equal(value, own[name]) for name, value in state["own"].items())
+    assert all(torch.equal(value, saved["state_dict"][name]) for name, value in own.items()) == (asked == "own")
+    for _ in range(2):  # the same callback serves two trainings, the second without an exception
+        fit(tmp_path / "again", callback, resume=tmp_path / "kept" / "cut.ckpt")
+        assert callback.replica is None
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lightning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,6 +91,32 @@ def test_a_callback_stops_all_replicas_of_a_trainer_at_one_step(tmp_path: Path) 
         2, lambda group: loop(group, settings, {}) if group.rank else trainer(group), timeout=LIMIT
     )
     assert trained.state.global_step == step < STEPS
+
+
+def test_an_evaluation_that_another_callback_asks_for_has_the_anchors_or_a_warning(tmp_path: Path) -> None:
+    """So has one at the start of a training that resumes."""
+
+    class Ask(TrainerCallback):
+        def on_step_end(self, args: object, state: Any, control: Any, **_: object) -> None:
+            control.should_evaluate |= state.global_step == 5
+
+    def evaluated(*callbacks: TrainerCallback, resume: object = None, **options: Any) -> list[float]:
+        given = arguments(tmp_path, **({"max_steps": 6} | options))
+        trainer = Trainer(model(), given, train_dataset=Tokens(), eval_dataset=Tokens(8), callbacks=list(callbacks))
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+    replica = tw.local_sgd(every=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        (anchors,) = evaluated(Ask(), ThinwireCallback(replica))
+        both = evaluated(Ask(), ThinwireCallback(replica), eval_strategy="steps", eval_steps=4, save_steps=5)
+        again = evaluated(ThinwireCallback(replica), resume=tmp_path / "checkpoint-5", eval_on_start=True)
+    assert both[:2] == [anchors, anchors], "the fifth step has moved no anchor"
+    assert again == [anchors] * 3, "of both steps before, and at the start"
+    with pytest.warns(RuntimeWarning, match=r"did not know of.*callbacks=\[other, callback\]"):
+        (own,) = evaluated(ThinwireCallback(replica), Ask())
+    assert own != anchors
 
 
 def test_a_trainer_that_would_not_stop_or_begin_as_the_others_is_refused(tmp_path: Path) -> None:

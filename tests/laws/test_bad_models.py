@@ -86,6 +86,10 @@ def of_nothing(_):
             "1.running_mean is on the meta device, which holds no values; call model.to_empty(device=...) and give it its weights, then make "
             "the optimizer and the Replica.",
         ),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(2)), lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            "0.weight has no shape yet, because its module is lazy; call the model once with a batch, then make the optimizer and the Replica.",
+        ),
         (Integers, sgd, "table is torch.complex64; only real floating-point parameters can be exchanged, freeze it."),
         (
             toy, of_another_model,

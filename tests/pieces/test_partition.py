@@ -283,6 +283,17 @@ def test_by_size_is_balanced(sizes, data):
     assert max(fragment.numel for fragment in fragments) <= 4 / 3 * least + 1
 
 
+def test_another_default_device_is_refused() -> None:
+    """Messages would be made on it."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with (
+        torch.device("meta"),
+        pytest.raises(tw.ModelError, match=r"default device is meta;.*set_default_device\(None\)"),
+    ):
+        tw.Replica(tw.diloco(), model, optimizer, tw.ThreadGroup.create(1)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_default_dtype_is_refused(dtype: torch.dtype) -> None:
     """Rounds compute in fp32, in tensors of the default dtype."""

@@ -73,6 +73,21 @@ def test_the_group_of_a_replica_that_was_dropped_takes_no_other():
     attach(alone)[2].close()
 
 
+def test_an_optimizer_with_a_replica_takes_no_other():
+    """As after a notebook's cell that makes the group and the Replica is run again. Both would exchange, over groups of their own."""
+    first, second = (tw.ThreadGroup.create(1)[0] for _ in range(2))
+    model, optimizer, attached = attach(first)
+    for given in (optimizer, [optimizer]):
+        with pytest.raises(tw.ConfigurationError, match=r"the optimizer has a Replica .* Call finish\(\) or close\(\)"):
+            tw.Replica(tw.diloco(every=4), model, given, second)
+    inner_step(model, optimizer, *batch(0, 0, 1))
+    assert attached.step == 1
+    attached.close()
+    with tw.Replica(tw.diloco(every=4), model, optimizer, second) as again:
+        inner_step(model, optimizer, *batch(0, 0, 2))
+    assert (attached.step, again.step) == (1, 1)
+
+
 class Carrier:
     """A user's own carrier, which can be neither hashed nor referred to weakly."""
 

@@ -1,4 +1,4 @@
-"""The listening sockets of this process: their addresses, and how they are closed.
+"""The sockets of this process: their addresses, how listening ones are closed, and how children are kept from them.
 
 gloo listens at a port that it chooses, and never frees the file of a silent connection: after some thousand connections, such as of a
 health check, the process has no file left and aborts. Once all members of a group are connected, its port is not needed, so it is
@@ -16,7 +16,9 @@ import socket
 import stat
 import struct
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ _SO_ATTACH_FILTER = 26  # Linux; Python gives it no name
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction of a classic BPF filter: take 0 bytes of the packet
 
 Address = tuple[str, int]
+
+_kept: set[SocketFile] = set()  # from children
 
 
 class SocketFile(NamedTuple):
@@ -44,6 +48,41 @@ def socket_files() -> list[SocketFile]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.append(SocketFile(int(path.name), status.st_ino))
     return found
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """A context whose sockets stay with this process (Linux only). A worker of a data loader is a fork and would hold them too: if this process is
+    killed, its peers would wait until the worker ends, and its port would be taken until then.
+    """
+    before = set(socket_files())
+    try:
+        yield
+    finally:
+        present = set(socket_files())
+        _kept.intersection_update(present)
+        for file in present - before:
+            with suppress(OSError):  # closed meanwhile
+                os.set_inheritable(file.number, False)  # by a program that this process starts
+            _kept.add(file)
+        if _kept:
+            _watch_forks()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    """Give up the sockets that a fork has inherited. Their numbers stay in use, because objects that the fork has inherited may close them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in _kept:
+        with suppress(OSError):
+            if os.fstat(file.number).st_ino == file.inode:
+                os.dup2(nothing, file.number, inheritable=False)
+    os.close(nothing)
+    _kept.clear()
 
 
 def open_socket(file: SocketFile) -> socket.socket:

@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from thinwire.comm.address import CheckedAddresses
 from thinwire.comm.group import FINISH, Messages, Sized, Transfer, travelling
 from thinwire.comm.pacing import connections, pace
-from thinwire.comm.sockets import listen, listening, loopback, only_here, shut, shut_new
+from thinwire.comm.sockets import kept_from_children, listen, listening, loopback, only_here, shut, shut_new
 from thinwire.errors import ConfigurationError, LinkError
 
 _NEVER = FINISH + 1  # a tag that no message has
@@ -127,6 +127,7 @@ class TorchGroup:
         self._open: set[_TorchTransfer] = set()
 
     @classmethod
+    @kept_from_children()
     def from_world(cls, replicas: int, timeout: float = 60.0, uplink: float | None = None) -> TorchGroup:
         """The group of this process in a world of `replicas` times shards ranks, after `init_process_group`.
 
@@ -238,6 +239,7 @@ class TorchGroup:
 _CONNECT_TIMEOUTS = 5  # gloo waits for this number of its timeouts until a peer connects (measured)
 
 
+@kept_from_children()
 def connect(store: Store, rank: int, size: int, host: str, seconds: float) -> dist.ProcessGroup:
     """gloo among `size` processes that find each other in `store`, listening at `host` until all are connected.
 
@@ -260,6 +262,7 @@ def connect(store: Store, rank: int, size: int, host: str, seconds: float) -> di
     return made
 
 
+@kept_from_children()
 def start_torch(
     rank: int,
     world_size: int,
@@ -284,8 +287,14 @@ def start_torch(
         prefix: the prefix of our names in a store of another process, such as torchrun's agent; None: rank 0 has the store.
 
     Raises:
+        ConfigurationError: this process has joined a world before.
         LinkError: the port is taken, the host does not answer, or not all ranks joined in time.
     """
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "this process is in a torch.distributed world already: make a new group in it, by TorchGroup.from_world(...), or call "
+            "torch.distributed.destroy_process_group() first, on all ranks."
+        )
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{master_addr}:{master_port}"
     try:

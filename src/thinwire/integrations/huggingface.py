@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from thinwire.integrations.huggingface_checks import (
     found_place,
     set_folder,
 )
-from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet, refuse
+from thinwire.integrations.members import Drawn, MemberSampler, keep_to_the_end, meet, refuse
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
 from thinwire.pieces.partition import trainable
@@ -105,7 +105,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         self._jumped = self._logged = 0  # skipped steps since the last logged loss, and the step of that loss
         self._place = ProcessPlace(0, 1)
         self._anchored = ExitStack()
-        self._ended = self._evaluates = self._made = False
+        self._ended = self._evaluates = self._made = self._warned = False
         self._mean: float | None = None  # over all replicas, of the metric of this evaluation
 
     def share(self, data: Dataset[Any], *, seed: int = 0) -> IterableDataset[Any]:
@@ -116,7 +116,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             )
         samples: Any = data
         self._sampler = MemberSampler(len(samples), seed, self._member, self._anchored.close)
-        return _Drawn(samples, self._sampler)
+        return Drawn(samples, self._sampler)
 
     def state(self) -> dict[str, Any]:
         """For `trainer_state.json`: the replica whose checkpoint it is."""
@@ -201,6 +201,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             print(f"thinwire: {told(self.strategy, self.replica, place.size)}", file=sys.stderr, flush=True)
             if short := too_short(self.strategy, state.max_steps):
                 print(f"thinwire: {short}", file=sys.stderr, flush=True)
+        self._show(args.eval_on_start, saves=False)
 
     def _join(
         self, args: TrainingArguments, state: TrainerState, loader: Any, model: Any, optimizer: Any,
@@ -209,7 +210,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         """Attach the replica of a member, when enough others have joined; it waits for them for `ddp_timeout`."""
         member, sampler = self._member, self._sampler
         assert member is not None
-        drawn = isinstance(set_ := getattr(loader, "dataset", None), _Drawn) and set_.sampler is sampler
+        drawn = isinstance(set_ := getattr(loader, "dataset", None), Drawn) and set_.sampler is sampler
         unshared = {"training data that other members read too": (
             not (self.own_data or drawn),
             "give train_dataset=callback.share(data), or ThinwireCallback(..., own_data=True) if each has data of its own, as with TRL's "
@@ -283,11 +284,23 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         control.should_training_stop |= replica.stopping
         if state.global_step >= state.max_steps:
             self._end()
-        self._show(control)
+        self._show(control.should_evaluate, control.should_save)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._anchored.close()
-        self._show(control)
+        self._show(control.should_evaluate, control.should_save)
+
+    def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Warn, once, of an evaluation for which the anchors were not put into the model."""
+        unknown = self.replica and not (self._ended or self._evaluates)
+        if unknown and not self._warned and (self.weights == "anchors" or args.metric_for_best_model):
+            self._warned = True
+            warnings.warn(
+                "an evaluation that ThinwireCallback did not know of, so it has this replica's own weights and its own metric: give a callback "
+                "that asks for evaluations before ThinwireCallback, in callbacks=[other, callback]",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Let all replicas choose the same best model, and change their learning rates alike, whatever their evaluation data."""
@@ -349,10 +362,10 @@ class ThinwireCallback(TrainerCallback, ExportableState):
         if self._sampler:
             self._sampler.ended = True
 
-    def _show(self, control: TrainerControl) -> None:
+    def _show(self, evaluates: bool, saves: bool) -> None:
         """Let the trainer evaluate and save the anchors, and the mean of all replicas' buffers. Collective in a fixed group."""
-        self._evaluates = control.should_evaluate
-        if self.weights == "anchors" and not self._ended and (control.should_evaluate or control.should_save):
+        self._evaluates = evaluates
+        if self.weights == "anchors" and not self._ended and (evaluates or saves):
             self._anchored.enter_context(self._attached().anchored())
             self._anchored.enter_context(self._attached().averaged_buffers())
 
@@ -384,15 +397,3 @@ class ThinwireCallback(TrainerCallback, ExportableState):
 
 def _load(found: checkpoint.Checkpoint, replica: Replica) -> None:
     checkpoint.load(found, TrainableState(replica))
-
-
-class _Drawn(IterableDataset[Any]):
-    """The samples of `data` that a sampler gives."""
-
-    def __init__(self, data: Any, sampler: MemberSampler) -> None:
-        self._data, self.sampler = data, sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from (self._data[index] for index in self.sampler)
-        while True:  # the run has ended and steps change nothing, but accelerate's loaders raise without a batch
-            yield self._data[0]

@@ -103,7 +103,8 @@ def evaluations(args: TrainingArguments, state: TrainerState, loader: Any) -> di
         return told.get(strategy.value, str(strategy.value))
 
     return {
-        "evaluations": f"{when(args.eval_strategy, state.eval_steps)}, from {args.eval_delay}",
+        "evaluations": f"{when(args.eval_strategy, state.eval_steps)}, from {args.eval_delay}"
+        + ", and at the start" * args.eval_on_start,
         "saves": when(args.save_strategy, state.save_steps),
     }
 

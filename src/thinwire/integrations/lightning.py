@@ -41,7 +41,8 @@ from thinwire.integrations.lightning_checks import (
     check_share,
     validations,
 )
-from thinwire.integrations.lightning_metrics import all_monitored, average, come_first
+from thinwire.integrations.lightning_metrics import all_monitored, average
+from thinwire.integrations.lightning_order import take_place
 from thinwire.integrations.members import MemberSampler, keep_to_the_end, meet
 from thinwire.integrations.traffic import told
 from thinwire.membership.rendezvous import Membership
@@ -126,7 +127,7 @@ class ThinwireCallback(Callback):
         """Raise `ConfigurationError` for settings that cannot work, before Lightning wraps anything."""
         if stage == "fit":
             check(trainer, pl_module, self.replicas, self.weights)
-            come_first(self, trainer)
+            take_place(self, trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Meet the other replicas."""
@@ -295,9 +296,6 @@ class ThinwireCallback(Callback):
         self._ended = True
         if self._sampler:
             self._sampler.ended = True
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._member and self._ended:

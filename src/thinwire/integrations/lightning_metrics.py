@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
 from thinwire.comm import Group
 from thinwire.comm.group import gather
@@ -22,15 +22,6 @@ def monitored(trainer: Trainer) -> list[str]:
     names = {getattr(one, "monitor", None) for one in callbacks}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return sorted(name for name in names if name not in (None, "epoch", "step"))  # these two are equal on all
-
-
-def come_first(callback: Callback, trainer: Trainer) -> None:
-    """Let `callback` come before those that decide by metrics."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    first = next((place for place, one in enumerate(callbacks) if getattr(one, "monitor", None)), len(callbacks))
-    if callback in callbacks[first:]:
-        callbacks.remove(callback)
-        callbacks.insert(first, callback)
 
 
 def all_monitored(trainer: Trainer, group: Group) -> list[str]:

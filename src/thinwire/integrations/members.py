@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from thinwire.data_ledger import LeasedReader
 from thinwire.errors import ConfigurationError, EndedError, LinkError
@@ -123,3 +124,15 @@ class MemberSampler(Sampler[int]):
     def _anew(self, reader: LeasedReader) -> None:
         reader.restart()
         self._era += 1
+
+
+class Drawn(IterableDataset[Any]):
+    """The samples of `data` that a sampler gives, for transformers' `Trainer`."""
+
+    def __init__(self, data: Any, sampler: MemberSampler) -> None:
+        self._data, self.sampler = data, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self._data[index] for index in self.sampler)
+        while True:  # the run has ended and steps change nothing, but accelerate's loaders raise without a batch
+            yield self._data[0]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from thinwire.comm.group import Group
+from thinwire.comm.sockets import kept_from_children
 from thinwire.comm.torch import TorchGroup, connect
 from thinwire.errors import ConfigurationError, LinkError
 from thinwire.membership.channel import LIGHTHOUSE_PORT, Channel, at, family
@@ -63,6 +64,7 @@ class LighthouseRendezvous(RemoteRendezvous):
         """See `Rendezvous`."""
         return self._address
 
+    @kept_from_children()
     def arrive(self, name: str, incarnation: str, secret: bytes, timeouts: Timeouts, observe: Observe) -> None:
         """See `Rendezvous`. Raises `LinkError` if this machine does not have the address."""
         try:
@@ -108,6 +110,7 @@ class LighthouseRendezvous(RemoteRendezvous):
             self._listener.close()
         super().leave()
 
+    @kept_from_children()
     def _channel(self) -> Channel:
         return Channel(self._lighthouse, self._port, self._name, self._incarnation, self._secret, PROBE_SECONDS)
 

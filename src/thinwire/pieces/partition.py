@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from thinwire.errors import ConfigurationError, ModelError
 
@@ -84,7 +85,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise `ModelError` unless `optimizer` trains exactly the trainable parameters of `model`, DistributedDataParallel does not wrap it, all
-    of it has values, and torch makes tensors in fp32 by default."""
+    of it has shapes and values, and torch makes tensors on the CPU and in fp32 by default."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model: a {type(model).__name__} was given; an nn.Module is needed; put several into an nn.ModuleList."
@@ -94,10 +95,19 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"torch's default dtype is {torch.get_default_dtype()}; a Replica computes its rounds in fp32, and needs torch.float32 as the default "
             "while it trains. Call torch.set_default_dtype(torch.float32), and give the model its own dtype, as in model.double()."
         )
+    if torch.get_default_device().type != "cpu":
+        raise ModelError(
+            f"torch's default device is {torch.get_default_device()}; a Replica makes its messages in host memory, and needs the CPU as the default "
+            "while it trains. Call torch.set_default_device(None), and move the model instead, as in model.cuda()."
+        )
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ModelError(
             "the model is wrapped in DistributedDataParallel, which exchanges every gradient already; a plain model, or one sharded by "
             "fully_shard within each replica, is needed. Remove the wrapper, or keep it and use thinwire.methods.ddp_hook (docs/own-loop.md)."
+        )
+    if lazy := [name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)]:
+        raise ModelError(
+            f"{lazy[0]} has no shape yet, because its module is lazy; call the model once with a batch, then make the optimizer and the Replica."
         )
     if empty := [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]:
         raise ModelError(

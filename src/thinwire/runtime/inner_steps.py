@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import ModelError
+from thinwire.errors import ConfigurationError, ModelError
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
 
+_attached: WeakValueDictionary[int, InnerSteps] = (
+    WeakValueDictionary()
+)  # by the id of the optimizer, whose hooks keep it alive
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
@@ -97,6 +101,15 @@ def as_one(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return several[0] if len(several) == 1 else Several(several)
 
 
+def check_free(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise `ConfigurationError` if a Replica is attached to one of `optimizers`: both would exchange after every step."""
+    if any(id(one) in _attached for one in optimizers):
+        raise ConfigurationError(
+            "the optimizer has a Replica that was neither finished nor closed, and both would exchange its steps. Call finish() or close() of that "
+            "one first, on all replicas; if no variable holds it, make another optimizer."
+        )
+
+
 class InnerSteps:
     """Calls `driver` around each inner step of the loop that steps `optimizers`, and counts the step in `training`.
 
@@ -119,6 +132,7 @@ class InnerSteps:
         self._frozen = [p for p in _held(optimizers) if id(p) not in ids]
         self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
         self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
+        _attached.update((id(one), self) for one in optimizers)
 
     def exchange_early(self) -> None:
         """As `exchange_gradients`, before the optimizer's step. Raises `ModelError` if the gradients of an earlier call were not stepped."""
@@ -142,6 +156,8 @@ class InnerSteps:
     def close(self) -> None:
         """Remove the hooks."""
         self._others.close()
+        for one in self._optimizers:
+            _attached.pop(id(one), None)
         for hook in self._hooks:
             hook.remove()
 
