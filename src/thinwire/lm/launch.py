@@ -128,9 +128,8 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
             done.set()
 
     thread = threading.Thread(target=body, name="thinwire-replicas")
-    with stopping(
-        stop, raises=False
-    ):  # nothing can end a thread from outside, so the process must not go on without them
+    # Nothing can end a thread from outside, so a second Ctrl-C must not end the process without them.
+    with stopping(stop, raises=False):
         thread.start()
         while not done.wait(0.2):
             tick()
