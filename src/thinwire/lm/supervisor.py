@@ -60,13 +60,7 @@ class JoiningReplica:
 
 
 def train_elastic(
-    run: Run,
-    folder: Path,
-    resume: bool,
-    tick: Tick,
-    say: Say,
-    joining: JoiningReplica | None = None,
-    stop: Stop | None = None,
+    run: Run, folder: Path, resume: bool, tick: Tick, say: Say, joining: JoiningReplica | None, stop: Stop | None = None
 ) -> None:
     """Run all replicas of `run` on this machine, with their lighthouse or hub, or only the replica `joining`. Their output goes to RUN/logs.
 
