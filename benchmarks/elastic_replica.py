@@ -116,9 +116,8 @@ def main(part: Part) -> None:
         watch = Stopwatch()
         optimizer.register_step_post_hook(watch.after)
         write("start")
-        while (
-            not Path(part.file).with_name("go").exists()
-        ):  # all start together; otherwise torchft's first quorum would time out
+        # All start together; otherwise torchft's first quorum would time out.
+        while not Path(part.file).with_name("go").exists():
             time.sleep(0.1)
         attached = {"thinwire": thinwire, "torchft": torchft}[part.method](part, model, optimizer, write)
         optimizer.register_step_pre_hook(watch.before)

@@ -85,9 +85,8 @@ def least(codec: Codec, width: int, payloads: list[tuple[int, Tensor]]) -> float
             own, at = payload[at : at + part.nbytes], at + part.nbytes
             if isinstance(part, Symbols):
                 planes = own.view(-1, part.stride).t().contiguous().numpy()
-                symbols = [
-                    narrow(plane, 8 if index or part.stride > 1 else width) for plane in planes
-                ]  # codes come first
+                # Codes come first.
+                symbols = [narrow(plane, 8 if index or part.stride > 1 else width) for plane in planes]
             else:
                 places = unpack(own, part.kept, part.width).numpy()
                 gaps = np.diff(places, prepend=[-1])

@@ -53,9 +53,8 @@ def member(name: str, host: str, lighthouse: str, saved: str) -> None:
     rounds = 0
 
     def say(kind: str, **fields: Any) -> None:
-        sys.stdout.write(
-            json.dumps({"kind": kind, **fields}) + "\n"
-        )  # two threads say something; print would mix lines
+        # Two threads say something; print would mix lines.
+        sys.stdout.write(json.dumps({"kind": kind, **fields}) + "\n")
         sys.stdout.flush()
 
     def timed(*args: Any) -> str:

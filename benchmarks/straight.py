@@ -36,11 +36,8 @@ from thinwire.comm import Link
 
 HUB = 1e9  # bits per second
 DELAY = 0.02  # seconds from a replica's uplink to whoever receives
-PLACES = {
-    "fast": (HUB, 0.0),
-    "slow": (None, 0.0),
-    "far": (HUB, 0.1),
-}  # the hub's rate (None: the replicas'), and its delay
+# The hub's rate (None: the replicas'), and its delay.
+PLACES = {"fast": (HUB, 0.0), "slow": (None, 0.0), "far": (HUB, 0.1)}
 SIZES = (100_000, 1_000_000)
 IDLE_SECONDS = 0.3
 PORT, OWN_PORT = 29530, 29540

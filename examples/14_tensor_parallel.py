@@ -31,9 +31,8 @@ def train(steps: int) -> None:
     start_torch(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix=prefix)
     group = tw.TorchGroup.from_world(replicas=REPLICAS)  # joins equal ranks of both replicas
 
-    model = Transformer(
-        Architecture(layers=3, width=64, heads=4, vocabulary=64), seed=0
-    )  # one seed, so all ranks have the same weights
+    # One seed, so all ranks have the same weights.
+    model = Transformer(Architecture(layers=3, width=64, heads=4, vocabulary=64), seed=0)
     mesh = init_device_mesh("cpu", (REPLICAS, world // REPLICAS), mesh_dim_names=("replica", "shard"))["shard"]
     plan = split(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # made after the split, because it must hold the parts

@@ -274,7 +274,6 @@ def test_a_damaged_packet_ends_training_with_a_message(exchange):
     """No replica decides on a round with damaged bytes: it raises `PacketError`, names the sender, and changes nothing."""
     strategy = tw.Strategy(schedule=tw.pieces.schedule.Every(2), exchange=exchange)
     replicas = sum(map(len, exchange.ranks)) if isinstance(exchange, tw.exchange.Hierarchy) else 2
-    with pytest.raises(
-        tw.PacketError, match=r"the packet of replica [01] is damaged"
-    ):  # 0: replica 1 passes on packets within its site
+    # 0: replica 1 passes on packets within its site.
+    with pytest.raises(tw.PacketError, match=r"the packet of replica [01] is damaged"):
         journey(strategy, replicas, wrap=lambda group: Damaging(group) if group.rank == 1 else group)

@@ -28,9 +28,8 @@ def voices(count, generator=None):
     pitch = drawn(90, 220, 1) * (1 + 0.1 * torch.sin(2 * math.pi * drawn(2, 5, 1) * t + drawn(0, 6, 1)))
     angle = 2 * math.pi * pitch.cumsum(1) / RATE
     formants = torch.cat([drawn(300, 700, 1), drawn(900, 1400, 1)], 1)
-    formants = torch.cat(
-        [formants, formants.sum(1, keepdim=True) * 0.9], 1
-    )  # the upper one follows from the lower ones
+    # The upper one follows from the lower ones.
+    formants = torch.cat([formants, formants.sum(1, keepdim=True) * 0.9], 1)
     sound = torch.zeros(count, SAMPLES)
     for partial in range(1, 20):
         f = pitch * partial

@@ -174,8 +174,9 @@ class Replica:
     def exchange_gradients(self) -> None:
         """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, summed in rank order).
 
-        A hook runs it before the optimizer's step. Call it earlier to clip the mean, and step after each call: if a GradScaler or the loop
-        skips the step, the next call raises `ModelError`. If any gradient is not finite, all become None, and the step changes nothing."""
+        A hook runs it before a step. Call it earlier to clip the mean; if no step follows, the next call raises `ModelError`. If any gradient
+        is not finite, all become None.
+        """
         self._inner_steps.exchange_early()
 
     def anchors(self) -> list[Tensor]:
@@ -191,8 +192,7 @@ class Replica:
         return self._buffers.averaged(self._driver.gather)
 
     def mean(self, value: float) -> float:
-        """The mean of `value`, such as a validation loss, over all replicas, with the same bits on each. Collective in a fixed group: all call it
-        after the same inner step, and send 16 bytes to each other. With a `Membership` it is `value`. Raises `DisagreementError`, `LinkError`."""
+        """The mean of `value`, such as a loss, over all replicas, with the same bits on each. Collective in a fixed group; else it is `value`."""
         return _mean(self._driver.gather(_NUMBER.pack(value), _NUMBER.size, "metric"))
 
     def export(self) -> dict[str, Tensor]:
@@ -206,7 +206,8 @@ class Replica:
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`, all at the same step; the caller restores model and inner optimizer. With a `Membership`: in `resume`. In a
-        fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors)."""
+        fixed group all must call it. Raises `CheckpointError` (another model, strategy or replica), `DisagreementError` (different anchors).
+        """
         self._driver.load_state(tensors, check_origin(facts, self._training, self.group, self._site))
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,9 +219,9 @@ class Replica:
         self.load_state(*unpack_state(owner(self.group, self._site), self.strategy, saved))
 
     def finish(self, keep_seconds: float = 0.0) -> None:
-        """Land the rounds in flight, exchange the training since then, and leave the outer weights in the model.
-        With a `Membership`: if a member is missing at the end, the first of the others keeps the final state for it, for `keep_seconds`
-        or until `close`, on its own thread. Then it closes its membership."""
+        """Land the rounds in flight, exchange the training since then, leave the outer weights in the model, and close a `Membership`. If a member
+        is missing, the first of the others keeps the final state for it, for `keep_seconds` or until `close`, on its own thread.
+        """
         if self._finished:
             return
         self._loop_warnings.finishes(self.step)

@@ -206,7 +206,6 @@ def test_a_run_file_that_a_person_wrote_is_not_replaced(capsys: Any) -> None:
         )
     assert Path("run.toml").read_text() == mine
     Path("begun").mkdir()
-    Run.load(Path("run.toml")).absolute().save(
-        Path("begun/run.toml")
-    )  # as a run leaves it that failed before its first step
+    # As a run leaves it that failed before its first step.
+    Run.load(Path("run.toml")).absolute().save(Path("begun/run.toml"))
     assert main([*train, "--out", "begun"]) == 0 and Run.load(Path("begun/run.toml")).optimizer.steps == 2

@@ -76,9 +76,8 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    assert (
-        "a resume starts at step 6" in output_of(capsys, "checkpoints", run)[1]
-    )  # without --verify only sizes are checked
+    # Without --verify only sizes are checked.
+    assert "a resume starts at step 6" in output_of(capsys, "checkpoints", run)[1]
     found, text = output_of(capsys, "checkpoints", run, "--verify")
     assert not found["checkpoints"][2]["whole"] and "a resume starts at step 4" in text
     assert found["checkpoints"][2]["problems"] == [
@@ -86,9 +85,8 @@ def test_checkpoints_are_listed_verified_and_pruned(run: Path, capsys: pytest.Ca
     ]
     shutil.rmtree(run / "checkpoints/replica-0/step-00000002")
     assert output_of(capsys, "checkpoints", run)[0]["checkpoints"][0]["problems"] == ["replica-0 has none"]
-    found, _ = output_of(
-        capsys, "checkpoints", run, "--prune", "1"
-    )  # a set newer than the newest whole one may still be written
+    # A set newer than the newest whole one may still be written.
+    found, _ = output_of(capsys, "checkpoints", run, "--prune", "1")
     assert [one["step"] for one in found["checkpoints"]] == [4, 6] and len(found["deleted"]) == 1
     assert sorted(path.name for path in (run / "checkpoints/replica-1").iterdir()) == ["step-00000004", "step-00000006"]
     shutil.rmtree(run / "checkpoints/replica-0")

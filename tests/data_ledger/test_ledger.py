@@ -221,9 +221,8 @@ class RandomCommits:
                 if not back.reader.load(state, ledger, self.ledger):
                     self.begin_again(back)
                 lease = self.ledger.lease(name)
-                for fragment in range(
-                    self.fragments
-                ):  # its delta was counted after its checkpoint, so its parameters restart at the anchor
+                # Its delta was counted after its checkpoint, so its parameters restart at the anchor.
+                for fragment in range(self.fragments):
                     before = ledger.lease(name)
                     if lease and before and lease.landed[fragment] > before.landed[fragment]:
                         back.inside[fragment].clear()

@@ -289,9 +289,8 @@ def test_predicted_bytes_cross_between_the_sites():
     up, down = 80 + E3M0().nbytes(8), 56 + 17 * 2 + E3M0().nbytes(8)
     assert up + down == method.nbytes_between(8, size=4)
     assert ledgers[2].sent("packet", 0) == 4 * up + up + 80  # and the rest, and the end
-    ends = (
-        ledgers[0].sent("packet", 2) - 4 * down
-    )  # a site has ended; all have. One message if the first is heard as the last ends
+    # A site has ended; all have. One message if the first is heard as the last ends.
+    ends = ledgers[0].sent("packet", 2) - 4 * down
     assert ends in (down - E3M0().nbytes(8), 2 * (down - E3M0().nbytes(8)))
     assert method.nbytes_per_period(8, 4) == method.nbytes_per_period(8, 4, rank=1)
     assert ledgers[1].sent("packet", 0) == 8 * method.nbytes_per_period(8, 4, rank=1) + 80

@@ -137,9 +137,8 @@ def test_checkpoints_of_different_moments_count_nothing_twice(at):
     count, steps, again = counted(found[0][0]), [steps for _, steps, _ in found], [again for *_, again in found]
     warned = [" ".join(fields["message"] for event, fields in heard if event == "warning") for heard in told]
     assert all(torch.equal(found[0][0], final) for final, *_ in found)
-    updates = next(
-        (number for site, _, number, _ in kept[0][1]["global"]["counted"] if site), 0
-    )  # of 8 steps of each replica
+    # Updates of 8 steps of each replica.
+    updates = next((number for site, _, number, _ in kept[0][1]["global"]["counted"] if site), 0)
     if at[0] == 12:
         assert again == [12, 30, 30, 28]  # the syncer had counted 28 steps of the last
         lost = 24 - 8 * updates

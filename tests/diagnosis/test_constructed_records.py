@@ -63,11 +63,8 @@ def watched(rounds: list[list[Record]]) -> list[str]:
         ("abcd", ["ab", "ac", "ad", "ba", "ca", "da"], ["communication slow: replica a"]),
         ("abc", ["ab", "ac"], ["communication slow: the sender side of replica a"]),
         ("abc", ["ab"], ["communication slow: the link from replica a to replica b"]),
-        (
-            "abcd",
-            [a + b for a in "abcd" for b in "abcd" if a != b],
-            [],
-        ),  # all links are equally slower, so none is blamed
+        # All links are equally slower, so none is blamed.
+        ("abcd", [a + b for a in "abcd" for b in "abcd" if a != b], []),
         (
             "ab",
             ["ab"],

@@ -206,9 +206,8 @@ def test_a_return_from_a_checkpoint_counts_no_delta_twice(phase: str, nth: int, 
     results = cluster.play({name: train(cluster, record, **settings) for name in "abc"})
     agree(results, record)
     state_digest = results["a"].elastic.rounds.loop.agreed.state_digest
-    for fragment in range(
-        2
-    ):  # increments are positive, so a delta counted twice would exceed the sum of what was trained
+    # Increments are positive, so a delta counted twice would exceed the sum of what was trained.
+    for fragment in range(2):
         sent = sum(
             (delta for one in record.history(state_digest) if one.fragment == fragment for delta in one.deltas),
             torch.zeros(SIZES[fragment]),

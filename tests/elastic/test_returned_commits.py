@@ -13,10 +13,8 @@ from thinwire.elastic.messages import Outcome
 from thinwire.membership.testing.cluster import Killed, SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture
-STEP, STEPS = (
-    {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1000.0, "e": 10000.0},
-    40,
-)  # unlike, so that no two rounds have the same anchor
+# Unlike, so that no two rounds have the same anchor.
+STEP, STEPS = {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1000.0, "e": 10000.0}, 40
 
 
 class Split:

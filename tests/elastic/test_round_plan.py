@@ -128,9 +128,8 @@ def test_the_run_is_over_once_no_member_brings_a_delta() -> None:
     }  # fmt: skip
     training = reconcile([one, status(5)], ORDER)
     assert not training.over
-    assert not reconcile(
-        [none, status(2, "old", brings={}, finishing=True)], ORDER
-    ).over  # a member may still get its delta back
+    # A member may still get its delta back.
+    assert not reconcile([none, status(2, "old", brings={}, finishing=True)], ORDER).over
 
 
 def test_statuses_survive_serialisation_and_malformed_ones_are_refused() -> None:

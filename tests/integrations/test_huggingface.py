@@ -67,9 +67,8 @@ def test_one_replica_with_average_changes_nothing(tmp_path, options):
     assert said.endswith("Its save was cut off: delete checkpoint-4 and resume from the one before, on all replicas.")
 
 
-@pytest.mark.parametrize(
-    "optim", ["adamw_torch", "adamw_torch_fused"]
-)  # AMP does not call the step of the first; the second skips by itself
+# AMP does not call the step of the first; the second skips by itself.
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     def scaled(folder: Path, *callbacks: ThinwireCallback) -> Trainer:
         trainer = Trainer(model(), arguments(folder, optim=optim), train_dataset=Tokens(), callbacks=list(callbacks))

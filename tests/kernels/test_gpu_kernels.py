@@ -28,9 +28,8 @@ import triton.language as tl
 from thinwire.kernels import gpu
 from thinwire.kernels.triton_programs import _part
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
-)  # numpy's, on purpose
+# Warnings of numpy: the values overflow on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STREAM = Key(3).own("rounding")
 NORMS = [("mean", 4096), ("l2", 4096), ("mean", 33), ("l2", 128), ("mean", 1), ("l2", 5000), ("mean", 8192)]

@@ -264,9 +264,8 @@ def test_an_elastic_run_over_a_hub_survives_kills(tmp_path, capsys):
     for name, other in (("bergen", "oslo"), ("oslo", "bergen")):  # these two were never killed
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert summary["status"] == "finished"
-        if all(
-            name in event["members"] for event in rounds_of(tmp_path / other)
-        ):  # otherwise some of its samples may belong to others
+        # Otherwise some of its samples may belong to others.
+        if all(name in event["members"] for event in rounds_of(tmp_path / other)):
             assert summary["steps_counted"] == summary["steps_trained"]
     assert not subprocess.run(["pgrep", "-f", f"thinwire.lm.supervisor {tmp_path}"], capture_output=True).stdout
 

@@ -92,9 +92,8 @@ def test_gradients_are_the_mean_over_all_tokens(tmp_path: Path, monkeypatch: pyt
     both, one = alone((0, 1)), alone((0,))
     parallel = ["--strategy", "data_parallel", "--replicas", "2"]
     assert torch.allclose(trained(SUM, *parallel), both, atol=1e-5)
-    assert (
-        trained(MEAN, *parallel) - both
-    ).abs().max() > 0.1  # the bias: a token counts more if its micro-batch has fewer
+    # The bias: a token counts more if its micro-batch has fewer.
+    assert (trained(MEAN, *parallel) - both).abs().max() > 0.1
     single = ["--strategy", "local_sgd(every=3)", "--replicas", "1"]
     assert torch.allclose(trained(SUM, *single), one, atol=1e-5)
     assert (trained(MEAN, *single) - one).abs().max() > 0.1

@@ -31,7 +31,8 @@ def test_only_the_cause_of_a_failure_is_reported_and_once(tmp_path: Path) -> Non
     (tmp_path / "logs").mkdir()
     for rank, said in enumerate(["old\n", "old\n", "old\nLinkError: replica 0 is gone\n", "old\nDataError: no text\n"]):
         (tmp_path / f"logs/replica-{rank}.txt").write_text(said)
-    last = {rank: launch._last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
+    words = {rank: launch.last_words(tmp_path / f"logs/replica-{rank}.txt", 4) for rank in range(4)}
+    last = {rank: said or "it ended without a message" for rank, said in words.items()}
     told = launch._post_mortem({rank: last[rank] for rank in (0, 1, 2)}, [-9, -9, 1, 0], Run(), tmp_path)
     assert told.startswith(
         "replicas 0, 1 (killed by signal 9): it ended without a message\nAll that the replicas printed"

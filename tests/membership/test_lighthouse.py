@@ -249,9 +249,8 @@ def test_rebuilt_groups_close_their_files_and_threads(lighthouse, no_collector):
     rebuild(lighthouse.address, 1)
     before, end = opened(), time.monotonic() + LIMIT
     rebuild(lighthouse.address, 8)
-    while any(
-        now > then for now, then in zip(opened(), before)
-    ):  # threads end, and the lighthouse closes connections, a little later
+    # Threads end, and the lighthouse closes connections, a little later.
+    while any(now > then for now, then in zip(opened(), before)):
         assert time.monotonic() < end, (before, opened())
         time.sleep(0.05)
 

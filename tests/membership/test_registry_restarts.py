@@ -37,9 +37,8 @@ def test_after_a_restart_a_view_waits_for_members_that_may_return(monkeypatch, b
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     registry, disk = MemberRegistry(5.0), Disk()
-    disk.keep(
-        '[{"a-1": "a", "b-1": "b", "c-1": "c"}, ["a-1", "b-1", "c-1"]]'
-    )  # three were alive, and members of one view
+    # Three were alive, and members of one view.
+    disk.keep('[{"a-1": "a", "b-1": "b", "c-1": "c"}, ["a-1", "b-1", "c-1"]]')
     registry.remember(disk)
 
     async def call(name: str, incarnation: str = "") -> list[str] | None:

@@ -32,9 +32,8 @@ def test_keys_of_a_view_whose_member_died_are_deleted_by_the_others_after_more_d
         cluster.at(name, "all", partial(cluster.kill, name), nth=2 * nth)
     _, logs = hold_rounds_of_all(cluster, "ab" + mortal, rounds=14)
     written = cluster.lighthouse.written
-    kept = [
-        view for view in logs["a"].decided if f"{view}/land/outcome" in written
-    ]  # until new processes of the dead vote
+    # Keys are kept until new processes of the dead vote.
+    kept = [view for view in logs["a"].decided if f"{view}/land/outcome" in written]
     ballots = [f"{view}/land/{rank}" in written for view in kept for rank in (0, 1)]
     assert ballots == [False] * 2 * (len(kept) - 7) + [True] * 14
 

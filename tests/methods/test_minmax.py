@@ -121,9 +121,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name):
     problem, method = Bilinear(2), METHODS[name]
     whole = solve(method, 15, problem, 2)
     begun = [at.state() for at in solve(method, 7, problem, 2)]
-    assert all(
-        len({t.data_ptr() for t in tensors.values()}) == len(tensors) for tensors, _ in begun
-    )  # tensors of a state share no storage
+    # Tensors of a state share no storage.
+    assert all(len({t.data_ptr() for t in tensors.values()}) == len(tensors) for tensors, _ in begun)
 
     def replica(group: tw.Group) -> Saddle:
         at = Saddle(method, problem.operator(group.rank), torch.ones(2 * N), group)

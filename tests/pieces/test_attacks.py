@@ -69,9 +69,8 @@ def test_hidden_lies_match_values_by_hand():
 
 
 def test_attacks_follow_rounds_and_senders():
-    switch = attack_of(
-        "Switch(Mimic(4), 2)"
-    )  # of three honest replicas the fourth is the first, and the fifth the second
+    # Of three honest replicas the fourth is the first, and the fifth the second.
+    switch = attack_of("Switch(Mimic(4), 2)")
     said = [switch.says(replace(SCENE, key=Key(round=number))).tolist() for number in range(7)]
     assert said == [[1.0, -1.0]] * 2 + [[3.0, 2.0]] * 2 + [[1.0, -1.0]] * 2 + [[3.0, 2.0]]
     assert attack_of("Sybils(Replay())").says(SCENE).tolist() == [7.0, 7.0]

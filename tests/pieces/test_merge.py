@@ -86,11 +86,8 @@ def test_a_share_of_what_was_not_sent_stays_in_the_parameters(share):
         rest = -EVERY * move - own
         assert torch.equal(residual, (1 - share) * rest)
         assert torch.equal(during, anchor - share * rest + move)
-    for steps in (
-        EVERY,
-        EVERY + 1,
-        EVERY + 2,
-    ):  # the last round of before departs in the last step, lands in it, or has landed
+    # The last round of before departs in the last step, lands in it, or has landed.
+    for steps in (EVERY, EVERY + 1, EVERY + 2):
         for *_, final in unsent(share, moves, steps):
             assert torch.equal(final, steps * torch.tensor(moves).mean(0))
 

@@ -38,9 +38,8 @@ MIXED = [
     "Bucketing(Median(), 2)",
     "ARC(TrimmedMean(2), 2)",
 ]
-SHIFTED = [
-    text for text in (*PLAIN, *MIXED) if not text.startswith(("CenteredClipping", "ARC"))
-]  # the two left out clip towards 0
+# The two left out clip towards 0.
+SHIFTED = [text for text in (*PLAIN, *MIXED) if not text.startswith(("CenteredClipping", "ARC"))]
 MEANS = [
     "TrimmedMean(0)",
     "MeaMed(0)",
@@ -279,9 +278,8 @@ def test_shards_and_whole_vectors_give_the_same_estimate(text, codec):
         assert all(same_bits(kept, journeys[3].final_agreed[name]) for name, kept in journeys[0].final_agreed.items())
         assert not journeys[0].heard("refused")
         finals.append(journeys[0].final)
-    assert (
-        codec != Identity() or float((finals[0] - finals[1]).abs().max()) <= 1e-6
-    )  # a mean in 4 bits is rounded twice
+    # A mean in 4 bits is rounded twice.
+    assert codec != Identity() or float((finals[0] - finals[1]).abs().max()) <= 1e-6
 
 
 def test_rules_by_inner_products_need_an_exchange_that_computes_them():

@@ -179,9 +179,8 @@ def test_rarely_sent_values_have_the_weights_of_momentum():
     plain = FilterChain([], tw.pieces.feedback.Feedback(), tw.codecs.TopK(0.5), n=2)
     for line in (corrected, plain):
         for t in range(6):
-            line.round(
-                torch.tensor([1.0, 0.0 if t == 5 else 100.0])
-            )  # the larger one is sent, except in the last round
+            # The larger one is sent, except in the last round.
+            line.round(torch.tensor([1.0, 0.0 if t == 5 else 100.0]))
     due = sum(sum(0.9**j for j in range(k + 1)) for k in range(6))
     # In the sixth round the gradient 100 ends, but its momentum is still larger: the residual holds all of the first coordinate.
     held = [float(line.held["residual"][0] + sum(line.sent)[0]) for line in (corrected, plain)]

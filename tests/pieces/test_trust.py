@@ -204,9 +204,8 @@ def test_only_valid_and_newer_records_are_kept():
         *(record_of(0, 5, 1, moved), record_of(1, 5, 1, moved), record_of(2, 5, 1, moved), record_of(6, 5, 1, moved)),
         *(record_of(-1, 5, 1, moved), record_of(4.5, 5, 1, moved), record_of(4, 5, 1, moved * math.nan)),
     ]
-    for (
-        record
-    ) in refused:  # old, not newer, future, too far, of itself, the sender, a neighbour or no replica, not finite
+    # Old, not newer, future, too far, of itself, the sender, a neighbour or no replica, not finite.
+    for record in refused:
         _, same = judged(rule, near, 6, newer, 6, records={1: record})
         assert known(same) | {1: 0, 2: 0} == known(newer) | {1: 0, 2: 0}, record[:3]
     _, last = judged(rule, near, 6, newer, 6, records={1: record_of(4, 6, 1, moved)})

@@ -150,9 +150,8 @@ def test_the_order_of_a_pipeline_is_the_best_of_all_or_a_bound_for_many_sites(
 def test_given_offsets_of_a_schedule_are_followed() -> None:
     strategy = streaming_diloco(every=10, delay=3, offsets=(10, 10))
     assert strategy.schedule == Staggered(10, 3, (10, 10))
-    assert follow(strategy, 1.0, [FragmentSeconds(0, 2, 0, 0)] * 2).stall_seconds == pytest.approx(
-        0.1
-    )  # the second waits for the first
+    # The second waits for the first.
+    assert follow(strategy, 1.0, [FragmentSeconds(0, 2, 0, 0)] * 2).stall_seconds == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("seed", range(20))

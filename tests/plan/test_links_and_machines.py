@@ -118,9 +118,8 @@ def test_measured_step_times_are_used_and_scaled_for_other_batches() -> None:
     assert own.micro_seconds(tiny, 128, 2) == pytest.approx(0.03)  # between the two sizes that were measured
     assert not own.warnings(tiny, 128) and own.warnings(replace(tiny, layers=5), 128)
     assert own.codec_seconds(["E3M0()"], 10**6, packets=2) == pytest.approx(0.01 + 0.005)
-    assert own.codec_seconds(["E3M0()"], 10**7, packets=0) == pytest.approx(
-        0.1 * 2**0.5
-    )  # between the two sizes that were timed
+    # Between the two sizes that were timed.
+    assert own.codec_seconds(["E3M0()"], 10**7, packets=0) == pytest.approx(0.1 * 2**0.5)
     assert own.codec_seconds(["E3M0()"], 10**9, packets=0) == pytest.approx(20.0)
     assert own.codec_seconds(["Each(E3M0())", "Sign()"], 10**6, packets=2) == 0.0
 

@@ -299,9 +299,8 @@ def test_predicted_memory_is_close_to_the_peak_of_two_processes(
     assert said and 0.8 * peak <= quantities.nbytes(said[1] + said[2]) <= 1.25 * peak
 
     assert main(["probe", "--what", "machine", "--model", "nano", "--seconds", "0.05"]) == 0
-    replace(Machine.load(Path("machine.toml")), steps=()).save(
-        Path("m.toml")
-    )  # without measured steps no micro-batch is faster
+    # Without measured steps no micro-batch is faster.
+    replace(Machine.load(Path("machine.toml")), steps=()).save(Path("m.toml"))
     run = Run.load(Path("run.toml"))
     tokens = str(2 * run.data.batch * run.data.sequence)
     asked = ["plan", "50mbit,30ms", "m.toml", "--run", "run.toml", "--batch-tokens", tokens, "--top", "99", "--json"]

@@ -97,10 +97,8 @@ def test_runs_without_the_needed_records_are_left_out(tmp_path: Path) -> None:
     record = simulated(tmp_path, "--link 2mbit")
     alone = dataclasses.replace(record, summary=dataclasses.replace(record.summary, replicas=1))
     odd = dataclasses.replace(record, settings={"strategy": "of another version"})
-    shaped = record.settings | {
-        "codec": "LowRank(4)",
-        "exchange": "AllReduce()",
-    }  # bytes depend on shapes: the recorded bytes are taken
+    # Bytes depend on shapes: the recorded bytes are taken.
+    shaped = record.settings | {"codec": "LowRank(4)", "exchange": "AllReduce()"}
     low_rank = dataclasses.replace(record, settings=shaped)
     silent = dataclasses.replace(record.replicas[0], departed={})
     assert rates_of_runs([low_rank]) is not None

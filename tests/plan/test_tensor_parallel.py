@@ -188,9 +188,8 @@ def test_a_split_model_has_the_outputs_and_gradients_of_the_whole_model(family):
             assert exported.keys() == state.keys() and all(torch.equal(exported[name], state[name]) for name in state)
             counts = Counter(called)
             if ranks > 1 and family in ("gpt2", "llama", "opt"):
-                assert (
-                    len(plan.all_reduces) == 2 * (2 * 2) + 2
-                )  # two blocks, the table in the forward and the head in the backward pass
+                # Two blocks, the table in the forward and the head in the backward pass.
+                assert len(plan.all_reduces) == 2 * (2 * 2) + 2
                 assert counts == {"all_reduce": 10, "all_gather_into_tensor": 1}
 
 

@@ -116,9 +116,8 @@ def test_lines_that_are_no_events_are_skipped(tmp_path: Path, line: bytes) -> No
 
 
 def test_a_damaged_line_among_many_leaves_the_others(tmp_path: Path) -> None:
-    good = [
-        b'{"event":"stop","seconds":1,"step":%d,"reason":"so"}\n' % step for step in range(20_000)
-    ]  # several groups
+    # Several groups.
+    good = [b'{"event":"stop","seconds":1,"step":%d,"reason":"so"}\n' % step for step in range(20_000)]
     for damage in (good[0].strip() + b"," + good[1], good[0][:20] + b"\n", b"]\n", b"[\n", b"\xff\n"):
         path = tmp_path / "log.jsonl"
         path.write_bytes(b"".join([*good[:9_000], damage, *good[9_000:]]))

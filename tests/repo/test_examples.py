@@ -185,8 +185,5 @@ def test_example_11_lightning_trainer_runs_and_resumes(tmp_path):
         ends = re.findall(r"replica \d: (step \d+, loss [\d.]+)", out)
         assert len(ends) == 2 and ends[0] == ends[1] and ends[0].startswith(f"step {32 * int(epochs)},")
     kept = {path.name for path in tmp_path.glob("*/checkpoints/*")}
-    assert kept == {
-        "epoch=0-step=32.ckpt",
-        "epoch=1-step=64.ckpt",
-        "last.ckpt",
-    }  # the first epoch was not trained again
+    # The first epoch was not trained again.
+    assert kept == {"epoch=0-step=32.ckpt", "epoch=1-step=64.ckpt", "last.ckpt"}

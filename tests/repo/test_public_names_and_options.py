@@ -140,9 +140,8 @@ def test_examples_in_docstrings_run():
     here = [n for n in MODULES if n not in bridges or importlib.util.find_spec(bridges[n])]
     found, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     modules = map(importlib.import_module, here)
-    tests = [
-        test for module in modules for test in found.find(module) if test.examples
-    ]  # to run the others takes as long
+    # To run the others takes as long.
+    tests = [test for module in modules for test in found.find(module) if test.examples]
     failed = [test.name for test in tests if runner.run(test).failed]
     assert not failed and runner.tries > 20
 

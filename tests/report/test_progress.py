@@ -171,11 +171,8 @@ def depart(seconds: float, fragment: int, nbytes: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     "departures, link, shown_use",
     [
-        (
-            [(1.0, 10_000_000)],
-            4e6,
-            "73.7 %",
-        ),  # occupies the link for 20 s, of which 1.4 s have passed when the steps end
+        # Occupies the link for 20 s, of which 1.4 s have passed when the steps end.
+        ([(1.0, 10_000_000)], 4e6, "73.7 %"),
         ([(0.0, 10_000_000), (1.0, 10_000_000)], 4e6, "100.0 %"),
         ([(0.5, 100_000), (0.5, 100_000)], 4e6, "21.1 %"),  # 0.2 s each, one after the other
         ([(0.5, 100_000)], 0, "–"),

@@ -121,9 +121,8 @@ def settled(
     """Returns the distance from the optimum, per coordinate, after `rounds` rounds of four replicas with different quadratics and noise.
     Each delta lands a round late. A run that diverges gives infinity."""
     draw = torch.Generator().manual_seed(seed)
-    kept = (
-        1 - 0.05 * torch.logspace(-1, 0, 20)
-    ) ** every  # of the distance, after a round of inner steps at a rate of 0.05
+    # What a round of inner steps at a rate of 0.05 leaves of the distance.
+    kept = (1 - 0.05 * torch.logspace(-1, 0, 20)) ** every
     noise = 0.005 * ((1 - kept**2) / (1 - kept ** (2 / every))).sqrt()  # the noise that so many steps accumulate
     optima = 0.1 * torch.randn(4, 20, generator=draw)
     outer, x, late = tw.pieces.outer.HeavyBall(lr, momentum, gap, clip), torch.ones(20), None

@@ -36,9 +36,8 @@ def test_departures_landings_and_bytes_equal_those_of_real_replicas(name):
     outcome = simulate(strategy, shapes, alike(2), 14, heard, lambda step: 0.01)  # the learning rate of the toy
     left = [(r.fragment, r.number, r.step, r.nbytes) for r in heard.left]
     came = [(r.fragment, r.number, step) for r, step, *_ in heard.came]
-    shift = (
-        1 if isinstance(strategy.signal, tw.strategy.Gradients) else 0
-    )  # gradients are exchanged before the step is counted
+    # Gradients are exchanged before the step is counted.
+    shift = 1 if isinstance(strategy.signal, tw.strategy.Gradients) else 0
     weighed = [(e["fragment"], e["round"], e["step"] + shift, e["nbytes"]) for e in real.heard("depart")]
     if isinstance(strategy.policy, Deciding):  # it decides by data, which a simulation lacks: the bytes are a bound
         assert [where[:3] for where in left] == [where[:3] for where in weighed]

@@ -28,9 +28,8 @@ def rounds(*rows, batch_seconds=0.0):
 def test_ends_of_rounds_match_values_by_hand():
     delays = rounds([1, 1, 9, 1.5], [1, 1, 1, 1], [1, 8, 9, 1], batch_seconds=4.0)
     assert simulate(Coded(gradient_code(4, 0)), delays).ends == (9, 10, 19)
-    coded = simulate(
-        Coded(Repetition(4, 1)), delays
-    )  # each computes another quarter of a batch (1 s); one of {0, 1} and one of {2, 3} are needed
+    # Each computes another quarter of a batch (1 s); one of {0, 1} and one of {2, 3} are needed.
+    coded = simulate(Coded(Repetition(4, 1)), delays)
     assert coded.ends == (2.5, 4.5, 6.5) and coded.jobs == 3 and coded.lost == 0
     dropped = without_the_slowest(delays, 1)
     assert dropped.ends == (1.5, 2.5, 10.5) and dropped.lost == 0.25

@@ -29,9 +29,8 @@ def one_at_a_time(compiles: Callable[..., Any]) -> Callable[..., Any]:
                 return compiles(*given)
             finally:
                 calls.pop()
-                fcntl.flock(
-                    file, fcntl.LOCK_UN
-                )  # a forked process may have the file too; a nested call never locked its own
+                # A forked process may have the file too; a nested call never locked its own.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     return alone
 

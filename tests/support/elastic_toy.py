@@ -152,10 +152,8 @@ class Toy:
         self.training = training(strategy, self.parameters, self.pieces, record.hear(name), tokens)
         self.training.reader = self.reader = reader
         self.elastic = ElasticDriver(self.training, membership, thread=Inline())
-        self.sent: list[list[tuple[Ready, Tensor]]] = [
-            [],
-            [],
-        ]  # its deltas that were counted, and what of them was sent
+        # Its deltas that were counted, and what of them was sent.
+        self.sent: list[list[tuple[Ready, Tensor]]] = [[], []]
         loop = self.elastic.rounds.loop
         fly, believe, take_over = loop._fly, loop._believe, self.elastic._take_over
 

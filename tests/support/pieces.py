@@ -175,9 +175,8 @@ CODECS = [
         "shared",
         error=4.0,
     ),
-    row(
-        tw.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"
-    ),  # no shape is known, so nothing is a matrix
+    # No shape is known, so nothing is a matrix.
+    row(tw.codecs.Each(tw.codecs.Sign()), "exact", "odd", "contractive", "idempotent"),
     row(tw.codecs.Each(tw.codecs.TopK(0.3), shapes=MATRICES), "odd", "contractive", "idempotent", "refuses", error=1.0),
     row(tw.codecs.Each(tw.codecs.Sign(), tw.codecs.Cast(), 30, MATRICES), "contractive", error=1.0),
     row(tw.codecs.Each(tw.codecs.Int(4, 8, "fp32", "stochastic"), shapes=MATRICES), "odd", "unbiased", error=4.0),

@@ -78,9 +78,8 @@ class Stage:
         self.running: dict[str, BaseProcess] = {}
         self.done: Counter[str] = Counter()  # faults, by kind
         self.untouched = set(names)  # never killed, so no step of theirs may be lost
-        self.away: dict[
-            str, tuple[Callable[[], bool], Callable[[], object]]
-        ] = {}  # whether it is over, and what ends it
+        # Whether it is over, and what ends it.
+        self.away: dict[str, tuple[Callable[[], bool], Callable[[], object]]] = {}
         self.out: list[tuple[str, float, float]] = []  # when a replica did not run, was frozen or had no link
         self.starts: list[tuple[str, float]] = []  # of replicas
         self.started: dict[str, float] = {}  # the last of these, by name

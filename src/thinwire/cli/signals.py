@@ -28,8 +28,7 @@ def handled(handle: Callable[[int, object], object], *numbers: int) -> Iterator[
 @contextmanager
 def asked_to_end() -> Iterator[list[int]]:
     """A context whose list gets the number of each SIGTERM and SIGINT."""
-    ended: list[
-        int
-    ] = []  # not an Event: a handler that sets it in this thread, while the thread holds its lock, would deadlock
+    # Not an Event: a handler that sets it in this thread, while the thread holds its lock, would deadlock.
+    ended: list[int] = []
     with handled(lambda number, _: ended.append(number), signal.SIGTERM, signal.SIGINT):
         yield ended

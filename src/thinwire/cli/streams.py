@@ -48,9 +48,8 @@ def outliving_their_reader() -> Iterator[None]:
 
 
 def _outliving(stream: TextIO | None) -> TextIO:
-    if (
-        stream is None
-    ):  # the descriptor was closed before the start (`>&-`); an open one keeps other files from its number
+    # The descriptor was closed before the start (`>&-`); an open one keeps other files from its number.
+    if stream is None:
         return Path(os.devnull).open("w")
     try:
         number = stream.fileno()

@@ -216,7 +216,7 @@ class TorchGroup:
         self._open.clear()
         self._process_group = None
 
-    def _explained(self, what: str, error: RuntimeError, peer: int | None = None) -> LinkError:
+    def _explained(self, what: str, error: RuntimeError, peer: int) -> LinkError:
         told = self._closed_error() if self._closed else LinkError(self._reason(what, error))
         told.peer, told.advice = peer, _LEFT_ADVICE
         return told

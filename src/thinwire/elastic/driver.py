@@ -341,7 +341,7 @@ class ElasticDriver(Driver):
 
 
 def elastic_driver(
-    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None = None
+    training: Training, fragments: list[Fragment], membership: Membership, site: Group | None
 ) -> ElasticDriver:
     """The driver of a replica whose membership requires the same strategy and model of all members. Raises `ConfigurationError`,
     `ModelError`.

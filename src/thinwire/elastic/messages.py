@@ -164,10 +164,10 @@ class Report:
     step: int
     next: int
     run: str
-    alone: int = 0
-    reason: str = ""
-    failure: BaseException | None = None
-    ledger: DataLedger | None = None
+    alone: int
+    reason: str
+    failure: BaseException | None
+    ledger: DataLedger | None
 
 
 class Mailbox:

@@ -360,9 +360,7 @@ class RoundLoop:
             self._observe("doubt", round=plan.round, reason=str(error))
             return None
 
-    def _believe(
-        self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, granted: bool = False
-    ) -> None:
+    def _believe(self, view: View, plan: RoundPlan, ready: Ready, moved: RoundUpdate | None, granted: bool) -> None:
         own = ready if view.group.rank in plan.counted else None
         if moved is not None:
             names = tuple(view.members[rank].name for rank in plan.counted)

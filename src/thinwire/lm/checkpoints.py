@@ -53,7 +53,7 @@ def replicas_of(folder: Path) -> list[str]:
     return sorted(logs | {path.name for path in folder.glob("checkpoints/*") if path.is_dir()})
 
 
-def list_checkpoints(folder: Path, hashes: bool = False) -> list[CheckpointSet]:
+def list_checkpoints(folder: Path, hashes: bool) -> list[CheckpointSet]:
     """The checkpoints by step, oldest first. Files are hashed, or only their sizes are compared. The run may be active.
 
     Raises `ConfigurationError` if there is no run.

@@ -121,7 +121,7 @@ class ElasticTrainer(Trainer):
     def _wait_for_others(self) -> None:
         """Keep the final state for missing members, until they have it, the time is over or a stop is requested."""
         while not self.group.closed and not self.place.stop.is_set():
-            time.sleep(0.05)  # not stop.wait: see `join` in lm/membership.py
+            time.sleep(0.05)  # not stop.wait: see `join` in lm/member.py
 
     @property
     def counted_steps(self) -> int:

@@ -128,9 +128,8 @@ def train_threads(run: Run, folder: Path, resume: bool, tick: Tick, stop: Stop |
             done.set()
 
     thread = threading.Thread(target=body, name="thinwire-replicas")
-    with stopping(
-        stop, raises=False
-    ):  # nothing can end a thread from outside, so the process must not go on without them
+    # Nothing can end a thread from outside, so a second Ctrl-C must not end the process without them.
+    with stopping(stop, raises=False):
         thread.start()
         while not done.wait(0.2):
             tick()
@@ -170,20 +169,9 @@ def run_processes(
     open_job(run.of_replica(0), folder)  # once, so that the text is tokenised before they start, and errors appear here
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
-    processes, begins = [], []
-    for rank, (command, environment) in enumerate(replicas):
-        with (logs / f"replica-{rank}.txt").open("ab") as output:
-            begins.append(output.tell())  # earlier lines belong to an earlier session
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(os.getpid())],
-                    env=sharing_cores(len(replicas)) | environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            )
+    outputs, shared = [logs / f"replica-{rank}.txt" for rank in range(len(replicas))], sharing_cores(len(replicas))
+    started = [start(command, shared | own, output) for (command, own), output in zip(replicas, outputs)]
+    processes = [process for _, process in started]
     try:
         silent = _watch(processes, tick, stop, math.inf if goes_on else _GRACE)
     except BaseException:
@@ -193,7 +181,7 @@ def run_processes(
     if stop.is_set() and any(process.returncode in unready for process in processes):
         raise KeyboardInterrupt(stop.number)  # a replica had not begun, or did not wait
     if failed := [rank for rank, process in enumerate(processes) if process.returncode and rank not in silent]:
-        last = {rank: _last_words(folder / f"logs/replica-{rank}.txt", begins[rank]) for rank in failed}
+        last = {rank: last_words(outputs[rank], started[rank][0]) or "it ended without a message" for rank in failed}
         raise_for_job(last.values())
         said = _post_mortem(last, [process.returncode for process in processes], run, folder)
         if ended := [str(rank) for rank, process in enumerate(processes) if not process.returncode and goes_on]:
@@ -243,9 +231,20 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _last_words(log: Path, begin: int) -> str:
-    said = log.read_bytes()[begin:].decode(errors="replace")
-    return (said.strip().splitlines() or ["it ended without a message"])[-1]
+def start(command: list[str], variables: dict[str, str], output: Path) -> tuple[int, subprocess.Popen[bytes]]:
+    """Start the process of a replica, whose output goes to the end of the file `output`. Returns where it begins there, and the process."""
+    with output.open("ab") as file:
+        begin = file.tell()  # earlier lines belong to an earlier start
+        return begin, subprocess.Popen(
+            [*command, str(os.getpid())], env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def last_words(output: Path, begin: int) -> str:
+    """The last line of the output that begins at byte `begin` of a file; "" if there is none."""
+    said = output.read_bytes()[begin:].decode(errors="replace")
+    return (said.strip().splitlines() or [""])[-1]
 
 
 _OF_JOB = f"{JobError.__name__}: "

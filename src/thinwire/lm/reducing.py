@@ -50,7 +50,7 @@ def average(group: SecureGroup) -> str:
 
 @contextmanager
 def reducing(
-    folder: Path, replicas: int, word: str = "", ended: Callable[[int], object] = lambda code: None
+    folder: Path, replicas: int, word: str, ended: Callable[[int], object] = lambda code: None
 ) -> Iterator[None]:
     """A context in which a process averages for one group after another at the hub in `folder`; its log is `LOG` there. `ended` is called
     with its exit code, on another thread, if the process ends by itself.

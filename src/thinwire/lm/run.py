@@ -299,10 +299,8 @@ class Run:
         shared = {n: value for n, value in self.settings().items() if n not in (*MAY_DIFFER, "lr")}
         if isinstance(self.make_method(), Codistill):  # each replica has another model, on which the rate depends
             return shared
-        return shared | {
-            "model": self._kind_of_model(),
-            "lr": self.lr,
-        }  # the model first, because a default rate depends on it
+        # The model first, because a default rate depends on it.
+        return shared | {"model": self._kind_of_model(), "lr": self.lr}
 
     def _kind_of_model(self) -> str:
         """The size of a bundled model, or hf, wherever its files are on this machine."""

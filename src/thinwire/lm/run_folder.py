@@ -45,7 +45,7 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         os.close(held)
 
 
-def check_folder(run: Run, folder: Path, resume: bool, replica: str = "*") -> None:
+def check_folder(run: Run, folder: Path, resume: bool, replica: str) -> None:
     """Raise `ConfigurationError` if `run` cannot begin, or `resume`, in `folder`. See `new_folder`."""
     if not resume and _has_trained(folder, replica):
         raise ConfigurationError(f"{folder} holds a run already; choose another --out, or continue it with --resume.")

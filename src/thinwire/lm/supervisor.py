@@ -31,8 +31,10 @@ from thinwire.lm.launch import (
     as_replica,
     end,
     in_words,
+    last_words,
     raise_for_job,
     sharing_cores,
+    start,
     stopping,
     train_here,
 )
@@ -60,13 +62,7 @@ class JoiningReplica:
 
 
 def train_elastic(
-    run: Run,
-    folder: Path,
-    resume: bool,
-    tick: Tick,
-    say: Say,
-    joining: JoiningReplica | None = None,
-    stop: Stop | None = None,
+    run: Run, folder: Path, resume: bool, tick: Tick, say: Say, joining: JoiningReplica | None, stop: Stop | None = None
 ) -> None:
     """Run all replicas of `run` on this machine, with their lighthouse or hub, or only the replica `joining`. Their output goes to RUN/logs.
 
@@ -141,13 +137,8 @@ class _Replica:
 
     def begin(self, resume: bool) -> None:
         given = [str(self.folder), self.name, str(self.index), "resume" if resume else "begin", *self.meeting.words()]
-        command = [sys.executable, "-m", "thinwire.lm.supervisor", *given, str(os.getpid())]
-        with self._output.open("ab") as output:
-            self._spoken = output.tell()
-            self.process = subprocess.Popen(
-                command, env=self.variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
+        command = [sys.executable, "-m", "thinwire.lm.supervisor", *given]
+        self._spoken, self.process = start(command, self.variables, self._output)
         self.due, self.joined, self.keeps = None, False, False
         self.began = self.heard = time.monotonic()
 
@@ -159,17 +150,10 @@ class _Replica:
             self.heard = time.monotonic()
             self.step = max(self.step, event["step"])
 
-    def said(self) -> str:
-        """The end of its output since its last start."""
-        with self._output.open("rb") as output:
-            output.seek(self._spoken)
-            lines = output.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
     def died(self, code: int) -> str:
         """Plan its next start, or none. Returns a line about it."""
         how = _signal(-code) if code < 0 else f"exit code {code}"
-        words = self.said()
+        words = last_words(self._output, self._spoken)
         why = f"{how}: {words}" if words else how
         if code == FINAL_EXIT_CODE:
             self.given_up = words or of_full_disk(self.folder)[0] or "it ended without a message"

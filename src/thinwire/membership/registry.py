@@ -127,9 +127,8 @@ class MemberRegistry:
         self._replicas: dict[str, _Replica] = {}  # by incarnation
         self._previous: set[str] = set()
         self._keys = SharedKeys()
-        self._waits: dict[
-            asyncio.Future[None], tuple[str, list[str]]
-        ] = {}  # the incarnation, and the keys that it waits for
+        # The incarnation, and the keys that it waits for.
+        self._waits: dict[asyncio.Future[None], tuple[str, list[str]]] = {}
         self._votes: dict[asyncio.Future[None], tuple[str, dict[str, str]]] = {}  # the outcome, and its ballots
         self._kept: Kept | None = None
         self._present = ""  # the replicas that are alive, as they were kept last

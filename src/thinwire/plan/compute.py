@@ -104,7 +104,7 @@ def _adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def probe_machine(
-    run: Run, name: str, memory_nbytes: int, codecs: Sequence[Codec], seconds: float = 1.0, place: Path = Path()
+    run: Run, name: str, memory_nbytes: int, codecs: Sequence[Codec], seconds: float, place: Path
 ) -> Machine:
     """Time the steps of `run`'s model, then the optimizer, the codecs and the disk.
 
@@ -175,7 +175,7 @@ def _steps(
 
 
 def codec_speed(
-    codec: Codec, seconds: float = 0.1, numel: int = 1 << 22, device: torch.device = torch.device("cpu")
+    codec: Codec, seconds: float, numel: int = 1 << 22, device: torch.device = torch.device("cpu")
 ) -> machine.CodecSpeed:
     """Parameters a second when a fragment of `numel` is encoded on `device`, and when it is decoded there."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)

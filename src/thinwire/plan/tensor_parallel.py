@@ -79,7 +79,7 @@ class LayersAlike:
     layers: tuple[Layer, ...]
     split: Split
     why: str
-    parts: int = 1
+    parts: int
 
     @property
     def numel(self) -> int:

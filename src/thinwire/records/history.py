@@ -245,8 +245,8 @@ class History:
         if begins:
             self._dropped.append(_Dropped(len(self.sessions) - 1, from_step, begins, steps, nbytes))
 
-    def offsets(self, begins: Sequence[float] = ()) -> Floats:
-        """The second at which each session begins: end to end, or as given."""
+    def offsets(self, begins: Sequence[float]) -> Floats:
+        """The second at which each session begins: as given, or end to end."""
         ends = [session.end for session in self.sessions]
         return np.array(begins if begins else np.cumsum([0.0, *ends[:-1]]), dtype=np.float64)
 

@@ -13,7 +13,7 @@ class Summary:
     """The numbers of a run: bytes, utilisation and stalls are the replicas' means, wall is the slowest one's.
 
     `tokens` and `deltas_clipped` are all replicas' together. The fields are the keys of an `end` event's summary and of `summary.json`. The last
-    six are of replicas that come and go (`membership.py`): means over the run, rounds, and sums over the replicas of this folder.
+    six are of replicas that come and go (`participation.py`): means over the run, rounds, and sums over the replicas of this folder.
     """
 
     strategy: str

@@ -43,10 +43,8 @@ from thinwire.report.terminal import Terminal
 SILENT_SECONDS = 20.0  # seconds without an event after which a replica does not count as living
 COLUMNS = ("replica", "step", "loss", "tokens/s", "compute", "stalled", "in the air", "sent", "link", "refused")
 NARROW = tuple(name for name in COLUMNS if name not in ("in the air", "link", "refused"))
-WIDE, SLIM = (
-    80,
-    60,
-)  # least width of a terminal for all columns, and for the narrow ones; below it the first five of them are shown
+# Least width of a terminal for all columns, and for the narrow ones; below it the first five of them are shown.
+WIDE, SLIM = 80, 60
 QUIET_SECONDS = 10.0  # seconds between plain lines, or a hundredth of the run so far if that is longer
 
 
@@ -107,9 +105,8 @@ class Progress:
         """Skip the events of earlier sessions, which have been shown."""
         for tail, steps in zip(self._tails, self._steps):
             for event in tail.events():
-                if (
-                    event["event"] == "start" and event["carrier"] != CARRIER
-                ):  # nobody asks for its steps, and there may be millions
+                # Nobody asks for its steps, and there may be millions.
+                if event["event"] == "start" and event["carrier"] != CARRIER:
                     tail.pass_over()
                     break
                 steps.take(event)

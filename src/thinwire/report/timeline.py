@@ -35,9 +35,9 @@ class Bar:
     begin: float
     end: float
     text: str
-    label: str = ""
-    paint: str = ""
-    count: int = 1
+    label: str
+    paint: str
+    count: int
 
 
 @dataclass(frozen=True, eq=False)

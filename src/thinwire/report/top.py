@@ -44,15 +44,8 @@ _COLUMNS = (
     "checkpoint",
 )
 _LEFT = ("replica", "state", "in the air", "checkpoint")
-_SPARED = (
-    "link",
-    "in the air",
-    "refused",
-    "checkpoint",
-    "compute",
-    "stalled",
-    "sent",
-)  # left out of a narrow screen, in this order
+# Left out of a narrow screen, in this order.
+_SPARED = ("link", "in the air", "refused", "checkpoint", "compute", "stalled", "sent")
 
 
 @dataclass

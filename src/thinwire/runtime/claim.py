@@ -9,9 +9,8 @@ from thinwire.comm.group import Group, WrappedGroup
 from thinwire.errors import ConfigurationError
 from thinwire.membership.rendezvous import Membership
 
-_claims: WeakValueDictionary[int, GroupClaim] = (
-    WeakValueDictionary()
-)  # by the id of the carrier, which its claim keeps alive
+# By the id of the carrier, which its claim keeps alive.
+_claims: WeakValueDictionary[int, GroupClaim] = WeakValueDictionary()
 
 # By its id: a carrier whose Replica was dropped. What that one still waits for would take the messages to the next one.
 _dropped: WeakValueDictionary[int, Group] = WeakValueDictionary()

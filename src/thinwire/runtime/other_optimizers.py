@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_watched: WeakValueDictionary[int, OtherOptimizers] = (
-    WeakValueDictionary()
-)  # by the id of a parameter, which its watcher keeps alive
+# By the id of a parameter, which its watcher keeps alive.
+_watched: WeakValueDictionary[int, OtherOptimizers] = WeakValueDictionary()
 _first = threading.Lock()  # replicas may be threads
 
 

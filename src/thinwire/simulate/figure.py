@@ -26,7 +26,7 @@ DRAWS = 8  # random draws per point
 MOST_FLOWS = 64  # end of the fabric's axis
 
 
-def utilization_chart(study: Study, methods: tuple[str, ...] = STUDIED) -> Chart:
+def utilization_chart(study: Study, methods: tuple[str, ...]) -> Chart:
     """Compute utilisation against the rate of the link, a curve for each method; simulated.
 
     The rates reach from a third of the lowest at which a method computes half of the time to three times the highest at

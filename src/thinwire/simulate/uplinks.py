@@ -42,9 +42,8 @@ class Uplinks:
         self.busy_seconds = np.zeros(len(wires))
         self._free = np.full(len(wires), -np.inf)
         self._outages = [iter(wire.outages) for wire in wires]
-        self._down, self._up = np.array(
-            [next(ahead, NEVER) for ahead in self._outages]
-        ).T  # the first outage that is not over
+        # Begin and end of the first outage that is not over.
+        self._down, self._up = np.array([next(ahead, NEVER) for ahead in self._outages]).T
         self._sound = bool(np.isinf(self._down).all())
 
     def book(self, wires: Integers, now: Floats, nbytes: Floats) -> tuple[Floats, Floats]:

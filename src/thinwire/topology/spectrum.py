@@ -38,13 +38,12 @@ class Spectrum:
         return np.inf if self.second >= 1 else 0.0 if self.second <= 0 else float(-np.log(2) / np.log(self.second))
 
 
-def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
+def spectrum(topology: Topology, size: int) -> Spectrum:
     """The speed with which replicas agree under gossip over `topology`, from the eigenvalues of its mixing weights.
 
     Args:
         topology: the edges.
         size: number of replicas.
-        seed: seed of random topologies; an integer number.
 
     Raises:
         ConfigurationError: the weights cannot be doubly stochastic.
@@ -57,7 +56,7 @@ def spectrum(topology: Topology, size: int, seed: int = 0) -> Spectrum:
     if topology.drawn:
         root = float(np.sqrt(max(0.0, (size / topology.drawn - 1) / (size - 1)))) if size > 1 else 0.0
         return Spectrum(root, 1)
-    matrices = [mixing(topology, size, number, 0, seed) for number in range(topology.rounds(size) or DRAWN_ROUNDS)]
+    matrices = [mixing(topology, size, number) for number in range(topology.rounds(size) or DRAWN_ROUNDS)]
     if topology.rounds(size):
         product = np.eye(size)
         for weights in matrices:

@@ -86,10 +86,8 @@ def test_an_end_that_stood_still_goes_on_and_the_other_does_not_wait_for_it():
         await ends.beat(0, 1)
         assert await ends.beat(1, times=MISSED - 2) == [False, False]
         assert await ends.beat(0, 1, times=BEATS) == [False, False]
-        assert await ends.beat(1, times=MISSED + 1) == [
-            False,
-            True,
-        ]  # the first has not beaten, and counts its own beats
+        # The first has not beaten, and counts its own beats.
+        assert await ends.beat(1, times=MISSED + 1) == [False, True]
 
     play(part)
 

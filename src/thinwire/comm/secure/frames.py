@@ -64,9 +64,8 @@ _FIELDS = {
     REFUSE: struct.Struct("<QQ"),  # receive, bytes of the message that was posted
     LEAVE: struct.Struct("<"),
     ATTACH: struct.Struct("<Q"),  # the member's connection
-    MEET: struct.Struct(
-        "<16s64s"
-    ),  # of this process; name of the run, filled up with zeros; questions and answers follow, as JSON
+    # Of this process; name of the run, filled up with zeros; questions and answers follow, as JSON.
+    MEET: struct.Struct("<16s64s"),
     LISTENS: struct.Struct(f"<H{HOST_NBYTES}s"),  # port, host filled up with zeros
     PING: struct.Struct("<Q"),  # any number
     PONG: struct.Struct("<Q"),  # that number

@@ -84,9 +84,7 @@ class SecureGroup:
         farewell: most seconds that `close` waits for others.
     """
 
-    def __init__(
-        self, link: HubLink, thread: LoopThread, place: Welcome, timeout: float, farewell: float = FAREWELL_SECONDS
-    ) -> None:
+    def __init__(self, link: HubLink, thread: LoopThread, place: Welcome, timeout: float, farewell: float) -> None:
         self._link, self._thread, self._farewell = link, thread, farewell
         self.rank, self.size, self.names, self.timeout = place.rank, len(place.names), place.names, timeout
         self._closed: LinkError | None = None

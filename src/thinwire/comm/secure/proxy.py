@@ -58,9 +58,8 @@ class TcpProxy:
         try:
             self._server = await asyncio.start_server(self._accept, host, port, limit=_READ_NBYTES, backlog=BACKLOG)
         except OSError as error:
-            told = (
-                os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-            )  # below 0: no such host
+            # A number below 0: no such host.
+            told = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
             raise LinkError(
                 f"{self._owner} cannot listen at {host}:{port} ({told}). Give --listen an address of this machine, and a "
                 "free port."
@@ -172,9 +171,8 @@ class TcpProxy:
 
     def _forget(self, connection: _Proxied) -> None:
         if self._remove(connection):
-            only_handshake = (
-                connection.reason == _ENDED and not self._stays and connection.nbytes <= HANDSHAKE_NBYTES
-            )  # it fetched the authority's certificate, as a machine that joins does first
+            # It fetched the authority's certificate, as a machine that joins does first.
+            only_handshake = connection.reason == _ENDED and not self._stays and connection.nbytes <= HANDSHAKE_NBYTES
             if not connection.logged and not only_handshake:
                 why = f"{connection.reason} ({connection.nbytes} bytes)"
                 self._audit.stranger("refused a connection from", connection.address, why)
