@@ -84,3 +84,21 @@ def test_a_process_that_waits_is_told_that_another_has_come_under_its_name(tmp_p
         with pytest.raises(LinkError, match="another process has connected as oslo, with the same key"):
             before.result()
         closed(after, joining(hub, "lima", others), joining(hub, "rome", others))
+
+
+def test_a_member_that_asks_for_another_number_of_replicas_hears_what_the_others_asked_for(tmp_path: Path) -> None:
+    """Both groups would wait for ever. Another run has any number, and who comes again with the right one is not in its own way."""
+    said = Queue[str]()
+    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as pool:
+
+        def asks(name: str, size: int, run: str = "") -> Future[SecureGroup]:
+            return pool.submit(join, str(hub.invite()), name, size, tmp_path / "keys", run, TIMEOUT, say=said.put)
+
+        lima = asks("lima", 2)
+        assert said.get() == "waits for 1 of 2 members; here: lima"
+        told = "oslo asks for a group of 3 members, and lima, which waits for the same run, for one of 2; give all replicas the same number"
+        with pytest.raises(LinkError, match=told):
+            asks("oslo", 3).result()
+        closed(asks("oslo", 1, "another"))
+        again = asks("lima", 1)
+        closed(again, lima, asks("oslo", 2))

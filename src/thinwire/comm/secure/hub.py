@@ -60,7 +60,7 @@ from thinwire.comm.secure.streams import (
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.token import Token
 from thinwire.comm.secure.upload import Publishers, Uploads
-from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member
+from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member, stated_run
 from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
@@ -234,19 +234,20 @@ class Hub:
             name, expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO], version)
-            process, label = frame.data(0), frame.data(1)
+            process, label, of_run = frame.data(0), frame.data(1), stated_run(context.invocation_metadata())
             if self._runs is None:  # in an elastic run a label has the name of a view, which only its members know
                 size = frame.number(2)
                 self._callers.check_bound(
                     name,
-                    lambda run: (
-                        label in (frames.group_label(size, run), frames.group_label(size, frames.with_reducer(run)))
+                    lambda run: any(
+                        label == frames.group_label(size, one) and of_run in ("", frames.run_digest(one))
+                        for one in (run, frames.with_reducer(run))
                     ),
                 )
             with self._connected(context, name, process, expires, None) as connection:
                 connection.version = version
                 try:
-                    self._groups.join(connection, GroupRequest.read(frame))
+                    self._groups.join(connection, GroupRequest.read(frame, of_run))
                     await self._serve(context, connection, connection.control, self._said(connection), version)
                 finally:
                     self._groups.leave(connection, label)
