@@ -25,6 +25,7 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.callers import Callers
+from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
@@ -277,7 +278,9 @@ class Hub:
         """Answer a follower. It is identified at each request, so a revoked one is refused."""
         async with Refusing(self._audit, context, self._proxies[0]):
             _name, expires = self._callers.identify(context)
-            if self._published is None or expires < time.time():
+            if expires < time.time():
+                raise Outdated("the certificate of this follower has expired")
+            if self._published is None:
                 raise LinkError("this hub does not serve followers; start it with --published RUN or --publishers NAME")
             await agreed_with_member(context, FOLLOWING)
             try:
