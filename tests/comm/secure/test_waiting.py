@@ -13,7 +13,7 @@ from raw_member import RawMember, admitted
 
 from thinwire.comm.group import gather
 from thinwire.comm.secure import Hub, SecureGroup, frames, join, versions
-from thinwire.comm.secure.versions import FRAMES
+from thinwire.comm.secure.versions import FRAMES, stating_run
 from thinwire.errors import LinkError
 from thinwire.version import Protocols
 
@@ -102,3 +102,12 @@ def test_a_member_that_asks_for_another_number_of_replicas_hears_what_the_others
         closed(asks("oslo", 1, "another"))
         again = asks("lima", 1)
         closed(again, lima, asks("oslo", 2))
+
+
+def test_a_member_of_one_run_cannot_hold_up_another_with_another_number_of_replicas(tmp_path: Path) -> None:
+    """It waits for its own run, and states that it is in the other one, whose members would be refused."""
+    with Hub(tmp_path / "hub") as hub:
+        oslo = admitted(hub.invite(runs=["red"]), "oslo", tmp_path)
+        with RawMember(hub.invite(), oslo, frames.group_label(2, "red")) as member:
+            member.more = stating_run(frames.run_digest("blue"))[1:]
+            assert "oslo was invited to red and may join no other run" in member.hello(2).refusal()[1]
