@@ -23,7 +23,7 @@ from hub_process import HubProcess
 from thinwire.cli import join, main
 from thinwire.comm.secure import Hub, Token, admit
 from thinwire.comm.secure import join as meet
-from thinwire.errors import ConfigurationError
+from thinwire.errors import ConfigurationError, LinkError
 from thinwire.lm.run import Run
 from thinwire.lm.secure import run_of_hub
 from thinwire.membership.registry import MemberRegistry
@@ -155,6 +155,19 @@ def test_an_invitation_shows_the_command_that_its_holder_types(
     ):
         assert main(["hub", "invite", "--name", name, "--out", str(tmp_path / "hub")]) == 0
         assert capsys.readouterr().out.rstrip().endswith(f" by: {command}")
+
+
+def test_a_revoked_machine_does_not_come_back_by_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It knows a token that admits several. Others that this one has admitted stay, and other tokens stay valid."""
+    keys = tmp_path / "keys"
+    with Hub(tmp_path / "hub") as hub:
+        token, another = str(hub.invite(3)), str(hub.invite())
+        admit(token, "oslo", keys), admit(token, "lima", keys)
+        assert main(["hub", "revoke", "oslo", "--out", str(tmp_path / "hub")]) == 0
+        assert "its token, which could have admitted 1 more, has ended" in capsys.readouterr().out
+        with pytest.raises(LinkError, match="the hub has no such invitation"):
+            admit(token, "rome", keys)
+        admit(token, "lima", keys), admit(another, "rome", tmp_path / "more")
 
 
 def test_each_verb_ends_with_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

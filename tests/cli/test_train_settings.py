@@ -254,6 +254,8 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
     assert told == (
         "replica 0's steps took 4.0 times as long as the fastest ones; with --batch 2 8 all would take about equally long"
     )
+    for served in ("async_local_sgd", "halos(every=10)"):
+        assert speed_advice(replace(slower, settings=slower.settings | {"strategy": served})) == told
     for other in (
         {"batch": [8, 2]},
         {"batch": 1},
@@ -270,6 +272,10 @@ def test_a_run_of_unequal_machines_names_the_batches_that_suit_them(
     assert speed_advice(replace(slower, replicas=[first, *slower.replicas[1:]])) == (
         "replica 0's steps took 10.4 times as long as the fastest ones; so slow a machine costs a run more than it brings: "
         "leave it out, or let it follow (thinwire follow)"
+    )
+    served = slower.settings | {"strategy": "halos", "batch": 10}  # what so slow a machine costs it is not measured
+    assert speed_advice(replace(slower, settings=served, replicas=[first, *slower.replicas[1:]])).endswith(
+        "10.4 times as long as the fastest ones; with --batch 1 10 all would take about equally long"
     )
     for silent in ("data_parallel", "decoupled_diloco(every=10)"):  # no run of it can be followed
         settings = slower.settings | {"strategy": silent}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,9 @@ from core_processes import run_world
 import thinwire as tw
 from thinwire.codecs import E3M0, Identity
 from thinwire.comm import CountedGroup, Ledger, run_threads
+from thinwire.comm.group import WrappedGroup
 from thinwire.decoupled import sites_driver
+from thinwire.decoupled.messages import UP
 from thinwire.decoupled.sites import halos
 from thinwire.decoupled.sites_driver import SiteReplica
 from thinwire.errors import ConfigurationError, LinkError
@@ -227,6 +230,39 @@ def test_a_lost_site_does_not_stop_the_other_and_a_lost_global_server_does(gone)
     if gone:
         assert torch.equal(found[0][0], found[1][0])
         assert any(rank == 0 and message.startswith("site 1 was lost") for rank, message in warnings)
+
+
+class Damaging(WrappedGroup):
+    """The messages of `rank` to its server are damaged on their way."""
+
+    def __init__(self, group, rank):
+        super().__init__(group)
+        self.damages = group.rank == rank
+
+    def post(self, tag, send, recv, purpose="packet", sized=None):
+        if self.damages and send and (tag, purpose) == (UP, "packet"):
+            send = {peer: message.clone() for peer, message in send.items()}
+            for message in send.values():
+                message[-1] ^= 1
+        return self.group.post(tag, send, recv, purpose, sized)
+
+
+@pytest.mark.parametrize(("rank", "tells", "who"), [(2, 0, "site 1"), (3, 2, "replica 3")])
+def test_a_message_that_cannot_be_read_names_its_site_or_its_replica_in_the_run(rank, tells, who):
+    """Both are number 1 where it arrives: of the servers, and of the second site."""
+    warnings = []
+
+    def told(rank, event, step, **fields):
+        if event == "warning":
+            warnings.append((rank, fields["message"]))
+
+    def body(group):
+        with suppress(LinkError):
+            trained(halos(every=3, apart=1), 30, told=told)(Damaging(group, rank))
+
+    run_threads(4, body, timeout=600.0)
+    said = f"{who} was lost, the others continue: the packet of {who} is damaged"
+    assert [message.startswith(said) for where, message in warnings if where == tells] == [True]
 
 
 def test_a_lost_replica_has_its_number_in_the_run_and_not_in_its_site():

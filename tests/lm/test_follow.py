@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save, save_file
 
 from thinwire.cli import main
 from thinwire.errors import DataError, PacketError
-from thinwire.lm.follow import WeightsFollower
+from thinwire.lm.follow import STATES, WeightsFollower
 from thinwire.lm.publish import Publisher
 from thinwire.lm.run import Run
 from thinwire.pieces.partition import Fragment
@@ -198,3 +200,69 @@ def test_a_size_that_is_only_announced_makes_a_follower_allocate_nothing(tmp_pat
     (store.folder / "list.json").write_bytes(Publication(1, 1, False, layout, (fragment,)).written())
     with pytest.raises(DataError, match=r"object bbbbbbbbbbbb of .* is gone"):
         WeightsFollower(PublishedFolder(tmp_path / "run"), tmp_path / "live").update()
+
+
+def published(run: Path, version: int, fragments: int) -> list[Path]:
+    """Publishes a version of a model whose `fragments` are one tensor each. Returns the objects of these, in order."""
+    flats = [torch.randn(2000, generator=torch.Generator().manual_seed(10 * version + i)) for i in range(fragments)]
+    model = torch.nn.ParameterList([torch.nn.Parameter(flat) for flat in flats])
+    parts = [Fragment(name, ((name, parameter),)) for name, parameter in model.named_parameters()]
+    publisher = Publisher(
+        run / "published/oslo", parts, lambda folder: save_file(model.state_dict(), folder / "model.safetensors"), print
+    )
+    publisher.offer(version, flats, version > 1)
+    publisher.close()
+    listed = Publication.read((run / "published/oslo/list.json").read_bytes())
+    return [run / "published/oslo/objects" / one.full.patch.digest for one in listed.fragments]
+
+
+def test_a_fragment_that_has_arrived_before_a_cut_is_not_fetched_again(tmp_path: Path) -> None:
+    """Over a link that is cut often, a follower of a large model would never have all of a version."""
+    objects = published(tmp_path / "run", 1, 3)
+    last = objects[-1].read_bytes()
+    objects[-1].write_bytes(last[:1000])
+    follower = WeightsFollower(PublishedFolder(tmp_path / "run"), tmp_path / "live")
+    with pytest.raises(PacketError):
+        follower.update()
+    for one in objects[:-1]:
+        one.unlink()
+    objects[-1].write_bytes(last)
+    found = follower.update()
+    assert found is not None and (found.copied, found.fragments) == (3, 3)
+
+
+def test_parts_of_a_version_that_was_replaced_while_it_arrived_do_not_stay(tmp_path: Path) -> None:
+    (cut,) = published(tmp_path / "run", 1, 1)
+    cut.write_bytes(cut.read_bytes()[:1000])
+    follower = WeightsFollower(PublishedFolder(tmp_path / "run"), tmp_path / "live")
+    with pytest.raises(PacketError):
+        follower.update()
+    assert [one.name for one in (tmp_path / ".live.versions/parts").iterdir()] == [cut.name]
+    published(tmp_path / "run", 2, 1)
+    assert follower.update() is not None
+    assert not list((tmp_path / ".live.versions/parts").iterdir())
+
+
+def test_a_follower_whose_disk_is_full_keeps_nothing_of_a_version_and_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published(tmp_path / "run", 2, 1)
+    Run.of(publish=True).save(tmp_path / "run/run.toml")
+    room, tries = tmp_path / ".live.versions", list[list[str]]()
+    (room / "draft").mkdir(parents=True)  # of a process that was killed
+    write = Path.write_text
+
+    def fills(path: Path, text: str) -> int:
+        if path.name == STATES and len(tries) < 4:
+            tries.append(sorted(one.name for one in path.parent.iterdir()))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", fills)
+    follow = ["follow", str(tmp_path / "run"), "--out", str(tmp_path / "live"), "--every", "0"]
+    assert main([*follow, "--once"]) == 1
+    assert "No space left on device" in capsys.readouterr().err and [one.name for one in room.iterdir()] == ["parts"]
+    assert main(follow) == 0
+    told = capsys.readouterr().out
+    assert told.count("live stays as it is: No space left on device; make room there") == 1 and "version 1" in told
+    assert tries == [["model.safetensors"]] * 4 and (tmp_path / "live/model.safetensors").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -135,3 +136,14 @@ def test_members_without_a_group_take_the_new_authority_too(kind, tmp_path, audi
 def forget(own: Path) -> None:
     for file in own.glob("authority.*"):
         file.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone writes into the folder of another user")
+def test_a_hub_of_another_user_reads_the_authority_that_root_has_made(tmp_path, capsys):
+    """It could not, and then formed no group any more."""
+    Hub(tmp_path / "hub").close()
+    for path in (tmp_path / "hub", *(tmp_path / "hub").iterdir()):
+        os.chown(path, 12345, 12345)
+    assert main(["hub", "rotate", "--out", str(tmp_path / "hub")]) == 0
+    made = list((tmp_path / "hub").glob("authority-next.*"))
+    assert {(path.stat().st_uid, path.stat().st_mode & 0o777) for path in made} == {(12345, 0o600)} and len(made) == 2

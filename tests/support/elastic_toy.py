@@ -25,7 +25,7 @@ from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import RoundPlan
 from thinwire.exchange import send_queue
-from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
 from thinwire.pieces.schedule import Calendar
@@ -284,6 +284,27 @@ def train_all(
     cluster: SimulatedCluster, record: RecordedRun, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
 ) -> dict[str, Any]:
     return cluster.play({name: lambda name: Toy(cluster, name, record).train(steps) for name in names} | later)
+
+
+def freeze_one(cluster: SimulatedCluster, name: str, doubts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freezes `name` in its fourth round, for some rounds. If it `doubts`, that is during the vote, whose result is lost with the lighthouse."""
+    decide = View.decide
+
+    def freeze() -> None:
+        cluster.freeze(name)
+        if doubts:
+            cluster.later(1.0, cluster.lighthouse.stop)
+            cluster.later(2.0, cluster.lighthouse.start)
+        cluster.later(20.0, lambda: cluster.thaw(name))
+
+    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+        own = view.members[view.group.rank].name
+        if own != name:  # it votes first and waits, so the others have the result without it
+            ThreadRendezvous(cluster, own).sleep(0.5)
+        return decide(view, question, yes, seconds)
+
+    monkeypatch.setattr(View, "decide", decided)
+    cluster.at(name, "wait" if doubts else "call", freeze, 4)
 
 
 def agree(results: dict[str, Any], record: RecordedRun) -> None:

@@ -18,15 +18,18 @@ from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.keys import HUB, Authority, Credentials, new_key, opened_request, request
 from thinwire.version import HUB_FRAMES, PROTOCOLS, PUBLISHER_REQUESTS
 
+Metadata = Sequence[tuple[str, str]]
+
 
 class RawStream:
     """One stream: `put` sends a frame; iteration reads the answers. It states the range `stated`, and its frames have `version`."""
 
     def __init__(
-        self, channel: grpc.Channel, method: str, stated: str | None, version: int, key: str = "thinwire-frames"
-    ) -> None:
+        self, channel: grpc.Channel, method: str, stated: str | None, version: int, key: str = "thinwire-frames",
+        more: Metadata = (),
+    ) -> None:  # fmt: skip
         self._frames: queue.Queue[bytes | None] = queue.Queue()
-        metadata = [] if stated is None else [(key, stated)]
+        metadata = [*more, *([] if stated is None else [(key, stated)])]
         self.call: Any = channel.stream_stream(method)(iter(self._frames.get, None), metadata=metadata)
         self.sequence, self.version, self.heard = 0, version, 0
 
@@ -69,6 +72,7 @@ class RawMember:
         self.channel = grpc.secure_channel(f"{token.host}:{token.port}", credentials, options)
         self.group, self.process, self.protocols = group, os.urandom(16), PROTOCOLS
         self.stated: str | None = str(HUB_FRAMES)
+        self.more: Metadata = ()  # what it states besides
         self.version = HUB_FRAMES.newest
         self._streams: list[RawStream] = []
 
@@ -85,7 +89,7 @@ class RawMember:
         return stream
 
     def _stream(self, method: str) -> RawStream:
-        self._streams.append(RawStream(self.channel, method, self.stated, self.version))
+        self._streams.append(RawStream(self.channel, method, self.stated, self.version, more=self.more))
         return self._streams[-1]
 
     def hello(self, size: int) -> RawStream:

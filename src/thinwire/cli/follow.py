@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -123,6 +124,12 @@ def _follow(
                 raise
             if failures == 3:
                 say(f"{error}; trying again")
+        except OSError as error:
+            failures += 1
+            if asked.once or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if failures == 1:
+                say(f"{asked.out} stays as it is: {error.strerror}; make room there, it is tried again until then")
         if found:
             newest, total, versions = found, total + found.nbytes, versions + 1
             say(told(found))

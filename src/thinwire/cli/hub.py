@@ -132,8 +132,11 @@ def _do(asked: Options) -> int:
         from thinwire.comm.secure.invitations import opened_state
 
         with opened_state(asked.out) as state:
-            state.revoke(asked.who or "")
-        console.print(f"{asked.who} is revoked: a running hub removes it at once", highlight=False)
+            left = state.revoke(asked.who or "")
+        more = f"; its token, which could have admitted {left} more, has ended" if left else ""
+        console.print(
+            f"{asked.who} is revoked: a running hub removes it at once{more}", soft_wrap=True, highlight=False
+        )
         return options.answer(asked.json, {"revoked": asked.who})
     return _run(asked, console)
 

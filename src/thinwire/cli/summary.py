@@ -17,7 +17,15 @@ from thinwire.records.run_record import RunRecord
 
 LEAST_STEPS, UNEQUAL_FACTOR = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
 USELESS_FACTOR = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
-WEIGHABLE = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
+WITH_SLOW = (
+    "streaming_sign",
+    "streaming_diloco",
+    "diloco",
+    "local_sgd",
+    "data_parallel",
+    "decoupled_diloco",
+)  # measured with it
+WEIGHABLE = (*WITH_SLOW, "async_local_sgd", "halos")
 
 
 def without_result(records: Sequence[RunRecord]) -> str:
@@ -62,7 +70,7 @@ def speed_advice(record: RunRecord) -> str:
     slow = [one / max(min(seconds), 1e-9) for one in seconds]
     slowest = slow.index(max(slow))
     told = f"{replicas[slowest].name}'s steps took {slow[slowest]:.1f} times as long as the fastest ones"
-    if slow[slowest] >= USELESS_FACTOR:
+    if slow[slowest] >= USELESS_FACTOR and name in WITH_SLOW:
         follow = "" if name in ("data_parallel", "decoupled_diloco") else ", or let it follow (thinwire follow)"
         return f"{told}; so slow a machine costs a run more than it brings: leave it out{follow}"
     if not UNEQUAL_FACTOR <= slow[slowest] <= 1.25 * batch:  # a batch of one sequence would still be late

@@ -112,7 +112,7 @@ class Host:
         try:
             up = self.messages.read_up(heard, rank)
         except PacketError as error:
-            self._miss(rank, str(error))
+            self._miss(rank, self._named(error, rank))
             return rank
         self.taken[rank] = up.taken
         if up.seconds:
@@ -126,6 +126,10 @@ class Host:
             self.rounds.lost(rank)
             if not self._stopped:  # after a stop replicas leave
                 self.tell("warning", message=f"{self.member} {self._number(rank)} was lost, the others continue: {why}")
+
+    def _named(self, error: PacketError, rank: int) -> str:
+        """The text of an error, which calls each rank of any group a replica, with the name that `rank` has in the run."""
+        return str(error).replace(f"replica {rank}", f"{self.member} {self._number(rank)}", 1)
 
     def _number(self, rank: int) -> int:
         """The number of a rank of `group` in the whole run."""
@@ -144,7 +148,7 @@ class Host:
             with self.lock:
                 waits = self.syncer.take(up)
         except PacketError as error:
-            self._miss(up.sender, str(error))
+            self._miss(up.sender, self._named(error, up.sender))
             return False
         if not waits:
             self._refuse(up.fragment, [up.sender])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,9 +58,11 @@ class WeightsFollower:
             if not out.is_dir() or any(out.iterdir()):
                 raise ConfigurationError(f"{out} is there already; choose another --out, or remove it.")
             out.rmdir()
-        self._parts = self._room / "parts"
+        self._parts, self._draft = self._room / "parts", self._room / "draft"
         self._parts.mkdir(parents=True, exist_ok=True)
-        self._states: dict[int, tuple[str, Bits]] = {}  # name and values of each fragment's state
+        shutil.rmtree(self._draft, ignore_errors=True)  # of a process that was killed
+        self._states: dict[int, tuple[str, Bits]] = {}  # name and values of each fragment's newest state here
+        self._copied = set[int]()  # fragments fetched as full copies since the last version
         self._layout: tuple[Resource, Layout, dict[str, Tensor]] | None = None
         self._read = b""
         self._nbytes = 0  # bytes fetched since the last version
@@ -70,8 +71,8 @@ class WeightsFollower:
     def update(self) -> Followed | None:
         """Fetch the newest version, and replace the folder; None if there is nothing new.
 
-        Raises `DataError` if an object of the list was deleted (the next update reads the list again), and `PacketError` for an object that
-        does not match its digest; the folder stays as it was.
+        Raises `DataError` if an object of the list was deleted (the next update reads the list again), `PacketError` for an object that
+        does not match its digest, and `OSError`; the folder stays as it was.
         """
         text = self._source.newest()
         if text is None or text == self._read:
@@ -81,16 +82,20 @@ class WeightsFollower:
         layout, rest = self._laid_out(publication)
         if not self._states:
             self._find_states(layout.places, len(publication.fragments))
-        copied, states = 0, dict(self._states)
         for index, fragment in enumerate(publication.fragments):
-            state, copies = self._bring(fragment, self._states.get(index))
-            states[index], copied = (fragment.state, state), copied + copies
-        self._write(publication, layout, rest, states)
+            values, copied = self._bring(fragment, self._states.get(index))
+            self._states[index] = (
+                fragment.state,
+                values,
+            )  # if the next one does not arrive, this one is not fetched again
+            self._copied |= {index} if copied else set()
+        self._write(publication, layout, rest)
         full = sum(fragment.nbytes for fragment in publication.fragments)
         done = Followed(
-            publication.version, publication.step, self._nbytes, full, copied, len(states), self._first, publication.over
+            publication.version, publication.step, self._nbytes, full, len(self._copied), len(publication.fragments), self._first,
+            publication.over,
         )  # fmt: skip
-        self._states, self._read, self._nbytes, self._first = states, text, 0, False
+        self._copied, self._read, self._nbytes, self._first = set(), text, 0, False
         return done
 
     def _bring(self, fragment: FragmentVersion, held: tuple[str, Bits] | None) -> tuple[Bits, bool]:
@@ -154,28 +159,17 @@ class WeightsFollower:
                 values = torch.cat(flat).view(torch.int16).numpy().view(np.uint16)
                 self._states[index] = state_of(values), values
 
-    def _write(
-        self, publication: Publication, layout: Layout, rest: dict[str, Tensor], states: dict[int, tuple[str, Bits]]
-    ) -> None:
-        """Write the folder of this version, then replace the link."""
-        tensors = dict(rest)
-        for place in layout.places:
-            count = int(np.prod(place.shape, dtype=np.int64))
-            part = states[place.fragment][1][place.begin : place.begin + count]
-            values = torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
-            tensors[place.name] = values.view(place.shape)
+    def _write(self, publication: Publication, layout: Layout, rest: dict[str, Tensor]) -> None:
+        """Write the folder of this version, then replace the link. If the disk is full, what was written of it is deleted."""
         names = "".join(one.state for one in publication.fragments)
         folder = self._room / f"{publication.version}-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
-        draft = self._room / f"draft-{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
-        save_file(tensors, draft / MODEL, layout.metadata)
-        for name, data in self._files.items():
-            (draft / name).write_bytes(data)
-        said = {"version": publication.version, "step": publication.step, "over": publication.over}
-        (draft / STATES).write_text(json.dumps(said | {"states": [one.state for one in publication.fragments]}))
+        try:
+            self._write_draft(publication, layout, rest)
+        except BaseException:
+            shutil.rmtree(self._draft, ignore_errors=True)
+            raise
         shutil.rmtree(folder, ignore_errors=True)
-        draft.replace(folder)
+        self._draft.replace(folder)
         before = self._out.readlink().name if self._out.is_symlink() else ""
         link = self._room / "link"
         link.unlink(missing_ok=True)
@@ -184,6 +178,22 @@ class WeightsFollower:
         for old in self._room.iterdir():
             if old.is_dir() and old.name not in (before, folder.name, "parts"):
                 shutil.rmtree(old, ignore_errors=True)
+        for part in self._parts.iterdir():  # of versions before, which were replaced while they arrived
+            part.unlink()
+
+    def _write_draft(self, publication: Publication, layout: Layout, rest: dict[str, Tensor]) -> None:
+        tensors = dict(rest)
+        for place in layout.places:
+            count = int(np.prod(place.shape, dtype=np.int64))
+            part = self._states[place.fragment][1][place.begin : place.begin + count]
+            values = torch.from_numpy(part.view(np.int16).copy()).view(torch.bfloat16)
+            tensors[place.name] = values.view(place.shape)
+        self._draft.mkdir()
+        save_file(tensors, self._draft / MODEL, layout.metadata)
+        for name, data in self._files.items():
+            (self._draft / name).write_bytes(data)
+        said = {"version": publication.version, "step": publication.step, "over": publication.over}
+        (self._draft / STATES).write_text(json.dumps(said | {"states": [one.state for one in publication.fragments]}))
 
 
 def _check(places: Sequence[TensorPlace], publication: Publication) -> None:

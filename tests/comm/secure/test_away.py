@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -21,19 +22,24 @@ from thinwire.membership.hub import HubRendezvous
 from thinwire.membership.registry import MemberRegistry
 
 
+def cut_and_mended(proxy: Proxy, look: Callable[[], None], said: list[str]) -> None:
+    """Returns when the replica has said both."""
+    proxy.cut()
+    while not said:
+        look()
+    proxy.mend()
+    while len(said) == 1:
+        look()
+
+
 def test_a_replica_of_a_fixed_group_says_that_its_hub_is_away_and_back(tmp_path):
     """Training waits meanwhile, and would show nothing."""
-    said = []
+    said: list[str] = []
     with Hub(tmp_path / "hub") as hub, Proxy(hub.invite(1)) as proxy:
         with join(str(proxy.token), "oslo", 1, tmp_path / "keys") as group:
             look = outages(group, "oslo", said.append)
             look()
-            proxy.cut()
-            while not said:
-                look()
-            proxy.mend()
-            while len(said) == 1:
-                look()
+            cut_and_mended(proxy, look, said)
     assert said[0].startswith(f"oslo is not connected to {proxy.token.where} (") and said[0].endswith(
         "); it dials again"
     )
@@ -42,17 +48,12 @@ def test_a_replica_of_a_fixed_group_says_that_its_hub_is_away_and_back(tmp_path)
 
 def test_a_replica_of_a_fixed_group_says_which_other_one_has_lost_the_hub(tmp_path):
     """One that closes its group has not."""
-    said = []
+    said: list[str] = []
     with Hub(tmp_path / "hub") as hub, Proxy(hub.invite()) as proxy, ThreadPoolExecutor() as pool:
         lima = pool.submit(join, str(proxy.token), "lima", 2, tmp_path / "keys")
         with join(str(hub.invite()), "oslo", 2, tmp_path / "keys") as group:
             look = outages(group, "oslo", said.append)
-            proxy.cut()
-            while not said:
-                look()
-            proxy.mend()
-            while len(said) == 1:
-                look()
+            cut_and_mended(proxy, look, said)
             lima.result().close()
             while "lima" not in group.gone:
                 look()

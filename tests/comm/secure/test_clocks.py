@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from thinwire.comm.secure import Hub, enrol
+from thinwire.comm.secure import Hub, PublishedAtHub, enrol
+from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.group import connected_group
 from thinwire.comm.secure.link import HubLink
@@ -18,6 +21,7 @@ from thinwire.comm.secure.loop import LoopThread
 from thinwire.comm.secure.requests import HubChannel
 from thinwire.errors import LinkError
 from thinwire.membership.registry import MemberRegistry
+from thinwire.records.published import PublishedFolder
 
 
 @pytest.mark.parametrize("renews", ["requests", "group"])
@@ -41,3 +45,37 @@ def test_a_certificate_that_has_ended_by_the_clock_of_the_hub_is_renewed(
             connected_group(HubLink(member, bytes(32), 1), 600.0, 600.0).close()
         assert member._admitted.due < inf
     thread.release()
+
+
+def test_a_follower_whose_certificate_has_ended_by_the_clock_of_the_hub_gets_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection still stands. It was told that the hub serves no followers, and ended for that."""
+    with Hub(tmp_path / "hub", published=PublishedFolder(tmp_path / "run")) as hub:
+        with PublishedAtHub(str(hub.invite()), "follower-oslo", tmp_path / "keys") as published:
+            assert published.newest() is None
+            before = published._enrolment._admitted
+            ahead = SimpleNamespace(time=lambda: time.time() + 7200.0, monotonic=time.monotonic)
+            monkeypatch.setattr("thinwire.comm.secure.hub.time", ahead)
+            with pytest.raises(Outdated, match="the certificate of this follower has expired"):
+                published.newest()
+            monkeypatch.undo()
+            assert published.newest() is None and published._enrolment._admitted is not before
+
+
+def test_a_member_whose_clock_is_behind_takes_a_renewed_certificate_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 10 minutes. It was away until it could, so the others of a fixed group took it for dead."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Ahead:
+            return super().now(tz) + timedelta(minutes=10)
+
+    with Hub(tmp_path / "hub", published=PublishedFolder(tmp_path / "run")) as hub:
+        with PublishedAtHub(str(hub.invite()), "follower-oslo", tmp_path / "keys") as published:
+            assert published.newest() is None
+            monkeypatch.setattr("thinwire.comm.secure.keys.datetime", Ahead)
+            used, hub._made, published._used = hub._credentials(), 0.0, None
+            assert published.newest() is None and hub._credentials() is not used

@@ -31,6 +31,7 @@ from thinwire.comm.secure.state import HubState
 state = HubState(Path(sys.argv[1]))
 number, secret = state.invite(2, 1000.0, None)
 state.admit("oslo", b"a" * 32, number, secret)
+state.admit("rome", b"b" * 32, *state.invite(2, 1000.0, None))
 group = state.form(b"l" * 32, (("oslo", b"p" * 16), ("lima", b"q" * 16)))
 state.gone(group.number, 1, 2)
 state.revoke("oslo")
@@ -42,7 +43,7 @@ def test_a_killed_hub_keeps_its_state(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=600)
     assert done.returncode == -signal.SIGKILL
     state = HubState(tmp_path)
-    (member,), (group,), (open_one,) = state.members(), state.groups(), state.invitations()
+    (member, _), (group,), (open_one,) = state.members(), state.groups(), state.invitations()
     assert (member.name, member.key, member.revoked) == ("oslo", b"a" * 32, True) and open_one[0] == 1
     assert group.members == (("oslo", b"p" * 16), ("lima", b"q" * 16)) and group.gone == {1: 2}
     state.gone(group.number, 0, 0)

@@ -13,7 +13,7 @@ from raw_member import RawMember, admitted
 
 from thinwire.comm.group import gather
 from thinwire.comm.secure import Hub, SecureGroup, frames, join, versions
-from thinwire.comm.secure.versions import FRAMES
+from thinwire.comm.secure.versions import FRAMES, stating_run
 from thinwire.errors import LinkError
 from thinwire.version import Protocols
 
@@ -84,3 +84,30 @@ def test_a_process_that_waits_is_told_that_another_has_come_under_its_name(tmp_p
         with pytest.raises(LinkError, match="another process has connected as oslo, with the same key"):
             before.result()
         closed(after, joining(hub, "lima", others), joining(hub, "rome", others))
+
+
+def test_a_member_that_asks_for_another_number_of_replicas_hears_what_the_others_asked_for(tmp_path: Path) -> None:
+    """Both groups would wait for ever. Another run has any number, and who comes again with the right one is not in its own way."""
+    said = Queue[str]()
+    with Hub(tmp_path / "hub") as hub, ThreadPoolExecutor() as pool:
+
+        def asks(name: str, size: int, run: str = "") -> Future[SecureGroup]:
+            return pool.submit(join, str(hub.invite()), name, size, tmp_path / "keys", run, TIMEOUT, say=said.put)
+
+        lima = asks("lima", 2)
+        assert said.get() == "waits for 1 of 2 members; here: lima"
+        told = "oslo asks for a group of 3 members, and lima, which waits for the same run, for one of 2; give all replicas the same number"
+        with pytest.raises(LinkError, match=told):
+            asks("oslo", 3).result()
+        closed(asks("oslo", 1, "another"))
+        again = asks("lima", 1)
+        closed(again, lima, asks("oslo", 2))
+
+
+def test_a_member_of_one_run_cannot_hold_up_another_with_another_number_of_replicas(tmp_path: Path) -> None:
+    """It waits for its own run, and states that it is in the other one, whose members would be refused."""
+    with Hub(tmp_path / "hub") as hub:
+        oslo = admitted(hub.invite(runs=["red"]), "oslo", tmp_path)
+        with RawMember(hub.invite(), oslo, frames.group_label(2, "red")) as member:
+            member.more = stating_run(frames.run_digest("blue"))[1:]
+            assert "oslo was invited to red and may join no other run" in member.hello(2).refusal()[1]

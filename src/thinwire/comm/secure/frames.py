@@ -111,6 +111,11 @@ def group_label(size: int, run: str) -> bytes:
     return hashlib.sha256(f"thinwire {size} {run}".encode()).digest()
 
 
+def run_digest(run: str) -> str:
+    """What a fixed group states beside its label: members of one run that ask for groups of other sizes have the same."""
+    return hashlib.sha256(f"thinwire run {run}".encode()).hexdigest()
+
+
 def with_reducer(run: str) -> str:
     """The name under which the members of a run meet if the hub averages their packets: no other group counts as theirs."""
     return f"{run} with a reducer"

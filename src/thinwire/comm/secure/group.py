@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Messages, Sized, travelling
 from thinwire.comm.secure.enrol import Admitted, Enrolment
-from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label
+from thinwire.comm.secure.frames import MEMBERS, Welcome, group_label, run_digest
 from thinwire.comm.secure.link import HubLink
 from thinwire.comm.secure.listening import Listen
 from thinwire.comm.secure.loop import LoopThread
@@ -241,7 +241,9 @@ def join(
         )
     at = Listen.parse(listen, address) if listen else None
     enrolment = Enrolment(Token.read(token), name, Path(folder))
-    link = HubLink(enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at, say=say)
+    link = HubLink(
+        enrolment, group_label(size, run), size, bits_per_second, _ADVICE, place, listen=at, say=say, run=run_digest(run)
+    )  # fmt: skip
     return connected_group(link, timeout, timeout)
 
 

@@ -21,14 +21,15 @@ class GroupRequest(NamedTuple):
     size: int
     place: int
     protocols: Protocols  # that it speaks with the others
+    run: str  # `frames.run_digest`; "": it has stated none, as in an elastic run
 
     @classmethod
-    def read(cls, frame: frames.Frame) -> GroupRequest:
-        """The request in a HELLO. Raises `PacketError`."""
+    def read(cls, frame: frames.Frame, run: str) -> GroupRequest:
+        """The request in a HELLO, of a process that has stated this digest of its run. Raises `PacketError`."""
         protocols = Protocols.parse(frame.data(4).rstrip(b"\0").decode("ascii", "replace"))
         if protocols is None:
             raise PacketError(f"the list of protocols cannot be read; {frames.SAME_RELEASE}")
-        return cls(frame.data(1), frame.number(2), frame.number(3), protocols)
+        return cls(frame.data(1), frame.number(2), frame.number(3), protocols, run)
 
 
 Waiting = dict[str, tuple[Connection, GroupRequest]]  # by name
@@ -58,11 +59,8 @@ class HubGroups:
         if self._reconnects(connection, request.label):
             return
         name, waiting = connection.name, self._waiting.get(request.label, {})
+        self._check_size(name, request)
         for other, (_, theirs) in waiting.items():
-            if theirs.size != request.size:
-                raise LinkError(
-                    f"{name} expects a group of {request.size}, others of this run expect one of {theirs.size}; give all the same number of replicas"
-                )
             if not common([theirs.protocols, request.protocols]):
                 raise LinkError(
                     f"{name} speaks protocols {request.protocols}, {other} speaks {theirs.protocols}. Install one release on both, or one "
@@ -82,6 +80,17 @@ class HubGroups:
                 raise
         if connection.relay is None:
             _tell(waiting)
+
+    def _check_size(self, name: str, request: GroupRequest) -> None:
+        """Raise `LinkError` if others of its run wait for a group of another size: neither group would ever be complete."""
+        for label, waiting in self._waiting.items():
+            for other, (_, theirs) in waiting.items():
+                alike = label == request.label or (theirs.run == request.run != "")
+                if alike and theirs.size != request.size and other != name:
+                    raise LinkError(
+                        f"{name} asks for a group of {request.size} members, and {other}, which waits for the same run, for one of {theirs.size}; "
+                        "give all replicas the same number, and another run another --group"
+                    )
 
     def form(self) -> None:
         """Form the groups whose members have all come, and which the disk had no room for. Raises `sqlite3.Error` while it has none."""

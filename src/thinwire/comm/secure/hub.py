@@ -25,6 +25,7 @@ from thinwire.comm.secure import frames
 from thinwire.comm.secure.admission import Admission
 from thinwire.comm.secure.audit import AuditLog
 from thinwire.comm.secure.callers import Callers
+from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.channels import (
     BULK,
     CONTROL,
@@ -60,7 +61,7 @@ from thinwire.comm.secure.streams import (
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.token import Token
 from thinwire.comm.secure.upload import Publishers, Uploads
-from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member
+from thinwire.comm.secure.versions import FOLLOWING, agreed_with_member, stated_run
 from thinwire.errors import DataError, LinkError, PacketError
 
 LIFETIME = timedelta(hours=1)  # lifetime of a member's certificate
@@ -234,19 +235,20 @@ class Hub:
             name, expires = self._callers.trainer(context)
             version = await agreed_with_member(context)
             frame = frames.opened(await first(context), 0, [frames.HELLO], version)
-            process, label = frame.data(0), frame.data(1)
+            process, label, of_run = frame.data(0), frame.data(1), stated_run(context.invocation_metadata())
             if self._runs is None:  # in an elastic run a label has the name of a view, which only its members know
                 size = frame.number(2)
                 self._callers.check_bound(
                     name,
-                    lambda run: (
-                        label in (frames.group_label(size, run), frames.group_label(size, frames.with_reducer(run)))
+                    lambda run: any(
+                        label == frames.group_label(size, one) and of_run in ("", frames.run_digest(one))
+                        for one in (run, frames.with_reducer(run))
                     ),
                 )
             with self._connected(context, name, process, expires, None) as connection:
                 connection.version = version
                 try:
-                    self._groups.join(connection, GroupRequest.read(frame))
+                    self._groups.join(connection, GroupRequest.read(frame, of_run))
                     await self._serve(context, connection, connection.control, self._said(connection), version)
                 finally:
                     self._groups.leave(connection, label)
@@ -276,7 +278,9 @@ class Hub:
         """Answer a follower. It is identified at each request, so a revoked one is refused."""
         async with Refusing(self._audit, context, self._proxies[0]):
             _name, expires = self._callers.identify(context)
-            if self._published is None or expires < time.time():
+            if expires < time.time():
+                raise Outdated("the certificate of this follower has expired")
+            if self._published is None:
                 raise LinkError("this hub does not serve followers; start it with --published RUN or --publishers NAME")
             await agreed_with_member(context, FOLLOWING)
             try:

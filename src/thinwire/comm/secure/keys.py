@@ -140,8 +140,12 @@ class Authority:
             ) from None
         self.fingerprint = fingerprint(self.certificate)
 
-    def issue(self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta) -> bytes:
-        """Sign a certificate for the key of `holder` under the DNS name `dns`, valid at both ends of a connection; as PEM."""
+    def issue(
+        self, holder: x509.CertificateSigningRequest, dns: str, lifetime: timedelta, since: datetime | None = None
+    ) -> bytes:
+        """Sign a certificate for the key of `holder` under the DNS name `dns`, valid at both ends of a connection, from `since` on if that is
+        long ago; as PEM.
+        """
         now = datetime.now(UTC)
         common = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns)])
         built = (
@@ -150,7 +154,7 @@ class Authority:
             .issuer_name(self.certificate.subject)
             .public_key(holder.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - SKEW)
+            .not_valid_before(min(since or now, now - SKEW))
             .not_valid_after(now + lifetime)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)]), critical=False)
@@ -165,8 +169,8 @@ class Authority:
 
     def hub_credentials(self, lifetime: timedelta, trusted: bytes) -> Credentials:
         """A fresh key and certificate for the hub as a server, which trusts the authorities `trusted`."""
-        key = new_key()
-        certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime)
+        key, since = new_key(), self.certificate.not_valid_before_utc  # a member whose clock is behind takes a renewed one, too
+        certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime, since)
         return Credentials(key, certificate, trusted)
 
     def own_credentials(self) -> Credentials:
@@ -262,6 +266,9 @@ def write_private(path: Path, data: bytes) -> None:
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(file, "wb") as stream:
+            if os.geteuid() == 0:  # root rotates the authority of a hub that another user runs
+                owner = path.parent.stat()
+                os.fchown(file, owner.st_uid, owner.st_gid)
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())

@@ -29,7 +29,7 @@ from thinwire.comm.secure.posted import Pull
 from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.secure.straight import Straight
 from thinwire.comm.secure.tasks import run_until_one_ends
-from thinwire.comm.secure.versions import agreed_with_hub, stated
+from thinwire.comm.secure.versions import agreed_with_hub, stated, stating_run
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
@@ -60,13 +60,15 @@ class HubLink:
         insists: whether it connects again if the connection ends before the group is formed.
         listen: where other members may reach this one; None: it opens no port.
         say: called in the loop's thread with each new state until the group is complete, such as "waits for 1 of 3 members; here: bern, oslo".
+        run: `frames.run_digest` of a fixed group; "": the hub does not look whether others ask for a group of another size.
     """
 
     def __init__(
         self, enrolment: Enrolment, label: bytes, size: int, bits_per_second: float | None = None, advice: str = "",
         place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS, insists: bool = True,
-        listen: Listen | None = None, say: Callable[[str], object] = lambda state: None,
+        listen: Listen | None = None, say: Callable[[str], object] = lambda state: None, run: str = "",
     ) -> None:  # fmt: skip
+        self._run = run
         self._advice, self._insists, self._say_state = advice, insists, say
         self.enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
@@ -208,7 +210,7 @@ class HubLink:
         # The control connection detects silence for all, because no bulk is queued before its pings.
         channels = [dial(*of_hub, silent=self._silent), *(dial(*of_hub) for _ in range(CHANNELS))]
         try:
-            control = channels[0].stream_stream(CONTROL)(metadata=stated())
+            control = channels[0].stream_stream(CONTROL)(metadata=stating_run(self._run))
             self._version = await agreed_with_hub(control, self._silent)
             welcome, sequence = await self._greeted(control)
             before = connections(token.port)

@@ -215,6 +215,7 @@ class HubState:
         self._base.execute("update invitation set uses = uses - 1 where id = ?", (invitation,))
         self._base.execute("insert into member values (?, ?, 0, ?)", (name, key, time.time()))
         self._base.execute("insert into bound select ?, run from invited_to where invitation = ?", (name, invitation))
+        self._base.execute("insert into used values (?, ?, ?)", (invitation, name, key))
         return True
 
     def bound(self, name: str) -> list[str]:
@@ -241,13 +242,22 @@ class HubState:
         rows = self._base.execute("select name from issued where authority = ?", (authority,)).fetchall()
         return [one.name for one in self.members() if not one.revoked and (one.name,) not in rows]
 
-    def revoke(self, name: str) -> None:
-        """Refuse the member `name` from now on. Raises `ConfigurationError` if there is none."""
-        if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
-            names = [member.name for member in self.members()]
-            more = f" and {len(names) - 12} more (`thinwire hub list`)" if len(names) > 12 else ""
-            known = ", ".join(names[:12]) + more or "none yet"
-            raise ConfigurationError(f"{name}: no member has this name; the members are: {known}.")
+    def revoke(self, name: str) -> int:
+        """Refuse the member `name` from now on, and end its invitation, by which it could come back under another name. Returns how many more
+        that could have admitted. Raises `ConfigurationError` if there is no such member.
+        """
+        its = "where id in (select invitation from used where name = ?)"
+        with self._together():
+            if not self._base.execute("update member set revoked = 1 where name = ?", (name,)).rowcount:
+                names = [member.name for member in self.members()]
+                more = f" and {len(names) - 12} more (`thinwire hub list`)" if len(names) > 12 else ""
+                known = ", ".join(names[:12]) + more or "none yet"
+                raise ConfigurationError(f"{name}: no member has this name; the members are: {known}.")
+            left = self._base.execute(
+                f"select sum(uses) from invitation {its} and expires > ?", (name, time.time())
+            ).fetchone()[0]
+            self._base.execute(f"delete from invitation {its}", (name,))
+        return int(left or 0)
 
     # Elastic runs.
 

@@ -28,12 +28,23 @@ RANGES = {
 _KEYS = {
     FRAMES: "thinwire-frames", JOINING: "thinwire-join", FOLLOWING: "thinwire-follow", PUBLISHING: "thinwire-publish",
 }  # fmt: skip
+_RUN = "thinwire-run"
 _MEMBERS = {FRAMES: "replica", JOINING: "machine", FOLLOWING: "follower", PUBLISHING: "publisher"}
 
 
 def stated(kind: str = FRAMES) -> tuple[tuple[str, str], ...]:
     """The metadata with this side's range."""
     return ((_KEYS[kind], str(RANGES[kind])),)
+
+
+def stating_run(digest: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a control stream: the range, and the digest of the run that a member of a fixed group asks for; "": none."""
+    return (*stated(), (_RUN, digest)) if digest else stated()
+
+
+def stated_run(metadata: Any) -> str:
+    """The digest that `stating_run` has put into `metadata`; "" if there is none."""
+    return next((value for key, value in metadata or () if key == _RUN), "")
 
 
 def states_range(metadata: Any, kind: str) -> bool:
