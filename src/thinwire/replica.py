@@ -223,6 +223,7 @@ class Replica:
         or until `close`, on its own thread. Then it closes its membership."""
         if self._finished:
             return
+        self._inner_steps.check_whole()
         self._loop_warnings.finishes(self.step)
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()

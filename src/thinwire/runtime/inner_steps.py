@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigurationError, ModelError
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
@@ -121,6 +122,7 @@ class InnerSteps:
         self.seconds = 0.0  # of the main thread in departures and landings, with stalls
         self._training, self._driver = training, driver
         self._exchanged = False  # whether the gradients of the next step are exchanged
+        self._stepping = self._interrupted = False
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
@@ -148,10 +150,18 @@ class InnerSteps:
 
     def exchange_gradients(self, closure: bool = False) -> None:
         """Run the driver's work before the optimizer's step now, and not again in the step."""
-        began = self._training.clock()
+        self.check_whole()
         self._exchanged = True
-        self._driver.before_inner_step(closure)
-        self.seconds += self._training.clock() - began
+        with self._driving():
+            self._driver.before_inner_step(closure)
+
+    def check_whole(self) -> None:
+        """Raise `DisagreementError` if an earlier step did not end: it may have left out what the other replicas did."""
+        if self._interrupted:
+            raise DisagreementError(
+                "an earlier inner step was interrupted, in which the replicas exchange, so this one may differ from the others now. Close it, and on "
+                "all replicas attach a new Replica to the model, or resume from a checkpoint."
+            )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -177,6 +187,8 @@ class InnerSteps:
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check()
+        self._interrupted |= self._stepping
+        self.check_whole()
         if id(optimizer) not in self._due:
             raise ModelError(
                 "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
@@ -195,18 +207,30 @@ class InnerSteps:
         self._others.steps(within=True)
         if not self._skipped(optimizer):
             self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
+        self._stepping = self._gradients  # such a step must end, because the others take it
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._others.steps(within=False)
+        self._stepping = False
         if self._skipped(optimizer):
             return
         self._due.discard(id(optimizer))
         if self._due:
             return
         self._due, self._exchanged, self._early = set(self._all), False, []
+        with self._driving():
+            self._training.step += 1
+            self._driver.after_inner_step()
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """A context for the driver's part of a step, which measures it, and notices a Ctrl-C."""
         began = self._training.clock()
-        self._training.step += 1
-        self._driver.after_inner_step()
+        try:
+            yield
+        except BaseException as error:
+            self._interrupted |= not isinstance(error, Exception)
+            raise
         self.seconds += self._training.clock() - began
 
     def _skipped(self, optimizer: torch.optim.Optimizer) -> bool:
