@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigurationError, DisagreementError, ModelError
+from thinwire.pieces.partition import is_sharded
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
@@ -19,6 +20,7 @@ from thinwire.strategy import Gradients
 _attached: WeakValueDictionary[int, InnerSteps] = (
     WeakValueDictionary()
 )  # by the id of the optimizer, whose hooks keep it alive
+_STEPS_BETWEEN_LOOKS = 64  # at the parameters of the model, which take a while to list
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
@@ -131,6 +133,7 @@ class InnerSteps:
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
         self._others = OtherOptimizers(optimizers, exchanged, training.warn)
         ids = set(map(id, exchanged))
+        self._exchanged_ids = ids
         self._frozen = [p for p in _held(optimizers) if id(p) not in ids]
         self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
         self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
@@ -184,6 +187,13 @@ class InnerSteps:
                 f"a parameter of shape {shape} was frozen when the Replica was attached and is trained now; it would not be exchanged. "
                 + _ANEW
             )
+        if self._training.step % _STEPS_BETWEEN_LOOKS == 0:
+            gone = self._exchanged_ids - set(map(id, self._training.model.parameters()))
+            if gone and not any(map(is_sharded, self._training.model.parameters())):  # sharding replaces them, too
+                raise ModelError(
+                    f"{len(gone)} of the parameters that the Replica exchanges are no longer the model's, such as after "
+                    f"load_state_dict(assign=True): those in their place are not exchanged, and the optimizer holds the old ones. {_ANEW}"
+                )
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check()
