@@ -224,6 +224,7 @@ class Replica:
         """
         if self._finished:
             return
+        self._inner_steps.check_whole()
         self._loop_warnings.finishes(self.step)
         over = self._driver.finish(keep_seconds)
         self._driver.load_anchors()

@@ -47,7 +47,11 @@ pytestmark = pytest.mark.usefixtures("late_imports")
 AVERAGE = tw.local_sgd(every=3)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulating"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, {"torch_compile": True, "torch_compile_backend": "eager"}],
+    ids=["plain", "accumulating", "compiled"],
+)
 def test_one_replica_with_average_changes_nothing(tmp_path, options):
     """Law 11, also after a resume: the weights equal those of the trainer without Thinwire, bit for bit."""
     due = weights(train(tmp_path / "bare", None, **options))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.testing.toy import adamw, batch, inner_step, toy, weights
+from thinwire.testing.toy import adamw, batch, inner_step, sgd, toy, weights
 
 
 def train(group, strategy, steps, observer=None, model=None):
@@ -207,6 +207,26 @@ def test_parameters_that_replace_others_warn():
 
     (said,) = heard_by(action)
     assert "has 2 parameters (1.weight, ...) that it did not have" in said and "between two Replicas" in said
+
+
+def test_parameters_that_were_replaced_are_refused_at_the_first_step_or_after_some():
+    def replaced_after(steps):
+        (group,) = tw.ThreadGroup.create(1)
+        model = toy()
+        optimizer = sgd(model)
+        replica = tw.Replica(tw.local_sgd(every=4), model, optimizer, group)
+        for step in range(100):
+            if step == steps:
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            try:
+                inner_step(model, optimizer, *batch(0, 0, step))
+            except tw.ModelError as error:
+                replica.close()
+                return step, str(error)
+
+    for steps, refused in ((0, 0), (1, 64), (64, 64)):
+        step, said = replaced_after(steps)
+        assert step == refused and said.startswith("11 of the parameters that the Replica exchanges are no longer the")
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -16,7 +16,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -50,23 +50,27 @@ def socket_files() -> list[SocketFile]:
     return found
 
 
+def keep_from_children(files: Iterable[SocketFile]) -> None:
+    """Let `files` stay with this process (Linux only). A worker of a data loader is a fork and would hold them too: if this process is killed, its
+    peers would wait until the worker ends, and its port would be taken until then.
+    """
+    _kept.intersection_update(socket_files())
+    for file in files:
+        with suppress(OSError):  # closed meanwhile
+            os.set_inheritable(file.number, False)  # by a program that this process starts
+        _kept.add(file)
+    if _kept:
+        _watch_forks()
+
+
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """A context whose sockets stay with this process (Linux only). A worker of a data loader is a fork and would hold them too: if this process is
-    killed, its peers would wait until the worker ends, and its port would be taken until then.
-    """
+    """A context; `keep_from_children` for all sockets that are opened in it."""
     before = set(socket_files())
     try:
         yield
     finally:
-        present = set(socket_files())
-        _kept.intersection_update(present)
-        for file in present - before:
-            with suppress(OSError):  # closed meanwhile
-                os.set_inheritable(file.number, False)  # by a program that this process starts
-            _kept.add(file)
-        if _kept:
-            _watch_forks()
+        keep_from_children(set(socket_files()) - before)
 
 
 @cache

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigurationError, ModelError
+from thinwire.errors import ConfigurationError, DisagreementError, ModelError
+from thinwire.pieces.partition import is_sharded
 from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
@@ -18,6 +20,7 @@ from thinwire.strategy import Gradients
 _attached: WeakValueDictionary[int, InnerSteps] = (
     WeakValueDictionary()
 )  # by the id of the optimizer, whose hooks keep it alive
+_STEPS_BETWEEN_LOOKS = 64  # at the parameters of the model, which take a while to list
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
@@ -121,6 +124,7 @@ class InnerSteps:
         self.seconds = 0.0  # of the main thread in departures and landings, with stalls
         self._training, self._driver = training, driver
         self._exchanged = False  # whether the gradients of the next step are exchanged
+        self._stepping = self._interrupted = False
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
@@ -129,6 +133,7 @@ class InnerSteps:
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
         self._others = OtherOptimizers(optimizers, exchanged, training.warn)
         ids = set(map(id, exchanged))
+        self._exchanged_ids = ids
         self._frozen = [p for p in _held(optimizers) if id(p) not in ids]
         self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
         self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
@@ -148,10 +153,18 @@ class InnerSteps:
 
     def exchange_gradients(self, closure: bool = False) -> None:
         """Run the driver's work before the optimizer's step now, and not again in the step."""
-        began = self._training.clock()
+        self.check_whole()
         self._exchanged = True
-        self._driver.before_inner_step(closure)
-        self.seconds += self._training.clock() - began
+        with self._driving():
+            self._driver.before_inner_step(closure)
+
+    def check_whole(self) -> None:
+        """Raise `DisagreementError` if an earlier step did not end: it may have left out what the other replicas did."""
+        if self._interrupted:
+            raise DisagreementError(
+                "an earlier inner step was interrupted, in which the replicas exchange, so this one may differ from the others now. Close it, and on "
+                "all replicas attach a new Replica to the model, or resume from a checkpoint."
+            )
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -174,9 +187,18 @@ class InnerSteps:
                 f"a parameter of shape {shape} was frozen when the Replica was attached and is trained now; it would not be exchanged. "
                 + _ANEW
             )
+        if self._training.step % _STEPS_BETWEEN_LOOKS == 0:
+            gone = self._exchanged_ids - set(map(id, self._training.model.parameters()))
+            if gone and not any(map(is_sharded, self._training.model.parameters())):  # sharding replaces them, too
+                raise ModelError(
+                    f"{len(gone)} of the parameters that the Replica exchanges are no longer the model's, such as after "
+                    f"load_state_dict(assign=True): those in their place are not exchanged, and the optimizer holds the old ones. {_ANEW}"
+                )
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check()
+        self._interrupted |= self._stepping
+        self.check_whole()
         if id(optimizer) not in self._due:
             raise ModelError(
                 "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "
@@ -195,18 +217,30 @@ class InnerSteps:
         self._others.steps(within=True)
         if not self._skipped(optimizer):
             self.exchange_gradients(any(map(callable, args[1:])) or kwargs.get("closure") is not None)
+        self._stepping = self._gradients  # such a step must end, because the others take it
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._others.steps(within=False)
+        self._stepping = False
         if self._skipped(optimizer):
             return
         self._due.discard(id(optimizer))
         if self._due:
             return
         self._due, self._exchanged, self._early = set(self._all), False, []
+        with self._driving():
+            self._training.step += 1
+            self._driver.after_inner_step()
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """A context for the driver's part of a step, which measures it, and notices a Ctrl-C."""
         began = self._training.clock()
-        self._training.step += 1
-        self._driver.after_inner_step()
+        try:
+            yield
+        except BaseException as error:
+            self._interrupted |= not isinstance(error, Exception)
+            raise
         self.seconds += self._training.clock() - began
 
     def _skipped(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -7,6 +7,7 @@
 names are loaded at their first use, because a hub's process needs no torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from thinwire.comm.secure.hub import Hub as Hub
     from thinwire.comm.secure.invitations import invite as invite
     from thinwire.comm.secure.token import Token as Token
+
+# With it gRPC starts threads in a fork, such as a worker of a data loader, and these may abort it.
+os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _HOMES = {
     **dict.fromkeys(("SecureGroup", "admit", "join"), "group"),

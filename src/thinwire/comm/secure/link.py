@@ -30,6 +30,7 @@ from thinwire.comm.secure.state import REDUCER
 from thinwire.comm.secure.straight import Straight
 from thinwire.comm.secure.tasks import run_until_one_ends
 from thinwire.comm.secure.versions import agreed_with_hub, stated, stating_run
+from thinwire.comm.sockets import keep_from_children
 from thinwire.errors import ConfigurationError, LinkError, PacketError
 from thinwire.version import PROTOCOLS
 
@@ -220,6 +221,7 @@ class HubLink:
                 await written(stream, frames.head(frames.ATTACH, 0, 0, self._version) + attach)
             for connection in connections(token.port) - before:
                 pace({connection}, self.rate)  # each to the whole rate, because chunks leave one after the other
+            keep_from_children(connections(token.port))
             await self._carry(control, sequence, bulk, admitted)
         except grpc.aio.AioRpcError as error:
             raise explain(error) from None
