@@ -43,6 +43,30 @@ def test_a_norm_is_compared_with_the_norms_before_it():
     )
 
 
+def test_rounds_without_training_do_not_count():
+    assert scales_of(Guard(), [1.0] * 5 + [0.0] * 100 + [1.0] * 3) == [1.0] * 108
+
+
+def test_training_goes_on_after_a_rest():
+    """With a learning rate of 0 for 60 rounds. The deltas after it were clipped to nothing."""
+
+    def trained(guard):
+        model = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            [parameter.zero_() for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (group,) = tw.ThreadGroup.create(1)
+        with tw.Replica(replace(tw.recipes.local_sgd(every=1), guard=guard), model, optimizer, group):
+            for rate in [0.1] * 5 + [0.0] * 60 + [0.1] * 5:
+                optimizer.param_groups[0]["lr"] = rate
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert same_bits(trained(Guard()), trained(None))
+
+
 def test_the_limit_grows_with_the_number_of_inner_steps():
     _, _, state = Guard(warm_up=2).judged(1.0, 1.0, Guard().init())
     _, _, state = Guard(warm_up=2).judged(3.0, 3.0, state)

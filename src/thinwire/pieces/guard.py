@@ -33,10 +33,11 @@ class Guard:
         Δ ← Δ·2^−k     for the smallest k that brings ‖Δ‖ below the mean, if ‖Δ‖ > limit; the parameters go back to anchor − Δ
 
     Mean and variance are exponential moving ones (a fifth for the newest norm), so they follow a learning rate that decays. A clipped
-    delta counts in them as the limit, so that they follow a lasting change. Each replica judges itself, before feedback and codec. So the
-    clipped part is in no packet and in no feedback, all exchanges and codecs work, and all replicas decode the same. The scale is a power
-    of two, so its bits do not depend on a machine's order of additions. Without clipping all bits are unchanged. The guard does not help
-    against a replica that lies: see `docs/robust.md`. NaN and infinities are refused elsewhere.
+    delta counts in them as the limit, so that they follow a lasting change. A delta of zeros, as while a learning rate is 0, does not
+    count. Each replica judges itself, before feedback and codec. So the clipped part is in no packet and in no feedback, all exchanges and
+    codecs work, and all replicas decode the same. The scale is a power of two, so its bits do not depend on a machine's order of additions.
+    Without clipping all bits are unchanged. The guard does not help against a replica that lies: see `docs/robust.md`. NaN and infinities
+    are refused elsewhere.
 
     *Source*: the test is EDiT's (Cheng et al., arXiv 2412.07210, §3.3). *Differs*: there the threshold is 3 standard deviations, the newest norm
     counts 0.02, after 100 rounds, and all replicas, which know each other's norms, leave anomalous deltas out. docs/log.md has the experiment.
@@ -75,6 +76,8 @@ class Guard:
         rounds, mean, variance = state["norms"].tolist()
         periods = max(1.0, periods)
         limit = periods * (mean + self.z * max(math.sqrt(variance), mean * _LEAST))
+        if not norm:
+            return Judged(limit, 1.0, state)
         clips = rounds >= self.warm_up and norm > limit > 0
         seen, share = min(norm, limit if clips else norm) / periods, max(_NEWEST, 1 / (rounds + 1))
         off = seen - mean
