@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from elastic_toy import RecordedRun, Toy, agree, one_thread
+from elastic_toy import RecordedRun, Toy, agree, freeze_a, one_thread
 
 from thinwire.elastic.messages import Outcome
 from thinwire.elastic.states import Action
-from thinwire.membership.testing.cluster import SimulatedCluster, ThreadRendezvous
-from thinwire.membership.view import View
+from thinwire.membership.testing.cluster import SimulatedCluster
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -53,20 +52,7 @@ def test_a_checkpoint_between_two_outcomes_names_the_state_that_it_holds(
     doubts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica is frozen for some rounds and catches up. If it `doubts`, the result of a vote on its delta was lost then."""
-    cluster, record, decide, looked = SimulatedCluster(), RecordedRun(), View.decide, list[str]()
-
-    def freeze() -> None:
-        cluster.freeze("a")
-        if doubts:
-            cluster.later(1.0, cluster.lighthouse.stop)
-            cluster.later(2.0, cluster.lighthouse.start)
-        cluster.later(20.0, lambda: cluster.thaw("a"))
-
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
-        own = view.members[view.group.rank].name
-        if own != "a":  # a votes first and waits, so the others have the result without it
-            ThreadRendezvous(cluster, own).sleep(0.5)
-        return decide(view, question, yes, seconds)
+    cluster, record, looked = SimulatedCluster(), RecordedRun(), list[str]()
 
     def run(name: str) -> Toy:
         toy = SavesAtOnce(cluster, name, record, least=2)
@@ -75,8 +61,7 @@ def test_a_checkpoint_between_two_outcomes_names_the_state_that_it_holds(
         actions[Action.LOOK_UP_DOUBT] = lambda donor: (looked.append(name), look_up(donor))
         return toy.train(32)
 
-    monkeypatch.setattr(View, "decide", decided)
-    cluster.at("a", "wait" if doubts else "call", freeze, 4)
+    freeze_a(cluster, doubts, monkeypatch)
     results = cluster.play({name: run for name in "abc"})
     assert all(isinstance(toy, Toy) for toy in results.values()), results
     agree(results, record)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, one_thread, train
+from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread, train
 from torch import Tensor
 
 from thinwire.elastic import global_state
@@ -102,23 +102,7 @@ def test_a_delta_whose_round_is_forgotten_is_not_sent_again(doubts: bool, monkey
         trained[toy.name] += fragment == 0
         return torch.full((SIZES[fragment],), UNIT)
 
-    def freeze() -> None:
-        cluster.freeze("a")
-        if doubts:
-            cluster.later(1.0, cluster.lighthouse.stop)
-            cluster.later(2.0, cluster.lighthouse.start)
-        cluster.later(20.0, lambda: cluster.thaw("a"))
-
-    decide = View.decide
-
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
-        own = view.members[view.group.rank].name
-        if own != "a":  # a votes first and waits, so the others have the result without it
-            ThreadRendezvous(cluster, own).sleep(0.5)
-        return decide(view, question, yes, seconds)
-
-    monkeypatch.setattr(View, "decide", decided)
-    cluster.at("a", "wait" if doubts else "call", freeze, 4)
+    freeze_a(cluster, doubts, monkeypatch)
     results = cluster.play(
         {name: lambda name: Toy(cluster, name, record, inner=one, least=2).train(32) for name in "abc"}
     )

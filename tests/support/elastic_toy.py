@@ -25,7 +25,7 @@ from thinwire.elastic.driver import ElasticDriver
 from thinwire.elastic.messages import Outcome, Ready
 from thinwire.elastic.plan import RoundPlan
 from thinwire.exchange import send_queue
-from thinwire.membership.testing.cluster import Killed, SimulatedCluster
+from thinwire.membership.testing.cluster import Killed, SimulatedCluster, ThreadRendezvous
 from thinwire.membership.timeouts import Timeouts
 from thinwire.membership.view import View
 from thinwire.pieces.schedule import Calendar
@@ -44,6 +44,28 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the send queue run its calls at once in the same thread."""
     monkeypatch.setattr(send_queue, "ThreadPoolExecutor", Inline)
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
+
+
+def freeze_a(cluster: SimulatedCluster, doubts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freezes the member a for some rounds; if it `doubts`, during the vote on its delta, whose result is lost with the lighthouse."""
+
+    def freeze() -> None:
+        cluster.freeze("a")
+        if doubts:
+            cluster.later(1.0, cluster.lighthouse.stop)
+            cluster.later(2.0, cluster.lighthouse.start)
+        cluster.later(20.0, lambda: cluster.thaw("a"))
+
+    decide = View.decide
+
+    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+        own = view.members[view.group.rank].name
+        if own != "a":  # a votes first and waits, so the others have the result without it
+            ThreadRendezvous(cluster, own).sleep(0.5)
+        return decide(view, question, yes, seconds)
+
+    monkeypatch.setattr(View, "decide", decided)
+    cluster.at("a", "wait" if doubts else "call", freeze, 4)
 
 
 def increment(name: str, step: int, fragment: int) -> Tensor:
