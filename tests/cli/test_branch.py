@@ -6,12 +6,12 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from trained_runs import output_of
 
 from thinwire.cli import branch, export, main
 from thinwire.errors import CheckpointError
@@ -22,14 +22,6 @@ from thinwire.lm.run import Run
 SMALL = ["--batch", "1", "--sequence", "16", "--eval-batches", "2", "--carrier", "threads", "--every", "2"]
 SMALL += ["--checkpoint-every", "0", "--eval-every", "4"]
 STEPS = 4
-
-
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """The JSON output of a verb, and its text output."""
-    capsys.readouterr()
-    assert main([*map(str, arguments), "--json"]) == 0
-    said = capsys.readouterr()
-    return json.loads(said.out), said.err
 
 
 def files(folder: Path) -> dict[Path, bytes]:

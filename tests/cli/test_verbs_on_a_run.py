@@ -13,7 +13,7 @@ import pytest
 import torch
 from run_folders import read_events
 from safetensors.torch import load_file
-from trained_runs import SMALL, trained_run
+from trained_runs import SMALL, output_of, trained_run
 
 from thinwire.checkpoint import FORMAT, Checkpoint, read, write
 from thinwire.cli import main
@@ -44,14 +44,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     text = "".join(f"line {i}: {i * i % 97} thin wires carry {i}\n" for i in range(3000))
     options = ["--steps", "6", "--every", "2", "--delay", "1", "--fragments", "1", "--checkpoint-every", "2"]
     return trained_run(tmp_path_factory.mktemp("trained"), cache, text, *options)
-
-
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
-    """The JSON output of a verb, and its text output."""
-    capsys.readouterr()
-    assert main([*map(str, arguments), "--json"]) == 0
-    said = capsys.readouterr()
-    return json.loads(said.out), said.err
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

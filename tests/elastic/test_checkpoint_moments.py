@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from elastic_toy import RecordedRun, Toy, agree, freeze_one, one_thread
+from elastic_toy import RecordedRun, Toy, agree, freeze_a, one_thread
 
 from thinwire.elastic.messages import Outcome
 from thinwire.elastic.states import Action
@@ -61,7 +61,7 @@ def test_a_checkpoint_between_two_outcomes_names_the_state_that_it_holds(
         actions[Action.LOOK_UP_DOUBT] = lambda donor: (looked.append(name), look_up(donor))
         return toy.train(32)
 
-    freeze_one(cluster, "a", doubts, monkeypatch)
+    freeze_a(cluster, doubts, monkeypatch)
     results = cluster.play({name: run for name in "abc"})
     assert all(isinstance(toy, Toy) for toy in results.values()), results
     agree(results, record)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_one, one_thread, train
+from elastic_toy import SIZES, Committed, RecordedRun, Returner, Toy, agree, freeze_a, one_thread, train
 from torch import Tensor
 
 from thinwire.elastic import global_state
@@ -102,7 +102,7 @@ def test_a_delta_whose_round_is_forgotten_is_not_sent_again(doubts: bool, monkey
         trained[toy.name] += fragment == 0
         return torch.full((SIZES[fragment],), UNIT)
 
-    freeze_one(cluster, "a", doubts, monkeypatch)
+    freeze_a(cluster, doubts, monkeypatch)
     results = cluster.play(
         {name: lambda name: Toy(cluster, name, record, inner=one, least=2).train(32) for name in "abc"}
     )

@@ -87,13 +87,6 @@ def test_a_model_without_linear_layers_in_its_blocks_is_refused() -> None:
         attach(model, 4, 0)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"line {i}: {i * i % 97} thin wires carry {i % 13} packets\n" for i in range(2000)))
-    return str(file)
-
-
 def run_of(text: str, **changes: Any) -> Run:
     settings: dict[str, Any] = dict(
         text=(text,), model="nano", steps=12, every=4, delay=1, batch=2, sequence=32, checkpoint_every=5, eval_batches=2,

@@ -20,13 +20,6 @@ from thinwire.lm.run import Run
 STEPS = 8
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"line {i}: {i * i % 97} neighbours hear {i % 13} packets\n" for i in range(2000)))
-    return str(file)
-
-
 def small_run(text: str, **changes: object) -> Run:
     settings: dict[str, object] = dict(
         text=(text,), strategy="noloco", topology="random_pairs", every=3, delay=1, partition="BySize(2)", replicas=4, steps=STEPS,

@@ -46,6 +46,28 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_queue.threading, "Lock", threading.RLock)
 
 
+def freeze_a(cluster: SimulatedCluster, doubts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freezes the member a for some rounds; if it `doubts`, during the vote on its delta, whose result is lost with the lighthouse."""
+
+    def freeze() -> None:
+        cluster.freeze("a")
+        if doubts:
+            cluster.later(1.0, cluster.lighthouse.stop)
+            cluster.later(2.0, cluster.lighthouse.start)
+        cluster.later(20.0, lambda: cluster.thaw("a"))
+
+    decide = View.decide
+
+    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
+        own = view.members[view.group.rank].name
+        if own != "a":  # a votes first and waits, so the others have the result without it
+            ThreadRendezvous(cluster, own).sleep(0.5)
+        return decide(view, question, yes, seconds)
+
+    monkeypatch.setattr(View, "decide", decided)
+    cluster.at("a", "wait" if doubts else "call", freeze, 4)
+
+
 def increment(name: str, step: int, fragment: int) -> Tensor:
     """Returns what one inner step of `name` adds to a fragment."""
     return torch.arange(1.0, SIZES[fragment] + 1) * (1 + sum(map(ord, name)) % 5) + step % 3
@@ -284,27 +306,6 @@ def train_all(
     cluster: SimulatedCluster, record: RecordedRun, names: str = "abc", steps: int = 24, **later: Callable[[str], Any]
 ) -> dict[str, Any]:
     return cluster.play({name: lambda name: Toy(cluster, name, record).train(steps) for name in names} | later)
-
-
-def freeze_one(cluster: SimulatedCluster, name: str, doubts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freezes `name` in its fourth round, for some rounds. If it `doubts`, that is during the vote, whose result is lost with the lighthouse."""
-    decide = View.decide
-
-    def freeze() -> None:
-        cluster.freeze(name)
-        if doubts:
-            cluster.later(1.0, cluster.lighthouse.stop)
-            cluster.later(2.0, cluster.lighthouse.start)
-        cluster.later(20.0, lambda: cluster.thaw(name))
-
-    def decided(view: View, question: str, yes: bool, seconds: float) -> bool:
-        own = view.members[view.group.rank].name
-        if own != name:  # it votes first and waits, so the others have the result without it
-            ThreadRendezvous(cluster, own).sleep(0.5)
-        return decide(view, question, yes, seconds)
-
-    monkeypatch.setattr(View, "decide", decided)
-    cluster.at(name, "wait" if doubts else "call", freeze, 4)
 
 
 def agree(results: dict[str, Any], record: RecordedRun) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,3 +21,11 @@ def trained_run(folder: Path, cache: Path, text: str, *options: str) -> Path:
         patch.setattr("thinwire.lm.data.default_cache", lambda: cache)
         assert main(["train", *given]) == 0
     return folder / "run"
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], str]:
+    """The JSON output of a verb, and its text output."""
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == 0
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err

@@ -40,9 +40,8 @@ DOMAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class Expert:
-    """The content of expert.json. `sha256` is the digest of model.safetensors, `parent` that of the model from which the expert branched,
-
-    or "". `tokens` and `flops` count the expert's own training, all replicas together.
+    """The content of expert.json. `sha256` is the digest of model.safetensors, `parent` that of the model from which the expert branched, or "".
+    `tokens` and `flops` count the expert's own training, all replicas together.
     """
 
     domain: str

@@ -284,6 +284,12 @@ def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
         )
 
 
+def donor_and_behind(places: Sequence[Any]) -> tuple[int, list[int]]:
+    """Of the `places` of all replicas in a run: the first rank that is furthest, and the ranks that are not as far."""
+    furthest = max(places)
+    return places.index(furthest), [rank for rank, place in enumerate(places) if place < furthest]
+
+
 def draw_names(names: Sequence[str], count: int | None, seed: int, round_: int) -> tuple[str, ...]:
     """The `count` (None: all) of `names` that are drawn for a round, in their order; the same on all replicas."""
     if count is None:

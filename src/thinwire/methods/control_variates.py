@@ -33,7 +33,7 @@ from thinwire.codecs import Codec, Identity, encode_from
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.methods.base import Attached, check_rounds, draw_names, nbytes_to_all, silent
+from thinwire.methods.base import Attached, check_rounds, donor_and_behind, draw_names, nbytes_to_all, silent
 from thinwire.methods.control_rules import Rule
 from thinwire.packet import REFUSED, Header, identity
 from thinwire.rng import Key
@@ -136,10 +136,10 @@ class Controlled(Attached):
     ) -> None:  # fmt: skip
         super().__init__(method, model, optimizer, group, names, observer, clock)
         _check_sgd(optimizer)
-        self.pipeline = self.names
-        if method.sampled is not None and method.sampled > len(self.pipeline):
+        self.all_names = self.names
+        if method.sampled is not None and method.sampled > len(self.all_names):
             raise ConfigurationError(
-                f"sampled={method.sampled} of {len(self.pipeline)} replicas: at most all can be sampled."
+                f"sampled={method.sampled} of {len(self.all_names)} replicas: at most all can be sampled."
             )
         self.rounds = 0
         self._codec = method.codec.fitted(self.fragments[0].shapes)
@@ -233,7 +233,7 @@ class Controlled(Attached):
         if good:
             step = self.strategy.outer_lr * nominal
             x = self.x - (total / len(good) + self.c).mul_(step)
-            c = self.c + total / len(self.pipeline) if self.strategy.rule.controls else self.c
+            c = self.c + total / len(self.all_names) if self.strategy.rule.controls else self.c
             if bool(torch.isfinite(x).all()) and bool(torch.isfinite(c).all()):
                 self.x, self.c = x, c
                 self._counted |= dict.fromkeys(good, self.rounds)
@@ -272,8 +272,14 @@ class Controlled(Attached):
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """A context in which the model holds x."""
+        with self._keeping_own():
+            self._load(self.x)
+            yield
+
+    @contextmanager
+    def _keeping_own(self) -> Iterator[None]:
+        """A context after which the model holds this replica's own weights again, bit for bit."""
         own = [parameter.detach().clone() for parameter in self.parameters]
-        self._load(self.x)
         try:
             yield
         finally:
@@ -290,20 +296,18 @@ class Controlled(Attached):
         with (its checkpoint is older than its last packet), or if replicas continued separately.
         """
         self.group, self.names = group, self._checked(names, group)
-        if strangers := [name for name in self.names if name not in self.pipeline]:
+        if strangers := [name for name in self.names if name not in self.all_names]:
             raise ConfigurationError(
-                f"{', '.join(strangers)} are not among the {len(self.pipeline)} replicas of the start: {', '.join(self.pipeline)}."
+                f"{', '.join(strangers)} are not among the {len(self.all_names)} replicas of the start: {', '.join(self.all_names)}."
             )
-        self.introduce({"names": list(self.names), "all names": list(self.pipeline)})
+        self.introduce({"names": list(self.names), "all names": list(self.all_names)})
         told = self._told()
         if all(rounds == step == 0 for rounds, step, _ in told):
             agree_on_start(group, [self.x], self._observe)
             if not bool(torch.isfinite(self.x).all()):
                 raise ModelError("the first weights hold NaN or infinity; initialise them, or load a sound checkpoint.")
             self._begin()
-        ahead = max((rounds, step) for rounds, step, _ in told)
-        donor = next(rank for rank, (rounds, step, _) in enumerate(told) if (rounds, step) == ahead)
-        behind = [rank for rank, (rounds, step, _) in enumerate(told) if (rounds, step) < ahead]
+        donor, behind = donor_and_behind([(rounds, step) for rounds, step, _ in told])
         if behind and group.rank == donor:
             facts = {"rounds": self.rounds, "step": self.step, "nominal": self._nominal, "counted": self._counted}
             nbytes = give(group, behind, {"x": self.x, "c": self.c}, facts)
@@ -348,25 +352,22 @@ class Controlled(Attached):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         facts = {
             "step": self.step, "rounds": self.rounds, "nominal": self._nominal, "moved": self._moved,
-            "counted": dict(self._counted), "all names": list(self.pipeline),
+            "counted": dict(self._counted), "all names": list(self.all_names),
         }  # fmt: skip
         return {"x": self.x, "c": self.c, "own": self.own, "v": self.v}, facts
 
     def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Resume from `state()`. Raises `CheckpointError`, and the errors of `meet`."""
-        if tensors["x"].shape != self.x.shape or tuple(facts["all names"]) != self.pipeline:
+        if tensors["x"].shape != self.x.shape or tuple(facts["all names"]) != self.all_names:
             raise CheckpointError(
                 f"the checkpoint is of {len(facts['all names'])} replicas and {tensors['x'].numel():,} parameters, this run has "
-                f"{len(self.pipeline)} and {self.x.numel():,}; resume with the run's own settings."
+                f"{len(self.all_names)} and {self.x.numel():,}; resume with the run's own settings."
             )
         self.x, self.c, self.own, self.v = (tensors[name].to(self.x.device) for name in ("x", "c", "own", "v"))
         self.step, self.rounds, self._counted = facts["step"], facts["rounds"], dict(facts["counted"])
         self._nominal, self._moved = facts["nominal"], facts["moved"]
-        kept = [parameter.detach().clone() for parameter in self.parameters]
-        self.meet(self.group, self.names)
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, kept):  # the caller's weights, in the middle of a round
-                parameter.copy_(value)
+        with self._keeping_own():  # the caller's weights, in the middle of a round
+            self.meet(self.group, self.names)
 
 
 def _check_sgd(optimizer: torch.optim.Optimizer) -> None:

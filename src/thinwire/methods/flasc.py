@@ -230,10 +230,10 @@ class Federated(Attached):
             self._adam.step()
             self.p.grad = None
 
-    def _next(self, drawn_: bool) -> None:
+    def _next(self, drawn: bool) -> None:
         self.rounds += 1
         self.optimizer.state.clear()
-        if drawn_:
+        if drawn:
             self._load(self.start)
 
     def _refuse(self, by: list[int], reason: str) -> None:
@@ -286,8 +286,8 @@ class Federated(Attached):
         self.introduce({"names": list(self.names), "hub": self.hub})
         hub, told = self.names.index(self.hub), self._told()
         place, text = told[hub]
-        pipeline = self.strategy.draw(self.names, self.rounds)
-        behind = [r for r, (at, its) in enumerate(told) if at != place or (its != text and self.names[r] in pipeline)]
+        drawn = self.strategy.draw(self.names, self.rounds)
+        behind = [r for r, (at, its) in enumerate(told) if at != place or (its != text and self.names[r] in drawn)]
         if behind and group.rank == hub:
             nbytes = give(group, behind, {"start": self.start}, {"rounds": self.rounds, "step": self.step})
             self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)

@@ -32,7 +32,7 @@ from thinwire.codecs import Codec, Identity, RandomK, TopK
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError, NonFiniteError
-from thinwire.methods.base import Participant, nbytes_to_all, silent
+from thinwire.methods.base import Participant, donor_and_behind, nbytes_to_all, silent
 from thinwire.methods.control_rules import check_contractive, check_unbiased
 from thinwire.methods.saddle_points import Free, Operator, Prox
 from thinwire.packet import REFUSED, Header, identity
@@ -327,12 +327,10 @@ class Saddle(Participant):
         facts = {"method": repr(self.method), "numbers in z": self.z.numel(), "names": list(self.names)}
         compare_settings(group, facts)
         told = self._told()
-        ahead = max(step for step, _ in told)
-        if ahead == 0:
+        if all(step == 0 for step, _ in told):
             agree_on_start(group, [self.z], self._observe, "z")
             self.w = self.z.clone()
-        donor = next(rank for rank, (step, _) in enumerate(told) if step == ahead)
-        behind = [rank for rank, (step, _) in enumerate(told) if step < ahead]
+        donor, behind = donor_and_behind([step for step, _ in told])
         if behind and group.rank == donor:
             nbytes = give(group, behind, {"z": self.z, "w": self.w}, {"step": self.step})
             self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, gather
 from thinwire.comm.state_transfer import give, take
 from thinwire.errors import CheckpointError, ConfigurationError, DisagreementError, ModelError
-from thinwire.methods.base import Attached, nbytes_to_all, silent
+from thinwire.methods.base import Attached, donor_and_behind, nbytes_to_all, silent
 from thinwire.methods.perturbed import Shifted, begins
 from thinwire.packet import Header, identity
 from thinwire.rng import derive, normals, quantiles
@@ -328,9 +328,7 @@ class ZerothOrder(Attached):
             raise DisagreementError(
                 f"replica {stranger!r} began with other weights than {self.names[0]!r}; give it the first weights of the run."
             )
-        ahead = max(step for step, _, _ in told)
-        donor = next(rank for rank, (step, _, _) in enumerate(told) if step == ahead)
-        behind = [rank for rank, (step, _, _) in enumerate(told) if step < ahead]
+        donor, behind = donor_and_behind([step for step, _, _ in told])
         if behind and group.rank == donor:
             nbytes = give(group, behind, *self.log.state())
             self._observe("given", self.step, to=[self.names[rank] for rank in behind], nbytes=nbytes)

@@ -295,7 +295,7 @@ def _computed(replicas: Sequence[ReplicaRecord]) -> Summary:
 
 
 def _membership(replicas: Sequence[ReplicaRecord]) -> dict[str, Any]:
-    """The three numbers of an elastic run."""
+    """The numbers of an elastic run that no replica can tell alone."""
     if not _elastic(replicas):
         return {}
     rounds = merge_rounds(seen for replica in replicas for seen in replica.rounds)
