@@ -152,7 +152,8 @@ def quality(result: Result) -> tuple[list[str], list[list[str]]]:
         spread = "" if row["eval_loss_spread"] is None else f" ± {row['eval_loss_spread']:.4f}"
         change = "control" if row is control else f"{row['eval_loss'] / control['eval_loss'] - 1:+.2%}"
         bits = row["bits_per_parameter_per_step"]
-        fewer = f"{control['bits_per_parameter_per_step'] / bits:,.0f}×" if bits and row is not control else "–"
+        times = control["bits_per_parameter_per_step"] / bits if bits and row is not control else 0
+        fewer = f"{times:,.{int(times < 0.95)}f}×" if times else "–"
         rows.append(
             [row["strategy"], f"{row['eval_loss']:.4f}{spread}", change, f"{bits:.3g}", fewer, str(row["seeds"])]
         )

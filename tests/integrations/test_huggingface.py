@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.comm.secure import Hub, join
 from thinwire.integrations.attached import too_short
 from thinwire.membership import Lighthouse
 from thinwire.runtime.handshake import agree_on_resume, compare_settings
@@ -91,7 +94,25 @@ def test_a_skipped_step_is_an_inner_step_that_trains_nothing(tmp_path, optim):
     assert same_bits(weights(got), weights(due)) and steps == [3, 6, 9, 12]
 
 
-def beside_a_trainer(folder: Path, saves: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def over_a_hub(folder: Path, replica: Callable[[tw.Group], list[float]]) -> list[list[float]]:
+    """What two replicas return that dial a hub."""
+    with Hub(folder / "hub") as hub, ThreadPoolExecutor(2) as threads:
+        token = str(hub.invite(2))
+
+        def joined(name: str) -> list[float]:
+            with join(token, name, size=2, folder=folder / "keys", timeout=LIMIT) as group:
+                return replica(group)
+
+        return list(threads.map(joined, ("lima", "oslo")))
+
+
+def as_threads(folder: Path, replica: Callable[[tw.Group], list[float]]) -> list[list[float]]:
+    return tw.run_threads(2, replica, timeout=LIMIT)
+
+
+def beside_a_trainer(
+    folder: Path, saves: str, run: Callable[[Path, Callable[[tw.Group], list[float]]], list[list[float]]] = as_threads
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The losses of the evaluations of a Trainer and of a loop, its only other replica, and what the loop would save at step 3."""
     held_out = {name: torch.stack([Tokens()[i][name] for i in (0, 1)]) for name in ("input_ids", "labels")}
     due: dict[str, Tensor] = {}
@@ -133,12 +154,13 @@ def beside_a_trainer(folder: Path, saves: str) -> tuple[list[float], list[float]
             net(**held_out)
         net.train()
 
-    zero, one = tw.run_threads(2, lambda group: (loop if group.rank else trainer)(group), timeout=LIMIT)
+    zero, one = run(folder, lambda group: (loop if group.rank else trainer)(group))
     return zero, one, due
 
 
-def test_evaluations_and_saved_models_have_the_mean_of_the_buffers(tmp_path):
-    zero, one, due = beside_a_trainer(tmp_path, "every 3 steps")
+@pytest.mark.parametrize("run", [as_threads, over_a_hub])
+def test_evaluations_and_saved_models_have_the_mean_of_the_buffers(tmp_path, run):
+    zero, one, due = beside_a_trainer(tmp_path, "every 3 steps", run)
     assert zero == one and len(zero) == 3
     saved = load_file(tmp_path / "checkpoint-3/model.safetensors")
     floats = [name for name in due if due[name].is_floating_point()]  # a count of batches stays each replica's own

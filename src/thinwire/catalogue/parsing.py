@@ -84,7 +84,7 @@ def parse(
         raise
     except _UNREADABLE as error:
         raise ConfigurationError(
-            f"cannot read {text!r} ({error}); write a name with arguments, such as E3M0(block=64)."
+            f"cannot read {text!r} ({getattr(error, 'msg', error)}); write a name with arguments, such as E3M0(block=64)."
         ) from None
 
 

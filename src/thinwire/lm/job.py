@@ -111,9 +111,12 @@ def _weighed(run: Run, why: str) -> tuple[Run, str]:
 def _check(run: Run, job: Job) -> nn.Module:
     """Check one model."""
     placement = run.placement
-    if not placement.elastic and (placement.evict or placement.grace):
+    given = {"evict": placement.evict, "grace": placement.grace, "own_text": run.data.own_text}
+    given = {name: value for name, value in given.items() if value}
+    if given and not placement.elastic:
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigurationError(
-            f"evict={placement.evict}, grace={placement.grace!r} with carrier={placement.carrier!r}: these need an elastic run; add --elastic."
+            f"{named} with carrier={placement.carrier!r}: an elastic run is needed for that; add --elastic, or leave it out."
         )
     attack = run.method.liar()
     if run.model.job and attack and attack.flips_labels:

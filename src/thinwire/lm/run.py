@@ -387,4 +387,4 @@ def _absolute_model(name: str) -> str:
 def _absolute(name: str) -> str:
     """`hf:FOLDER` and `bpe:FILE` with an absolute path; text that is no path is unchanged."""
     kind, colon, path = name.partition(":")
-    return f"{kind}:{Path(path).absolute()}" if Path(path).exists() and not path.isdigit() and colon else name
+    return f"{kind}:{Path(path).absolute()}" if path and Path(path).exists() and not path.isdigit() else name

@@ -43,7 +43,7 @@ class TextJob:
     def try_out(self, replicas: int) -> nn.Module:
         run, data = self._run, self._run.data
         last = replicas - 1  # the replica with the fewest windows
-        self.corpus.batch(run.seed, last, replicas, 0, data.largest_batch, data.sequence)
+        self.corpus.batch(run.seed, last, replicas, 0, 1, data.sequence)  # a whole batch may not fit into memory
         self.corpus.held_out(1, data.sequence, 1)
         Share(run.seed, last, replicas, batches=data.batches).reading.open(self.corpus.windows(data.sequence))
         return outline_model(run.model, data.sequence, run.seed, self.corpus.vocabulary)

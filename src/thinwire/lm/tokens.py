@@ -66,6 +66,8 @@ def find(
         if given.is_file():
             yield _source(given, given.name)
         elif not given.is_dir():
+            if given.exists():
+                raise DataError(f"{given} is a pipe or a device; a file or folder is needed. Write the text to a file.")
             raise DataError(f"{given}: a file or folder that exists is needed. Check the path.")
         names = []
         for folder, below, files in os.walk(given):

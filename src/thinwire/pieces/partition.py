@@ -262,7 +262,7 @@ def _checked_count(count: int | None, layers: int, share: float) -> int:
     if not 1 <= count <= layers:
         raise ConfigurationError(
             f"fragments={count} for a model of {layers} layers: between 1 and {layers} is needed "
-            "(what is outside the layers is a fragment of its own); choose fewer, or BySize."
+            f"(what is outside the layers is a fragment of its own); choose {'fewer' if count > layers else 'more'}, or BySize."
         )
     return count
 
