@@ -62,11 +62,20 @@ from thinwire.lm.run import Run
         (["train", "--model", "hf:/none/such"], "'hf:/none/such': there is no such folder"),
         (["train", "--model", "hf:/none/such", "--tokenizer", "bytes"], "'/none/such': there is no such folder"),
         (["train", "--model", "nano", "--batch", "99999999999"], "choose a smaller model or --batch, fewer replicas"),
-        (["train", "--model", "nano", "--own-text"], "own_text=True with carrier='processes': an elastic run is needed"),
+        (
+            ["train", "--model", "nano", "--own-text"],
+            "own_text=True with carrier='processes': an elastic run is needed",
+        ),
         (["train", "--text", "/dev/null"], "/dev/null is a pipe or a device; a file or folder is needed."),
         (["train", "--model", "hf:", "--tokenizer", "bytes"], "model '': "),
-        (["train", "--fragments", "0"], "between 1 and 4 is needed (what is outside the layers is a fragment of its own); choose more"),
-        (["train", "--strategy", "diloco("], "cannot read 'diloco(' ('(' was never closed); write a name with arguments"),
+        (
+            ["train", "--fragments", "0"],
+            "between 1 and 4 is needed (what is outside the layers is a fragment of its own); choose more",
+        ),
+        (
+            ["train", "--strategy", "diloco("],
+            "cannot read 'diloco(' ('(' was never closed); write a name with arguments",
+        ),
     ],
 )
 def test_wrong_arguments_are_an_error_of_one_line(

@@ -17,14 +17,8 @@ from thinwire.records.run_record import RunRecord
 
 LEAST_STEPS, UNEQUAL_FACTOR = 10, 1.5  # no advice about speeds with fewer steps, or a smaller factor
 USELESS_FACTOR = 10.0  # a machine so many times as slow has brought nothing: docs/methods/decoupled_diloco.md
-WITH_SLOW = (
-    "streaming_sign",
-    "streaming_diloco",
-    "diloco",
-    "local_sgd",
-    "data_parallel",
-    "decoupled_diloco",
-)  # measured with it
+# Measured with so slow a machine.
+WITH_SLOW = ("streaming_sign", "streaming_diloco", "diloco", "local_sgd", "data_parallel", "decoupled_diloco")
 WEIGHABLE = (*WITH_SLOW, "async_local_sgd", "halos")
 
 

@@ -84,10 +84,8 @@ class WeightsFollower:
             self._find_states(layout.places, len(publication.fragments))
         for index, fragment in enumerate(publication.fragments):
             values, copied = self._bring(fragment, self._states.get(index))
-            self._states[index] = (
-                fragment.state,
-                values,
-            )  # if the next one does not arrive, this one is not fetched again
+            # If the next one does not arrive, this one is not fetched again.
+            self._states[index] = (fragment.state, values)
             self._copied |= {index} if copied else set()
         self._write(publication, layout, rest)
         full = sum(fragment.nbytes for fragment in publication.fragments)
