@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from thinwire.comm.secure import Hub, PublishedAtHub, enrol
+from thinwire.comm.secure import Hub, PublishedAtHub, admit, enrol
 from thinwire.comm.secure.calls import Outdated
 from thinwire.comm.secure.enrol import Enrolment
 from thinwire.comm.secure.group import connected_group
@@ -79,3 +79,5 @@ def test_a_member_whose_clock_is_behind_takes_a_renewed_certificate_of_the_hub(
             monkeypatch.setattr("thinwire.comm.secure.keys.datetime", Ahead)
             used, hub._made, published._used = hub._credentials(), 0.0, None
             assert published.newest() is None and hub._credentials() is not used
+    with Hub(tmp_path / "new") as hub:
+        admit(str(hub.invite()), "oslo", tmp_path / "keys")

@@ -169,8 +169,10 @@ class Authority:
 
     def hub_credentials(self, lifetime: timedelta, trusted: bytes) -> Credentials:
         """A fresh key and certificate for the hub as a server, which trusts the authorities `trusted`."""
-        # A member whose clock is behind takes a renewed one, too.
-        key, since = new_key(), self.certificate.not_valid_before_utc
+        key, since = (
+            new_key(),
+            self.certificate.not_valid_before_utc,
+        )  # a member whose clock is behind takes a renewed one, too
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime, since)
         return Credentials(key, certificate, trusted)
 
@@ -244,7 +246,7 @@ def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> bytes:
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - SKEW)
+        .not_valid_before(now - timedelta(days=1))  # a new hub admits a member whose clock is behind
         .not_valid_after(now + timedelta(days=AUTHORITY_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
