@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from group_laws import free_port
 from run_folders import read_events
 from safetensors.torch import load_file
 
@@ -107,6 +112,40 @@ def test_a_resume_with_another_number_of_ranks_is_refused_at_once(
     said = capsys.readouterr().err
     assert f"holds a run of {held}, {here} resume it; start as many ranks" in said
     assert [path.stem for path in folder.glob("events/*")] == [held]
+
+
+def test_a_rank_that_is_signalled_twice_stops_as_after_once(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch system signals all processes of a job, and torchrun its ranks again."""
+    folder, first = tmp_path / "run", launch.Stop.set
+    log = folder / "events/replica-0.jsonl"
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def set_and_signal(stop: launch.Stop) -> None:
+        first(stop)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def signal_a_step() -> None:
+        while not (log.exists() and b'"event":"step"' in log.read_bytes()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(launch.Stop, "set", set_and_signal)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    thread = threading.Thread(target=signal_a_step)
+    thread.start()
+    try:
+        options = ["--replicas", "1", "--steps", "100000", "--out", str(folder)]
+        assert main(["train", str(run_file), *options]) == 143
+    finally:
+        thread.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    (stopped,) = (event["step"] for event in read_events(log) if event["event"] == "stop")
+    assert (folder / f"checkpoints/replica-0/step-{stopped:08d}").is_dir()
 
 
 def losses(events: Path) -> list[float]:

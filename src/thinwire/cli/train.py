@@ -200,7 +200,8 @@ def _as_rank(rank: int, world: int, run: Run, asked: Options, folder: Path, cons
     run_folder.new_folder(run, folder, asked.resume, own)
     if asked.from_start:
         run_folder.set_aside(folder, own)
-    resume, stop = asked.resume and not asked.from_start, launch.Stop()
+    # A batch system signals all processes of a job, and torchrun its ranks again.
+    resume, stop = asked.resume and not asked.from_start, launch.Stop(launched=True)
     if rank != 0:
         return stop.exit_code if launch.train_as_rank(run, folder, resume, stop)["stopped"] else 0
     with launch.stopping(stop):

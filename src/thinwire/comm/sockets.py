@@ -80,11 +80,10 @@ def _watch_forks() -> None:
 
 def _let_go() -> None:
     """Give up the sockets that a fork has inherited. Their numbers stay in use, because objects that the fork has inherited may close them."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for file in _kept:
-        with suppress(OSError):
-            if os.fstat(file.number).st_ino == file.inode:
-                os.dup2(nothing, file.number, inheritable=False)
+    nothing, inodes = os.open(os.devnull, os.O_RDWR), {file.inode for file in _kept}
+    for file in socket_files():
+        if file.inode in inodes:  # by inode, because another thread may have had a duplicate open
+            os.dup2(nothing, file.number, inheritable=False)
     os.close(nothing)
     _kept.clear()
 

@@ -25,8 +25,8 @@ class Stop(threading.Event):
     """Set when the run must stop. `number`: the signal that requested it; SIGTERM if another process of the run received it.
 
     Args:
-        launched: whether a launcher of ours started this process. It kills the process when a stop must be at once. So no number of signals
-            ends the process: a service manager may signal both, and the launcher forwards its own signal.
+        launched: whether a launcher, ours or torchrun, started this process. It kills the process when a stop must be at once. So no number of
+            signals ends the process: a service manager may signal both, and the launcher forwards its own signal.
     """
 
     number: int = signal.SIGTERM

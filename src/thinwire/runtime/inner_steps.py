@@ -124,7 +124,7 @@ class InnerSteps:
         self.seconds = 0.0  # of the main thread in departures and landings, with stalls
         self._training, self._driver = training, driver
         self._exchanged = False  # whether the gradients of the next step are exchanged
-        self._stepping = self._interrupted = False
+        self._stepping = self._interrupted = False  # see `check_whole`
         self._early: list[Tensor | None] = []  # those gradients, if that was before the step
         self._gradients = isinstance(training.strategy.signal, Gradients)
         self._optimizers, self._count = optimizers, _count(optimizers)
@@ -132,9 +132,8 @@ class InnerSteps:
         self._due = set(self._all)  # the optimizers that have not stepped since the last inner step
         exchanged = [p for fragment in training.fragments for _, p in fragment.fragment.parameters]
         self._others = OtherOptimizers(optimizers, exchanged, training.warn)
-        ids = set(map(id, exchanged))
-        self._exchanged_ids = ids
-        self._frozen = [p for p in _held(optimizers) if id(p) not in ids]
+        self._ids = set(map(id, exchanged))
+        self._frozen = [p for p in _held(optimizers) if id(p) not in self._ids]
         self._hooks = [one.register_step_pre_hook(outermost(self._steps)) for one in optimizers]
         self._hooks += [one.register_step_post_hook(outermost(self._stepped)) for one in optimizers]
         _attached.update((id(one), self) for one in optimizers)
@@ -188,7 +187,7 @@ class InnerSteps:
                 + _ANEW
             )
         if self._training.step % _STEPS_BETWEEN_LOOKS == 0:
-            gone = self._exchanged_ids - set(map(id, self._training.model.parameters()))
+            gone = self._ids - set(map(id, self._training.model.parameters()))
             if gone and not any(map(is_sharded, self._training.model.parameters())):  # sharding replaces them, too
                 raise ModelError(
                     f"{len(gone)} of the parameters that the Replica exchanges are no longer the model's, such as after "
@@ -198,7 +197,6 @@ class InnerSteps:
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check()
         self._interrupted |= self._stepping
-        self.check_whole()
         if id(optimizer) not in self._due:
             raise ModelError(
                 "one optimizer has stepped twice while another has not stepped once; of several that are given to a Replica each must step "

@@ -36,8 +36,8 @@ def test_a_fork_has_no_thread_of_grpc_and_no_connection_to_the_hub(tmp_path: Pat
         token = hub.invite(2)
 
         def replica(group: SecureGroup) -> tuple[int, int] | None:
-            gather(group, b"", 0, "test")
             assert connections(token.port)
+            gather(group, b"", 0, "test")
             found = in_a_fork(token.port) if group.rank == 0 else None
             gather(group, b"", 0, "test")
             return found
