@@ -27,7 +27,7 @@ from thinwire.kernels.numba_support import (
 
 _WHOLE = f32(1 << 23)  # from here on fp32 has no fractions, and the lowest bits are the number
 _LEAST_UNIT, _LARGEST_UNIT = f64(2.0**-120), f64(2.0**120)  # between them 1/unit is a normal fp32 number
-_WIDE = "+avx512f" in get_host_cpu_features()
+_WIDE = "+avx512f" in get_host_cpu_features()  # type: ignore[no-untyped-call]
 _CHOSEN = u64(4 if _WIDE else 0)  # bits of codes whose levels fit in the registers for vectors, with room for others
 
 
