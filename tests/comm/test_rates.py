@@ -64,6 +64,7 @@ def test_both_forms_of_files_are_read(tmp_path):
     [("", "has 0 times"), ("1\n", "has 1 times"), ("a b\n", "line 1 of .* is 'a b'. Each line is a time in seconds"),
      ("1 2\n3\n", "line 2"), ("1 2 3\n2 2 3\n", "line 1"), ("0 1\n1 -1\n", "line 2"), ("0 1\n1 nan\n", "line 2"),
      ("0 1\n2 1\n1 1\n", "line 3 .* is at 1, the one before at 2; times must ascend"), ("0 1\n0 1\n", "times must ascend"),
+     ("1764357137000\n1764357137012\n", "ends at 1.76436e.12 ms; at most 1,000,000 s are needed"),
      ("5\n4\n", "times must ascend"), ("0 0\n1 0\n", "has no rate above 0"), (b"\xff\xfe\n", "cannot be read")],
 )  # fmt: skip
 def test_bad_files_are_named_with_their_line(text, says, tmp_path):

@@ -166,6 +166,8 @@ def test_describe_warns_of_outer_momentum():
         (lambda: tw.pieces.schedule.Quadratic(4, float("nan")), "scale >= 0"),
         (lambda: tw.pieces.schedule.Quadratic(4, float("inf")), "scale >= 0"),
         (lambda: tw.pieces.schedule.Staggered(4, offsets=(1, 0)), "first departs at inner step 1 or later"),
+        (lambda: tw.pieces.schedule.Staggered(4, offsets=(2.5, 4)), "a tuple of whole numbers is needed"),
+        (lambda: tw.pieces.schedule.Staggered(4, offsets=3), "offsets=3: a tuple of whole numbers is needed"),
         (lambda: tw.pieces.schedule.Quadratic(4, 0.1, power=9.0), "a power from 0 to 8"),
         (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), merge=tw.pieces.merge.Eager()), "Eager"),
         (lambda: tw.Strategy(schedule=tw.pieces.schedule.Quadratic(4, 0.1), signal=tw.strategy.Gradients()), "gradients are exchanged at every step"),

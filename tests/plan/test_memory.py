@@ -16,18 +16,23 @@ import torch
 
 from thinwire import Group, data_parallel, diloco, run_threads, streaming_diloco, streaming_sign
 from thinwire.cli import main
+from thinwire.cli.capacity import memory_of
 from thinwire.codecs import E3M0, Sign, TopK
-from thinwire.comm import quantities
+from thinwire.comm import Link, quantities
 from thinwire.errors import ConfigurationError
 from thinwire.exchange import TwoShot
+from thinwire.exchange.chunks import PIECE_NUMEL
 from thinwire.lm.model import SIZES, Architecture, Transformer
 from thinwire.lm.run import Run
 from thinwire.lm.setup import make_model
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.outer import DelayedNesterov
 from thinwire.pieces.partition import Strided
+from thinwire.plan.compute import skeleton
+from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
 from thinwire.plan.memory import activation_nbytes, kept_nbytes, most_at_once, replica_memory, saved_nbytes
+from thinwire.plan.search import Task, settings
 from thinwire.recipes import eager_diloco, sparse_loco
 from thinwire.replica import Replica
 from thinwire.strategy import Strategy
@@ -160,6 +165,29 @@ def test_predicted_flights_are_the_buffers_of_rounds(strategy: Strategy) -> None
     shape = Architecture(layers=1, width=64, heads=2)
     needed = replica_memory(shape, strategy, [1447 * 1448], 2, batch=1, sequence=1)
     assert 0.98 <= run_threads(2, held)[0] / needed.phases["update"]["host"] <= 1.13
+
+
+def test_a_codec_that_needs_shapes_has_packets_of_its_tensors_and_decodes_into_a_copy() -> None:
+    """Nearly all is matrices, so packets are as large. The mean and the copy are of a whole fragment: before a training, and in a plan."""
+
+    def of(codec: str) -> list[float]:
+        run = Run.of(model="mini", strategy="diloco", codec=codec, sequence=64)
+        strategy, model = run.make_strategy(), skeleton(run)
+        fragments = strategy.partition.fragments(model)
+        before = memory_of(run, model, strategy, [fragment.numel for fragment in fragments])
+        machine = Machine("box", memory_nbytes=10**12, flops_per_second=1e11)
+        links = Links.uniform(Link.parse("1gbit,1ms"), 2)
+        planned = settings(Task(base=run, links=links, machines=(machine,), tokens=1e8, methods=("diloco",)))
+        own = [one for one in planned if one.replicas == 2 and one.run.method.codec == codec]
+        nbytes = [
+            before.phases["update"]["host"],
+            before.phases["finish"]["host"],
+            own[0].memory.phases["finish"]["host"],
+        ]
+        return [each / SIZES["mini"].parameters() for each in nbytes]
+
+    more = [shaped - plain for shaped, plain in zip(of("Each(Int(4, 512))"), of("Int(4, 512)"))]
+    assert all(8.0 < each + 4 * PIECE_NUMEL / SIZES["mini"].parameters() < 8.3 for each in more)
 
 
 def test_the_buffers_of_gradients_are_kept_for_the_next_step() -> None:

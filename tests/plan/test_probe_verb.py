@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from thinwire.cli import main
 from thinwire.cli.checks import memory_of_each
-from thinwire.comm import Link
+from thinwire.comm import Link, ThreadGroup
 from thinwire.lm.run import Run
 from thinwire.plan.links import Links
 from thinwire.plan.machine import Machine
@@ -55,6 +56,23 @@ def test_the_memory_of_a_machine_with_gpus_is_theirs(tmp_path: Path, monkeypatch
     monkeypatch.setattr("thinwire.cli.probe.probe_machine", measured)
     assert main(["probe", "--what", "machine", "--out", str(tmp_path)]) == 0 and seen == [60]
     assert [memory_of_each(sharing) for sharing in (1, 2, 3, 4, 5)] == [60, 60, 30, 30, 20]
+
+
+def test_each_rank_measures_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second process of a machine with two GPUs, which are only said to be there."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((60 + len(chosen)) * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("thinwire.lm.launch.joined", lambda *given: nullcontext(ThreadGroup.create(1)[0]))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "thinwire.cli.probe.probe_machine", lambda run, name, memory, *rest: Machine(name, memory, 1e11, device="cuda")
+    )
+    assert main(["probe", "--what", "machine", "--name", "box", "--out", str(tmp_path)]) == 0
+    assert chosen == [torch.device("cuda", 1)] and Machine.load(tmp_path / "machine.toml").memory_nbytes == 61 * 10**9
 
 
 def test_a_run_that_no_plan_can_have_is_measured_without_codecs(

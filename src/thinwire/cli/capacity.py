@@ -80,9 +80,11 @@ def memory_of(run: Run, model: nn.Module, strategy: Strategy, numels: Sequence[i
     """The predicted memory of a replica of the run; without activations if the model is not Thinwire's."""
     if isinstance(model, Transformer) and run.model.lora is None:
         bf16 = run.model.precision == "bf16" or (run.model.precision == "auto" and torch.cuda.is_available())
+        coded = [strategy.coded(one.shapes) for one in strategy.partition.fragments(model)]
         return replica_memory(
             model.architecture, strategy, numels, run.placement.replicas,
             batch=run.data.largest_batch, sequence=run.data.sequence, accumulate=run.data.accumulate, bf16=bf16,
+            payload_nbytes=sum(codec.nbytes(n) for codec, n in coded) if strategy.codec.needs_shapes else None,
         )  # fmt: skip
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,7 @@ from thinwire.cli import options
 from thinwire.comm import Group, Link, LinkedGroup, gather, run_threads
 from thinwire.errors import ConfigurationError
 from thinwire.lm import launch
+from thinwire.lm.place import device_of
 from thinwire.lm.run import Run
 from thinwire.plan.compute import probe_machine
 from thinwire.plan.links import store
@@ -96,6 +98,8 @@ def main(arguments: Sequence[str]) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if place is not None:
+        if torch.cuda.is_available():  # all that follows is of the current GPU
+            torch.cuda.set_device(device_of(launch.local_rank()))
         with launch.joined(place[1], asked.timeout) as group:
             probe, machines = _over(group, asked, run, name)
         if place[0] != 0:

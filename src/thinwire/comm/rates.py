@@ -12,6 +12,7 @@ from thinwire.errors import ConfigurationError
 _PACKET_BITS = 8 * 1500  # of one line of a Mahimahi trace
 _BINS = 10  # a second, in which such lines are counted
 _MOST_NBYTES = 64 << 20  # of a file
+_MOST_SECONDS = 1_000_000  # of a trace of such lines
 _FORMS = (
     "Each line is a time in seconds and a rate in Mbit/s (the rate from that time on), or, as in Mahimahi's traces, "
     "a time in milliseconds alone, at which 1500 bytes may leave."
@@ -72,6 +73,10 @@ class RateTrace:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"the trace {path} cannot be read: {error}. {_FORMS}") from None
         rows = _rows(path, lines)
+        if len(rows[0]) == 1 and rows[-1][0] > 1000 * _MOST_SECONDS:
+            raise ConfigurationError(
+                f"the trace {path} ends at {rows[-1][0]:g} ms; at most {_MOST_SECONDS:,} s are needed, from the beginning of the trace. {_FORMS}"
+            )
         begins, rates, period = _packets(rows) if len(rows[0]) == 1 else _pairs(rows)
         try:
             return cls(begins, rates, delay_seconds, period)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
 from thinwire.kernels.numba_support import (
@@ -24,9 +25,10 @@ from thinwire.kernels.numba_support import (
     u64,
 )
 
-_LARGEST = f64(np.finfo(np.float32).max)
 _WHOLE = f32(1 << 23)  # from here on fp32 has no fractions, and the lowest bits are the number
 _LEAST_UNIT, _LARGEST_UNIT = f64(2.0**-120), f64(2.0**120)  # between them 1/unit is a normal fp32 number
+_WIDE = "+avx512f" in get_host_cpu_features()  # type: ignore[no-untyped-call]
+_CHOSEN = u64(4 if _WIDE else 0)  # bits of codes whose levels fit in the registers for vectors, with room for others
 
 
 def encode_levels(x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
@@ -128,6 +130,12 @@ def _unpack(codes: Any, payload: Any, place: Any, size: Any, width: Any) -> None
         for j in range((size + u64(3)) >> u64(2)):
             four = i32(payload[place + j])
             fours[j] = np.uint32(i32(four | four << 6 | four << 12 | four << 18) & i32(0x03030303))
+    elif width == ONE:
+        for j in range(count):
+            word = u64(payload[place + j])
+            word = (word | word << u64(28)) & u64(0x0000000F0000000F)
+            word = (word | word << u64(14)) & u64(0x0003000300030003)
+            eights[j] = (word | word << u64(7)) & u64(0x0101010101010101)
     else:
         nbytes, mask = (size * width + u64(7)) >> u64(3), (ONE << width) - ONE
         for j in range(count):
@@ -145,68 +153,90 @@ def _unpack(codes: Any, payload: Any, place: Any, size: Any, width: Any) -> None
 @compiled
 def _encode_levels(x: Any, bits: Any, payload: Any, width: Any, block: Any) -> Any:
     """Levels are rounded in fp32 first. The error of this quotient is below 4·2⁻²⁴ of the number of levels; where it could decide, the
-    stripe is rounded again with the quotient in fp64, which is the definition. So the bits are those of the quotient, at the speed of a
-    product.
+    part of the block in this stripe is rounded again with the quotient in fp64, which is the definition. So the bits are those of the
+    quotient, at the speed of a product.
     """
     n, top = u64(x.size), f64((ONE << width) - ONE)
     codes = np.empty(STRIPE, np.uint8)
     ends, sure = (n * width + u64(7)) >> u64(3), f32(0.5 - (top + 1.0) * 2.0**-21)
-    begin, finite = ZERO, True
-    while begin < n:
-        end = min(begin + block, n)
-        low, high = _ends(bits, begin, end)
-        finite &= (high < INFINITE) & (low > i32(-0x7F800001))
-        least, largest = _value(low), _value(high)
-        _write(payload, ends, least)
-        _write(payload, ends + u64(4), largest)
-        ends += u64(8)
-        unit = (f64(largest) - f64(least)) / top
-        inverse, normal = f32(1.0 / unit), (unit > _LEAST_UNIT) & (unit < _LARGEST_UNIT)
-        unit = f64(np.inf) if unit == 0.0 else unit
-        at = begin
-        while at < end:
-            stop, worst = min(at + STRIPE, end), i32(0)
-            for i in range(at, stop):
+    least, inverse, unit, finite = f32(0), f32(0), f64(0), True
+    normal: Any = False
+    at = following = ZERO  # start of this stripe, and of the next block
+    while at < n:
+        stop = min(at + STRIPE, n)
+        begin = at
+        while begin < stop:
+            if begin == following:
+                following += block
+                low, high = _ends(bits, begin, min(following, n))
+                finite &= (high < INFINITE) & (low > i32(-0x7F800001))
+                least, largest = _value(low), _value(high)
+                _write(payload, ends, least)
+                _write(payload, ends + u64(4), largest)
+                ends += u64(8)
+                unit = (f64(largest) - f64(least)) / top
+                inverse, normal = f32(1.0 / unit), (unit > _LEAST_UNIT) & (unit < _LARGEST_UNIT)
+                unit = f64(np.inf) if unit == 0.0 else unit
+            end, worst = min(following, stop), i32(0)
+            for i in range(begin, end):
                 level = (x[i] - least) * inverse
                 whole = level + _WHOLE
                 codes[i - at] = u8(bits_of(whole))
                 worst = max(worst, magnitude(bits_of(level - (whole - _WHOLE))))
             if not (normal & (real_of(worst) < sure)):
-                for i in range(at, stop):
+                for i in range(begin, end):
                     codes[i - at] = u8(i32(min((f64(x[i]) - f64(least)) / unit + 0.5, top)))
-            _pack(codes, payload, (at * width) >> u64(3), stop - at, width)
-            at = stop
-        begin = end
+            begin = end
+        _pack(codes, payload, (at * width) >> u64(3), stop - at, width)
+        at = stop
     return finite
 
 
 @inlined
-def _level(least: Any, largest: Any, share: Any) -> Any:
-    value = least * (1.0 - share) + largest * share
-    if not np.isinf(value):
-        value = _LARGEST if value > _LARGEST else value
-        value = -_LARGEST if value < -_LARGEST else value
-    return f32(value)
+def _chosen(code: Any, values: Any) -> Any:
+    """`values[code]` of sixteen in registers, by comparisons, which compile to vector instructions; loads from a table do not."""
+    bits = (i32(code & i32(1)) != 0, i32(code & i32(2)) != 0, i32(code & i32(4)) != 0, i32(code & i32(8)) != 0)
+    low = _of_eight(bits, values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7])
+    high = _of_eight(bits, values[8], values[9], values[10], values[11], values[12], values[13], values[14], values[15])
+    return high if bits[3] else low
+
+
+@inlined
+def _of_eight(bits: Any, v0: Any, v1: Any, v2: Any, v3: Any, v4: Any, v5: Any, v6: Any, v7: Any) -> Any:
+    a, b, c, d = (v1 if bits[0] else v0), (v3 if bits[0] else v2), (v5 if bits[0] else v4), (v7 if bits[0] else v6)
+    low, high = (b if bits[1] else a), (d if bits[1] else c)
+    return high if bits[2] else low
 
 
 @compiled
 def _add_levels(payload: Any, out: Any, width: Any, block: Any, weight: Any) -> None:
     n, count = u64(out.size), ONE << width
-    codes, values, shares = np.empty(STRIPE, np.uint8), np.empty(256, np.float32), np.empty(256, np.float64)
+    codes, values = np.empty(STRIPE, np.uint8), np.zeros(256, np.float32)
+    shares, rests = np.empty(256, np.float64), np.empty(256, np.float64)
     for k in range(count):
         shares[k] = f64(k) / f64(count - ONE)
-    ends, begin = (n * width + u64(7)) >> u64(3), ZERO
-    while begin < n:
-        end = min(begin + block, n)
-        least, largest = _read(payload, ends), _read(payload, ends + u64(4))
-        ends += u64(8)
-        for k in range(count):
-            values[k] = _level(least, largest, shares[k]) * weight
-        at = begin
-        while at < end:
-            stop = min(at + STRIPE, end)
-            _unpack(codes, payload, (at * width) >> u64(3), stop - at, width)
-            for i in range(at, stop):
-                out[i] += values[codes[i - at]]
-            at = stop
-        begin = end
+        rests[k] = 1.0 - shares[k]
+    ends = (n * width + u64(7)) >> u64(3)
+    at = following = ZERO
+    while at < n:
+        stop = min(at + STRIPE, n)
+        _unpack(codes, payload, (at * width) >> u64(3), stop - at, width)
+        begin = at
+        while begin < stop:
+            if begin == following:
+                least, largest = _read(payload, ends), _read(payload, ends + u64(4))
+                ends += u64(8)
+                following += block
+                for k in range(count):
+                    values[k] = f32(least * rests[k] + largest * shares[k]) * weight
+            end = min(following, stop)
+            if width <= _CHOSEN:
+                v = (values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7],
+                     values[8], values[9], values[10], values[11], values[12], values[13], values[14], values[15])  # fmt: skip
+                for i in range(begin, end):
+                    out[i] += _chosen(i32(codes[i - at]), v)
+            else:
+                for i in range(begin, end):
+                    out[i] += values[codes[i - at]]
+            begin = end
+        at = stop

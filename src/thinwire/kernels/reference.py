@@ -119,19 +119,19 @@ def encode_levels(x: Tensor, payload: Tensor, bits: int, block: int) -> bool:
 
 def add_levels(payload: Tensor, out: Tensor, bits: int, block: int, weight: float) -> None:
     ends = payload[-(-out.numel() * bits // 8) :].clone().view(torch.float32).view(-1, 2).double()
-    top, most = (1 << bits) - 1, torch.finfo(torch.float32).max
+    top = (1 << bits) - 1
     share = torch.arange(top + 1, device=out.device) / torch.tensor(top, dtype=torch.float64, device=out.device)
     for begin, end in _ranges(out.numel(), block):
         codes = _unpacked(payload[begin * bits // 8 : -(-end * bits // 8)], end - begin, bits)
         level = _extended(codes, block)
         least, largest = torch.split(ends[begin // block :][: len(level)], 1, 1)
         values = least * (1 - share) + largest * share  # of each level; exact at both ends
-        values = torch.where(values.isinf(), values, values.clamp(-most, most)).float().mul_(weight)
-        out[begin:end].add_(values.gather(1, level).view(-1)[: end - begin])
+        out[begin:end].add_(values.float().mul_(weight).gather(1, level).view(-1)[: end - begin])
 
 
 def _extended(x: Tensor, block: int) -> Tensor:
-    """Flat `x` as [blocks, block]; the last block is filled up with its last value."""
+    """Flat `x` as [blocks, block], the last block filled up with its last value; [1, x.numel()] if it is less than a block."""
+    block = min(block, x.numel())
     missing = -x.numel() % block
     return (torch.cat([x, x[-1:].expand(missing)]) if missing else x).view(-1, block)
 

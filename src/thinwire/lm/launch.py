@@ -52,12 +52,16 @@ def torchrun_place() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def local_rank() -> int:
+    """The number of this process among those that torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def train_as_rank(run: Run, folder: Path, resume: bool, stop: Stop | None = None) -> dict[str, Any]:
     """Train as the rank in torchrun's environment, from joining the world to leaving it."""
     stop = stop or Stop()
     with joined(run.placement.replicas, run.placement.timeout, parse_link(run.placement.uplink)) as group:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        place = Place(group, folder, resume, group.site, group.shard, group.shards, local, stop)
+        place = Place(group, folder, resume, group.site, group.shard, group.shards, local_rank(), stop)
         with stopping(stop):
             return train_here(run, place)
 

@@ -135,7 +135,13 @@ class Staggered:
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.offsets is not None and any(first < 1 for first in self.offsets):
+        if self.offsets is None:
+            return
+        if not isinstance(self.offsets, tuple) or any(type(first) is not int for first in self.offsets):
+            raise ConfigurationError(
+                f"offsets={self.offsets!r}: a tuple of whole numbers is needed, the inner steps of the first departures."
+            )
+        if any(first < 1 for first in self.offsets):
             raise ConfigurationError(f"offsets={self.offsets}: every fragment first departs at inner step 1 or later.")
 
     def departs(self, step: int, fragments: int) -> tuple[int, ...]:

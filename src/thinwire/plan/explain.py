@@ -71,7 +71,8 @@ def refused(task: Task, best: Setting) -> list[cost.Refusal]:
     step = pipeline_seconds(stages, micros, micro / stages, chain / 2 / max(1, stages - 1))
     share = micros * micro / stages / step
     path = " → ".join(task.links.names[place] for place in order) if order else f"through {stages} sites"
-    best_of = "the best of all orders takes" if order else "every order takes at least"
+    # equal hops are assumed, and whole rounds of micro-batches, which may be too many
+    best_of = "the best of all orders takes about" if order else "every order takes about"
     found.append(
         cost.Refusal(
             f"a pipeline {path}",

@@ -104,10 +104,12 @@ def replica_memory(
     accumulate: int = 1,
     bf16: bool = False,
     ranks: int = 1,
+    payload_nbytes: int | None = None,
 ) -> Memory:
     """Memory of one rank of a replica of `ranks` (FSDP2) that trains `shape` in micro-batches of `batch` sequences.
 
-    `numels` are the sizes of the whole fragments, not of a rank's part. Raises `ConfigurationError` for less than one rank.
+    `numels` are the sizes of the whole fragments, not of a rank's part; `payload_nbytes` are the bytes of all their payloads, for a codec
+    that needs the shapes of their tensors. Raises `ConfigurationError` for less than one rank.
     """
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence
@@ -115,7 +117,8 @@ def replica_memory(
     kept = by_place(kept_nbytes(-(-parameters // ranks), strategy, own, replicas), strategy, own)
     gradients = 4 * -(-parameters // ranks)
     gathered = 8 * _largest_gather(shape) if shards.weights > 1 else 0  # FSDP2 gathers a layer and the next one
-    flights = _flights(strategy, own, replicas)  # the buffers of a flight are kept for the next one
+    coded = payload_nbytes / max(1, sum(numels)) if payload_nbytes is not None else None
+    flights = _flights(strategy, own, replicas, coded)  # the buffers of a flight are kept for the next one
     here: Place = "device" if stays_on_device(strategy) else "host"
     logits = tokens * max(12 * shape.vocabulary, (22 if bf16 else 40) * shape.width)
     before = gradients if accumulate > 1 else 0
@@ -123,7 +126,7 @@ def replica_memory(
     finish = (
         0
         if isinstance(strategy.signal, Gradients)
-        else _in_the_air(strategy, own, sum(own), max(own, default=0), replicas)
+        else _in_the_air(strategy, own, sum(own), max(own, default=0), replicas, coded)
     )
     phases: dict[str, dict[Place, int]] = {
         "backward": {"device": activation_nbytes(shape, tokens, bf16) + before + gathered},
@@ -217,21 +220,28 @@ def _most_at_once(schedule: Schedule, numels: tuple[int, ...]) -> int:
     return most
 
 
-def _flights(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
-    """Bytes of flights: deltas, packets of all replicas, and decoded results that wait for their landing."""
+def _flights(strategy: Strategy, numels: Sequence[int], replicas: int, coded: float | None) -> int:
+    """Bytes of flights: deltas, packets of all replicas (`coded`: see `_packets`), and decoded results that wait for their landing."""
     if isinstance(strategy.signal, Gradients):
-        return _gradient_exchange(strategy, numels, replicas)
+        return _gradient_exchange(strategy, numels, replicas, coded)
     at_once = most_at_once(strategy, numels)
-    return _in_the_air(strategy, numels, at_once, at_once, replicas)
+    return _in_the_air(strategy, numels, at_once, at_once, replicas, coded)
 
 
-def _in_the_air(strategy: Strategy, numels: Sequence[int], at_once: int, landing: int, replicas: int) -> int:
+def _packets(codec: Codec, numel: int, replicas: int, coded: float | None) -> int:
+    """Bytes of all replicas' packets of `numel` elements; `coded` are those of a packet for each element, None: as of one vector."""
+    return (codec.nbytes(numel) if coded is None else round(coded * numel)) * replicas
+
+
+def _in_the_air(
+    strategy: Strategy, numels: Sequence[int], at_once: int, landing: int, replicas: int, coded: float | None
+) -> int:
     """Bytes of deltas of `at_once` elements in flight, and of the results of `landing` elements."""
     each = _STATE_NBYTES[strategy.state_dtype]
     states = each * _states(strategy.outer)  # type: ignore[arg-type]  # frozen values hash
     states += each * len(strategy.feedback.init(0)) if strategy.feedback else 0
     coding = _coding(strategy, max(numels, default=0), at_once, replicas)
-    return 4 * at_once + (4 + states) * landing + coding + strategy.codec.nbytes(at_once) * replicas
+    return 4 * at_once + (4 + states) * landing + coding + _packets(strategy.codec, at_once, replicas, coded)
 
 
 def _coding(strategy: Strategy, largest: int, at_once: int, replicas: int) -> int:
@@ -247,14 +257,16 @@ def _coding(strategy: Strategy, largest: int, at_once: int, replicas: int) -> in
     copies = 2 * (strategy.state_dtype != "fp32")  # before and after
     signals = 4 * (piece if cut else at_once) if strategy.feedback else 0
     whole = filters + 2 if filters else int(not strategy.outer.elementwise)  # what these need of all values together
+    whole += codec.needs_shapes  # it decodes into a copy, in the order of its tensors
     return signals + 4 * (1 + own + copies) * piece + 4 * whole * largest + 12 * (few or 0) * replicas
 
 
-def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int) -> int:
+def _gradient_exchange(strategy: Strategy, numels: Sequence[int], replicas: int, coded: float | None) -> int:
     """Bytes of a data-parallel exchange: all gradients in a flat buffer, their packets, and the mean."""
     # what each replica's packet decodes to, what was sent, and the next state
     filters = 4 * (len(strategy.filters) + 2) if strategy.filters else 0
-    return (8 + filters) * sum(numels) + strategy.codec.nbytes(sum(numels)) * replicas
+    copy = 4 * strategy.codec.needs_shapes  # see `_coding`
+    return (8 + filters + copy) * sum(numels) + _packets(strategy.codec, sum(numels), replicas, coded)
 
 
 def _home(strategy: Strategy, purpose: str) -> Place:

@@ -353,6 +353,7 @@ class _Group:
             self.search.shape, candidate.strategy, candidate.numels, self.size, batch=micro,
             sequence=self.task.base.data.sequence, accumulate=accumulate,
             bf16=precision == "bf16" or (precision == "auto" and self.gpu), ranks=self.task.ranks,
+            payload_nbytes=candidate.payload_nbytes if candidate.strategy.codec.needs_shapes else None,
         )  # fmt: skip
 
     def _needed(self, memory: Memory) -> int:

@@ -96,8 +96,13 @@ class Candidate:
     @cached_property
     def timing(self) -> tuple[int, int, int, int]:
         """For a period: inner steps, steps that a flight may take, flights one after the other, and bytes for one peer."""
-        schedule, nbytes = self.strategy.schedule, sum(codec.nbytes(numel) for codec, numel in self.coded)
-        return schedule.every, schedule.delay, len(self.numels) if schedule.delay else 1, nbytes
+        schedule = self.strategy.schedule
+        return schedule.every, schedule.delay, len(self.numels) if schedule.delay else 1, self.payload_nbytes
+
+    @cached_property
+    def payload_nbytes(self) -> int:
+        """Bytes of a packet of every fragment, without headers."""
+        return sum(codec.nbytes(numel) for codec, numel in self.coded)
 
     @cached_property
     def least_steps(self) -> int:

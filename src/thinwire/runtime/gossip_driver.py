@@ -56,7 +56,8 @@ class GossipUpdate(RoundUpdate):
 
     def signal(self, begin: int, end: int) -> Tensor:
         if self._says is None:
-            self._says = torch.cat(self._rule.says(self.fragment.anchor, self.delta, self.fragment.exchange))
+            said = self._rule.says(self.fragment.anchor, self.delta, self.fragment.exchange)
+            self._says = torch.cat(said) if len(said) > 1 else said[0]
         return self._says[begin:end]
 
     def settle(self, begin: int, mean: Tensor, sent: Callable[[], Tensor]) -> None:
