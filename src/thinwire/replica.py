@@ -172,10 +172,9 @@ class Replica:
         self._driver.request_stop()
 
     def exchange_gradients(self) -> None:
-        """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, summed in rank order).
+        """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, in rank order), or by None if any is not finite.
 
-        A hook runs it before a step. Call it earlier to clip the mean; if no step follows, the next call raises `ModelError`. If any gradient
-        is not finite, all become None.
+        A hook runs it before a step. Call it earlier to clip the mean; if no step follows, the next call raises `ModelError`.
         """
         self._inner_steps.exchange_early()
 

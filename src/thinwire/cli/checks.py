@@ -23,6 +23,7 @@ from torch import distributed as dist
 
 from thinwire.comm.torch import connect
 from thinwire.errors import LinkError
+from thinwire.records.files import existing
 from thinwire.records.printable import reason
 from thinwire.records.units import text_of_nbytes, text_of_rate, text_of_seconds
 from thinwire.version import __version__
@@ -193,7 +194,7 @@ def shaping() -> CheckResult:
 
 def disk(runs: Path) -> CheckResult:
     """The free space for run folders."""
-    place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    place = existing(runs)
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
         return CheckResult(

@@ -11,6 +11,7 @@ from torch import nn
 from thinwire.errors import ConfigurationError
 from thinwire.lm.run import Run
 from thinwire.plan.memory import kept_nbytes
+from thinwire.records.files import existing
 from thinwire.records.units import text_of_nbytes
 
 PAGE_NBYTES = 5_000_000  # the report page
@@ -22,9 +23,8 @@ def room_on_disk(run: Run, model: nn.Module, here: int, folder: Path, console: C
 
     Raises `ConfigurationError` if not even the trained model fits.
     """
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     held = sum(file.stat().st_size for file in folder.glob("checkpoints/*/step-*/*") if file.is_file())
-    free = shutil.disk_usage(place).free + held
+    free = shutil.disk_usage(existing(folder)).free + held
     room = f"{text_of_nbytes(free)} of the disk are free{' or have its checkpoints' if held else ''}"
     elsewhere = "" if held else ", or choose another --out"  # a run that has begun stays where it is
     weights, each = _nbytes_on_disk(run, model)

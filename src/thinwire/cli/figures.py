@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -26,20 +27,18 @@ def check(path: Path | None) -> None:
     check_place(path)
 
 
-def draw(chart: Chart, title: str, path: Path, provenance: str) -> None:
-    """Write the chart's first view as a picture, or the whole chart as a page, in a folder that is made if it is missing. The PNG is the SVG
-    in pixels on a light background."""
-    view = chart.views[0]
+def draw(chart: Chart, title: str, path: Path, provenance: str, say: Callable[[str], object]) -> None:
+    """Write the chart's first view as a picture, or the whole chart as a page, in a folder that is made if it is missing, and say where. The
+    PNG is the SVG in pixels on a light background.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
         body = f"<h1>{escape(title)} {word(provenance)}</h1><section>{chart_place('figure', chart)}</section>"
         write_whole(path, page(title, body, {"figure": chart}))
-        return
-    picture = drawing(view, title, " ".join(chart.remarks))
-    if path.suffix == ".svg":
-        write_whole(path, picture)
     else:
-        write_whole(path, _converter(path).svg2png(picture.encode(), scale=SCALE))
+        picture = drawing(chart.views[0], title, " ".join(chart.remarks))
+        write_whole(path, picture if path.suffix == ".svg" else _converter(path).svg2png(picture.encode(), scale=SCALE))
+    say(f"figure: {path}")
 
 
 def _converter(path: Path):  # type: ignore[no-untyped-def]  # a module without types

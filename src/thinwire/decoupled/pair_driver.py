@@ -276,10 +276,6 @@ class Pairing(Attached):
         self._finished = True
         self.close()
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     # ---- save and resume
 
     def meet(self, group: Group, names: object = None) -> None:

@@ -95,10 +95,6 @@ class Hierarchy(Exchange):
         count = 1 if codec.grain is None else min(map(len, self.ranks))
         return [cut(codec, *span) for span in shards(codec, numel, count)]
 
-    @property
-    def gathers(self) -> bool:
-        return False
-
     def check(self, codec: Codec, feedback: Feedback | None) -> None:
         if feedback:
             raise ConfigurationError(

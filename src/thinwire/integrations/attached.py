@@ -43,12 +43,8 @@ class TrainableState:
     """The state of a replica that a checkpoint needs, without frozen parameters, which the trainer saves."""
 
     def __init__(self, replica: Replica) -> None:
-        self._replica, self.step, self.strategy, self.optimizer = (
-            replica,
-            replica.step,
-            replica.strategy,
-            replica.optimizer,
-        )
+        self._replica, self.step = replica, replica.step
+        self.strategy, self.optimizer = replica.strategy, replica.optimizer
         self.model: nn.Module = _Trainable(replica.model)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

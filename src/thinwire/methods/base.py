@@ -285,7 +285,7 @@ def check_rounds(every: int, sampled: int | None, outer_lr: float) -> None:
 
 
 def donor_and_behind(places: Sequence[Any]) -> tuple[int, list[int]]:
-    """Of the `places` of all replicas in a run: the first rank that is furthest, and the ranks that are not as far."""
+    """The first rank that is furthest, and the ranks that are not as far, by the `places` of all replicas in a run."""
     furthest = max(places)
     return places.index(furthest), [rank for rank, place in enumerate(places) if place < furthest]
 

@@ -56,9 +56,14 @@ def parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def existing(path: Path) -> Path:
+    """`path`, absolute; or the nearest folder above it that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
 def check_place(path: Path) -> None:
     """Raise the `OSError` that writing the file `path` would meet, before any work: it is a folder, or its folder cannot be made or written."""
-    place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    place = existing(path)
     if place == path.absolute() and place.is_dir():
         raise IsADirectoryError(errno.EISDIR, "the name of a file is needed", str(path))
     if place != path.absolute() and not place.is_dir():

@@ -139,8 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     ]
     for path, chart in drawn:
         if path:
-            figures.draw(chart(), f"{task.base.model.label}, up to {len(task.links)} replicas", path, "predicted")
-            console.print(f"figure: {path}", soft_wrap=True, highlight=False)
+            title = f"{task.base.model.label}, up to {len(task.links)} replicas"
+            figures.draw(chart(), title, path, "predicted", options.teller(console))
     _write(asked.out, best, task)
     console.print(f"written: {asked.out}\nto train: {_command(asked.out, best, task)}", soft_wrap=True, highlight=False)
     return options.answer(asked.json, _facts(rows, best, task, asked.out) if asked.json else {})

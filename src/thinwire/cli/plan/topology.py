@@ -203,8 +203,7 @@ def _written(
         else:
             values, unit = edges.astype(np.float64), "edges"
         chart = graph_chart(edges, values, unit, links.names if links and str(asked.links).endswith(".toml") else ())
-        figures.draw(chart, f"{found[0][0]}, {size} replicas", asked.plot, "predicted")
-        say(f"figure: {asked.plot}")
+        figures.draw(chart, f"{found[0][0]}, {size} replicas", asked.plot, "predicted", say)
 
 
 def _edges(topology: Topology, size: int, rates: Weights | None) -> list[str]:

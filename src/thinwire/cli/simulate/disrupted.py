@@ -67,8 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         table.add_row(*(f"{value:.2f}" for value in row.values()))
     console.print(table)
     if asked.plot:
-        figures.draw(disrupted_chart(rows), title, asked.plot, "simulated")
-        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+        figures.draw(disrupted_chart(rows), title, asked.plot, "simulated", options.teller(console))
     return options.answer(asked.json, {"study": "disrupted", "provenance": "simulated", "rows": rows})
 
 

@@ -64,8 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     console.print(_table(asked, given, nbytes, rows))
     if asked.plot is not None:
-        figures.draw(fabric_chart(given, asked.pattern, asked.seed), _title(asked, given), asked.plot, "simulated")
-        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+        chart = fabric_chart(given, asked.pattern, asked.seed)
+        figures.draw(chart, _title(asked, given), asked.plot, "simulated", options.teller(console))
     names = ("leaves", "spines", "hosts", "flows", "failed", "pattern", "draws", "seed")
     setting = {name: getattr(asked, name) for name in names}
     setting |= {"flow_nbytes": nbytes, "bits_per_second": given.bits_per_second}

@@ -56,13 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     console.print(_table(ring, found))
     if asked.plot is not None:
-        figures.draw(
-            overlap_chart(ring),
-            f"A reduce-scatter among {ring.ranks} ranks beside its product",
-            asked.plot,
-            "simulated",
-        )
-        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+        title = f"A reduce-scatter among {ring.ranks} ranks beside its product"
+        figures.draw(overlap_chart(ring), title, asked.plot, "simulated", options.teller(console))
     return options.answer(asked.json, found)
 
 

@@ -65,8 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.plot is not None:
         title = f"1F1B: {pipeline.stages} stages, {pipeline.micro_batches} micro-batches"
         chart = pipeline_chart(asked.stages, asked.micro_batches, asked.forward_seconds, backward)
-        figures.draw(chart, title, asked.plot, "simulated")
-        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+        figures.draw(chart, title, asked.plot, "simulated", options.teller(console))
     return options.answer(asked.json, found)
 
 

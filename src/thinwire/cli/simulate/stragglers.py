@@ -85,8 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     console.print(_table(title, rows, delays, asked.probe))
     if asked.plot is not None:
         ends = {name: (outcome.ends, outcome.jobs) for name, outcome in outcomes.items()}
-        figures.draw(stragglers_chart(ends), title, asked.plot, "simulated")
-        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+        figures.draw(stragglers_chart(ends), title, asked.plot, "simulated", options.teller(console))
     facts = {
         "study": "stragglers", "provenance": "simulated", "replicas": delays.replicas, "delays": said,
         "batch_seconds": delays.batch_seconds, "probe": asked.probe, "methods": rows,

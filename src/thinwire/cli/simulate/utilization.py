@@ -65,8 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     console = options.console(asked.json)
     console.print(_table(study, rows, asked.grid))
     if asked.plot is not None:
-        figures.draw(utilization_chart(study, methods), _title(study), asked.plot, "simulated")
-        console.print(f"figure: {asked.plot}", soft_wrap=True, highlight=False)
+        figures.draw(utilization_chart(study, methods), _title(study), asked.plot, "simulated", options.teller(console))
     setting = {name: getattr(asked, name) for name in ("parameters", "layers", "step_seconds", "grid")}
     facts = {"study": "utilization", "provenance": "simulated", **setting, "volume": study.convention()}
     return options.answer(asked.json, facts | {"targets": TARGETS} | (rows[0] if asked.method else {"methods": rows}))
