@@ -59,7 +59,6 @@ class Replica:
 
     Parameters: frozen ones must be equal on all. Tied ones travel once. Any floating dtype is exchanged as fp32 and written back in its own
     dtype. The state of the inner optimizer stays local. Buffers are no part of a round: see `buffers`. FSDP1 and DDP are not supported.
-
     Cost: 4 bytes per parameter for the anchor, 4 for Nesterov momentum, 4 for rounds in flight; a snapshot a departure, a merge a landing.
 
     Args:
@@ -173,7 +172,6 @@ class Replica:
 
     def exchange_gradients(self) -> None:
         """With `Gradients`: replace every gradient in place by the mean over all replicas (fp32, in rank order), or by None if any is not finite.
-
         A hook runs it before a step. Call it earlier to clip the mean; if no step follows, the next call raises `ModelError`.
         """
         self._inner_steps.exchange_early()

@@ -106,11 +106,10 @@ def main(arguments: Sequence[str]) -> int:
             return 0
     else:
         probe = _emulated(emulated, asked) if emulated and asked.what != "machine" else None
-        machines = (
-            [probe_machine(run, name, here.memory_of_each(), codecs(run), 2 * asked.seconds, asked.out)]
-            if asked.what != "links"
-            else []
-        )
+        machines = []
+        if asked.what != "links":
+            memory = here.memory_of_each()
+            machines = [probe_machine(run, name, memory, codecs(run), 2 * asked.seconds, asked.out)]
     if probe:
         found["links"] = _write_links(probe, asked, console, "emulated" if emulated else "measured")
     for machine in machines:

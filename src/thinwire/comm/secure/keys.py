@@ -169,10 +169,8 @@ class Authority:
 
     def hub_credentials(self, lifetime: timedelta, trusted: bytes) -> Credentials:
         """A fresh key and certificate for the hub as a server, which trusts the authorities `trusted`."""
-        key, since = (
-            new_key(),
-            self.certificate.not_valid_before_utc,
-        )  # a member whose clock is behind takes a renewed one, too
+        # A member whose clock is behind takes a renewed one, too.
+        key, since = new_key(), self.certificate.not_valid_before_utc
         certificate = self.issue(opened_request(request(key, "hub")), HUB, lifetime, since)
         return Credentials(key, certificate, trusted)
 

@@ -69,8 +69,7 @@ class HubLink:
         place: int = 0, process: bytes = b"", silent: float = SILENT_SECONDS, insists: bool = True,
         listen: Listen | None = None, say: Callable[[str], object] = lambda state: None, run: str = "",
     ) -> None:  # fmt: skip
-        self._run = run
-        self._advice, self._insists, self._say_state = advice, insists, say
+        self._run, self._advice, self._insists, self._say_state = run, advice, insists, say
         self.enrolment, self._size, self.rate, self._silent = enrolment, size, bits_per_second, silent
         self._hello = frames.packed(
             frames.HELLO, process or os.urandom(16), label, size, place, str(PROTOCOLS).encode()
