@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -76,14 +77,16 @@ def death_before_its_children(rank, size):
             signal.pause()
         program = subprocess.Popen(["sleep", "3600"], close_fds=False)
         ports = [port for _, port in listening().values()]
-        told[: 2 + len(ports)] = torch.tensor([fork, program.pid, *ports])
+        told[: 3 + len(ports)] = torch.tensor([os.getpid(), fork, program.pid, *ports])
         group.post(1, {1: told.view(torch.uint8)}, {}).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     group.post(1, {}, {0: told.view(torch.uint8)}).wait()
-    fork, program, *ports = filter(None, told.tolist())
+    dying, fork, program, *ports = filter(None, told.tolist())
     try:
         with pytest.raises(LinkError) as caught:
             receive(group, 0, 2)
+        with suppress(ProcessLookupError):  # it closes its sockets one after the other
+            select.select([os.pidfd_open(dying)], [], [])
         for port in ports:
             socket.create_server(("127.0.0.1", port)).close()
     finally:
