@@ -17,9 +17,8 @@ from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
 
-_attached: WeakValueDictionary[int, InnerSteps] = (
-    WeakValueDictionary()
-)  # by the id of the optimizer, whose hooks keep it alive
+# By the id of an optimizer, whose hooks keep both alive.
+_attached: WeakValueDictionary[int, InnerSteps] = WeakValueDictionary()
 _STEPS_BETWEEN_LOOKS = 64  # at the parameters of the model, which take a while to list
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
@@ -28,9 +27,8 @@ def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
     """The optimizers that the loop steps. Raises `ModelError` if there are none, or something else is among them, `ConfigurationError` if one has
     a Replica: both would exchange after every step.
     """
-    if isinstance(optimizer, Several):
-        return list(optimizer.parts)
-    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    given = optimizer.parts if isinstance(optimizer, Several) else optimizer
+    several = list(given) if isinstance(given, Sequence) else [given]
     if not several:
         raise ModelError("an empty list of optimizers was given; give those that the loop steps.")
     for one in several:
@@ -45,8 +43,8 @@ def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
             )
         if id(one) in _attached:
             raise ConfigurationError(
-                "the optimizer has a Replica that was neither finished nor closed, and both would exchange its steps. Call finish() or close() of that "
-                "one first, on all replicas; if no variable holds it, make another optimizer."
+                "the optimizer has a Replica that was neither finished nor closed, and both would exchange its steps. Call finish() or close() of "
+                "that one first, on all replicas; if no variable holds it, make another optimizer."
             )
     return several
 
