@@ -66,14 +66,27 @@ def test_a_dead_replica_is_named_at_once(tmp_path):
         assert refused.startswith("could not send to replica 1")
 
 
+def refuses(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=60.0).close()
+    except ConnectionResetError:
+        return False
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def death_before_its_children(rank, size):
     """Replica 0, which has the store, is killed; a fork of it and a program that it has started live on."""
     group = TorchGroup.from_world(size, timeout=600.0)
     told = torch.zeros(8, dtype=torch.int64)
     if rank == 0:
+        reading, writing = os.pipe()
         fork = os.fork()
         if not fork:
+            os.write(writing, b"here")
             signal.pause()
+        os.read(reading, 4)
         program = subprocess.Popen(["sleep", "3600"], close_fds=False)
         ports = [port for _, port in listening().values()]
         told[: 2 + len(ports)] = torch.tensor([fork, program.pid, *ports])
@@ -84,8 +97,10 @@ def death_before_its_children(rank, size):
     try:
         with pytest.raises(LinkError) as caught:
             receive(group, 0, 2)
+        assert "it has left or crashed" in str(caught.value)
         for port in ports:
-            socket.create_server(("127.0.0.1", port)).close()
+            while not refuses(port):  # the kernel may close the last sockets of a dead process a little later
+                time.sleep(0.01)
     finally:
         for child in (fork, program):
             os.kill(child, signal.SIGKILL)  # raises if it has ended
