@@ -22,7 +22,7 @@ from thinwire.runtime.delta_driver import DeltaDriver
 from thinwire.runtime.driver import Driver, Training, anchored
 from thinwire.runtime.gossip_driver import GossipDriver
 from thinwire.runtime.gradient_driver import GradientDriver
-from thinwire.runtime.inner_steps import InnerSteps, as_one, check_free, optimizers_of
+from thinwire.runtime.inner_steps import InnerSteps, as_one, optimizers_of
 from thinwire.runtime.loop_warnings import LoopWarnings, silent
 from thinwire.runtime.model_buffers import SharedBuffers
 from thinwire.runtime.module_state import export_state
@@ -112,7 +112,6 @@ class Replica:
         training, fragments = Training.of(strategy, model, self.optimizer, observer, clock, tokens, site is not None)
         training.reader, training.validation, self._training = reader, validation, training
         self._claim = GroupClaim(group)
-        check_free(optimizers_of(optimizer))
         self._driver = choose(training, fragments, group, site)
         self._driver.join(lambda: _begin(self, observer, resume))
         self._inner_steps = InnerSteps(optimizers_of(optimizer), training, self._driver)
@@ -221,9 +220,8 @@ class Replica:
         """
         if self._finished:
             return
-        self._inner_steps.check_whole()
         self._loop_warnings.finishes(self.step)
-        over = self._driver.finish(keep_seconds)
+        over = self._inner_steps.finish(keep_seconds)
         self._driver.load_anchors()
         self._buffers.average(self._driver.gather)
         self._finished = True

@@ -51,8 +51,8 @@ def socket_files() -> list[SocketFile]:
 
 
 def keep_from_children(files: Iterable[SocketFile]) -> None:
-    """Let `files` stay with this process (Linux only). A fork, such as of a `DataLoader`, would hold them too: if this process is killed, its
-    peers would wait until the fork ends, and its port would be taken until then.
+    """Let `files` stay with this process (Linux only). The processes of a data loader are forks and would hold them too: if this one is killed,
+    its peers would wait until those end, and its port would be taken until then.
     """
     _kept.intersection_update(socket_files())
     for file in files:

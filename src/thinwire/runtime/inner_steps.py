@@ -17,18 +17,18 @@ from thinwire.runtime.other_optimizers import OtherOptimizers
 from thinwire.runtime.step_hooks import outermost
 from thinwire.strategy import Gradients
 
-_attached: WeakValueDictionary[int, InnerSteps] = (
-    WeakValueDictionary()
-)  # by the id of the optimizer, whose hooks keep it alive
+# By the id of an optimizer, whose hooks keep both alive.
+_attached: WeakValueDictionary[int, InnerSteps] = WeakValueDictionary()
 _STEPS_BETWEEN_LOOKS = 64  # at the parameters of the model, which take a while to list
 _ANEW = "Call finish() on all replicas, then attach a new Replica."
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """The optimizers that the loop steps. Raises `ModelError` if there are none, or something else is among them."""
-    if isinstance(optimizer, Several):
-        return list(optimizer.parts)
-    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    """The optimizers that the loop steps. Raises `ModelError` if there are none, or something else is among them, `ConfigurationError` if one has
+    a Replica: both would exchange after every step.
+    """
+    given = optimizer.parts if isinstance(optimizer, Several) else optimizer
+    several = list(given) if isinstance(given, Sequence) else [given]
     if not several:
         raise ModelError("an empty list of optimizers was given; give those that the loop steps.")
     for one in several:
@@ -40,6 +40,11 @@ def optimizers_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimi
             raise ModelError(
                 f"optimizer: a {type(one).__name__} was given, whose steps torch's hooks do not see; give the optimizer inside it "
                 "(accelerate: from before prepare())."
+            )
+        if id(one) in _attached:
+            raise ConfigurationError(
+                "the optimizer has a Replica that was neither finished nor closed, and both would exchange its steps. Call finish() or close() of "
+                "that one first, on all replicas; if no variable holds it, make another optimizer."
             )
     return several
 
@@ -104,15 +109,6 @@ def as_one(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return several[0] if len(several) == 1 else Several(several)
 
 
-def check_free(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise `ConfigurationError` if a Replica is attached to one of `optimizers`: both would exchange after every step."""
-    if any(id(one) in _attached for one in optimizers):
-        raise ConfigurationError(
-            "the optimizer has a Replica that was neither finished nor closed, and both would exchange its steps. Call finish() or close() of that "
-            "one first, on all replicas; if no variable holds it, make another optimizer."
-        )
-
-
 class InnerSteps:
     """Calls `driver` around each inner step of the loop that steps `optimizers`, and counts the step in `training`.
 
@@ -149,6 +145,11 @@ class InnerSteps:
         self.exchange_gradients()
         if self._gradients:
             self._early = [parameter.grad for parameter in _held(self._optimizers)]
+
+    def finish(self, keep_seconds: float) -> bool:
+        """As the driver's."""
+        self.check_whole()
+        return self._driver.finish(keep_seconds)
 
     def exchange_gradients(self, closure: bool = False) -> None:
         """Run the driver's work before the optimizer's step now, and not again in the step."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from thinwire.comm.secure.invitations import invite as invite
     from thinwire.comm.secure.token import Token as Token
 
-# With it gRPC starts threads in a fork, such as of a `DataLoader`, and these may abort it.
+# With it gRPC starts threads in a fork, such as a process of a data loader, and these may abort it.
 os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _HOMES = {
