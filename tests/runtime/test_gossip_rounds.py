@@ -13,17 +13,16 @@ WIDTH = 512
 
 
 def rounds(strategy):
-    """Bytes of the buffers for each parameter after two rounds between two replicas, without the two of the decoder, which do not grow."""
+    """Bytes of the buffers of a round between two replicas, for each parameter, without the two of the decoder, which do not grow."""
 
     def replica(group):
         model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         member = tw.Replica(strategy, model, optimizer, group)
-        for _ in range(2 * strategy.schedule.every):
-            model.weight.grad = torch.ones_like(model.weight)
-            optimizer.step()
-        free = member._driver._flights.buffers._free
-        held = sum(nbytes * len(buffers) for nbytes, buffers in free.items())
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        buffers = member._driver._flights.buffers
+        held = sum(one.nbytes for of in (*buffers._free.values(), buffers._lent.values()) for one in of)
         member.finish()
         return held
 

@@ -98,8 +98,6 @@ def main(arguments: Sequence[str]) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if place is not None:
-        if torch.cuda.is_available():  # all that follows is of the current GPU
-            torch.cuda.set_device(device_of(launch.local_rank()))
         with launch.joined(place[1], asked.timeout) as group:
             probe, machines = _over(group, asked, run, name)
         if place[0] != 0:
@@ -132,6 +130,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _over(group: Group, asked: Options, run: Run, name: str) -> tuple[Probe | None, list[Machine]]:
     """Measure the links, then all machines at once, as in training. Every rank's results are sent to all."""
+    if torch.cuda.is_available():  # all that follows is of the current GPU
+        torch.cuda.set_device(device_of(launch.local_rank()))
     probe = probe_links(group, name, asked.seconds, asked.trips) if asked.what != "machine" else None
     if asked.what == "links":
         return probe, []

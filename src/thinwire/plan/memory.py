@@ -108,8 +108,8 @@ def replica_memory(
 ) -> Memory:
     """Memory of one rank of a replica of `ranks` (FSDP2) that trains `shape` in micro-batches of `batch` sequences.
 
-    `numels` are the sizes of the whole fragments, not of a rank's part; `payload_nbytes` are the bytes of all their payloads, if the
-    codec needs the shapes of their tensors. Raises `ConfigurationError` for less than one rank.
+    `numels` are the sizes of the whole fragments, not of a rank's part. A codec that needs shapes also needs `payload_nbytes`, the bytes of
+    all their payloads. Raises `ConfigurationError` for less than one rank.
     """
     shards, parameters = Shards(ranks, ranks, ranks), shape.parameters()
     tokens = -(-batch // ranks) * sequence
