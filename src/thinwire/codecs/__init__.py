@@ -1,14 +1,6 @@
 """Codecs turn tensors into bytes and back. They are pure: no state, no network."""
 
-from thinwire.codecs.base import (
-    Codec,
-    Shapes,
-    check_finite,
-    nested,
-    packet_nbytes,
-    rebuilt,
-    unwritten,
-)
+from thinwire.codecs.base import Codec, Shapes, check_finite, nested, packet_nbytes, rebuilt, unwritten
 from thinwire.codecs.block import E2M1, E3M0, E4M3, E5M2, Int
 from thinwire.codecs.cast import Cast, Identity, in_full
 from thinwire.codecs.codebook import Codebook

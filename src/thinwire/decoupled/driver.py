@@ -24,18 +24,7 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group, gather
 from thinwire.decoupled.composition import Composition
 from thinwire.decoupled.host import Host
-from thinwire.decoupled.messages import (
-    COUNTED,
-    DELTA,
-    END,
-    LAST,
-    MOVE,
-    REST,
-    Down,
-    ReplicaReport,
-    SyncerMessages,
-    Up,
-)
+from thinwire.decoupled.messages import COUNTED, DELTA, END, LAST, MOVE, REST, Down, ReplicaReport, SyncerMessages, Up
 from thinwire.decoupled.rounds import HeldRound, ReportPace, own_every
 from thinwire.decoupled.saved import Departed, check_numbers, load_syncer, resume, state_of, state_of_syncer
 from thinwire.decoupled.syncer import AgreedFragment, Syncer, decode_body, encode_delta, first_state

@@ -27,17 +27,7 @@ from thinwire.comm.group import Group, gather
 from thinwire.decoupled.pair_composition import PairComposition
 from thinwire.errors import CheckpointError, NonFiniteError
 from thinwire.methods.base import TAG, Attached
-from thinwire.packet import (
-    STOP,
-    Header,
-    empty_packet,
-    identity,
-    open_packet,
-    payload,
-    read_header,
-    said_nbytes,
-    seal,
-)
+from thinwire.packet import STOP, Header, empty_packet, identity, open_packet, payload, read_header, said_nbytes, seal
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
 from thinwire.runtime.fragment_state import FragmentState

@@ -380,7 +380,7 @@ class RoundLoop:
 
     # ---- the end
 
-    def _note_end(self, there: Sequence[str] | None = (), keeps: bool = True) -> None:
+    def _note_end(self, there: Sequence[str] | None, keeps: bool) -> None:
         """Note the end of the run. If `keeps`, this replica keeps the final state for members that are not `there`; None: another does."""
         out, known = self._voter.put_out, bool(self._keep_seconds)
         self._late, noted = note_end(self.membership, self.agreed, keeps, self._met, out, there, known)

@@ -144,11 +144,7 @@ class ThinwireCallback(TrainerCallback, ExportableState):
             args.log_on_each_node = args.average_tokens_across_devices = False
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **given: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Meet the other replicas. If the trainer resumes, resume from this replica's own state."""
         if not self._made:

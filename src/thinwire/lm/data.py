@@ -43,10 +43,7 @@ from thinwire.rng import derive
 FORMAT = 1  # format of the cache; a new number rebuilds every cache
 SAMPLE_NBYTES = 256 << 20  # bytes of text from which merges are learned
 # number and bytes of evenly spaced blocks in a checksum: opening 100 GB must not take minutes
-BLOCKS, BLOCK = (
-    64,
-    1 << 20,
-)
+BLOCKS, BLOCK = 64, 1 << 20
 
 
 # The cache: tokens on disk

@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 1 << 20  # the context of a model without a limit (a recurrent one)
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")  # a folder with none of these is a config alone
 # one of these is enough
-TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-)
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class HuggingFace(nn.Module):

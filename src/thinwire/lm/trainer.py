@@ -358,7 +358,7 @@ class Trainer(ABC):
         return round(steps * self.run.data.mean_batch * self.run.data.sequence * self.micros)
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
-        run, totals = self.run, self._totals()
+        run, totals, link = self.run, self._totals(), parse_link(self.run.placement.link)
         privacy = self.replica.strategy.privacy if isinstance(self.replica, Replica) else None
         return {
             "strategy": run.method.strategy,
@@ -382,8 +382,8 @@ class Trainer(ABC):
             "privacy": privacy
             and privacy.spent(releases(self.log, len(self.replica.fragments)), run.placement.replicas),
             "weights": digest(self.replica.anchors()).hex(),  # digest of the anchors, equal on all replicas
-            "link": None if parse_link(run.placement.link) is None else run.placement.link,
-            "provenance": "emulated" if parse_link(run.placement.link) or run.placement.slow else "measured",
+            "link": run.placement.link if link else None,
+            "provenance": "emulated" if link or run.placement.slow else "measured",
         }
 
     def _export(self, mark: str = "") -> Path:

@@ -118,9 +118,7 @@ class MemberRegistry:
     """
 
     def __init__(
-        self,
-        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
-        say: Callable[[str], object] = lambda line: None,
+        self, heartbeat_timeout: float = HEARTBEAT_TIMEOUT, say: Callable[[str], object] = lambda line: None
     ) -> None:
         self.heartbeat_timeout, self.say = heartbeat_timeout, say
         self.lost: Callable[[str, str], object] = lambda name, incarnation: None

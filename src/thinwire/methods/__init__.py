@@ -91,12 +91,7 @@ def scaffold(*, every: int = 10, sampled: int | None = None, outer_lr: float = 1
 
 
 def scallion(
-    *,
-    every: int = 10,
-    sampled: int | None = None,
-    outer_lr: float = 1.0,
-    alpha: float = 0.1,
-    codec: Codec = _TENTH,
+    *, every: int = 10, sampled: int | None = None, outer_lr: float = 1.0, alpha: float = 0.1, codec: Codec = _TENTH
 ) -> ControlVariates:
     """SCALLION (Huang, Li, Li, ICLR 2024): SCAFFOLD through any unbiased codec.
 
@@ -122,12 +117,7 @@ def scallion(
 
 
 def scafcom(
-    *,
-    every: int = 10,
-    sampled: int | None = None,
-    outer_lr: float = 1.0,
-    beta: float = 0.2,
-    codec: Codec = _HUNDREDTH,
+    *, every: int = 10, sampled: int | None = None, outer_lr: float = 1.0, beta: float = 0.2, codec: Codec = _HUNDREDTH
 ) -> ControlVariates:
     """SCAFCOM (Huang, Li, Li, ICLR 2024): SCAFFOLD with momentum through any contractive codec.
 

@@ -306,8 +306,9 @@ class Talking(Attached):
             "flight", self.step, **fields, nbytes=len(flight.sent) * len(flight.packets), begin=flight.begin, end=arrived,
             queued_seconds=flight.transfer.queued_seconds, transfer_seconds=flight.transfer.transfer_seconds,
         )  # fmt: skip
-        self.stall_seconds += arrived - began
-        self.seconds += arrived - began
+        waited = arrived - began
+        self.stall_seconds += waited
+        self.seconds += waited
         said = {self.group.rank: flight.sent}
         said |= {peer: packet[: said_nbytes(packet)] for peer, packet in flight.packets.items()}
         payloads = {}
@@ -320,14 +321,8 @@ class Talking(Attached):
         if refused := sorted(said.keys() - heard.payloads.keys()):
             reason = "predictions that are not finite, or no predictions"
             self._observe("refused", self.step, **fields, by=refused, reason=reason)
-        self._observe(
-            "land",
-            self.step,
-            **fields,
-            begin=began,
-            stall_seconds=arrived - began,
-            seconds_spent=self._clock() - arrived,
-        )
+        spent = self._clock() - arrived
+        self._observe("land", self.step, **fields, begin=began, stall_seconds=waited, seconds_spent=spent)
         return heard
 
     def _weighed(self, round_: int, payloads: Mapping[int, Tensor]) -> _Heard:

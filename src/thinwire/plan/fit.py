@@ -168,12 +168,7 @@ def fit(ladder: Ladder, variables: Sequence[str], form: Form = "power") -> Fitte
 
 
 def intervals(
-    ladder: Ladder,
-    variables: Sequence[str],
-    form: Form = "power",
-    draws: int = 400,
-    level: float = 0.9,
-    seed: int = 0,
+    ladder: Ladder, variables: Sequence[str], form: Form = "power", draws: int = 400, level: float = 0.9, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
     """Bootstrap intervals of the exponents at `level`: runs are drawn with replacement, and the law is fitted to each draw.
 

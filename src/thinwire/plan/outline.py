@@ -97,10 +97,7 @@ def _saved_nbytes(source: str, vocabulary: int, sequence: int) -> tuple[int, int
         model = outline(source, vocabulary, device=torch.device("cpu"))
         one, two = (torch.zeros(batch, sequence, dtype=torch.long) for batch in (1, 2))
         try:
-            return (
-                kept_by_autograd(model, lambda: model(one, one)),
-                kept_by_autograd(model, lambda: model(two, two)),
-            )
+            return kept_by_autograd(model, lambda: model(one, one)), kept_by_autograd(model, lambda: model(two, two))
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             raise ConfigurationError(

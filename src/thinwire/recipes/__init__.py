@@ -6,27 +6,8 @@ the model's shapes; H is `every` and τ is `delay`, both in inner steps; C is th
 of each recipe predicts these bytes for a period and a model of one matrix of 1000 × 1000.
 """
 
-from thinwire.recipes.deltas import (
-    co2,
-    diloco,
-    l_greco,
-    local_sgd,
-    muloco,
-    outer_dgc,
-    qsr,
-    sparse_loco,
-)
-from thinwire.recipes.gossip import (
-    choco,
-    d_psgd,
-    dfedsam,
-    dfedsam_mgs,
-    gasloc,
-    gradient_tracking,
-    moshpit,
-    noloco,
-    sgp,
-)
+from thinwire.recipes.deltas import co2, diloco, l_greco, local_sgd, muloco, outer_dgc, qsr, sparse_loco
+from thinwire.recipes.gossip import choco, d_psgd, dfedsam, dfedsam_mgs, gasloc, gradient_tracking, moshpit, noloco, sgp
 from thinwire.recipes.gradients import (
     cgx,
     data_parallel,

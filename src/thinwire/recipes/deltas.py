@@ -73,11 +73,7 @@ def diloco(
     4000384
     """
     return Strategy(
-        schedule=Every(every),
-        outer=Nesterov(outer_lr, outer_momentum),
-        codec=codec,
-        exchange=exchange,
-        anchors=anchors,
+        schedule=Every(every), outer=Nesterov(outer_lr, outer_momentum), codec=codec, exchange=exchange, anchors=anchors
     )
 
 
@@ -114,11 +110,7 @@ def sparse_loco(
     26420
     """
     return Strategy(
-        schedule=Every(every),
-        codec=codec,
-        feedback=Feedback(eta=decay, beta=decay),
-        exchange=exchange,
-        anchors=anchors,
+        schedule=Every(every), codec=codec, feedback=Feedback(eta=decay, beta=decay), exchange=exchange, anchors=anchors
     )
 
 

@@ -233,11 +233,7 @@ def dfedsam_mgs(
 
 
 def moshpit(
-    *,
-    every: int = 1,
-    delay: int = 0,
-    topology: Topology = MoshpitGrid(),
-    partition: Partition = Whole(),
+    *, every: int = 1, delay: int = 0, topology: Topology = MoshpitGrid(), partition: Partition = Whole()
 ) -> Strategy:
     """Moshpit SGD (Ryabinin et al., arXiv 2103.03239): exact means in small groups, in every round along another axis of a grid.
 

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.codecs import (
-    DCT,
-    ChunkedTopK,
-    Codec,
-    Each,
-    Identity,
-    Int,
-    LowRank,
-    OverSenders,
-    Sign,
-    Squares,
-    TopK,
-)
+from thinwire.codecs import DCT, ChunkedTopK, Codec, Each, Identity, Int, LowRank, OverSenders, Sign, Squares, TopK
 from thinwire.exchange import AllReduce, Direct, Exchange, TwoShot
 from thinwire.pieces.feedback import Feedback
 from thinwire.pieces.inner_optimizers import SGD
@@ -96,11 +84,7 @@ def dgc(
 
 
 def one_bit_adam(
-    *,
-    freeze: int = 100,
-    clip: float = 1.0,
-    codec: Codec = Sign("l2", 4096),
-    exchange: Exchange = TwoShot(Feedback()),
+    *, freeze: int = 100, clip: float = 1.0, codec: Codec = Sign("l2", 4096), exchange: Exchange = TwoShot(Feedback())
 ) -> Strategy:
     """1-bit Adam (Tang et al., arXiv 2102.02888): send Adam's first moment in one bit in both directions; freeze the second after `freeze` steps.
 
@@ -156,11 +140,7 @@ def ef14(*, codec: Codec = TopK(0.01), exchange: Exchange = Direct(), momentum: 
     30751
     """
     return Strategy(
-        signal=Gradients(),
-        codec=codec,
-        feedback=Feedback(),
-        exchange=exchange,
-        inner=SGD(momentum, lr_factor=SGD_RATE),
+        signal=Gradients(), codec=codec, feedback=Feedback(), exchange=exchange, inner=SGD(momentum, lr_factor=SGD_RATE)
     )
 
 

@@ -151,10 +151,7 @@ class Layout:
             said = parsed(json.loads, text)
             places = tuple(
                 TensorPlace(
-                    str(one["name"]),
-                    tuple(map(_count, one["shape"])),
-                    _count(one["fragment"]),
-                    _count(one["begin"]),
+                    str(one["name"]), tuple(map(_count, one["shape"])), _count(one["fragment"]), _count(one["begin"])
                 )
                 for one in said["places"]
             )

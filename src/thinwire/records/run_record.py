@@ -23,12 +23,7 @@ from thinwire.records.samples import samples_of, text_of_samples
 from thinwire.records.score import Score, score_of
 from thinwire.records.sessions import number, whole
 from thinwire.records.summary import Summary
-from thinwire.records.units import (
-    NOTHING,
-    text_of_nbytes,
-    text_of_seconds,
-    unit_of,
-)
+from thinwire.records.units import NOTHING, text_of_nbytes, text_of_seconds, unit_of
 from thinwire.records.unlike import losses_of_each, unlike
 
 PROVENANCES = ("measured", "emulated", "simulated", "predicted")

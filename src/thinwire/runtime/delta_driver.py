@@ -17,8 +17,8 @@ from thinwire.codecs import Identity
 from thinwire.comm.group import Group
 from thinwire.pieces.outer import Average, Outer
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Driver, Training
-from thinwire.runtime.flights import Flights
+from thinwire.runtime.driver import Training
+from thinwire.runtime.flights import FixedGroupDriver, Flights
 from thinwire.runtime.fragment_state import DROPPED, FragmentState, RoundUpdate, held_by
 from thinwire.runtime.handshake import agree_on_resume, digest
 from thinwire.runtime.on_device import stays_on_device
@@ -29,7 +29,7 @@ from thinwire.runtime.window import Window
 _PIECE = 1 << 22  # values that a landing moves at a time: few calls and copies, and little memory
 
 
-class DeltaDriver(Driver):
+class DeltaDriver(FixedGroupDriver):
     """Every replica takes the same inner steps and takes part in every round. See `Driver`, `Flights`."""
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
@@ -100,14 +100,8 @@ class DeltaDriver(Driver):
                 update.trained = facts["tokens"][2][str(index)]
             self._flights.depart_again(update)
 
-    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
-        return self._flights.gather(payload, limit, purpose)
-
-    def request_stop(self) -> None:
-        self._flights.request_stop()
-
     def close(self) -> None:
-        self._flights.close()
+        super().close()
         if self._window:
             self._window.close()
 

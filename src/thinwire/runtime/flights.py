@@ -1,4 +1,4 @@
-"""Rounds in flight in a fixed group, seen from the main thread: the common part of the drivers of deltas and of gradients."""
+"""Rounds in flight in a fixed group, seen from the main thread: the common part of their drivers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Group
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Training
+from thinwire.runtime.driver import Driver, Training
 from thinwire.runtime.first_state import first_state
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_start, check_start, introduce
@@ -114,3 +114,18 @@ class Flights:
         """End the exchange threads."""
         self.pipeline.finished.tell(self.training.step, finished=False)
         self.pipeline.close()
+
+
+class FixedGroupDriver(Driver):
+    """A driver of a fixed group, whose rounds are `Flights`."""
+
+    _flights: Flights
+
+    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
+        return self._flights.gather(payload, limit, purpose)
+
+    def request_stop(self) -> None:
+        self._flights.request_stop()
+
+    def close(self) -> None:
+        self._flights.close()

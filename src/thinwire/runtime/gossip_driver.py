@@ -21,8 +21,8 @@ from thinwire.pieces.gossip import GossipRule
 from thinwire.pieces.partition import Fragment
 from thinwire.rng import Key
 from thinwire.runtime.consensus import mean_of_all
-from thinwire.runtime.driver import Driver, Training
-from thinwire.runtime.flights import Flights
+from thinwire.runtime.driver import Training
+from thinwire.runtime.flights import FixedGroupDriver, Flights
 from thinwire.runtime.fragment_state import FragmentState, RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume
 from thinwire.runtime.judged_update import JudgedUpdate
@@ -118,8 +118,10 @@ class GossipFlights(Flights):
             self.training.stopping |= self.pipeline.stop_requested and update.number == self.window[1] - 1
 
 
-class GossipDriver(Driver):
+class GossipDriver(FixedGroupDriver):
     """Every replica takes the same inner steps, and exchanges only with its neighbours. See `Driver`, `GossipFlights`."""
+
+    _flights: GossipFlights
 
     def __init__(self, training: Training, fragments: list[Fragment], group: Group, site: Group | None) -> None:
         gossip = training.strategy.exchange
@@ -210,15 +212,6 @@ class GossipDriver(Driver):
         """Does nothing before `finish`, because the model holds this replica's own weights."""
         if self._met:
             self.training.load_anchors()
-
-    def request_stop(self) -> None:
-        self._flights.request_stop()
-
-    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
-        return self._flights.gather(payload, limit, purpose)
-
-    def close(self) -> None:
-        self._flights.close()
 
     @torch.no_grad()
     def _depart(self, fragment: FragmentState) -> None:

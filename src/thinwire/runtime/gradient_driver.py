@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from thinwire.comm.group import Group
 from thinwire.errors import ModelError, NonFiniteError
 from thinwire.pieces.partition import Fragment
-from thinwire.runtime.driver import Driver, Training
-from thinwire.runtime.flights import Flights
+from thinwire.runtime.driver import Training
+from thinwire.runtime.flights import FixedGroupDriver, Flights
 from thinwire.runtime.fragment_state import RoundUpdate
 from thinwire.runtime.handshake import agree_on_resume, agree_on_weights, digest
 from thinwire.runtime.module_state import gradient, put_gradient, reshard, separate_gradients
@@ -25,7 +25,7 @@ _DRIFTED = (
 )
 
 
-class GradientDriver(Driver):
+class GradientDriver(FixedGroupDriver):
     """Replaces every gradient by the mean of all replicas' (fp32, in rank order) before the optimizer steps. See `Driver`, `Flights`.
 
     If any replica's gradient is not finite, all gradients become None on all replicas and the step changes nothing.
@@ -106,15 +106,6 @@ class GradientDriver(Driver):
 
     def load_anchors(self) -> None:
         """Does nothing, because the model holds the anchors."""
-
-    def gather(self, payload: bytes, limit: int, purpose: str) -> list[bytes]:
-        return self._flights.gather(payload, limit, purpose)
-
-    def request_stop(self) -> None:
-        self._flights.request_stop()
-
-    def close(self) -> None:
-        self._flights.close()
 
 
 class Stepped:

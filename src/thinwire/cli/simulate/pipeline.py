@@ -94,11 +94,7 @@ def _facts(pipeline: Pipeline, seconds: float) -> dict[str, Any]:
     }
 
 
-_SAYS = {
-    "exact": "where the stages divide the micro-batches",
-    "Pipette": "one term less",
-    "AMP": "hops are paid once",
-}
+_SAYS = {"exact": "where the stages divide the micro-batches", "Pipette": "one term less", "AMP": "hops are paid once"}
 
 
 def _table(pipeline: Pipeline, found: dict[str, Any]) -> Table:

@@ -27,14 +27,7 @@ from thinwire.lm.setup import learning_rate
 from thinwire.lm.tokenizer import make_tokenizer
 from thinwire.plan import compute
 from thinwire.records.run_record import RunRecord
-from thinwire.records.units import (
-    UNITS,
-    text_of_bits,
-    text_of_nbytes,
-    text_of_rate,
-    text_of_seconds,
-    text_of_share,
-)
+from thinwire.records.units import UNITS, text_of_bits, text_of_nbytes, text_of_rate, text_of_seconds, text_of_share
 from thinwire.rng import derive
 from thinwire.simulate.record import Recorder
 from thinwire.simulate.replicas import SimulationResult, simulate

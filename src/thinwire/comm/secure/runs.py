@@ -27,11 +27,7 @@ class HubRuns:
     """
 
     def __init__(
-        self,
-        make: Callable[[], RequestHandler],
-        state: HubState,
-        audit: AuditLog,
-        lost: Callable[[str, str], object],
+        self, make: Callable[[], RequestHandler], state: HubState, audit: AuditLog, lost: Callable[[str, str], object]
     ) -> None:
         self._make, self._state, self._audit, self._lost = make, state, audit, lost
         self._registries: dict[str, RequestHandler] = {}

@@ -12,14 +12,7 @@ from typing import Any
 
 from thinwire.comm.secure.calls import Broken, Refused, check_open
 from thinwire.errors import PacketError
-from thinwire.version import (
-    FOLLOWER_REQUESTS,
-    HUB_FRAMES,
-    JOIN_REQUESTS,
-    PUBLISHER_REQUESTS,
-    Protocols,
-    newest_of_both,
-)
+from thinwire.version import FOLLOWER_REQUESTS, HUB_FRAMES, JOIN_REQUESTS, PUBLISHER_REQUESTS, Protocols, newest_of_both
 
 FRAMES, JOINING, FOLLOWING, PUBLISHING = "frames", "requests to join", "requests of followers", "requests of publishers"
 RANGES = {
