@@ -194,6 +194,8 @@ def shaping() -> CheckResult:
 def disk(runs: Path) -> CheckResult:
     """The free space for run folders."""
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    if not place.is_dir():
+        return CheckResult("disk", "problem", f"{place} is a file", "train with --out FOLDER, a folder")
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
         return CheckResult(

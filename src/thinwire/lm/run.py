@@ -388,5 +388,5 @@ def _absolute_model(name: str) -> str:
 
 def _absolute(name: str) -> str:
     """`hf:FOLDER` and `bpe:FILE` with an absolute path; text that is no path is unchanged."""
-    kind, colon, path = name.partition(":")
+    kind, _, path = name.partition(":")
     return f"{kind}:{Path(path).absolute()}" if path and Path(path).exists() and not path.isdigit() else name
